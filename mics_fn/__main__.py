@@ -1,0 +1,43 @@
+"""The command line: `python -m mics_fn demo`, `python -m mics_fn bench`."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from mics_fn.errors import MicsError, PlanError
+
+COMMANDS = {
+    "demo": "train a small GPT, sharded over ranks of this machine, and check the result",
+    "bench": "measure this library against plain torch and FSDP2",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Bad arguments are 2, Ctrl-C is 130."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m mics_fn", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        # Only the command that runs is imported: each brings what the others do not need.
+        if argv[:1] == [name]:
+            module = importlib.import_module(f"mics_fn.lab.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except PlanError as err:
+        print(f"\n{parser.prog} {args.command}: {err}", file=sys.stderr)
+        return 2
+    except MicsError as err:
+        print(f"\n{parser.prog} {args.command}: {err}", file=sys.stderr)
+        return getattr(err, "exit_code", 1)
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog} {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

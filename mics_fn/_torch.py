@@ -1,0 +1,106 @@
+"""The one door to names of torch that are private, or that differ between 2.11 and the newest."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as torch_pytree
+from torch.distributed import distributed_c10d as c10d
+
+# 2.13 renamed these and warns about the old names; 2.11 and 2.12 have only the old ones.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+# `new_group(sort_ranks=False)` keeps the given order of ranks; 2.11 always sorts.
+keeps_rank_order: bool = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_group(
+    ranks: Sequence[int], *, timeout_s: float, backend: str | None, name: str
+) -> dist.ProcessGroup:
+    """A process group that only its members create, in the given rank order where torch can."""
+    order = {"sort_ranks": False} if keeps_rank_order else {}
+    group = dist.new_group(
+        list(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=name,
+        **order,  # pyright: ignore[reportArgumentType]
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeError(f"new_group({list(ranks)}) made no group on rank {dist.get_rank()}")
+    return group
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was made with."""
+    return c10d._get_default_store()
+
+
+def num_process_groups() -> int:
+    """How many groups this process has made: torch names a new group after this count."""
+    return len(c10d._world.pg_names)
+
+
+def register_torch_node(
+    cls: type, flatten: Callable[[Any], tuple[list, Any]], unflatten: Callable[[list, Any], Any]
+) -> None:
+    """Register a pytree node with torch's own pytree, which `torch.func` uses."""
+    torch_pytree.register_pytree_node(
+        cls,
+        flatten,
+        lambda children, context: unflatten(list(children), context),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+
+
+def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
+    """Let a torch optimizer make its initial state for `group` without taking a step."""
+    init = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
+    num_lists = len(inspect.signature(init).parameters) - 1
+    init(group, *([] for _ in range(num_lists)))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors share exactly when they share a storage (fake and meta tensors too)."""
+    return tensor.untyped_storage()._cdata
+
+
+def inside_torch_func() -> bool:
+    """Whether a `torch.func` transform is running around the caller."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing DTensor."""
+    return type(tensor).__name__ == "DTensor"
+
+
+@contextmanager
+def new_groups_meet_at(prefix: str) -> Iterator[None]:
+    """Groups made in this block meet under `prefix` in the default store.
+
+    Torch names a group after its ranks and the number of live groups, so one made after others were
+    destroyed can get an old name, find the old addresses in the store, and fail to connect.
+    """
+    group = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[group]
+    c10d._world.pg_map[group] = (backend, dist.PrefixStore(prefix, store))
+    try:
+        yield
+    finally:
+        c10d._world.pg_map[group] = (backend, store)
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group was not destroyed, by itself or with the default group."""
+    return group in c10d._world.pg_map

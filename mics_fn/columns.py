@@ -1,0 +1,130 @@
+"""Elementwise work on trees of shards as work on a few long tensors.
+
+The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket are views of one chunk.
+An elementwise function may as well take the chunk: fewer, longer tensors, the same numbers. Padding is computed with
+and never looked at.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mics_fn import _torch, tree
+from mics_fn.tree import Tree
+
+
+class Column(NamedTuple):
+    """Corresponding tensors of several trees: whole chunks, runs of leaves, or single pieces."""
+
+    key: Hashable
+    tensors: tuple[Tensor, ...]
+
+
+def columns(
+    trees: Sequence[Sequence[Tensor]], keys: Sequence[Hashable] | None = None
+) -> list[Column]:
+    """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
+
+    Args:
+      trees: for each tree its pieces, in the same order and of the same lengths.
+      keys: one a piece; only neighbours with equal keys are joined. Default: all equal.
+
+    Returns:
+      Columns that cover every element once. Padding may be covered too.
+    """
+    found = []
+    for members in _by_storage(trees[0]):
+        joined = all(_same_places(trees[0], other, members) for other in trees[1:])
+        if not joined or not _is_flat(trees[0], members):
+            found += [
+                Column(keys[i] if keys else None, tuple(each[i] for each in trees)) for i in members
+            ]
+            continue
+        runs = [list(run) for _, run in groupby(members, lambda i: keys[i] if keys else None)]
+        for run in runs:
+            low, high = 0, _storage_numel(trees[0][run[0]])
+            if len(runs) > 1:
+                low = trees[0][run[0]].storage_offset()
+                high = trees[0][run[-1]].storage_offset() + trees[0][run[-1]].numel()
+            key = keys[run[0]] if keys else None
+            found.append(Column(key, tuple(_span(each[run[0]], low, high) for each in trees)))
+    return found
+
+
+def _by_storage(pieces: Sequence[Tensor]) -> list[list[int]]:
+    """Pieces that share a storage, in the order in which they lie; empty ones are left out."""
+    found: dict[int, list[int]] = {}
+    for i, piece in enumerate(pieces):
+        if piece.numel():
+            found.setdefault(_torch.storage_id(piece), []).append(i)
+    return [sorted(each, key=lambda i: pieces[i].storage_offset()) for each in found.values()]
+
+
+def _is_flat(pieces: Sequence[Tensor], members: Sequence[int]) -> bool:
+    """Whether pieces lie one after the other in their storage, without overlap."""
+    end = 0
+    for i in members:
+        piece = pieces[i]
+        if piece.ndim != 1 or piece.stride(0) != 1 or piece.storage_offset() < end:
+            return False
+        end = piece.storage_offset() + piece.numel()
+    return True
+
+
+def _same_places(a: Sequence[Tensor], b: Sequence[Tensor], members: Sequence[int]) -> bool:
+    """Whether the pieces of `b` lie in one storage as those of `a` do in theirs."""
+    home = _torch.storage_id(b[members[0]])
+    if _storage_numel(a[members[0]]) != _storage_numel(b[members[0]]):
+        return False
+    return all(
+        _torch.storage_id(b[i]) == home
+        and b[i].storage_offset() == a[i].storage_offset()
+        and b[i].stride() == a[i].stride()
+        for i in members
+    )
+
+
+def _storage_numel(piece: Tensor) -> int:
+    return piece.untyped_storage().nbytes() // piece.itemsize
+
+
+def _span(piece: Tensor, low: int, high: int) -> Tensor:
+    return piece.detach().as_strided((high - low,), (1,), low)
+
+
+def fresh(shards: Tree) -> Tree:
+    """A copy in new memory, each chunk copied as a whole, so that it stays one."""
+    pieces, spec = tree.flatten(shards)
+    out = [piece.detach() for piece in pieces]
+    for members in _by_storage(pieces):
+        if _is_flat(pieces, members):
+            flat = _span(pieces[members[0]], 0, _storage_numel(pieces[members[0]])).clone()
+            for i in members:
+                out[i] = flat.narrow(0, pieces[i].storage_offset(), pieces[i].numel())
+        else:
+            for i in members:
+                out[i] = pieces[i].detach().clone()
+    return spec.unflatten(out)
+
+
+def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
+    """Apply an in-place elementwise function to a tree of shards.
+
+    Args:
+      fn: called as `fn(target, *rest)` with corresponding long tensors; it writes its result into the first.
+      target: tree of shards.
+      rest: trees of the same structure, read only.
+      donate: write into `target` itself instead of a copy.
+
+    Returns:
+      The tree with the results.
+
+    Memory: a copy of `target`, none with `donate`.
+    """
+    out = target if donate else fresh(target)
+    pieces, spec = tree.flatten(out)
+    for column in columns([pieces, *(tree.flatten(other)[0] for other in rest)]):
+        fn(*column.tensors)
+    return spec.unflatten(pieces)

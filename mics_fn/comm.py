@@ -1,0 +1,198 @@
+"""Communicators: who is in one, this rank's place, what it sent, and how one is made."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from mics_fn import _torch
+from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.topology import fold_ranks
+
+
+class Traffic:
+    """Bytes that this rank sent, by what for: the one mutable ledger of a `Groups`.
+
+    Example:
+      >>> traffic = Traffic()
+      >>> traffic.add("gather node", 4096)
+      >>> traffic.snapshot()
+      {'gather node': (1, 4096)}
+      >>> print(traffic)
+      gather node: 4,096 bytes sent in 1 call
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+
+    def add(self, what: str, nbytes: int) -> None:
+        """Note one call that sends `nbytes`."""
+        self.calls[what] += 1
+        self.sent_bytes[what] += nbytes
+
+    def clear(self) -> None:
+        """Forget everything, as between two measured steps."""
+        self.calls.clear()
+        self.sent_bytes.clear()
+
+    def snapshot(self) -> dict[str, tuple[int, int]]:
+        """What -> (calls, bytes sent), as of now."""
+        return {what: (calls, self.sent_bytes[what]) for what, calls in self.calls.items()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{what}: {sent:,} bytes sent in {calls} call{'s' * (calls != 1)}"
+            for what, (calls, sent) in self.snapshot().items()
+        ]
+        return "\n".join(lines) or "nothing sent"
+
+
+@dataclass(eq=False)
+class Life:
+    """Shared by all that one `Groups` holds: whether it was closed, and what it must destroy."""
+
+    closed: bool = False
+    owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
+
+    def close(self) -> None:
+        """Destroy what is owned, newest first; again has no effect."""
+        self.closed = True
+        while self.owned:
+            group = self.owned.pop()
+            if _torch.is_alive(group):
+                dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True, eq=False)
+class Comm:
+    """One communicator, as this rank sees it. One of size 1 has no group and never communicates."""
+
+    name: str  # what it is for, as "gather node" or "replicas"
+    ranks: tuple[int, ...]  # global ranks, in the order of the group
+    rank: int  # this rank's place in `ranks`
+    group: dist.ProcessGroup | None = field(repr=False)
+    timeout_s: float
+    traffic: Traffic = field(repr=False)
+    life: Life = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks in it."""
+        return len(self.ranks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the groups it belongs to were closed."""
+        return self.life.closed
+
+    def check_open(self) -> None:
+        """Raise GroupsError if the groups it belongs to were closed, also where its size is 1."""
+        if self.closed:
+            what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups were"
+            fix = "keep them open, or call make_groups again"
+            raise GroupsError(message(f"{what} closed", fix=fix))
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group to communicate over.
+
+        Raises:
+          GroupsError: closed, shut down with torch.distributed, or of size 1.
+        """
+        self.check_open()
+        if self.group is None:
+            what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
+            raise GroupsError(message(what, fix="skip communication where size is 1"))
+        if not _torch.is_alive(self.group):
+            what = f"'{self.name}' is used after torch.distributed was shut down"
+            fix = "close the groups before destroy_process_group(), make new ones after init"
+            raise GroupsError(message(what, fix=fix))
+        return self.group
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """One hop of a hierarchy; two communicators, so that gathers and reductions can overlap."""
+
+    name: str
+    gather: Comm
+    reduce: Comm
+
+
+@dataclass(frozen=True, eq=False)
+class Hierarchy:
+    """The levels of this rank's partition group, outermost (slowest link) first; () where p = 1."""
+
+    levels: tuple[Level, ...]
+    coords: tuple[int, ...]  # this rank's place at each level
+    chunk: int  # number of the chunk that this rank keeps
+    device: torch.device
+    life: Life = field(repr=False)
+    partition: Comm = field(repr=False)  # control messages inside the partition group
+    agreed: set = field(default_factory=set, repr=False)  # trees that its ranks agreed on before
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks at each level."""
+        return tuple(level.gather.size for level in self.levels)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the partition group."""
+        size = 1
+        for level_size in self.sizes:
+            size *= level_size
+        return size
+
+    @property
+    def closed(self) -> bool:
+        """Whether the groups it belongs to were closed."""
+        return self.life.closed
+
+    def __repr__(self) -> str:
+        levels = " x ".join(f"{level.name} {level.gather.size}" for level in self.levels)
+        return f"Hierarchy({levels or 'one rank'}, chunk {self.chunk} of {self.size})"
+
+
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """Makes communicators that share a life and a ledger, each with its own process group."""
+
+    ranks: tuple[int, ...]  # global rank of each position
+    rank: int  # this one, global
+    backend: str
+    timeout_s: float
+    key: str  # where groups meet in the store; new, and the same on all ranks
+    traffic: Traffic = field(default_factory=Traffic)
+    life: Life = field(default_factory=Life)
+
+    def comm(self, name: str, positions: Sequence[int]) -> Comm:
+        """A communicator of these positions, this rank's among them; its members call it alike.
+
+        Raises:
+          GroupsError: torch cannot make the group.
+        """
+        members = tuple(self.ranks[position] for position in positions)
+        group = self._group(name, members) if len(members) > 1 else None
+        place = members.index(self.rank)
+        return Comm(name, members, place, group, self.timeout_s, self.traffic, self.life)
+
+    def level(self, name: str, positions: Sequence[int]) -> Level:
+        """A level over these positions, ordered by coordinate."""
+        gather = self.comm(f"gather {name}", positions)
+        return Level(name, gather, self.comm(f"reduce {name}", positions))
+
+    def _group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        options = {"timeout_s": self.timeout_s, "backend": self.backend, "name": f"mics_fn {name}"}
+        try:
+            with _torch.new_groups_meet_at(self.key):
+                group = _torch.new_group(members, **options)
+        except (RuntimeError, ValueError) as error:
+            what = f"make_groups: rank {self.rank} cannot make '{name}' of {name_ranks(members)}"
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            fix = "look at these ranks' own errors, then call make_groups again on all"
+            raise GroupsError(message(what, [first], fix)) from error
+        self.life.owned.append(group)
+        return group

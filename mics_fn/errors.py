@@ -1,0 +1,77 @@
+"""What can go wrong, each as a type, and the one shape every message has.
+
+A message says what failed and where (the tree path), who (the ranks), what was expected and what was found,
+and how to mend it. Everything here derives from `MicsError`.
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+class MicsError(Exception):
+    """Base of every error that mics_fn raises on purpose."""
+
+
+class PlanError(MicsError, ValueError):
+    """Sizes that do not fit together: world, partition group, node."""
+
+
+class TreeError(MicsError, ValueError):
+    """A pytree that does not match the one it is used with."""
+
+
+class LeafError(MicsError, TypeError):
+    """A leaf of the wrong kind: its type, dtype, device or layout."""
+
+
+class DesyncError(MicsError, RuntimeError):
+    """Ranks that should agree do not: on a tree, a value, or a group."""
+
+
+class DonatedError(MicsError, RuntimeError):
+    """A value whose buffers were given away is used again."""
+
+
+class GroupsError(MicsError, RuntimeError):
+    """Groups used before they can exist, or after they were closed."""
+
+
+class CollectiveError(MicsError, RuntimeError):
+    """A collective that failed; its result does not exist."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A collective that did not finish within `timeout_s`."""
+
+
+class OptimizerError(MicsError, ValueError):
+    """An optimizer that cannot work on flat shards, or is used wrongly."""
+
+
+def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
+    """One error text: a headline, indented details, and the fix.
+
+    >>> print(message("shard: no leaf", ["params['w']: got None"], fix="pass tensors"))
+    shard: no leaf
+      params['w']: got None
+      fix: pass tensors
+    """
+    out = [what, *(f"  {line}" for line in lines)]
+    if fix:
+        out.append(f"  fix: {fix}")
+    return "\n".join(out)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as people write them, runs of three or more folded.
+
+    >>> name_ranks([3]), name_ranks([0, 1]), name_ranks([0, 1, 2, 3, 8])
+    ('rank 3', 'ranks 0, 1', 'ranks 0-3, 8')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

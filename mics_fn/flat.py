@@ -1,0 +1,106 @@
+"""Moving leaves in and out of flat buffers, by views where that is possible. See [Note: flat buckets] in `layout`.
+
+Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, length), a full leaf (*batch, *shape).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.layout import Bucket, gaps, pieces
+
+
+@lru_cache(maxsize=4096)
+def _chunk_sizes(bucket: Bucket, chunk: int) -> tuple[int, ...]:
+    """Lengths that split a chunk in (padding, piece, padding, piece, ..., padding)."""
+    sizes, end = [], 0
+    for piece in pieces(bucket, chunk):
+        start = piece.start if piece.length else end
+        sizes += [start - end, piece.length]
+        end = start + piece.length
+    return (*sizes, bucket.chunk - end)
+
+
+@lru_cache(maxsize=4096)
+def _full_sizes(bucket: Bucket) -> tuple[int, ...]:
+    """Lengths that split the full buffer in (leaf, padding, leaf, padding, ...)."""
+    ends = (*bucket.offsets[1:], bucket.numel)
+    sizes = zip(bucket.offsets, bucket.numels, ends, strict=True)
+    return tuple(size for start, n, end in sizes for size in (n, end - start - n))
+
+
+def split_chunk(bucket: Bucket, chunk: int, flat: Tensor) -> list[Tensor]:
+    """The pieces of a chunk, by slot, as views of `flat` (*batch, bucket.chunk)."""
+    return list(flat.split_with_sizes(_chunk_sizes(bucket, chunk), -1)[1:-1:2])
+
+
+def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    """The full leaves, by slot, as views of `flat` (*batch, bucket.numel)."""
+    batch = flat.shape[:-1]
+    leaves = flat.split_with_sizes(_full_sizes(bucket), -1)[::2]
+    return [leaf.view((*batch, *s)) for leaf, s in zip(leaves, bucket.shapes, strict=True)]
+
+
+def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Tensor | None:
+    """The chunk whose views the pieces are, if they are that, without a copy; else None.
+
+    Only a storage of exactly the chunk's size counts, so that an in-place update of the result can touch nothing but
+    these pieces and their padding.
+    """
+    base, first = None, None
+    for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
+        if not piece.length or tensor is None:
+            continue
+        if tensor.ndim != 1 or tensor.storage_offset() != piece.start or tensor.stride(0) != 1:
+            return None
+        if first is None:
+            base, first = _torch.storage_id(tensor), tensor
+            if tensor.untyped_storage().nbytes() != bucket.chunk * bucket.dtype.itemsize:
+                return None
+        elif _torch.storage_id(tensor) != base:
+            return None
+    return None if first is None else first.detach().as_strided((bucket.chunk,), (1,), 0)
+
+
+def pack_chunk(
+    bucket: Bucket, chunk: int, data: Sequence[Tensor | None], device: torch.device
+) -> Tensor:
+    """Pieces, by slot, as one chunk (*batch, bucket.chunk): a view if it can be one, else a copy.
+
+    A piece that is None counts as zeros; padding of a copy is zero.
+    """
+    found = whole_chunk(bucket, chunk, data)
+    if found is not None:
+        return found
+    given = [tensor for tensor in data if tensor is not None]
+    batch = given[0].shape[:-1] if given else ()
+    flat = torch.zeros((*batch, bucket.chunk), dtype=bucket.dtype, device=device)
+    views = split_chunk(bucket, chunk, flat)
+    _copy([(v, d) for v, d in zip(views, data, strict=True) if d is not None and d.numel()])
+    return flat
+
+
+def pack_full(bucket: Bucket, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel); None counts as zeros, padding is zero."""
+    given = [
+        (tensor, len(shape))
+        for tensor, shape in zip(leaves, bucket.shapes, strict=True)
+        if tensor is not None
+    ]
+    batch = given[0][0].shape[: given[0][0].ndim - given[0][1]] if given else ()
+    flat = torch.empty((*batch, bucket.numel), dtype=bucket.dtype, device=device)
+    views = split_full(bucket, flat)
+    empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]
+    empty += [flat.narrow(-1, start, length) for start, length in gaps(bucket)]
+    if empty:
+        torch._foreach_zero_(empty)
+    _copy([(v, d) for v, d in zip(views, leaves, strict=True) if d is not None and d.numel()])
+    return flat
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])

@@ -1,0 +1,132 @@
+"""`gather`: shards become full tensors. See [Note: adjoint] in `linear` for its gradient."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mics_fn import tree
+from mics_fn.agreement import agree
+from mics_fn.errors import LeafError, message
+from mics_fn.leaf import Fixed, Leaf, Tied, dtype_name, is_leaf, live, owner_index
+from mics_fn.linear import BucketUse, apply, homes_of, put, uses_of
+from mics_fn.tree import Tree
+
+
+def gather(shards: Tree, hierarchy: Any) -> Tree:
+    """Rebuild full tensors from shards. Differentiable; the VJP is hop 1.
+
+    Args:
+      shards: tree of shards (`Sharded`, `Fixed`, `Tied` leaves).
+      hierarchy: the route: `groups.hierarchy`, `groups.flat`, or `groups`; or a prefix pytree of these, or a function
+        from path to one.
+
+    Returns:
+      The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied leaves are one tensor.
+      The gradient of a function of them is a tree of shards, averaged over the partition group; no raw collective is
+      left to differentiate, so grad, vjp, jvp, vmap, jacrev and their compositions work.
+
+    Communication: one all-gather a level and bucket; each rank receives (p - 1)/p of the full bytes. Its VJP is one
+      reduce-scatter a level and bucket. None if p = 1. A tree that is new to the groups is agreed on once (32 bytes).
+
+    Memory: the full tree, until the caller drops it; its VJP a second copy of the full gradients. With p = 1 nothing: full
+      tensors are views of the shards.
+
+    Raises:
+      PlanError: the groups are not those that the tree was sharded with.
+      DonatedError: a shard was given away earlier.
+      DesyncError: ranks gather different trees.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> torch.func.grad(lambda s: gather(s, groups.hierarchy)["w"].square().sum())(shards)["w"].data
+      tensor([2., 2.])
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.3.
+    """
+    leaves, spec = tree.flatten(shards, is_leaf)
+    homes = homes_of("gather", "hierarchy", hierarchy, shards)
+    check_shards("gather", shards, leaves)
+    uses = uses_of("gather", leaves, homes)
+    _agree_on_uses(uses)
+    full = _gather_uses(leaves, uses)
+    owner = owner_index(leaves)
+    return spec.unflatten([full[owner[i]] for i in range(len(leaves))])
+
+
+def _gather_uses(leaves: Sequence[Leaf], uses: Sequence[BucketUse]) -> list[Any]:
+    data: list[Any] = [None if isinstance(leaf, Tied) else live(leaf.data) for leaf in leaves]
+    far = [use for use in uses if use.bucket.parts > 1]
+    trained = [use for use in far if use.bucket.trainable]
+    frozen = [use for use in far if not use.bucket.trainable]
+    full = list(data)
+    for use in uses:
+        if use.bucket.parts == 1:
+            for i, shape in zip(use.index, use.bucket.shapes, strict=True):
+                if i is not None:
+                    full[i] = data[i].reshape((*data[i].shape[:-1], *shape))
+    put(full, trained, apply("gather", trained, data))
+    with torch.no_grad():  # frozen leaves are fetched, never reduced
+        put(full, frozen, apply("gather", frozen, data))
+    return full
+
+
+def unshard(shards: Tree, hierarchy: Any) -> Tree:
+    """Gather to plain tensors of their own memory, one bucket at a time, keeping nothing.
+
+    Args:
+      shards: tree of shards.
+      hierarchy: as for `gather`.
+
+    Returns:
+      The tree with full tensors; each has its own storage, tied leaves are one tensor.
+
+    Communication: as `gather`.
+
+    Memory: the full tree and one bucket.
+
+    Raises: as `gather`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> unshard(shard([torch.arange(3.0)], groups), groups.hierarchy)
+      [tensor([0., 1., 2.])]
+    """
+    leaves, spec = tree.flatten(shards, is_leaf)
+    homes = homes_of("unshard", "hierarchy", hierarchy, shards)
+    check_shards("unshard", shards, leaves)
+    uses = uses_of("unshard", leaves, homes)
+    _agree_on_uses(uses)
+    out: list[Any] = [leaf.data.clone() if isinstance(leaf, Fixed) else None for leaf in leaves]
+    for use in uses:
+        full = _gather_uses(leaves, [use])
+        for i in use.members:
+            out[i] = full[i].clone(memory_format=torch.contiguous_format)
+    owner = owner_index(leaves)
+    return spec.unflatten([out[owner[i]] for i in range(len(leaves))])
+
+
+def check_shards(verb: str, shards: Tree, leaves: Sequence[Any]) -> None:
+    for i, leaf in enumerate(leaves):
+        if not is_leaf(leaf):
+            path = tree.paths(shards, "shards", is_leaf)[i]
+            fix = "make shards with shard(params, groups)"
+            raise LeafError(message(f"{verb}: {path} is {type(leaf).__name__}, no shard", fix=fix))
+
+
+def _agree_on_uses(uses: Sequence[BucketUse]) -> None:
+    """Compare what ranks are about to gather together, once for each set of leaves."""
+    for home in dict.fromkeys(use.hierarchy for use in uses):
+        mine = [use for use in uses if use.hierarchy is home]
+        key = tuple((use.bucket, use.missing) for use in mine)
+        if key in home.agreed:
+            continue
+        facts = [
+            (f"bucket {use.bucket.index}[{slot}]", f"{shape} {dtype_name(use.bucket.dtype)}")
+            for use in mine
+            for slot, shape in enumerate(use.bucket.shapes)
+            if use.index[slot] is not None
+        ]
+        agree(home, "gather", facts)
+        home.agreed.add(key)

@@ -1,0 +1,238 @@
+"""The hops of the gradients: hop 1 inside the partition group, hop 2 between replicas. Both are means."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch, tree
+from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.gather import check_shards
+from mics_fn.leaf import Fixed, Sharded, Tied, dtype_name, is_leaf, live, owner_index
+from mics_fn.leaf import donate as mark_donated
+from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, uses_of
+from mics_fn.sharded import shard
+from mics_fn.tree import Tree
+
+
+def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
+    """Do the hops still owed: full tensors owe both, `Sharded` leaves owe hop 2.
+
+    Args:
+      grads: gradients, as a tree of full tensors, or of shards as `torch.func.grad` through `gather` gives, or mixed.
+      groups: as for `shard`.
+      like: the shards that the gradients belong to; needed for full tensors if those were sharded with tied leaves, frozen
+        leaves or options of their own.
+
+    Returns:
+      A tree of shards: the gradient of the loss averaged over all ranks.
+
+    Communication: hop 1: a reduce-scatter a level and bucket, (p - 1)/p of the full bytes. Hop 2: an all-reduce a bucket
+      over the r replicas, 2(r - 1)/r of the shard's bytes.
+
+    Memory: a flat copy of the full gradients (hop 1), and a copy of the shards (hop 2).
+
+    Raises:
+      TreeError: the structure or a shape differs from `like`.
+      LeafError: a gradient for an integer leaf; another dtype or device than the leaf's.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> reduce_grads({"w": torch.ones(3)}, groups)
+      {'w': Sharded(shape=(3,), float32, here 3 of 3)}
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4 (2-hop gradient synchronisation).
+    """
+    leaves, _ = tree.flatten(grads, is_leaf)
+    if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
+        grads = scatter_grads(grads, groups, like=like)
+    return sync_replicas(grads, groups)
+
+
+def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
+    """Hop 1: average full gradients over the partition group; each rank keeps its shard.
+
+    Args:
+      grads: tree of full tensors; None where `like` has a leaf without a gradient; `Sharded` leaves pass through.
+      groups: as for `shard`.
+      like: as for `reduce_grads`; without it the layout is planned (and agreed on) from the gradients.
+
+    Returns:
+      A tree of shards; missing gradients are zeros, gradients of tied leaves are added.
+
+    Communication: one reduce-scatter a level and bucket; (p - 1)/p of the full bytes. None if p = 1.
+
+    Memory: one flat copy of the full gradients; with p = 1 shards are views of them.
+
+    Raises: as `reduce_grads`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> scatter_grads([torch.ones(2, 2)], groups)[0].data
+      tensor([1., 1., 1., 1.])
+    """
+    if like is None:
+        homes_of("scatter_grads", "groups", groups, None)
+        like = _planned(grads, groups)
+    slots, spec = tree.flatten(like, is_leaf)
+    check_shards("scatter_grads", like, slots)
+    given = _up_to("scatter_grads", like, spec, grads)
+    homes = homes_of("scatter_grads", "groups", groups, like)
+    uses = uses_of("scatter_grads", slots, homes)
+    full = _full_grads(like, slots, given)
+    out: list[Any] = [slot if isinstance(slot, Fixed | Tied) else None for slot in slots]
+    far = []
+    for use in uses:
+        if not use.bucket.trainable:
+            continue
+        done = [i for i in use.members if isinstance(given[i], Sharded)]
+        if len(done) == len(use.members):
+            for i in done:
+                out[i] = given[i]
+        elif done:
+            path = tree.paths(like, "grads", is_leaf)[done[0]]
+            text = f"scatter_grads: {path} is reduced already, others of its bucket are not"
+            raise TreeError(message(text, fix="reduce a bucket's gradients together"))
+        elif use.bucket.parts > 1:
+            far.append(use)
+        else:
+            for slot, i in enumerate(use.index):
+                if i is not None:
+                    out[i] = _local(
+                        full[i], use.bucket.numels[slot], slots[i], use.hierarchy.device
+                    )
+    found = apply("scatter", far, full)
+    pieces: list[Any] = [None] * len(slots)
+    put(pieces, far, found)
+    for use in far:
+        for slot, i in enumerate(use.index):
+            if i is not None:
+                out[i] = Sharded(pieces[i], use.bucket, slot)
+    return spec.unflatten(out)
+
+
+def _planned(grads: Tree, groups: Any) -> Tree:
+    """The layout that `shard` would give these gradients, as shards without data."""
+    leaves, _ = tree.flatten(grads, is_leaf)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Sharded | Fixed | Tied):
+            path = tree.paths(grads, "grads", is_leaf)[i]
+            text = f"reduce_grads: {path} is a shard, other leaves are full tensors"
+            raise TreeError(message(text, fix="pass like=state.params"))
+    meta = tree.map_leaves(
+        lambda g: (
+            torch.empty(g.shape, dtype=g.dtype, device="meta") if isinstance(g, Tensor) else g
+        ),
+        grads,
+    )
+    return shard(meta, groups)
+
+
+def _up_to(verb: str, like: Tree, spec: Any, grads: Tree) -> list[Any]:
+    """The gradients' leaves in the order of `like`; None where there is none."""
+    try:
+        return spec.flatten_up_to(grads)
+    except ValueError:
+        where = tree.first_mismatch(like, grads, "grads", is_leaf) or "structure"
+        raise TreeError(
+            message(
+                f"{verb}: the gradients' tree differs from the parameters'",
+                [f"first difference: {where}"],
+                fix="differentiate with respect to the tree that was sharded",
+            )
+        ) from None
+
+
+def _full_grads(like: Tree, slots: Sequence[Any], given: Sequence[Any]) -> list[Tensor | None]:
+    """One checked full gradient a leaf, those of tied leaves added to their owner's."""
+    full: list[Tensor | None] = [None] * len(slots)
+    owner = owner_index(slots)
+    for i, grad in enumerate(given):
+        slot = slots[owner[i]]
+        if grad is None or is_leaf(grad):
+            continue
+        _check_grad(like, i, slot, grad)
+        if isinstance(slot, Sharded):
+            before = full[owner[i]]
+            full[owner[i]] = grad if before is None else before + grad
+    return full
+
+
+def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
+    def path() -> str:
+        return tree.paths(like, "grads", is_leaf)[i]
+
+    if not isinstance(grad, Tensor):
+        raise LeafError(message(f"{path()} is {type(grad).__name__}, expected torch.Tensor"))
+    if not slot.dtype.is_floating_point:
+        text = f"{path()}: a gradient for a leaf of {dtype_name(slot.dtype)}"
+        raise LeafError(message(text, fix="only float leaves have gradients: give None there"))
+    if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
+        text = f"{path()}: shape {tuple(grad.shape)}, expected {slot.shape}"
+        raise TreeError(message(text, fix="pass the gradient of the full parameter"))
+    if grad.dtype != slot.dtype:
+        text = f"{path()}: {dtype_name(grad.dtype)}, expected {dtype_name(slot.dtype)}"
+        raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
+
+
+def _local(grad: Tensor | None, numel: int, slot: Sharded, device: torch.device) -> Sharded:
+    """Hop 1 in a group of one rank: the gradient itself."""
+    if grad is None:
+        flat = torch.zeros(numel, dtype=slot.dtype, device=device)
+    else:
+        flat = grad.reshape(*grad.shape[: grad.ndim - len(slot.shape)], numel)
+    return Sharded(flat, slot.bucket, slot.slot)
+
+
+def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
+    """Hop 2: average shards of gradients over the replication group.
+
+    Args:
+      grads: tree of shards, hop 1 done.
+      groups: as for `shard`.
+      donate: average in the given buffers; the old tree can not be used again.
+
+    Returns:
+      The same tree, averaged. Averaging twice changes nothing.
+
+    Communication: one all-reduce a bucket over r replicas, 2(r - 1)/r of the shard's bytes. None if r = 1.
+
+    Memory: a copy of the shards, none with `donate`.
+
+    Raises: `TreeError` where a leaf is no shard; `DonatedError` for a tree given away before.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> sync_replicas(shard([torch.ones(2)], groups), groups)[0].data
+      tensor([1., 1.])
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
+    """
+    leaves, spec = tree.flatten(grads, is_leaf)
+    check_shards("sync_replicas", grads, leaves)
+    homes = homes_of("sync_replicas", "groups", groups, grads)
+    uses = [use for use in uses_of("sync_replicas", leaves, homes) if use.bucket.trainable]
+    far = [use for use in uses if replicas_of(use).size > 1]
+    data = [live(leaf.data) if isinstance(leaf, Sharded) else None for leaf in leaves]
+    if donate and (
+        _torch.inside_torch_func() or any(d.requires_grad for d in data if d is not None)
+    ):
+        text = "sync_replicas: donate=True under autograd"
+        raise DonatedError(
+            message(text, fix="pass donate=False where gradients are differentiated")
+        )
+    if donate:
+        with torch.no_grad():
+            members = [data[i] for use in far for i in use.members]
+            found = replica_mean(far, members, in_place=True)
+    else:
+        found = apply("mean", far, data)
+    put(data, far, found)
+    out = [
+        Sharded(d, leaf.bucket, leaf.slot) if isinstance(leaf, Sharded) else leaf
+        for d, leaf in zip(data, leaves, strict=True)
+    ]
+    if donate:
+        mark_donated(grads, "grads", "sync_replicas")
+    return spec.unflatten(out)

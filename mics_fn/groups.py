@@ -1,0 +1,280 @@
+"""Process groups of MiCS as one frozen value: who shares a replica, who holds the same shard.
+
+Making them is an effect, so it is agreed first: see `mics_fn.rendezvous`. Which group holds whom is
+arithmetic: see `mics_fn.topology`.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mics_fn import _torch
+from mics_fn.comm import Comm, Hierarchy, Level, Life, Maker, Traffic
+from mics_fn.errors import PlanError, message
+from mics_fn.launcher import node_of
+from mics_fn.rendezvous import Fact, Place, meet
+from mics_fn.topology import Plan, Topology, fold_ranks, plan_groups
+from mics_fn.world import device_and_backend, init_distributed, require_distributed, universe_of
+
+__all__ = ["Comm", "Groups", "Hierarchy", "Level", "Traffic", "init_distributed", "make_groups"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Groups:
+    """The process groups of one data-parallel job, as this rank sees them; made by `make_groups`.
+
+    A context manager: leaving it closes the groups. Printing, comparing and closing never
+    communicate.
+    """
+
+    plan: Plan  # in positions
+    ranks: tuple[int, ...]  # global rank of each position
+    rank: int  # this one, global
+    position: int  # this one in `ranks`
+    hierarchy: Hierarchy
+    flat: Hierarchy  # the same ranks and chunk order in one level
+    partition: Comm  # control messages inside the partition group
+    replicas: Comm  # hop 2
+    device: torch.device
+    timeout_s: float
+    traffic: Traffic
+    life: Life
+    agreed: set = field(default_factory=set)  # digests of trees that ranks agreed on before
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return len(self.ranks)
+
+    @property
+    def partition_size(self) -> int:
+        """Ranks that share one replica."""
+        return self.plan.partition_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Complete replicas."""
+        return self.plan.num_replicas
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.life.closed
+
+    def close(self) -> None:
+        """Destroy the process groups; what uses them later raises GroupsError. Again: no effect."""
+        self.life.close()
+
+    def __enter__(self) -> "Groups":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        """The facts that are the same on every rank, for digests."""
+        levels = zip(self.plan.level_names, self.plan.level_sizes, strict=True)
+        text = ",".join(f"{name}:{size}" for name, size in levels) or "none"
+        return f"n={self.world_size} p={self.partition_size} levels={text}"
+
+    def __repr__(self) -> str:
+        state = ", closed" * self.closed
+        return f"Groups({self.describe()}, rank {self.rank}, {self.device}{state})"
+
+    def __str__(self) -> str:
+        shared, p = fold_ranks(self.partition.ranks), self.partition_size
+        lines = [f"this is rank {self.rank}, which keeps chunk {self.hierarchy.chunk} of {p}"]
+        lines += [f"partition group: {shared}; levels outermost first:" + " none" * (p == 1)]
+        lines += [
+            f"  {level.name} {level.gather.size}: {fold_ranks(level.gather.ranks)}"
+            for level in self.hierarchy.levels
+        ]
+        lines += [f"replication group: {fold_ranks(self.replicas.ranks)}"]
+        plural = "s" * (self.num_replicas > 1)
+        counts = f"n = {self.world_size} in {self.num_replicas} partition group{plural} of p = {p}"
+        return message(f"{counts}, on {self.device}{', closed' * self.closed}", lines)
+
+
+def make_groups(
+    partition_size: int | None = None,
+    *,
+    node_size: int | None = None,
+    nodes_per_rack: int | None = None,
+    topology: Topology | None = None,
+    mesh: DeviceMesh | None = None,
+    ranks: Sequence[int] | None = None,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout_s: float = 300.0,
+) -> Groups:
+    """Make the process groups of this rank. All ranks of the job call it, with equal arguments.
+
+    Without torch.distributed, and with no launcher around, it is a world of one without groups.
+
+    Args:
+      partition_size: ranks that share one replica. None takes the last dimension of a 2-D `mesh`
+        (replicate, shard), else all ranks of the job on one node.
+      node_size: ranks of the whole world on one node. None finds it: from LOCAL_WORLD_SIZE
+        (torchrun), from Slurm's tasks per node, else by counting equal hostnames.
+      nodes_per_rack: nodes of the job in one rack, if racks matter.
+      topology: how the job's ranks are wired, instead of node_size and nodes_per_rack.
+      mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
+        The groups cover its ranks only, so that tensor or pipeline parallel ones never mix in.
+      ranks: global ranks of the job by position, instead of `mesh`; None takes all.
+      device: where tensors live. None takes that of `mesh`, else the current CUDA device if the
+        default group has NCCL, else the CPU; in a world of one, torch's default device.
+      backend: for the new groups; None takes the default group's for `device`.
+      timeout_s: bound in seconds of this call, and later of every wait on these groups.
+
+    Returns:
+      Frozen `Groups`, which close themselves in a `with` block.
+
+    Communication: a few small messages through the store of torch.distributed; no collectives. If
+      the default group is bound to a device (`device_id=`), NCCL splits it: then all ranks of the
+      world must make their groups at the same time.
+
+    Raises:
+      PlanError: sizes that do not fit together; with those that would.
+      DesyncError: ranks disagree on an argument or on what they found; names ranks and values.
+      GroupsError: torch.distributed is not initialised, or a group cannot be made.
+      CollectiveTimeoutError: some rank of the job did not call it in time.
+
+    Example:
+      >>> with make_groups() as groups:
+      ...     groups
+      Groups(n=1 p=1 levels=none, rank 0, cpu)
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
+    """
+    started = require_distributed()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    universe = universe_of(ranks, mesh, rank, world_size)
+    if mesh is not None and partition_size is None:
+        partition_size = _shard_dim(mesh)
+    chosen, served_by = device_and_backend(device, mesh, backend)
+    wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
+    problem = _wiring_problem(**wiring, num_ranks=len(universe), world_size=world_size)
+    place = _place(rank, None if problem else node_size, known=bool(problem or topology))
+    common = {"partition_size": partition_size, **wiring, "timeout_s": timeout_s}
+    common |= {"device": chosen.type, "backend": served_by}
+    key, found = "", 1
+    if len(universe) > 1:
+        store = _torch.default_store()
+        facts = _facts(common, place)
+        key, found = meet(store, universe, rank, facts, place, timeout_s=timeout_s)
+    if problem is not None:  # raised only now, so that ranks with other arguments hear of it
+        raise problem
+    wired = topology or Topology.of(len(universe), found, nodes_per_rack)
+    plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
+    return _create(plan, Maker(universe, rank, served_by, timeout_s, key), chosen)
+
+
+def _shard_dim(mesh: DeviceMesh) -> int | None:
+    """The partition size that a mesh implies, by the (replicate, shard) convention."""
+    if mesh.ndim > 2:
+        what = f"make_groups: a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names} names no shard"
+        fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
+        raise PlanError(message(what, fix=fix))
+    return mesh.size(1) if mesh.ndim == 2 else None
+
+
+def _wiring_problem(
+    *,
+    node_size: int | None,
+    nodes_per_rack: int | None,
+    topology: Topology | None,
+    num_ranks: int,
+    world_size: int,
+) -> PlanError | None:
+    """What is wrong with the sizes given, the same on all ranks that give the same ones."""
+    try:
+        if topology is None:
+            if node_size is not None:
+                Topology.of(world_size, node_size)
+        elif node_size is not None or nodes_per_rack is not None:
+            fix = "pass topology= alone, or node_size= and nodes_per_rack="
+            raise PlanError(message("topology= and node sizes are both given", fix=fix))
+        elif topology.world_size != num_ranks:
+            what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
+            raise PlanError(message(what, fix="give sizes whose product is the number of ranks"))
+    except PlanError as error:
+        return PlanError(f"make_groups: {error}")
+    return None
+
+
+def _place(rank: int, node_size: int | None, *, known: bool) -> Place:
+    """This rank's node: as given, as the launcher says, or by its host."""
+    if known:
+        return Place("", "topology=", "")
+    if node_size is not None:
+        return Place(str(rank // node_size), f"node_size={node_size}", "")
+    host = socket.gethostname()
+    node, source = node_of(os.environ, rank) or (host, "hostnames")
+    return Place(str(node), source, host)
+
+
+def _facts(common: dict[str, object], place: Place) -> list[Fact]:
+    """What ranks must agree on; `common` holds arguments by name."""
+    facts = [
+        Fact(name, str(value), f"pass the same {name}= on every rank")
+        for name, value in common.items()
+    ]
+    if place.host:
+        fix = "launch all ranks alike, or pass the same node_size= on every rank"
+        found = Fact("node_size", f"found by {place.source}", fix)
+        facts = [found if fact.name == "node_size" else fact for fact in facts]
+    # Torch names a group after this number, and ranks that use different names never meet.
+    fix = "make and close groups on all of these ranks alike, in one order"
+    num_groups = str(_torch.num_process_groups())
+    return [*facts, Fact("the number of process groups so far", num_groups, fix)]
+
+
+def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
+    """Make the groups that this rank is a member of, all kinds in one order on every rank."""
+    position = maker.ranks.index(maker.rank)
+    coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
+    life = maker.life
+    try:
+        levels = tuple(
+            maker.level(name, plan.level_group(position, i))
+            for i, name in enumerate(plan.level_names)
+        )
+        one_level = levels
+        if len(levels) > 1 and _torch.keeps_rank_order:
+            one_level = (maker.level("flat", order),)
+        if len(one_level) == 1:  # the same wire under its own name in the ledger
+            partition = replace(one_level[0].reduce, name="partition")
+        else:
+            partition = maker.comm("partition", sorted(order))
+        hierarchy = flat = Hierarchy(levels, coords, chunk, device, life, partition)
+        if one_level is not levels:
+            flat = Hierarchy(one_level, (chunk,), chunk, device, life, partition)
+        replicas = maker.comm("replicas", plan.replication_group(position))
+    except BaseException:
+        life.close()
+        raise
+    return Groups(
+        plan=plan,
+        ranks=maker.ranks,
+        rank=maker.rank,
+        position=position,
+        hierarchy=hierarchy,
+        flat=flat,
+        partition=partition,
+        replicas=replicas,
+        device=device,
+        timeout_s=maker.timeout_s,
+        traffic=maker.traffic,
+        life=life,
+    )

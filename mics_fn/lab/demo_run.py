@@ -1,0 +1,201 @@
+"""The demo's two runs: sharded over ranks, and the same training in one process by plain torch."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.lab import gpt
+from mics_fn.lab.text import Text, load_text
+from mics_fn.leaf import Sharded, is_leaf
+
+Batch = tuple[Tensor, Tensor]
+WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """All that decides what the demo computes.
+
+    Args:
+        ranks, node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
+        steps: optimizer steps.
+        accumulate: micro-steps in a step.
+        sequences: samples of one rank and micro-step.
+        held_out_sequences: samples of one rank in a test on held-out text.
+        lr: AdamW's learning rate.
+        device: "cpu" or "cuda".
+        model: sizes of the GPT.
+        seed: of parameters and batches.
+    """
+
+    ranks: int
+    node_size: int
+    partition_size: int
+    steps: int
+    accumulate: int
+    sequences: int
+    device: str
+    held_out_sequences: int = 16
+    lr: float = 3e-3
+    seed: int = 0
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.ranks * self.accumulate * self.sequences * self.model.context
+
+    @property
+    def tests_at(self) -> set[int]:
+        """After how many steps the held-out loss is taken: about twelve times, and at both ends."""
+        return {*range(0, self.steps, max(1, self.steps // 12)), self.steps}
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank brings home."""
+
+    losses: list[float]  # of each step, mean over ranks
+    seconds: list[float]  # of each step but the last
+    held_out: list[tuple[int, float]]  # (steps done, loss)
+    held_bytes: int  # parameters and optimizer state on this rank
+    full_bytes: int  # of all parameters, padding included
+    levels: list[tuple[str, int]]  # of the partition group, outermost first
+    num_replicas: int
+    sent: dict[str, int]  # bytes in one step, by what for
+    device: str
+    params: dict[str, Tensor]  # full; empty but on rank 0
+
+
+@dataclass(frozen=True)
+class AloneResult:
+    """What the single process found."""
+
+    losses: list[float]
+    held_out: float  # at the end
+    held_bytes: int  # parameters and optimizer state
+    params: dict[str, Tensor]
+
+
+def make_model(config: DemoConfig) -> gpt.GPT:
+    """The GPT with the parameters that both runs start from."""
+    torch.manual_seed(config.seed)
+    return gpt.GPT(config.model)
+
+
+def micro_batch(config: DemoConfig, text: Text, step: int, micro: int, rank: int) -> Batch:
+    """What one rank trains on in one micro-step."""
+    return text.batch(
+        "train",
+        step=step,
+        micro=micro,
+        rank=rank,
+        size=config.sequences,
+        context=config.model.context,
+        seed=config.seed,
+    )
+
+
+def held_out_batch(config: DemoConfig, text: Text, rank: int) -> Batch:
+    """What one rank is tested on, always the same."""
+    size, context = config.held_out_sequences, config.model.context
+    return text.batch("held_out", step=0, rank=rank, size=size, context=context, seed=config.seed)
+
+
+def join(batches: list[Batch], device: Any) -> Batch:
+    """Batches one after the other, on a device."""
+    tokens_in, tokens_out = (torch.cat(part).to(device) for part in zip(*batches, strict=True))
+    return tokens_in, tokens_out
+
+
+def train_rank(config: DemoConfig) -> RankResult:
+    """The sharded run, as one rank: what `python -m mics_fn demo` launches."""
+    device = mf.init_distributed(device=config.device)
+    groups = mf.make_groups(
+        partition_size=config.partition_size, node_size=config.node_size, device=device
+    )
+    text = load_text()
+    optimizer = mf.adamw(config.lr, weight_decay=WEIGHT_DECAY)
+    model = make_model(config).to(device)
+    trainer = mf.Trainer(model, optimizer, groups, loss=gpt.loss, accumulate=config.accumulate)
+    test = join([held_out_batch(config, text, groups.rank)], device)
+    held_out: list[tuple[int, float]] = []
+    seconds: list[float] = []
+    sent: dict[str, int] = {}
+
+    def batches() -> Iterator[Batch]:
+        for step in range(config.steps):
+            if step in config.tests_at:
+                held_out.append((step, trainer.eval(test).item()))
+            micros = range(config.accumulate)
+            batch = join([micro_batch(config, text, step, m, groups.rank) for m in micros], device)
+            # Between here and the next call lies one training step and nothing else.
+            groups.traffic.clear()
+            started = time.perf_counter()
+            yield batch
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+            sent.update({what: n for what, (_, n) in groups.traffic.snapshot().items()})
+
+    steps = trainer.fit(batches(), config.steps)
+    held_out.append((config.steps, trainer.eval(test).item()))
+    params = trainer.params()
+    leaves, _ = tree.flatten(trainer.state.params, is_leaf)
+    buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
+    result = RankResult(
+        losses=[float(m.loss) for m in steps],
+        seconds=seconds,
+        held_out=held_out,
+        held_bytes=_nbytes((trainer.state.params, trainer.state.opt)),
+        full_bytes=sum(bucket.nbytes for bucket in buckets),
+        levels=[(level.name, level.gather.size) for level in groups.hierarchy.levels],
+        num_replicas=groups.replicas.size,
+        sent=sent,
+        device=str(device),
+        params={k: v.cpu() for k, v in params.items()} if groups.rank == 0 else {},
+    )
+    groups.close()
+    return result
+
+
+def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
+    """The same batches from the same parameters by one process and `torch.optim.AdamW`.
+
+    Args:
+        config: as for the ranks.
+        progress: called with an iterable of the steps, gives them back; a progress bar.
+    """
+    text = load_text()
+    model = make_model(config).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=WEIGHT_DECAY)
+    ranks, micros = range(config.ranks), range(config.accumulate)
+    losses = []
+    for step in progress(range(config.steps)):
+        total = 0.0
+        for m in micros:
+            batch = join([micro_batch(config, text, step, m, r) for r in ranks], config.device)
+            loss = gpt.loss(model, batch)
+            (loss / config.accumulate).backward()
+            total += loss.item() / config.accumulate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    with torch.no_grad():
+        test = join([held_out_batch(config, text, r) for r in ranks], config.device)
+        held_out = gpt.loss(model, test).item()
+    params = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    held = _nbytes(([*model.parameters()], [*optimizer.state.values()]))
+    return AloneResult(losses, held_out, held, params)
+
+
+def _nbytes(values: Any) -> int:
+    """Bytes of all tensors in a pytree."""
+    leaves, _ = tree.flatten(values)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

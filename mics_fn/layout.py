@@ -1,0 +1,181 @@
+"""Flat buckets as arithmetic: which leaf lies where, and which of it a chunk holds. Pure; no data, no ranks.
+
+[Note: flat buckets] The leaves of a bucket lie in one padded 1D buffer of `numel` elements, cut in `parts` equal
+chunks; rank number `chunk` of a partition group keeps chunk number `chunk`, contiguous. A leaf's local piece is where
+its range meets the chunk, possibly nothing. A gather is then an all-gather whose output *is* the parameters, as views.
+Between and after leaves lies padding: it is never part of a leaf, so it never reaches a result. A `Bucket` says
+nothing of the rank that holds it, so structures compare across ranks.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from mics_fn.errors import PlanError
+from mics_fn.tree import natural
+
+ALIGN_BYTES = 16  # vector loads and NCCL want it; most leaves are multiples of it anyway
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves that travel in one collective.
+
+    Args:
+      index: its place among the buckets of its tree.
+      dtype: of all its leaves.
+      parts: chunks it is cut into: the size p of the partition group.
+      shapes: the leaves' full shapes, in the order in which they lie.
+      offsets: where each leaf begins, in elements.
+      numel: length of the buffer in elements, padding included; a multiple of `parts`.
+      trainable: whether its leaves get gradients.
+    """
+
+    index: int
+    dtype: torch.dtype
+    parts: int
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    numel: int
+    trainable: bool = True
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one rank's chunk, padding included."""
+        return self.numel // self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full buffer, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each leaf."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.index, self.dtype, self.parts, self.offsets, self.shapes))
+
+    def __hash__(self) -> int:  # a bucket is part of every leaf's structure: hash it once
+        return self._hash
+
+
+class Piece(NamedTuple):
+    """What one chunk holds of one leaf; lengths in elements."""
+
+    start: int  # in the chunk
+    length: int
+    origin: int  # in the flattened leaf
+
+
+class LeafSpec(NamedTuple):
+    """What the planner needs to know of a leaf."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: int
+    trainable: bool
+    place: Hashable  # leaves of different groups share no bucket
+
+
+def plan_buckets(
+    leaves: Sequence[LeafSpec],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    order: Callable[[str], object] | None = None,
+) -> list[tuple[Bucket, int]]:
+    """Lay leaves out in buckets.
+
+    Args:
+      leaves: the leaves, in tree order.
+      bucket_bytes: a bucket is closed before it would grow past this; a larger leaf has one alone.
+      order: sort key of a path; default: paths with their numbers counted as numbers, so that `layers.2` comes
+        before `layers.10`.
+
+    Returns:
+      For each leaf its bucket and its slot in that bucket.
+
+    Raises:
+      PlanError: `bucket_bytes` is no positive number.
+
+    Example:
+      >>> spec = LeafSpec("w", (3, 2), torch.float32, 2, True, None)
+      >>> [(bucket, slot)] = plan_buckets([spec])
+      >>> bucket.numel, bucket.chunk, slot
+      (8, 4, 0)
+    """
+    if not bucket_bytes > 0:
+        raise PlanError(f"bucket_bytes={bucket_bytes} must be above 0")
+    key = order or natural
+    ranked = sorted(range(len(leaves)), key=lambda i: (key(leaves[i].path), i))  # pyright: ignore
+    open_buckets: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    closed: list[list[int]] = []
+    for i in ranked:
+        leaf = leaves[i]
+        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.place)
+        nbytes = prod(leaf.shape) * leaf.dtype.itemsize
+        if kind not in open_buckets or open_bytes[kind] + nbytes > bucket_bytes:
+            open_buckets[kind], open_bytes[kind] = [], 0
+            closed.append(open_buckets[kind])
+        open_buckets[kind].append(i)
+        open_bytes[kind] += nbytes
+    found: dict[int, tuple[Bucket, int]] = {}
+    for index, members in enumerate(closed):
+        bucket = _lay_out(index, [leaves[i] for i in members])
+        found.update({i: (bucket, slot) for slot, i in enumerate(members)})
+    return [found[i] for i in range(len(leaves))]
+
+
+def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
+    first = leaves[0]
+    align = max(1, ALIGN_BYTES // first.dtype.itemsize)
+    offsets, end = [], 0
+    for leaf in leaves:
+        offsets.append(end)
+        end += -(-prod(leaf.shape) // align) * align
+    whole = first.parts * align
+    return Bucket(
+        index=index,
+        dtype=first.dtype,
+        parts=first.parts,
+        shapes=tuple(leaf.shape for leaf in leaves),
+        offsets=tuple(offsets),
+        numel=-(-end // whole) * whole,
+        trainable=first.trainable,
+    )
+
+
+@lru_cache(maxsize=4096)
+def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
+    """What chunk number `chunk` holds of each leaf of the bucket; length 0 where it holds nothing.
+
+    >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), torch.float32, 2, True, None)])
+    >>> pieces(bucket, 0), pieces(bucket, 1)
+    ((Piece(start=0, length=4, origin=0),), (Piece(start=0, length=2, origin=4),))
+    """
+    low, high = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
+    found = []
+    for offset, numel in zip(bucket.offsets, bucket.numels, strict=True):
+        start, stop = max(low, offset), min(high, offset + numel)
+        if start < stop:
+            found.append(Piece(start - low, stop - start, start - offset))
+        else:
+            found.append(Piece(0, 0, 0))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """Where the padding lies in the full buffer: (start, length) in elements."""
+    ends = [0, *(o + n for o, n in zip(bucket.offsets, bucket.numels, strict=True))]
+    starts = [*bucket.offsets, bucket.numel]
+    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)

@@ -1,0 +1,196 @@
+"""The pytree nodes of a tree of shards.
+
+[Note: kinds of leaves] A tree of shards has three kinds of leaves. `Sharded` has one child, this rank's piece, so maps,
+optimizers and `torch.func` see exactly what is trained, each element once. `Fixed` (frozen parameters, integers) and
+`Tied` (the same tensor a second time) have no children: nothing differentiates, reduces, counts or updates them, and no
+code needs to ask. All three are rank-free in structure, so tree specs compare across ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import tree
+from mics_fn.errors import DonatedError, TreeError, message
+from mics_fn.layout import Bucket
+from mics_fn.tree import Tree
+
+
+@tree.node
+@dataclass(frozen=True, eq=False, repr=False)
+class Sharded:
+    """One leaf of a tree of shards: this rank's piece of a tensor.
+
+    Args:
+      data: the piece, 1D and possibly empty, a view of the rank's chunk of the bucket; (*batch, length) under `vmap`.
+      bucket: where it lies; the same on every rank.
+      slot: which leaf of the bucket it is.
+    """
+
+    data: Tensor
+    bucket: Bucket = tree.static()
+    slot: int = tree.static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full tensor's shape."""
+        return self.bucket.shapes[self.slot]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the bucket."""
+        return self.bucket.dtype
+
+    def __repr__(self) -> str:
+        if isinstance(self.data, _Donated):
+            return f"Sharded(donated: {self.data.path})"
+        here, full = self.data.shape[-1], self.bucket.numels[self.slot]
+        return f"Sharded(shape={self.shape}, {dtype_name(self.dtype)}, here {here} of {full})"
+
+
+@tree.atom
+@dataclass(frozen=True, eq=False, repr=False)
+class Fixed:
+    """A leaf that is no variable: a frozen parameter (sharded) or a non-float tensor (replicated).
+
+    Args:
+      data: the piece, as in `Sharded`, or the whole tensor where `bucket` is None.
+      bucket: where it lies; None if it is replicated on every rank.
+      slot: which leaf of the bucket it is.
+    """
+
+    data: Tensor
+    bucket: Bucket | None = None
+    slot: int = 0
+
+    def _structure(self) -> tuple:
+        whole = (tuple(self.data.shape), self.data.dtype) if self.bucket is None else ()
+        return (self.bucket, self.slot, *whole)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self._structure() == other._structure()
+
+    def __hash__(self) -> int:
+        return hash(self._structure())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full tensor's shape."""
+        return tuple(self.data.shape) if self.bucket is None else self.bucket.shapes[self.slot]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return self.data.dtype
+
+    def __repr__(self) -> str:
+        how = "replicated" if self.bucket is None else "frozen"
+        return f"Fixed(shape={self.shape}, {dtype_name(self.dtype)}, {how})"
+
+
+@tree.atom
+@dataclass(frozen=True)
+class Tied:
+    """A leaf that is the same tensor as an earlier one of its tree.
+
+    Args:
+      bucket: where that leaf lies.
+      slot: which leaf of the bucket it is.
+    """
+
+    bucket: Bucket
+    slot: int
+
+    def __repr__(self) -> str:
+        return f"Tied(shape={self.bucket.shapes[self.slot]}, {dtype_name(self.bucket.dtype)})"
+
+
+Leaf = Sharded | Fixed | Tied
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is a leaf of a tree of shards."""
+    return isinstance(value, Sharded | Fixed | Tied)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Donated:
+    """Stands where a piece was, once its buffer was given away; every use raises."""
+
+    def __init__(self, path: str, to: str) -> None:
+        self.path, self.to = path, to
+
+    def _error(self) -> DonatedError:
+        fix = "use the value that came back, or pass donate=False"
+        return DonatedError(message(f"{self.path} was donated to {self.to}", fix=fix))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._error()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict | None = None
+    ) -> Any:
+        flat, _ = tree.flatten((args, kwargs))
+        raise next(value for value in flat if isinstance(value, cls))._error()
+
+
+def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
+    """Mark every `Sharded` of a tree as given away: using its data raises `DonatedError` from now on.
+
+    Args:
+      shards: the tree that was given.
+      root: how its paths begin in the error.
+      to: who took it.
+      keep: a tree whose leaves stay usable even where they are the same objects.
+    """
+    kept = {id(leaf) for leaf in tree.flatten(keep, is_leaf)[0]}
+    leaves, _ = tree.flatten(shards, is_leaf)
+    for leaf, path in zip(leaves, tree.paths(shards, root, is_leaf), strict=True):
+        if isinstance(leaf, Sharded) and id(leaf) not in kept:
+            object.__setattr__(leaf, "data", _Donated(path, to))
+
+
+def live(data: Any) -> Tensor:
+    """A piece that may be read: raises `DonatedError` if it was given away, and names it."""
+    if isinstance(data, _Donated):
+        raise data._error()
+    return data
+
+
+def owner_index(leaves: Sequence[Leaf]) -> list[int]:
+    """For each leaf the index of the one that holds its data: itself, unless it is `Tied`."""
+    at: dict[tuple[Bucket, int], int] = {}
+    found = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tied):
+            if (leaf.bucket, leaf.slot) not in at:
+                fix = "keep tied leaves in one tree"
+                raise TreeError(
+                    message(f"{leaf} is tied to a leaf that is not in this tree", fix=fix)
+                )
+            found.append(at[leaf.bucket, leaf.slot])
+        else:
+            found.append(i)
+            if leaf.bucket is not None:
+                at[leaf.bucket, leaf.slot] = i
+    return found
+
+
+def names(shards: Tree) -> list[str]:
+    """The path of each `Sharded` leaf, in the order of the tree's pieces."""
+    return list(_names(tree.flatten(shards)[1]))
+
+
+@lru_cache(maxsize=64)
+def _names(spec: Any) -> tuple[str, ...]:
+    return tuple(path.removesuffix(".data") for path in tree.spec_paths(spec))

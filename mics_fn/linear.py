@@ -1,0 +1,238 @@
+"""The three linear maps under every verb: gather, reduce-scatter with mean, mean over replicas; each differentiable.
+
+[Note: adjoint] A gathered value is *full*: every rank has its own copy and its own cotangent, and the true gradient is the
+mean of those over ranks. A shard is *one value held in parts*: its cotangent is the true gradient's part. With these
+two meanings the VJP of a gather is a reduce-scatter with mean (hop 1), the VJP of that is a plain gather, and hop 2 is its
+own, so that second and higher orders come out right, and so does forward over reverse. Nothing here is left for torch
+to differentiate on its own: a raw collective under `torch.func` gives zeros without a word.
+
+[Note: one node] All buckets of a tree go through one autograd node. If any of its outputs is used, its backward reduces
+every bucket, those without a gradient as zeros; so a parameter that some ranks do not use can not make ranks differ in
+what they communicate.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import tree
+from mics_fn.collectives import start_all_gather, start_mean, start_reduce_scatter, wait_all
+from mics_fn.errors import GroupsError, PlanError, message
+from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
+from mics_fn.groups import Comm, Groups, Hierarchy
+from mics_fn.layout import Bucket
+from mics_fn.leaf import Leaf, Tied, is_leaf
+from mics_fn.tree import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class BucketUse:
+    """The leaves of one bucket that a tree holds: `index[slot]` is a leaf's place in the tree, or None."""
+
+    bucket: Bucket
+    home: Groups | Hierarchy
+    index: tuple[int | None, ...]
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        return self.home.hierarchy if isinstance(self.home, Groups) else self.home
+
+    @property
+    def members(self) -> list[int]:
+        return [i for i in self.index if i is not None]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Slots that the tree lacks; mostly none."""
+        if None not in self.index:
+            return ()
+        return tuple(slot for slot, i in enumerate(self.index) if i is None)
+
+    def by_slot(self, values: Sequence[Any]) -> list[Any]:
+        """One value a slot, None where the tree lacks the leaf, from one value a member."""
+        given = iter(values)
+        return [None if i is None else next(given) for i in self.index]
+
+    def by_member(self, values: Sequence[Any]) -> list[Any]:
+        """One value a member from one value a slot."""
+        return [value for value, i in zip(values, self.index, strict=True) if i is not None]
+
+
+def uses_of(
+    verb: str, leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]
+) -> list[BucketUse]:
+    """The buckets of a tree. Two trees of equal layout side by side give two uses of equal buckets."""
+    found: dict[Bucket, list[dict[int, int]]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tied) or leaf.bucket is None:
+            continue
+        slots = found.setdefault(leaf.bucket, [])
+        free = next((s for s in slots if leaf.slot not in s), None)
+        if free is None:
+            free = {}
+            slots.append(free)
+        free[leaf.slot] = i
+    uses = []
+    for bucket, every in found.items():
+        for slots in every:
+            index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
+            uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index))
+            _check_home(verb, uses[-1], homes)
+    return uses
+
+
+def _check_home(verb: str, use: BucketUse, homes: Sequence[Groups | Hierarchy]) -> None:
+    if any(homes[i] is not use.home for i in use.members):
+        text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
+        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
+    if use.hierarchy.size != use.bucket.parts:
+        text = f"{verb}: shards are cut in {use.bucket.parts}, the groups have {use.hierarchy.size} ranks"
+        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
+
+
+def _is_home(value: Any) -> bool:
+    return isinstance(value, Groups | Hierarchy)
+
+
+def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
+    if homes is None:
+        fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
+        raise GroupsError(message(f"{verb}: {name} is None", fix=fix))
+    return tree.spread(homes, like, what=name, is_leaf=is_leaf, is_value=_is_home)
+
+
+# The three linear maps, on plain tensors: one value a member of each use, in and out.
+
+
+def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor]:
+    pendings = []
+    for use, pieces in deal(uses, data):
+        route = use.hierarchy
+        chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), _device(data, route))
+        pendings.append(start_all_gather(route, chunk))
+    out = []
+    for use, full in zip(uses, wait_all(pendings), strict=True):
+        if full.ndim > 2:  # batched: the chunks must meet before the batch can be in front
+            full = full.movedim(0, -2).contiguous()
+        out += use.by_member(split_full(use.bucket, full.flatten(-2)))
+    return out
+
+
+def _reduce_scatter(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor]:
+    pendings = []
+    for use, leaves in deal(uses, data):
+        full = pack_full(use.bucket, use.by_slot(leaves), _device(data, use.hierarchy))
+        parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
+        pendings.append(start_reduce_scatter(use.hierarchy, parts))
+    chunks = zip(uses, wait_all(pendings), strict=True)
+    return [
+        piece
+        for use, chunk in chunks
+        for piece in use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, chunk))
+    ]
+
+
+def replica_mean(
+    uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, in_place: bool = False
+) -> list[Tensor]:
+    pendings = []
+    for use, given in deal(uses, data):
+        pieces, route = use.by_slot(given), use.hierarchy
+        chunk = whole_chunk(use.bucket, route.chunk, pieces)
+        if chunk is None:
+            chunk = pack_chunk(use.bucket, route.chunk, pieces, _device(data, route))
+        elif not in_place:
+            chunk = chunk.clone()
+        pendings.append(start_mean(replicas_of(use), chunk))
+    chunks = zip(uses, wait_all(pendings), strict=True)
+    return [
+        piece
+        for use, chunk in chunks
+        for piece in use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, chunk))
+    ]
+
+
+def replicas_of(use: BucketUse) -> Comm:
+    if isinstance(use.home, Groups):
+        return use.home.replicas
+    raise GroupsError(message("hop 2 needs groups, got a hierarchy", fix="pass groups"))
+
+
+def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse, Sequence[Any]]]:
+    """Cut a flat list of values into those of each use."""
+    dealt, start = [], 0
+    for use in uses:
+        stop = start + len(use.members)
+        dealt.append((use, data[start:stop]))
+        start = stop
+    return dealt
+
+
+def _device(data: Sequence[Tensor | None], route: Hierarchy) -> torch.device:
+    return next((tensor.device for tensor in data if tensor is not None), route.device)
+
+
+_MAPS: dict[str, Callable[..., list[Tensor]]] = {
+    "gather": _all_gather,
+    "scatter": _reduce_scatter,
+    "mean": replica_mean,
+}
+_TRANSPOSED = {"gather": "scatter", "scatter": "gather", "mean": "mean"}  # [Note: adjoint]
+
+
+class _Linear(torch.autograd.Function):
+    """One of the maps, differentiable any number of times in both modes and under vmap. See [Note: adjoint]."""
+
+    @staticmethod
+    def forward(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(_MAPS[name](uses, data))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.name, ctx.uses = inputs[:2]
+        ctx.given = [value is not None for value in inputs[2:]]
+        ctx.set_materialize_grads(
+            False
+        )  # a missing cotangent is packed as zeros, never made in full
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
+        found = _Linear.apply(_TRANSPOSED[ctx.name], ctx.uses, *cotangents)
+        return (
+            None,
+            None,
+            *(g if given else None for g, given in zip(found, ctx.given, strict=True)),
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, _name: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return _Linear.apply(ctx.name, ctx.uses, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, name: str, uses: Any, *data: Tensor | None) -> tuple:  # pyright: ignore
+        front = [
+            None
+            if value is None
+            else value.expand(info.batch_size, *value.shape)
+            if dim is None
+            else value.movedim(dim, 0)
+            for value, dim in zip(data, in_dims[2:], strict=True)
+        ]
+        found = _Linear.apply(name, uses, *front)
+        return found, (0,) * len(found)
+
+
+def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
+    """Apply a map to the values of a tree, given by place in the tree; results are per member of each use."""
+    if not uses:
+        return []
+    return list(_Linear.apply(name, uses, *(values[i] for use in uses for i in use.members)))
+
+
+def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:
+    for use, values in deal(uses, found):
+        for i, value in zip(use.members, values, strict=True):
+            out[i] = value

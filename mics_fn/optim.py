@@ -1,0 +1,380 @@
+"""Optimizers as pairs of pure functions over trees of shards, and `opt_step`."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mics_fn import tree
+from mics_fn.collectives import collect
+from mics_fn.columns import map_columns
+from mics_fn.errors import LeafError, OptimizerError, TreeError, message
+from mics_fn.groups import Groups
+from mics_fn.leaf import Sharded, dtype_name, is_leaf, live, names
+from mics_fn.leaf import donate as mark_donated
+from mics_fn.linear import homes_of
+from mics_fn.tree import Tree
+
+Schedule = Callable[[int], float]  # step, counted from 0 -> learning rate
+Mask = Callable[[str], bool]  # path of a leaf -> whether it is meant
+
+
+class Transform(NamedTuple):
+    """An optimizer, or a part of one, as pure functions.
+
+    Args:
+      init: `init(params) -> state`.
+      update: `update(grads, state, params) -> (updates, state)`; updates are to be added to the parameters.
+      step: `step(grads, state, params, donate) -> (params, state)`, the same with the addition fused in; with `donate` it
+        may write into `state` and `params`.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+    step: Callable[[Tree, Any, Tree, bool], tuple[Tree, Any]]
+
+
+@tree.node
+@dataclass(frozen=True)
+class TrainState:
+    """All that a training run carries from step to step.
+
+    Args:
+      step: optimizer steps done.
+      params: tree of shards.
+      opt: the transform's state.
+      buffers: what a model carries besides parameters (BatchNorm's statistics), by name; full tensors.
+      transform: the optimizer.
+    """
+
+    step: int
+    params: Tree
+    opt: Any
+    buffers: dict[str, Tensor]
+    transform: Transform = tree.static()
+
+
+def init_state(
+    params: Tree, optimizer: Any, *, buffers: dict[str, Tensor] | None = None
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+      params: tree of shards.
+      optimizer: a `Transform`, or anything with `init(params)` and `update(grads, state, params)`.
+      buffers: full tensors by name, for models that have some.
+
+    Returns:
+      A `TrainState` at step 0.
+
+    Communication: none.
+
+    Memory: the optimizer's state, of this rank's shards only.
+
+    Raises:
+      OptimizerError: `optimizer` is neither.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1)).step
+      0
+    """
+    transform = as_transform(optimizer)
+    return TrainState(0, params, transform.init(params), dict(buffers or {}), transform)
+
+
+@torch.no_grad()
+def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainState:
+    """The next state.
+
+    Args:
+      state: the state that the gradients were taken at.
+      grads: tree of shards with the structure of `state.params`, both hops done (see `reduce_grads`).
+      donate: update in the buffers of `state`, which can not be used again: doing so raises and names the value.
+
+    Returns:
+      A new `TrainState`, one step on.
+
+    Communication: none, but what a transform was given groups for.
+
+    Memory: a second copy of the state; none with `donate`.
+
+    Raises:
+      TreeError: `grads` does not match `state.params`, or owes hop 1.
+      DonatedError: `state` was donated before.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1))
+      >>> grads = reduce_grads({"w": torch.ones(2)}, groups)
+      >>> opt_step(state, grads).params["w"].data
+      tensor([0.9000, 0.9000])
+    """
+    _check_grads(state.params, grads)
+    params, opt = state.transform.step(grads, state.opt, state.params, donate)
+    if donate:
+        to = f"opt_step at step {state.step}"
+        mark_donated(state.params, "params", to, keep=params)
+        mark_donated(state.opt, "opt", to, keep=opt)
+    return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
+
+
+def _check_grads(params: Tree, grads: Tree) -> None:
+    want, spec = tree.flatten(params, is_leaf)
+    got, other = tree.flatten(grads, is_leaf)
+    if spec != other:
+        where = tree.first_mismatch(params, grads, "grads", is_leaf)
+        fix = "differentiate with respect to state.params"
+        raise TreeError(
+            message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
+        )
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        if isinstance(a, Sharded):
+            live(a.data)
+        if isinstance(a, Sharded) and not (
+            isinstance(b, Sharded)
+            and a.slot == b.slot
+            and a.bucket == b.bucket
+            and live(b.data).shape == a.data.shape
+        ):
+            path = tree.paths(params, "grads", is_leaf)[i]
+            fix = "pass like=state.params to reduce_grads"
+            lines = [f"expected {a}", f"got {b}" if is_leaf(b) else f"got {type(b).__name__}"]
+            if isinstance(b, Tensor):
+                fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
+            elif isinstance(b, Sharded) and a.shape == b.shape:
+                lines = [f"it lies at {_place(b)}, the parameter at {_place(a)}"]
+            raise TreeError(
+                message(f"opt_step: {path} does not match its parameter", lines, fix=fix)
+            )
+        if isinstance(a, Sharded) and b.data.device != a.data.device:
+            path = tree.paths(params, "grads", is_leaf)[i]
+            text = f"opt_step: {path} is on {b.data.device}, its parameter on {a.data.device}"
+            raise LeafError(message(text, fix="move it to the parameter's device"))
+
+
+def _place(leaf: Sharded) -> str:
+    bucket = leaf.bucket
+    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({bucket.numel} x {dtype_name(bucket.dtype)})"
+
+
+def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]]) -> Transform:
+    """A `Transform` from its `init` and `update`; parameters are changed by adding the updates.
+
+    Example:
+      >>> plain = from_update(lambda params: (), lambda grads, state, params: (grads, state))
+    """
+
+    def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
+        updates, state = update(grads, state, params)
+        return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
+
+    return Transform(init, update, step)
+
+
+def from_step(init: Callable[[Tree], Any], step: Callable[..., tuple[Tree, Any]]) -> Transform:
+    """A `Transform` from its `init` and fused `step`; its updates are new minus old parameters."""
+
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        new, state = step(grads, state, params, False)
+        return map_columns(lambda n, p: n.sub_(p), new, params, donate=True), state
+
+    return Transform(init, update, step)
+
+
+def chain(*transforms: Any) -> Transform:
+    """Transforms one after the other: each gets the updates of the one before as gradients.
+
+    Args:
+      transforms: at least one; the last one's fused step is used.
+
+    Returns:
+      One `Transform`, whose state is the tuple of their states.
+
+    Raises:
+      OptimizerError: none was given.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> optimizer = chain(clip_by_global_norm(1.0, groups), adamw(1e-3))
+    """
+    parts = [as_transform(part) for part in transforms]
+    if not parts:
+        raise OptimizerError("chain: needs at least one transform")
+
+    def init(params: Tree) -> tuple:
+        return tuple(part.init(params) for part in parts)
+
+    def through(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
+        new = []
+        for part, state in zip(parts[:-1], states, strict=False):
+            grads, state = part.update(grads, state, params)
+            new.append(state)
+        return grads, new
+
+    def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
+        grads, new = through(grads, states, params)
+        grads, last = parts[-1].update(grads, states[-1], params)
+        return grads, (*new, last)
+
+    def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
+        grads, new = through(grads, states, params)
+        params, last = parts[-1].step(grads, states[-1], params, donate)
+        return params, (*new, last)
+
+    return Transform(init, update, step)
+
+
+def global_norm(grads: Tree, groups: Any) -> Tensor:
+    """The L2 norm of a whole tree, every element counted once.
+
+    Args:
+      grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and replicated leaves do not count.
+      groups: as for `shard`.
+
+    Returns:
+      A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for it.
+
+    Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank order, so that replicas
+      get the same bits.
+
+    Memory: none.
+
+    Raises: `LeafError` where a leaf is a full tensor.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
+      tensor(5., dtype=torch.float64)
+    """
+    leaves, _ = tree.flatten(grads, is_leaf)
+    homes = homes_of("global_norm", "groups", groups, grads)
+    by_home: dict[Groups, list[Tensor]] = {}
+    for i, (leaf, home) in enumerate(zip(leaves, homes, strict=True)):
+        mine = by_home.setdefault(home, [])
+        if isinstance(leaf, Sharded):
+            mine.append(live(leaf.data))
+        elif not is_leaf(leaf):
+            path = tree.paths(grads, "grads", is_leaf)[i]
+            fix = "do both hops first: reduce_grads(grads, groups)"
+            raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
+    totals = []
+    for home, pieces in by_home.items():
+        norms = torch._foreach_norm([piece for piece in pieces if piece.numel()], 2)
+        here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
+        totals.append(collect(home.partition, here).sum(0))
+    return torch.stack(totals).sum().sqrt() if totals else torch.zeros((), dtype=torch.float64)
+
+
+def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
+    """Scale gradients down so that their global norm is at most `max_norm` (as torch's `clip_grad_norm_`).
+
+    Args:
+      max_norm: above 0.
+      groups: as for `shard`.
+
+    Returns:
+      A `Transform` for `chain`.
+
+    Communication: as `global_norm`, each step. The host does not wait.
+
+    Raises:
+      OptimizerError: `max_norm` is not above 0.
+    """
+    if not max_norm > 0:
+        raise OptimizerError(f"clip_by_global_norm: max_norm={max_norm} must be above 0")
+
+    def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
+        factor = (max_norm / (global_norm(grads, groups) + 1e-6)).clamp(max=1.0)
+        return map_columns(lambda g: g.mul_(factor.to(g.dtype)), grads), state
+
+    return from_update(lambda params: (), update)
+
+
+def clip_by_value(max_value: float) -> Transform:
+    """Clamp every gradient element to [-max_value, max_value].
+
+    Args:
+      max_value: above 0.
+
+    Returns:
+      A `Transform` for `chain`.
+
+    Communication: none.
+    """
+    if not max_value > 0:
+        raise OptimizerError(f"clip_by_value: max_value={max_value} must be above 0")
+
+    def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
+        return map_columns(lambda g: g.clamp_(-max_value, max_value), grads), state
+
+    return from_update(lambda params: (), update)
+
+
+def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Schedule:
+    """A learning rate that rises linearly to `peak`, then falls along half a cosine to `floor`.
+
+    >>> lr = warmup_cosine(1.0, 2, 6)
+    >>> [round(lr(step), 3) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+
+    def lr(step: int) -> float:
+        if step < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return lr
+
+
+def rate_at(lr: float | Schedule, step: int) -> float:
+    """The learning rate of a step."""
+    return lr(step) if callable(lr) else lr
+
+
+def decay_keys(mask: Mask | None, params: Tree) -> list[bool] | None:
+    """For each piece whether it decays; None if all do."""
+    return None if mask is None else [bool(mask(path)) for path in names(params)]
+
+
+def as_transform(optimizer: Any) -> Transform:
+    """A `Transform` from anything that is shaped like one.
+
+    Args:
+      optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt have them. Such a one is given
+        this rank's pieces as a dict from path to 1D tensor.
+
+    Raises:
+      OptimizerError: it has no `init` and `update`.
+    """
+    if isinstance(optimizer, Transform):
+        return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer) or not (
+        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+    ):
+        name = type(optimizer).__name__
+        fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
+        raise OptimizerError(message(f"{name} is no optimizer of init and update", fix=fix))
+    takes = inspect.signature(optimizer.update).parameters
+    options = {"inplace": False} if "inplace" in takes else {}
+    by_name = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY
+
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        if by_name:
+            updates, state = optimizer.update(
+                _plain(grads), state, params=_plain(params), **options
+            )
+        else:
+            updates, state = optimizer.update(_plain(grads), state, _plain(params), **options)
+        return tree.flatten(grads)[1].unflatten([updates[path] for path in names(grads)]), state
+
+    return from_update(lambda params: optimizer.init(_plain(params)), update)
+
+
+def _plain(shards: Tree) -> dict[str, Tensor]:
+    return dict(zip(names(shards), tree.flatten(shards)[0], strict=True))

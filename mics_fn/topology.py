@@ -1,0 +1,317 @@
+"""Rank arithmetic: which ranks form which group, for any world, without processes or devices.
+
+Positions number the ranks that share one data-parallel job, 0 to n - 1; on a whole world they are
+the global ranks. Sizes and coordinates are written outermost (slowest link) first.
+
+[Note: chunk order] A partition group's rank with coordinates (x0, ..., xL) keeps chunk
+xL * (n0 * ... * nL-1) + ... + x1 * n0 + x0: chunks are numbered innermost level first. Gathering
+outermost level first then fills one contiguous run of the output at every level, so each level is
+a plain all-gather written in place, and a reduce-scatter is the same walk backwards.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from mics_fn.errors import PlanError, message, name_ranks
+
+_NAMES = ("rack", "node", "rank")
+_SHOWN = 8  # groups, and members of a group, that a printed plan shows before it shortens
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ranks are wired: sizes outermost (slowest link) first, a name for each.
+
+    Args:
+      sizes: ranks in a node last, nodes in a rack before it, and so on; their product is the world.
+      names: one a size; by default "rank", "node", "rack", and "level0", ... beyond.
+
+    Raises:
+      PlanError: a size is no positive int, or names do not match sizes.
+
+    Example:
+      >>> topology = Topology((2, 4))
+      >>> topology.world_size, topology.names, str(topology)
+      (8, ('node', 'rank'), 'node 2 x rank 4')
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.sizes)
+        if not sizes:
+            raise PlanError(message("Topology: no sizes", fix="give one a level, as in (2, 8)"))
+        for i, size in enumerate(sizes):
+            _check_count(size, f"Topology: sizes[{i}]")
+        extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
+        names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
+        if len(names) != len(sizes) or len(set(names)) != len(names):
+            what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
+            raise PlanError(message(what, fix="give one name a size, each different, or none"))
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "names", names)
+
+    @classmethod
+    def of(
+        cls, world_size: int, node_size: int | None = None, nodes_per_rack: int | None = None
+    ) -> "Topology":
+        """The topology of equal nodes (None: one flat node), and of equal racks where given.
+
+        Raises:
+          PlanError: a number that does not divide the next, with those that do.
+
+        Example:
+          >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
+          rack 2 x node 3 x rank 4
+        """
+        _check_count(world_size, "world_size")
+        if node_size is None and nodes_per_rack is None:
+            return cls((world_size,))
+        if node_size is None:
+            what = f"nodes_per_rack={nodes_per_rack} is given without node_size"
+            raise PlanError(message(what, fix="pass node_size= too"))
+        nodes = _parts(world_size, node_size, "node_size", f"the world of {world_size} ranks")
+        if nodes_per_rack is None:
+            return cls((nodes, node_size))
+        racks = _parts(nodes, nodes_per_rack, "nodes_per_rack", f"the {nodes} nodes")
+        return cls((racks, nodes_per_rack, node_size))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return prod(self.sizes)
+
+    def __str__(self) -> str:
+        return _by_level(self.names, self.sizes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every group of a world, as positions, computed when asked for; made by `plan_groups`."""
+
+    topology: Topology
+    partition_size: int
+
+    def __post_init__(self) -> None:
+        if reason := _misfit(self.topology, self.partition_size):
+            lines = [f"world: {self.world_size} ranks = {self.topology}"]
+            sizes = valid_partition_sizes(self.topology)
+            raise _misfits(f"partition_size={self.partition_size!r} {reason}", lines, sizes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.topology.world_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Partition groups, each of which holds one whole replica."""
+        return self.world_size // self.partition_size
+
+    @cached_property
+    def partition_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Contiguous positions, each group one complete replica."""
+        p = self.partition_size
+        return tuple(tuple(range(i, i + p)) for i in range(0, self.world_size, p))
+
+    @cached_property
+    def replication_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Positions with the same place in each partition group, so the same shard."""
+        return tuple(self.replication_group(i) for i in range(self.partition_size))
+
+    @cached_property
+    def _levels(self) -> tuple[tuple[str, int], ...]:
+        levels, left = [], self.partition_size
+        wired = zip(self.topology.names, self.topology.sizes, strict=True)
+        for name, size in reversed(list(wired)):
+            taken = min(size, left)
+            left //= taken
+            if taken > 1:
+                levels.append((name, taken))
+        return tuple(reversed(levels))
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Names of a partition group's levels, outermost first; those of size 1 are left out."""
+        return tuple(name for name, _ in self._levels)
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Their sizes; () where p = 1."""
+        return tuple(size for _, size in self._levels)
+
+    def partition_group(self, position: int) -> tuple[int, ...]:
+        """The partition group that `position` is in, ascending."""
+        start = self._checked(position) // self.partition_size * self.partition_size
+        return tuple(range(start, start + self.partition_size))
+
+    def replication_group(self, position: int) -> tuple[int, ...]:
+        """The positions that hold the same shard as `position`, ascending."""
+        p = self.partition_size
+        return tuple(range(self._checked(position) % p, self.world_size, p))
+
+    def coords(self, position: int) -> tuple[int, ...]:
+        """Coordinates of `position` inside its partition group, one a level."""
+        place, coords = self._checked(position) % self.partition_size, []
+        for size in reversed(self.level_sizes):
+            place, x = divmod(place, size)
+            coords.append(x)
+        return tuple(reversed(coords))
+
+    def chunk(self, position: int) -> int:
+        """The number of the chunk that `position` keeps; see [Note: chunk order]."""
+        return chunk_of(self.coords(position), self.level_sizes)
+
+    def level_group(self, position: int, level: int) -> tuple[int, ...]:
+        """The positions that differ from `position` at `level` alone, by that coordinate."""
+        stride = prod(self.level_sizes[level + 1 :])
+        first = position - self.coords(position)[level] * stride
+        return tuple(first + x * stride for x in range(self.level_sizes[level]))
+
+    def chunk_order(self, position: int) -> tuple[int, ...]:
+        """The partition group of `position` in the order of the chunks its members keep."""
+        return tuple(sorted(self.partition_group(position), key=self.chunk))
+
+    def _checked(self, position: int) -> int:
+        if not 0 <= position < self.world_size:
+            raise PlanError(f"position {position} is outside the world of {self.world_size} ranks")
+        return position
+
+    def __str__(self) -> str:
+        p, replicas = self.partition_size, self.num_replicas
+        levels = _by_level(self.level_names, self.level_sizes) or "none, a rank is a whole replica"
+        partition = _listed(replicas, lambda i: self.partition_group(i * p))
+        lines = [
+            f"partition groups ({replicas} of {p}): {partition}",
+            f"levels of each, outermost first: {levels}",
+            f"replication groups ({p} of {replicas}): {_listed(p, self.replication_group)}",
+        ]
+        return message(f"{self.world_size} ranks = {self.topology}", lines)
+
+
+def plan_groups(topology: Topology | int, partition_size: int) -> Plan:
+    """Partition groups, replication groups and levels of a world; pure arithmetic.
+
+    Args:
+      topology: how ranks are wired, or the number of ranks of one flat node.
+      partition_size: ranks that share one replica. Either it divides a node, or it is a whole
+        number of nodes that divides a rack, and so on: a group never crosses a node in the middle.
+
+    Returns:
+      A frozen `Plan`.
+
+    Communication: none.
+
+    Raises:
+      PlanError: the size does not fit; with the numbers, and the sizes that would.
+
+    Example:
+      >>> print(plan_groups(Topology((2, 4)), 4))
+      8 ranks = node 2 x rank 4
+        partition groups (2 of 4): 0-3 | 4-7
+        levels of each, outermost first: rank 4
+        replication groups (4 of 2): 0, 4 | 1, 5 | 2, 6 | 3, 7
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
+    """
+    if not isinstance(topology, Topology):
+        topology = Topology.of(topology)
+    return Plan(topology, partition_size)
+
+
+def chunk_of(coords: Sequence[int], sizes: Sequence[int]) -> int:
+    """The chunk that a rank keeps, numbered innermost level first; see [Note: chunk order].
+
+    >>> [chunk_of((x0, x1), (2, 3)) for x0 in range(2) for x1 in range(3)]
+    [0, 2, 4, 1, 3, 5]
+    """
+    chunk = 0
+    for x, size in zip(reversed(coords), reversed(sizes), strict=True):
+        chunk = chunk * size + x
+    return chunk
+
+
+def valid_partition_sizes(topology: Topology) -> tuple[int, ...]:
+    """Every partition size that fits a topology, ascending.
+
+    >>> valid_partition_sizes(Topology((3, 4)))
+    (1, 2, 4, 12)
+    """
+    fits, unit = set(), 1
+    for size in reversed(topology.sizes):
+        fits.update(unit * d for d in _divisors(size))
+        unit *= size
+    return tuple(sorted(fits))
+
+
+def fold_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a few words: runs folded, long ones shortened.
+
+    >>> fold_ranks(range(4, 8)), fold_ranks(range(0, 4096, 8))
+    ('4-7', '0, 8, 16, ..., 4088')
+    """
+    parts = name_ranks(ranks).partition(" ")[2].split(", ")
+    return ", ".join(parts if len(parts) <= _SHOWN else [*parts[:3], "...", parts[-1]])
+
+
+def _listed(count: int, group: Callable[[int], Sequence[int]]) -> str:
+    if count <= _SHOWN:
+        return " | ".join(fold_ranks(group(i)) for i in range(count))
+    return " | ".join(
+        [*(fold_ranks(group(i)) for i in range(3)), "...", fold_ranks(group(count - 1))]
+    )
+
+
+def _by_level(names: Sequence[str], sizes: Sequence[int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _check_count(value: object, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PlanError(f"{what}={value!r} is a {type(value).__name__}, not an int")
+    if value < 1:
+        raise PlanError(f"{what}={value} is less than 1")
+
+
+def _parts(total: int, size: int, what: str, whole: str) -> int:
+    """How many groups of `size` make `total`."""
+    _check_count(size, what)
+    if total % size:
+        raise _misfits(f"{what}={size} does not divide {whole}", [], _divisors(total))
+    return total // size
+
+
+def _misfits(what: str, lines: list[str], sizes: Sequence[int]) -> PlanError:
+    lines = [*lines, f"sizes that work: {', '.join(map(str, sizes))}"]
+    return PlanError(message(what, lines, f"pass {what.partition('=')[0]}= one of these"))
+
+
+def _misfit(topology: Topology, p: object) -> str:
+    """Why partition groups of `p` do not fit; empty where they do."""
+    world = topology.world_size
+    if not isinstance(p, int) or isinstance(p, bool):
+        return f"is a {type(p).__name__}, not an int"
+    if p < 1:
+        return "is less than 1"
+    if p > world:
+        return f"is more than the world of {world} ranks"
+    if world % p:
+        return f"does not divide the world of {world} ranks"
+    inside = 1  # ranks of what holds this level: a node, then a rack, ...
+    for outer, size in zip(topology.names[-2::-1], topology.sizes[:0:-1], strict=True):
+        inside *= size
+        if inside % p == 0:
+            return ""
+        if p % inside:
+            first = inside // p * p  # the first group with a border of a node in its middle
+            group = fold_ranks(range(first, first + p))
+            why = f"ranks {group} would be one group, but a {outer} is {inside} ranks"
+            return f"crosses a {outer} in the middle: {why}"
+    return ""

@@ -1,0 +1,330 @@
+"""torch's own optimizers as pure transforms over shards, and the ready ones.
+
+The arithmetic is torch's: a `torch.optim` object is made for one step around the pieces and the state that the pytree
+carries, and is thrown away. Only elementwise optimizers can work on flat pieces; others are refused by name.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch, tree
+from mics_fn.columns import columns, fresh
+from mics_fn.errors import OptimizerError, message
+from mics_fn.leaf import names
+from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
+from mics_fn.tree import Tree
+
+_WHOLE = "it needs whole matrices, and a shard is a flat piece"
+REFUSED = {
+    "Adafactor": _WHOLE,
+    "Muon": _WHOLE,
+    "LBFGS": "it calls the loss several times a step and takes inner products over all parameters",
+    "SparseAdam": "it needs sparse gradients, and gathered gradients are dense",
+}
+
+
+class TorchState(NamedTuple):
+    """State of a torch optimizer.
+
+    Args:
+      count: steps done.
+      moments: name -> tree of shards like the parameters.
+      scalars: name -> 0-dim tensor, equal for all leaves.
+    """
+
+    count: int
+    moments: dict[str, Tree]
+    scalars: dict[str, Tensor]
+
+
+class _Kind(NamedTuple):
+    """What state an optimizer class keeps: tensors like the parameter, scalars, and those made only by its first step."""
+
+    moments: tuple[str, ...]
+    scalars: tuple[str, ...]
+    late: tuple[str, ...]
+
+
+def from_torch(
+    cls: type[torch.optim.Optimizer],
+    *,
+    lr: float | Schedule | None = None,
+    decay_mask: Mask | None = None,
+    **options: Any,
+) -> Transform:
+    """Any elementwise `torch.optim` class as a pure transform over shards.
+
+    Args:
+      cls: the optimizer class.
+      lr: learning rate, or a function of the step (counted from 0); default the class's own.
+      decay_mask: which leaves get the weight decay, by path; default all.
+      options: the class's other arguments.
+
+    Returns:
+      A `Transform` whose state is a pytree; nothing is kept in an optimizer object.
+
+    Communication: none.
+
+    Memory: the class's state, of this rank's shards only.
+
+    Raises:
+      OptimizerError: the class is not elementwise (it says why), or refuses the arguments.
+
+    Example:
+      >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
+    """
+
+    def at(step: int) -> dict[str, Any]:
+        return options if lr is None else {**options, "lr": rate_at(lr, step)}
+
+    kind = _inspect(cls, at(0))
+
+    def init(params: Tree) -> TorchState:
+        return _init(cls, at(0), kind, params)
+
+    def step(grads: Tree, state: TorchState, params: Tree, donate: bool) -> tuple[Tree, TorchState]:
+        moments = state.moments
+        if not donate:
+            params, moments = fresh(params), {name: fresh(m) for name, m in moments.items()}
+        pieces, spec = tree.flatten(params)
+        parts = [tree.flatten(part)[0] for part in (grads, *moments.values())]
+        keys = decay_keys(decay_mask, params)
+        by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
+        for column in columns([pieces, *parts], keys):
+            by_decay.setdefault(column.key, []).append(column.tensors)
+        scalars, now = state.scalars, at(state.count)
+        for decays, mine in (by_decay or {None: []}).items():
+            own = {**now, "weight_decay": 0.0} if decays is False else now
+            scalars = _step(cls, own, kind, mine, state)
+        # Nothing was replaced, only written to: the trees around the pieces stay.
+        moments = {name: tree.map_leaves(lambda piece: piece, m) for name, m in moments.items()}
+        return spec.unflatten(pieces), TorchState(state.count + 1, moments, scalars)
+
+    return from_step(init, step)
+
+
+def _inspect(cls: Any, options: dict[str, Any]) -> _Kind:
+    """Look at a class on a tiny parameter: what it keeps, and whether it is elementwise."""
+    name = getattr(cls, "__name__", str(cls))
+    reason = REFUSED.get(name)
+    if reason is None and not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        reason = "it is no torch.optim.Optimizer class"
+    if reason is None and not hasattr(cls, "_init_group"):
+        reason = "its state can not be made before the first step (it has no _init_group)"
+    if reason is None:
+        try:
+            whole, kind = _trial(cls, options, lambda value: [value])
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = str(error)
+        else:
+            pieces, _ = _trial(cls, options, lambda value: list(value.flatten().split([7, 0, 17])))
+            if torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7):
+                return kind
+            reason = (
+                "it is not elementwise: its steps differ between a matrix and flat pieces of it"
+            )
+    fix = "use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam, ..."
+    raise OptimizerError(message(f"from_torch: {name} can not be used: {reason}", fix=fix))
+
+
+def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
+    """Three steps on a small matrix, cut in parts: the values after them, flat, and the state kept."""
+    random = torch.Generator().manual_seed(0)
+    value = torch.randn(4, 6, generator=random)
+    params = [torch.nn.Parameter(part.clone()) for part in cut(value)]
+    grads = [torch.randn(4, 6, generator=random) for _ in range(3)]
+    optimizer = cls(params, **options)
+    first: dict[str, Any] = {}
+    for step, grad in enumerate(grads):
+        for param, part in zip(params, cut(grad), strict=True):
+            param.grad = part.clone()
+        if step == 0:
+            for group in optimizer.param_groups:
+                _torch.optimizer_init_group(optimizer, group)
+            first = dict(optimizer.state[params[0]])
+        optimizer.step()
+    kept = {k: v for k, v in optimizer.state[params[0]].items() if isinstance(v, Tensor)}
+    kind = _Kind(
+        moments=tuple(k for k, v in kept.items() if v.shape == params[0].shape),
+        scalars=tuple(k for k, v in kept.items() if v.shape != params[0].shape),
+        late=tuple(k for k in kept if not isinstance(first.get(k), Tensor)),
+    )
+    return torch.cat([param.detach().flatten() for param in params]), kind
+
+
+def _init(cls: Any, options: dict[str, Any], kind: _Kind, params: Tree) -> TorchState:
+    pieces, _ = tree.flatten(params)
+    moments = {name: fresh(params) for name in kind.moments}
+    parts = [tree.flatten(moment)[0] for moment in moments.values()]
+    scalars: dict[str, Tensor] = {}
+    columned = [column.tensors for column in columns([pieces, *parts]) if not pieces[0].is_meta]
+    home = pieces[0].device if pieces and not pieces[0].is_meta else torch.device("cpu")
+    for piece, *targets in columned or [(torch.zeros(1, device=home),)]:
+        param = _with_grad(piece, piece)
+        optimizer = cls([param], **options)
+        for group in optimizer.param_groups:
+            _torch.optimizer_init_group(optimizer, group)
+        made = optimizer.state[param]
+        scalars = {name: made[name] for name in kind.scalars}
+        for name, target in zip(kind.moments, targets, strict=False):
+            target.zero_() if name in kind.late else target.copy_(made[name])
+    return TorchState(0, moments, scalars)
+
+
+def _step(
+    cls: Any,
+    options: dict[str, Any],
+    kind: _Kind,
+    mine: list[tuple[Tensor, ...]],
+    state: TorchState,
+) -> dict[str, Tensor]:
+    """Let torch step on columns of (parameter, gradient, *moments) in place; returns the next scalars."""
+    if not mine:  # a rank without a single element counts steps all the same
+        mine = [(torch.zeros(1),) * (2 + len(kind.moments))]
+    params = [_with_grad(piece, grad) for piece, grad, *_ in mine]
+    optimizer = cls(params, **options)
+    for param, (_, _, *targets) in zip(params, mine, strict=True):
+        kept = dict(zip(kind.moments, targets, strict=True))
+        for name in kind.late if state.count == 0 else ():
+            del kept[name]
+        kept.update({name: scalar.clone() for name, scalar in state.scalars.items()})
+        optimizer.state[param] = kept
+    optimizer.step()
+    for param, (_, _, *targets) in zip(params, mine, strict=True):
+        for name, target in zip(kind.moments, targets, strict=True):
+            made = optimizer.state[param][name]
+            if made is not target:
+                target.copy_(made)
+    return {name: optimizer.state[params[0]][name] for name in kind.scalars}
+
+
+def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
+    param = piece.detach()  # another tensor object on the same memory, to hang a gradient on
+    param.grad = grad.detach()
+    return param
+
+
+def sgd(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Stochastic gradient descent; torch's fused `SGD`.
+
+    Args:
+      lr: learning rate, or a function of the step.
+      momentum: of the running gradient.
+      nesterov: look one step ahead.
+      weight_decay: L2 penalty, added to the gradient.
+      decay_mask: which leaves get it, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Example:
+      >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
+    """
+    options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return from_torch(torch.optim.SGD, lr=lr, decay_mask=decay_mask, fused=True, **options)
+
+
+def adam(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Adam (Kingma and Ba, arXiv:1412.6980) with L2 penalty; torch's fused `Adam`. Arguments as `adamw`.
+
+    Example:
+      >>> optimizer = adam(1e-3)
+    """
+    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return from_torch(torch.optim.Adam, lr=lr, decay_mask=decay_mask, fused=True, **options)
+
+
+def adamw(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101); torch's fused `AdamW`.
+
+    Args:
+      lr: learning rate, or a function of the step.
+      betas: decay of the running mean and of the running square.
+      eps: added to the denominator.
+      weight_decay: parameters shrink by lr * weight_decay a step.
+      decay_mask: which leaves shrink, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Example:
+      >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
+    """
+    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return from_torch(torch.optim.AdamW, lr=lr, decay_mask=decay_mask, fused=True, **options)
+
+
+class LionState(NamedTuple):
+    """State of Lion: steps done, and the running mean as a tree of shards."""
+
+    count: int
+    mean: Tree
+
+
+def lion(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Lion (Chen et al., arXiv:2302.06675): steps of the sign of an interpolated gradient.
+
+    Args:
+      lr: learning rate, or a function of the step.
+      betas: interpolation for the sign, and decay of the running mean.
+      weight_decay: parameters shrink by lr * weight_decay a step.
+      decay_mask: which leaves shrink, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Example:
+      >>> optimizer = lion(1e-4, weight_decay=0.1)
+    """
+
+    def init(params: Tree) -> LionState:
+        mean = fresh(params)
+        for piece in tree.flatten(mean)[0]:
+            piece.zero_()
+        return LionState(0, mean)
+
+    def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
+        rate, mean = rate_at(lr, state.count), state.mean
+        if not donate:
+            params, mean = fresh(params), fresh(mean)
+        pieces, spec = tree.flatten(params)
+        means, mean_spec = tree.flatten(mean)
+        keys = decay_keys(decay_mask, params)
+        for decays, (p, g, m) in columns([pieces, tree.flatten(grads)[0], means], keys):
+            if decays is not False:
+                p.mul_(1 - rate * weight_decay)
+            p.add_(torch.lerp(m, g, 1 - betas[0]).sign_(), alpha=-rate)
+            m.lerp_(g, 1 - betas[1])
+        return spec.unflatten(pieces), LionState(state.count + 1, mean_spec.unflatten(means))
+
+    return from_step(init, step)

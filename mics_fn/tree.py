@@ -1,0 +1,195 @@
+"""Pytrees: optree bound to our namespace, node registration in both pytree worlds, paths, prefixes, digests.
+
+`torch.func` walks values with torch's own pytree, everything else here with optree. The two differ (optree sorts dict
+keys, torch keeps insertion order; None is no leaf for optree and a leaf for torch), so a node is registered in both at
+one place, from its dataclass fields, and only optree decides an order.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import optree
+
+from mics_fn import _torch
+from mics_fn.errors import TreeError, message
+
+NAMESPACE = "mics_fn"
+
+Tree = Any  # a pytree of anything
+IsLeaf = Callable[[Any], bool]
+T = TypeVar("T", bound=type)
+
+
+def static() -> Any:
+    """A dataclass field that is part of a node's structure, not one of its children."""
+    return dataclasses.field(metadata={"static": True})
+
+
+def node(cls: T) -> T:
+    """Make a dataclass a pytree node for optree and for torch (so also for `torch.func`).
+
+    Fields made with `static()` belong to the structure and must be hashable; the others are children.
+
+    Args:
+      cls: a dataclass; its instances are rebuilt without calling `__init__`.
+
+    Returns:
+      The same class.
+
+    Example:
+      >>> @node
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Pair:
+      ...     left: int
+      ...     name: str = static()
+      >>> leaves, spec = flatten({"pair": Pair(3, "a")})
+      >>> leaves, spec.unflatten([4])
+      ([3], {'pair': Pair(left=4, name='a')})
+    """
+    fields = dataclasses.fields(cls)
+    children = tuple(f.name for f in fields if not f.metadata.get("static"))
+    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def flatten_node(value: Any) -> tuple[list, Any]:
+        return (
+            [getattr(value, name) for name in children],
+            tuple(getattr(value, name) for name in statics),
+        )
+
+    def unflatten_node(values: Iterable[Any], context: Sequence[Any]) -> Any:
+        value = object.__new__(cls)
+        for name, child in zip(children, values, strict=True):
+            object.__setattr__(value, name, child)
+        for name, item in zip(statics, context, strict=True):
+            object.__setattr__(value, name, item)
+        return value
+
+    return _register(cls, flatten_node, unflatten_node, children)
+
+
+def atom(cls: T) -> T:
+    """Make a class a pytree node without children: part of the structure, compared by its own `==`.
+
+    Maps pass over it and `torch.func` does not differentiate it; `flatten(..., is_leaf=...)` still sees it.
+    """
+    return _register(cls, lambda value: ([], value), lambda _, value: value, ())
+
+
+def _register(cls: T, flatten_node: Callable, unflatten_node: Callable, entries: tuple) -> T:
+    optree.register_pytree_node(
+        cls,
+        lambda value: (*flatten_node(value), entries),
+        lambda context, values: unflatten_node(values, context),
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
+    )
+    _torch.register_torch_node(cls, flatten_node, unflatten_node)
+    return cls
+
+
+def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list, optree.PyTreeSpec]:
+    """Leaves (dict keys sorted, None is no leaf) and the structure that rebuilds the tree."""
+    return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)  # pyright: ignore
+
+
+def map_leaves(fn: Callable, tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
+    """Apply `fn` to corresponding leaves; `rest` may be deeper than `tree`."""
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def paths(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
+    """The path of each leaf as Python would write it.
+
+    >>> paths({"b": [1, 2], "a": 3}, "params")
+    ["params['a']", "params['b'][0]", "params['b'][1]"]
+    """
+    found = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
+    return [accessor.codify(root) for accessor in found]
+
+
+def spec_paths(spec: optree.PyTreeSpec, root: str = "") -> list[str]:
+    """The paths of a structure's leaves, as `paths` gives them for a tree."""
+    return [accessor.codify(root) for accessor in optree.treespec_accessors(spec)]
+
+
+def spread(
+    prefix: Any,
+    tree: Tree,
+    *,
+    what: str,
+    is_leaf: IsLeaf | None = None,
+    is_value: Callable[[Any], bool],
+) -> list:
+    """One value per leaf of `tree`, from a value, a function of the path, or a prefix pytree.
+
+    Args:
+      prefix: what to spread; a function gets each leaf's path, written from the root `''`.
+      tree: the pytree whose leaves get one value each.
+      what: name of the argument, for errors.
+      is_leaf: what counts as a leaf of `tree`.
+      is_value: whether something is a value to be spread.
+
+    Returns:
+      A list, one value per leaf.
+
+    Raises:
+      TreeError: `prefix` is no prefix of `tree`, or holds something that is no value.
+    """
+    leaves, _ = flatten(tree, is_leaf)
+    if is_value(prefix):
+        return [prefix] * len(leaves)
+    if callable(prefix):
+        values = [prefix(path) for path in paths(tree, is_leaf=is_leaf)]
+    else:
+        try:
+            full = optree.tree_broadcast_prefix(prefix, tree, is_leaf, namespace=NAMESPACE)
+        except ValueError as error:
+            raise TreeError(
+                message(
+                    f"{what}: not a prefix of the tree it goes with",
+                    [str(error).splitlines()[0]],
+                    fix="give one value, a function of the path, or a tree that stops where its branches agree",
+                )
+            ) from None
+        values, _ = flatten(full, is_value)
+    for path, value in zip(paths(tree, what, is_leaf), values, strict=True):
+        if not is_value(value):
+            raise TreeError(message(f"{path}: got {type(value).__name__}, which is no {what}"))
+    return values
+
+
+def natural(path: str) -> tuple:
+    """A sort key in which numbers count as numbers: layer 2 comes before layer 10.
+
+    >>> sorted(["h.10.w", "h.2.w"], key=natural)
+    ['h.2.w', 'h.10.w']
+    """
+    return tuple((0, int(s), "") if s.isdigit() else (1, 0, s) for s in re.split(r"(\d+)", path))
+
+
+def digest(lines: Iterable[str]) -> bytes:
+    """32 bytes that stand for the lines and their order."""
+    state = hashlib.sha256()
+    for line in lines:
+        state.update(line.encode() + b"\0")
+    return state.digest()
+
+
+def first_mismatch(expected: Tree, got: Tree, root: str, is_leaf: IsLeaf | None = None) -> str:
+    """The first path at which two trees differ in structure, in words; '' when they do not.
+
+    >>> first_mismatch({"a": 1, "b": 2}, {"a": 1}, "grads")
+    "grads['b'] is missing"
+    """
+    want, have = paths(expected, root, is_leaf), paths(got, root, is_leaf)
+    missing = [path for path in want if path not in set(have)]
+    extra = [path for path in have if path not in set(want)]
+    if missing:
+        return f"{missing[0]} is missing"
+    if extra:
+        return f"{extra[0]} is not expected"
+    spec_a, spec_b = flatten(expected, is_leaf)[1], flatten(got, is_leaf)[1]
+    return "" if spec_a == spec_b else f"{root}: structure {spec_b}, expected {spec_a}"

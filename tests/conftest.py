@@ -1,0 +1,110 @@
+"""Ranks that live through the session, one hypothesis profile, and a time limit for every test."""
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+from mics_fn.lab.ranks import RankPool
+
+LIMIT_S = 120.0
+
+torch.set_num_threads(1)  # ranks fork from here, and two cores have no room for more
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+
+hypothesis.settings.register_profile(
+    "mics_fn",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
+)
+hypothesis.settings.load_profile("mics_fn")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(n)`: the session's pool of n ranks, forked when first used."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(n: int) -> RankPool:
+        if n not in pools:
+            pools[n] = RankPool(n)
+        return pools[n]
+
+    yield pool
+    for used in pools.values():
+        used.close()
+
+
+class LimitExceeded(BaseException):
+    """Not an Exception: hypothesis would run an example that hangs again, to shrink it."""
+
+
+class TimeLimit:
+    """Fails a test whose setup, call or teardown takes too long, and shows every stack.
+
+    A plugin and not a fixture, so that doctests are bounded too.
+    """
+
+    def __init__(self, stderr_fd: int):
+        self.stderr_fd = stderr_fd
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self.bounded(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self.bounded(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self.bounded(item))
+
+    def bounded(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        marker = item.get_closest_marker("limit")
+        limit_s = float(marker.args[0]) if marker else LIMIT_S
+
+        def stop(signum: int, frame: object) -> None:
+            raise LimitExceeded(f"{item.nodeid}: over its limit of {limit_s:g} s\n{all_stacks()}")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        # Again every 10 s, in case something swallowed the first one.
+        signal.setitimer(signal.ITIMER_REAL, limit_s, 10.0)
+        # A wait inside C++ never gets to the handler: then the whole session ends, with stacks.
+        faulthandler.dump_traceback_later(limit_s + 30.0, exit=True, file=self.stderr_fd)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def all_stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "limit(seconds): hard limit of this test, instead of 120 s")
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    if capture is None:
+        stderr_fd = os.dup(2)
+    else:
+        with capture.global_and_fixture_disabled():
+            stderr_fd = os.dup(2)
+    config.pluginmanager.register(TimeLimit(stderr_fd), "mics_fn_time_limit")

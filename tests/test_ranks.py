@@ -1,0 +1,305 @@
+"""The pool of forked ranks: results, errors, hangs, recovery, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mics_fn.errors import GroupsError
+from mics_fn.lab.ranks import RankError, RankPool, RankTimeoutError, run_ranks
+
+
+def summed(value: torch.Tensor) -> torch.Tensor:
+    value = value + dist.get_rank()
+    dist.all_reduce(value)
+    return value
+
+
+def place() -> tuple[int, int, int, str | None]:
+    env = os.environ
+    return dist.get_rank(), int(env["RANK"]), int(env["LOCAL_RANK"]), env["LOCAL_WORLD_SIZE"]
+
+
+def raise_on(bad: list[int]) -> int:
+    if dist.get_rank() in bad:
+        raise ValueError("no such thing\nsecond line")
+    return dist.get_rank()
+
+
+def raise_differently() -> None:
+    raise (ValueError if dist.get_rank() else KeyError)("odd")
+
+
+def sleep_on(bad: int, seconds: float) -> int:
+    if dist.get_rank() == bad:
+        time.sleep(seconds)
+    return os.getpid()
+
+
+def wait_for_a_rank_that_raised() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 gave up")
+    dist.barrier()
+
+
+def die(bad: int) -> None:
+    if dist.get_rank() == bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def group_on_rank_0_only() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def pids() -> int:
+    return os.getpid()
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(gone: list[int], limit_s: float = 5.0) -> list[int]:
+    deadline = time.monotonic() + limit_s
+    while any(map(alive, gone)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in gone if alive(pid)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_results_come_in_rank_order_by_value(ranks: Any, n: int) -> None:
+    pool = ranks(n)
+    assert pool.run(place) == [(rank, rank, rank, str(n)) for rank in range(n)]
+    value = torch.ones(3, dtype=torch.bfloat16)
+    expected = torch.full((3,), n + n * (n - 1) / 2, dtype=torch.bfloat16)
+    results = pool.run(summed, value)
+    assert len(results) == n
+    assert all(torch.equal(result, expected) for result in results)
+    assert not any(result.is_shared() for result in results)
+
+
+def test_large_values_travel_both_ways(ranks: Any) -> None:
+    value = torch.zeros(3_000_000)
+    assert [r.numel() for r in ranks(2).run(summed, value)] == [3_000_000] * 2
+
+
+def test_ranks_stay_alive_between_calls(ranks: Any) -> None:
+    assert ranks(2).run(pids) == ranks(2).run(pids)
+
+
+def test_an_error_names_its_ranks_and_quotes_a_shared_traceback_once(ranks: Any) -> None:
+    before = ranks(4).run(pids)
+    with pytest.raises(RankError, match="raise_on: 2 of 4 ranks failed") as caught:
+        ranks(4).run(raise_on, [1, 3])
+    text = str(caught.value)
+    assert text.count("ranks 1, 3: ValueError: no such thing") == 1
+    assert text.count("Traceback") == 1
+    assert 'raise ValueError("no such thing' in text
+    assert "rank_process.py" not in text
+    assert set(caught.value.errors) == {1, 3}
+    type_name, message, trace = caught.value.errors[3]
+    assert (type_name, message) == ("ValueError", "no such thing\nsecond line")
+    assert trace.startswith("Traceback")
+    # All answered and their group still works, so the same processes go on.
+    assert ranks(4).run(pids) == before
+
+
+def test_different_errors_are_quoted_apart(ranks: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(raise_differently)
+    assert "rank 0: KeyError: 'odd'" in str(caught.value)
+    assert "rank 1: ValueError: odd" in str(caught.value)
+
+
+def test_try_run_gives_values_and_failures(ranks: Any) -> None:
+    results = ranks(2).try_run(raise_on, [0])
+    assert results[0].type_name == "ValueError"
+    assert results[0].message.startswith("no such thing")
+    assert results[1] == 1
+
+
+def test_a_hang_becomes_an_error_with_its_stack_and_the_pool_recovers() -> None:
+    with RankPool(3) as pool:
+        before = pool.run(pids)
+        start = time.monotonic()
+        with pytest.raises(RankTimeoutError) as caught:
+            pool.run(sleep_on, 1, 60.0, timeout_s=1.0)
+        assert time.monotonic() - start < 10.0
+        assert "sleep_on: rank 1 of 3 gives no answer within 1 s" in str(caught.value)
+        assert "in sleep_on" in caught.value.errors[1].traceback
+        assert set(caught.value.errors) == {1}
+        assert wait_until_gone(before) == []
+        after = pool.run(sleep_on, 1, 0.0)
+        assert len(set(after)) == 3
+        assert not set(before) & set(after)
+        assert torch.equal(pool.run(summed, torch.ones(1))[2], torch.tensor([6.0]))
+
+
+def test_ranks_that_wait_for_one_that_raised_are_reported_with_it() -> None:
+    with RankPool(3, grace_s=0.5) as pool:
+        start = time.monotonic()
+        with pytest.raises(RankTimeoutError) as caught:
+            pool.run(wait_for_a_rank_that_raised)
+        assert time.monotonic() - start < 10.0
+        assert caught.value.errors[1].message == "rank 1 gave up"
+        assert "wait_for_a_rank_that_raised" in caught.value.errors[0].traceback
+        assert "ranks 0, 2 of 3 give no answer within 0.5 s after another failed" in str(
+            caught.value
+        )
+        assert pool.run(raise_on, []) == [0, 1, 2]
+
+
+def test_a_rank_that_dies_is_named_with_its_signal() -> None:
+    with RankPool(2) as pool:
+        results = pool.try_run(die, 1)
+        assert results[0] is None
+        assert results[1].message == "process was killed by SIGKILL"
+        assert pool.run(raise_on, []) == [0, 1]
+
+
+def test_ranks_out_of_step_are_replaced() -> None:
+    with RankPool(2) as pool:
+        before = pool.run(pids)
+        pool.run(group_on_rank_0_only)
+        assert not set(before) & set(pool.run(pids))
+
+
+def test_what_cannot_travel_is_refused_with_the_fix(ranks: Any) -> None:
+    with pytest.raises(TypeError, match="use run_ranks"):
+        ranks(2).run(lambda: 1)
+    with pytest.raises(RankError, match="ranks 0, 1: .*lambda"):
+        ranks(2).run(unpicklable)
+    assert ranks(2).run(raise_on, []) == [0, 1]
+
+
+def test_a_module_made_after_the_fork_is_found(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks(2).run(pids)
+    (tmp_path / "made_after_the_fork.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import made_after_the_fork  # pyright: ignore[reportMissingImports]
+
+    assert ranks(2).run(made_after_the_fork.answer) == [42, 42]
+
+
+def test_run_ranks_inherits_closures() -> None:
+    seen = torch.arange(3.0)
+    results = run_ranks(lambda scale: summed(seen * scale), 2, 10.0)
+    assert torch.equal(results[0], torch.tensor([1.0, 21.0, 41.0]))
+
+    def bad() -> None:
+        raise RuntimeError("from a closure")
+
+    with pytest.raises(RankError, match="bad: 2 of 2 ranks failed\n  ranks 0, 1: RuntimeError"):
+        run_ranks(bad, 2)
+    with pytest.raises(RankTimeoutError, match="rank 0 of 2 gives no answer within 0.5 s"):
+        run_ranks(lambda: sleep_on(0, 60.0), 2, timeout_s=0.5)
+
+
+def test_ctrl_c_reaches_the_caller_only_and_frees_the_pool() -> None:
+    with RankPool(2) as pool:
+        before = pool.run(pids)
+        for pid in before:
+            os.kill(pid, signal.SIGINT)
+        assert pool.run(pids) == before
+
+        def interrupt(signum: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGVTALRM, interrupt)
+        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -VTALRM {os.getpid()}"])
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(sleep_on, 0, 30.0)
+        finally:
+            signal.signal(signal.SIGVTALRM, previous)
+            killer.wait()
+        assert wait_until_gone(before) == []
+        assert pool.run(raise_on, []) == [0, 1]
+
+
+def test_close_leaves_no_process_and_no_file() -> None:
+    pool = RankPool(2)
+    started = pool.run(pids)
+    (folder,) = pool._dirs
+    assert folder.exists()
+    pool.close()
+    assert wait_until_gone(started) == []
+    assert not folder.exists()
+    pool.close()
+
+
+@pytest.mark.parametrize("end", ["pass", "os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_ranks_end_with_their_parent_however_it_ends(end: str, tmp_path: Path) -> None:
+    code = (
+        "import os\nfrom mics_fn.lab.ranks import RankPool\n"
+        f"pool = RankPool(2)\nprint(*pool.run(os.getpid), flush=True)\n{end}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    started = [int(pid) for pid in done.stdout.split()]
+    assert len(started) == 2, done.stderr
+    assert wait_until_gone(started) == []
+    assert end != "pass" or not list(tmp_path.iterdir())
+
+
+def test_a_live_process_group_is_refused() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(GroupsError, match="destroy_process_group"):
+            run_ranks(pids, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_initialised_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(GroupsError, match="CUDA is initialised"):
+        run_ranks(pids, 1)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        RankPool(0)
+
+
+def test_the_time_limit_fails_a_test_and_shows_its_stack(tmp_path: Path) -> None:
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_slow.py").write_text(
+        "import pytest, time\n"
+        "@pytest.mark.limit(0.3)\n"
+        "def test_slow():\n    time.sleep(30)\n"
+        "def test_quick():\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "over its limit of 0.3 s" in done.stdout
+    assert "in test_slow" in done.stdout
