@@ -1,7 +1,8 @@
 """What ranks must agree on before data moves: the tree, and the values that replicas start from.
 
-Ranks that disagree on a shape or an order get wrong numbers or abort, with no error that names anything. So each new
-tree is compared once, by a digest; only on a difference is the whole text exchanged, to say where and who.
+Ranks that disagree on a shape or an order get wrong numbers or abort, with no error that names
+anything. So each new tree is compared once, by a digest; only on a difference is the whole text
+exchanged, to say where and who.
 """
 
 import json
@@ -30,7 +31,8 @@ def agree(groups: Groups | Hierarchy, what: str, facts: Sequence[tuple[str, str]
     Raises:
       DesyncError: on every rank, naming ranks and the first path at which they differ.
 
-    Communication: first time for these facts one all-gather of 32 bytes over the partition group and one over the
+    Communication: first time for these facts one all-gather of 32 bytes over the partition group
+      and one over the
     replication group; none later.
     """
     mine = digest(f"{path}\n{text}" for path, text in facts)

@@ -1,16 +1,20 @@
 """The only file that calls data collectives: coalesced by bucket, any number of levels, asynchronous, bounded.
 
-[Note: levels in place] Chunks are numbered innermost level first, so that at each level of a gather (outermost first)
-the chunks gathered so far and those about to arrive are one contiguous run of the output: every level is a plain
-all-gather written in place. The reduce-scatter is the same walk backwards.
+[Note: levels in place] Chunks are numbered innermost level first, so that at each level of a gather
+(outermost first)
+the chunks gathered so far and those about to arrive are one contiguous run of the output: every
+level is a plain all-gather written in place. The reduce-scatter is the same walk backwards.
 
-[Note: order on a communicator] Every rank must issue the collectives of one communicator in the same order. A multi-level
-collective therefore advances only where the program says so, inside `wait` or `wait_all`, and `wait_all` never lets a
-later bucket start a level before an earlier one has: buckets follow each other through the levels like a pipeline.
+[Note: order on a communicator] Every rank must issue the collectives of one communicator in the
+same order. A multi-level collective therefore advances only where the program says so, inside
+`wait` or `wait_all`, and `wait_all` never lets a
+later bucket start a level before an earlier one has: buckets follow each other through the levels
+like a pipeline.
 
-[Note: buffers in flight] On CUDA each collective runs on a side stream that first waits for the current one; `wait` makes
-the current stream wait for it, and no host waits. Every tensor that a collective reads or writes is referenced by its
-`Pending` until then, so that no allocator hands it out too early; `record_stream` is never needed.
+[Note: buffers in flight] On CUDA each collective runs on a side stream that first waits for the
+current one; `wait` makes the current stream wait for it, and no host waits. Every tensor that a
+collective reads or writes is referenced by its `Pending` until then, so that no allocator hands it
+out too early; `record_stream` is never needed.
 """
 
 import time
@@ -192,7 +196,8 @@ def start_all_gather(hierarchy: Hierarchy, chunk: Tensor) -> Pending:
     Returns:
       A `Pending` whose result is (p, *chunk.shape), in chunk order.
 
-    Communication: one all-gather a level; with p ranks and M bytes in all, (p - 1)/p * M received. None if p = 1.
+    Communication: one all-gather a level; with p ranks and M bytes in all, (p - 1)/p * M received.
+      None if p = 1.
 
     Memory: the result; no staging copy.
     """
@@ -234,7 +239,8 @@ def start_reduce_scatter(hierarchy: Hierarchy, full: Tensor) -> Pending:
 
     Communication: one reduce-scatter a level; (p - 1)/p of full's bytes sent. None if p = 1.
 
-    Memory: on gloo, whose own reduce-scatter moves twice the bytes, a receive buffer as large as `full`.
+    Memory: on gloo, whose own reduce-scatter moves twice the bytes, a receive buffer as large as
+      `full`.
     """
     steps = _scatter_steps(hierarchy, full)
     return Pending(steps, keep=(full,), device=full.device, purpose="reduce")
@@ -253,8 +259,8 @@ def _mean_scatter(comm: Comm, parts: Tensor) -> Generator[Issued, None, Tensor]:
     """One level: parts[j] goes to the rank at place j, which keeps the mean of what it gets."""
     nbytes = (comm.size - 1) * (parts.nbytes // comm.size)
     if parts.device.type == "cpu":
-        # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them here moves half
-        # as much, sums in rank order, and rounds 16-bit values once.
+        # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them here
+        # moves half as much, sums in rank order, and rounds 16-bit values once.
         received = torch.empty_like(parts)
         call = _bind(dist.all_to_all_single, received.view(-1), parts.view(-1))
         yield Issued(comm, "reduce-scatter", nbytes, call)
@@ -269,7 +275,8 @@ def _mean_scatter(comm: Comm, parts: Tensor) -> Generator[Issued, None, Tensor]:
 def start_mean(comm: Comm, tensor: Tensor) -> Pending:
     """Start averaging a contiguous tensor over a communicator, in place.
 
-    Communication: one all-reduce, 2(r - 1)/r of the tensor's bytes sent by each of r ranks. None if r = 1.
+    Communication: one all-reduce, 2(r - 1)/r of the tensor's bytes sent by each of r ranks. None if
+      r = 1.
     """
     return Pending(
         _mean_steps(comm, tensor), keep=(tensor,), device=tensor.device, purpose="reduce"

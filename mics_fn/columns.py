@@ -1,8 +1,9 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
-The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket are views of one chunk.
-An elementwise function may as well take the chunk: fewer, longer tensors, the same numbers. Padding is computed with
-and never looked at.
+The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket
+are views of one chunk.
+An elementwise function may as well take the chunk: fewer, longer tensors, the same numbers. Padding
+is computed with and never looked at.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -113,7 +114,8 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     """Apply an in-place elementwise function to a tree of shards.
 
     Args:
-      fn: called as `fn(target, *rest)` with corresponding long tensors; it writes its result into the first.
+      fn: called as `fn(target, *rest)` with corresponding long tensors; it writes its result into
+        the first.
       target: tree of shards.
       rest: trees of the same structure, read only.
       donate: write into `target` itself instead of a copy.

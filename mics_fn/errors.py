@@ -1,7 +1,7 @@
 """What can go wrong, each as a type, and the one shape every message has.
 
-A message says what failed and where (the tree path), who (the ranks), what was expected and what was found,
-and how to mend it. Everything here derives from `MicsError`.
+A message says what failed and where (the tree path), who (the ranks), what was expected and what
+was found, and how to mend it. Everything here derives from `MicsError`.
 """
 
 from collections.abc import Iterable, Sequence

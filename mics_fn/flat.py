@@ -1,6 +1,7 @@
 """Moving leaves in and out of flat buffers, by views where that is possible. See [Note: flat buckets] in `layout`.
 
-Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, length), a full leaf (*batch, *shape).
+Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, length), a full leaf
+(*batch, *shape).
 """
 
 from collections.abc import Sequence
@@ -47,8 +48,8 @@ def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
 def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Tensor | None:
     """The chunk whose views the pieces are, if they are that, without a copy; else None.
 
-    Only a storage of exactly the chunk's size counts, so that an in-place update of the result can touch nothing but
-    these pieces and their padding.
+    Only a storage of exactly the chunk's size counts, so that an in-place update of the result can
+    touch nothing but these pieces and their padding.
     """
     base, first = None, None
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
@@ -66,7 +67,12 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
 
 
 def pack_chunk(
-    bucket: Bucket, chunk: int, data: Sequence[Tensor | None], device: torch.device
+    bucket: Bucket,
+    chunk: int,
+    data: Sequence[Tensor | None],
+    *,
+    batch: Sequence[int] = (),
+    device: torch.device,
 ) -> Tensor:
     """Pieces, by slot, as one chunk (*batch, bucket.chunk): a view if it can be one, else a copy.
 
@@ -75,22 +81,23 @@ def pack_chunk(
     found = whole_chunk(bucket, chunk, data)
     if found is not None:
         return found
-    given = [tensor for tensor in data if tensor is not None]
-    batch = given[0].shape[:-1] if given else ()
     flat = torch.zeros((*batch, bucket.chunk), dtype=bucket.dtype, device=device)
     views = split_chunk(bucket, chunk, flat)
     _copy([(v, d) for v, d in zip(views, data, strict=True) if d is not None and d.numel()])
     return flat
 
 
-def pack_full(bucket: Bucket, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel); None counts as zeros, padding is zero."""
-    given = [
-        (tensor, len(shape))
-        for tensor, shape in zip(leaves, bucket.shapes, strict=True)
-        if tensor is not None
-    ]
-    batch = given[0][0].shape[: given[0][0].ndim - given[0][1]] if given else ()
+def pack_full(
+    bucket: Bucket,
+    leaves: Sequence[Tensor | None],
+    *,
+    batch: Sequence[int] = (),
+    device: torch.device,
+) -> Tensor:
+    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel).
+
+    A leaf that is None counts as zeros; padding is zero.
+    """
     flat = torch.empty((*batch, bucket.numel), dtype=bucket.dtype, device=device)
     views = split_full(bucket, flat)
     empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]

@@ -18,19 +18,21 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
     Args:
       shards: tree of shards (`Sharded`, `Fixed`, `Tied` leaves).
-      hierarchy: the route: `groups.hierarchy`, `groups.flat`, or `groups`; or a prefix pytree of these, or a function
-        from path to one.
+      hierarchy: the route: `groups.hierarchy`, `groups.flat`, or `groups`; or a prefix pytree of
+        these, or a function from path to one.
 
     Returns:
-      The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied leaves are one tensor.
-      The gradient of a function of them is a tree of shards, averaged over the partition group; no raw collective is
-      left to differentiate, so grad, vjp, jvp, vmap, jacrev and their compositions work.
+      The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied
+      leaves are one tensor. The gradient of a function of them is a tree of shards, averaged over
+      the partition group; no raw collective is left to differentiate, so grad, vjp, jvp, vmap,
+      jacrev and their compositions work.
 
-    Communication: one all-gather a level and bucket; each rank receives (p - 1)/p of the full bytes. Its VJP is one
-      reduce-scatter a level and bucket. None if p = 1. A tree that is new to the groups is agreed on once (32 bytes).
+    Communication: one all-gather a level and bucket; each rank receives (p - 1)/p of the full
+      bytes. Its VJP is one reduce-scatter a level and bucket. None if p = 1. A tree that is new to
+      the groups is agreed on once (32 bytes).
 
-    Memory: the full tree, until the caller drops it; its VJP a second copy of the full gradients. With p = 1 nothing: full
-      tensors are views of the shards.
+    Memory: the full tree, until the caller drops it; its VJP a second copy of the full gradients.
+      With p = 1 nothing: full tensors are views of the shards.
 
     Raises:
       PlanError: the groups are not those that the tree was sharded with.
@@ -40,8 +42,8 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
     Example:
       >>> groups = make_groups(1)
       >>> shards = shard({"w": torch.ones(2)}, groups)
-      >>> torch.func.grad(lambda s: gather(s, groups.hierarchy)["w"].square().sum())(shards)["w"].data
-      tensor([2., 2.])
+      >>> torch.func.grad(lambda s: gather(s,
+      groups.hierarchy)["w"].square().sum())(shards)["w"].data tensor([2., 2.])
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.3.
     """

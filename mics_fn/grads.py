@@ -9,9 +9,9 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.gather import check_shards
-from mics_fn.leaf import Fixed, Sharded, Tied, dtype_name, is_leaf, live, owner_index
+from mics_fn.leaf import Fixed, Nothing, Sharded, dtype_name, is_leaf, live, owner_index
 from mics_fn.leaf import donate as mark_donated
-from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, uses_of
+from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, require_groups, uses_of
 from mics_fn.sharded import shard
 from mics_fn.tree import Tree
 
@@ -20,16 +20,17 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     """Do the hops still owed: full tensors owe both, `Sharded` leaves owe hop 2.
 
     Args:
-      grads: gradients, as a tree of full tensors, or of shards as `torch.func.grad` through `gather` gives, or mixed.
+      grads: gradients, as a tree of full tensors, or of shards as `torch.func.grad` through
+        `gather` gives, or mixed.
       groups: as for `shard`.
-      like: the shards that the gradients belong to; needed for full tensors if those were sharded with tied leaves, frozen
-        leaves or options of their own.
+      like: the shards that the gradients belong to; needed for full tensors if those were sharded
+        with tied leaves, frozen leaves or options of their own.
 
     Returns:
       A tree of shards: the gradient of the loss averaged over all ranks.
 
-    Communication: hop 1: a reduce-scatter a level and bucket, (p - 1)/p of the full bytes. Hop 2: an all-reduce a bucket
-      over the r replicas, 2(r - 1)/r of the shard's bytes.
+    Communication: hop 1: a reduce-scatter a level and bucket, (p - 1)/p of the full bytes. Hop 2:
+      an all-reduce a bucket over the r replicas, 2(r - 1)/r of the shard's bytes.
 
     Memory: a flat copy of the full gradients (hop 1), and a copy of the shards (hop 2).
 
@@ -42,7 +43,8 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
       >>> reduce_grads({"w": torch.ones(3)}, groups)
       {'w': Sharded(shape=(3,), float32, here 3 of 3)}
 
-    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4 (2-hop gradient synchronisation).
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4 (2-hop gradient
+      synchronisation).
     """
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -54,14 +56,17 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
     """Hop 1: average full gradients over the partition group; each rank keeps its shard.
 
     Args:
-      grads: tree of full tensors; None where `like` has a leaf without a gradient; `Sharded` leaves pass through.
+      grads: tree of full tensors; None where `like` has a leaf without a gradient; `Sharded` leaves
+        pass through.
       groups: as for `shard`.
-      like: as for `reduce_grads`; without it the layout is planned (and agreed on) from the gradients.
+      like: as for `reduce_grads`; without it the layout is planned (and agreed on) from the
+        gradients.
 
     Returns:
       A tree of shards; missing gradients are zeros, gradients of tied leaves are added.
 
-    Communication: one reduce-scatter a level and bucket; (p - 1)/p of the full bytes. None if p = 1.
+    Communication: one reduce-scatter a level and bucket; (p - 1)/p of the full bytes. None if p =
+      1.
 
     Memory: one flat copy of the full gradients; with p = 1 shards are views of them.
 
@@ -73,7 +78,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       tensor([1., 1., 1., 1.])
     """
     if like is None:
-        homes_of("scatter_grads", "groups", groups, None)
+        require_groups("scatter_grads", "groups", groups)
         like = _planned(grads, groups)
     slots, spec = tree.flatten(like, is_leaf)
     check_shards("scatter_grads", like, slots)
@@ -81,7 +86,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
     homes = homes_of("scatter_grads", "groups", groups, like)
     uses = uses_of("scatter_grads", slots, homes)
     full = _full_grads(like, slots, given)
-    out: list[Any] = [slot if isinstance(slot, Fixed | Tied) else None for slot in slots]
+    out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
     far = []
     for use in uses:
         if not use.bucket.trainable:
@@ -116,7 +121,7 @@ def _planned(grads: Tree, groups: Any) -> Tree:
     """The layout that `shard` would give these gradients, as shards without data."""
     leaves, _ = tree.flatten(grads, is_leaf)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Sharded | Fixed | Tied):
+        if is_leaf(leaf) and not isinstance(leaf, Nothing):
             path = tree.paths(grads, "grads", is_leaf)[i]
             text = f"reduce_grads: {path} is a shard, other leaves are full tensors"
             raise TreeError(message(text, fix="pass like=state.params"))
@@ -196,7 +201,8 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
     Returns:
       The same tree, averaged. Averaging twice changes nothing.
 
-    Communication: one all-reduce a bucket over r replicas, 2(r - 1)/r of the shard's bytes. None if r = 1.
+    Communication: one all-reduce a bucket over r replicas, 2(r - 1)/r of the shard's bytes. None if
+      r = 1.
 
     Memory: a copy of the shards, none with `donate`.
 

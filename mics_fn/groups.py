@@ -164,7 +164,7 @@ def make_groups(
         partition_size = _shard_dim(mesh)
     chosen, served_by = device_and_backend(device, mesh, backend)
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
-    problem = _wiring_problem(**wiring, num_ranks=len(universe), world_size=world_size)
+    problem = _problem(timeout_s, **wiring, num_ranks=len(universe), world_size=world_size)
     place = _place(rank, None if problem else node_size, known=bool(problem or topology))
     common = {"partition_size": partition_size, **wiring, "timeout_s": timeout_s}
     common |= {"device": chosen.type, "backend": served_by}
@@ -172,7 +172,8 @@ def make_groups(
     if len(universe) > 1:
         store = _torch.default_store()
         facts = _facts(common, place)
-        key, found = meet(store, universe, rank, facts, place, timeout_s=timeout_s)
+        wait_s = 300.0 if problem else timeout_s
+        key, found = meet(store, universe, rank, facts, place, timeout_s=wait_s)
     if problem is not None:  # raised only now, so that ranks with other arguments hear of it
         raise problem
     wired = topology or Topology.of(len(universe), found, nodes_per_rack)
@@ -189,7 +190,8 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
-def _wiring_problem(
+def _problem(
+    timeout_s: float,
     *,
     node_size: int | None,
     nodes_per_rack: int | None,
@@ -197,8 +199,11 @@ def _wiring_problem(
     num_ranks: int,
     world_size: int,
 ) -> PlanError | None:
-    """What is wrong with the sizes given, the same on all ranks that give the same ones."""
+    """What is wrong with the arguments, the same on all ranks that give the same ones."""
     try:
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e8:
+            fix = "pass seconds above 0"
+            raise PlanError(message(f"timeout_s={timeout_s!r} bounds nothing", fix=fix))
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)

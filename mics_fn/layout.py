@@ -1,10 +1,11 @@
 """Flat buckets as arithmetic: which leaf lies where, and which of it a chunk holds. Pure; no data, no ranks.
 
-[Note: flat buckets] The leaves of a bucket lie in one padded 1D buffer of `numel` elements, cut in `parts` equal
-chunks; rank number `chunk` of a partition group keeps chunk number `chunk`, contiguous. A leaf's local piece is where
-its range meets the chunk, possibly nothing. A gather is then an all-gather whose output *is* the parameters, as views.
-Between and after leaves lies padding: it is never part of a leaf, so it never reaches a result. A `Bucket` says
-nothing of the rank that holds it, so structures compare across ranks.
+[Note: flat buckets] The leaves of a bucket lie in one padded 1D buffer of `numel` elements, cut in
+`parts` equal chunks; rank number `chunk` of a partition group keeps chunk number `chunk`,
+contiguous. A leaf's local piece is where its range meets the chunk, possibly nothing. A gather is
+then an all-gather whose output *is* the parameters, as views.
+Between and after leaves lies padding: it is never part of a leaf, so it never reaches a result. A
+`Bucket` says nothing of the rank that holds it, so structures compare across ranks.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -97,8 +98,8 @@ def plan_buckets(
     Args:
       leaves: the leaves, in tree order.
       bucket_bytes: a bucket is closed before it would grow past this; a larger leaf has one alone.
-      order: sort key of a path; default: paths with their numbers counted as numbers, so that `layers.2` comes
-        before `layers.10`.
+      order: sort key of a path; default: paths with their numbers counted as numbers, so that
+        `layers.2` comes before `layers.10`.
 
     Returns:
       For each leaf its bucket and its slot in that bucket.

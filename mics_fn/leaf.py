@@ -1,9 +1,10 @@
 """The pytree nodes of a tree of shards.
 
-[Note: kinds of leaves] A tree of shards has three kinds of leaves. `Sharded` has one child, this rank's piece, so maps,
-optimizers and `torch.func` see exactly what is trained, each element once. `Fixed` (frozen parameters, integers) and
-`Tied` (the same tensor a second time) have no children: nothing differentiates, reduces, counts or updates them, and no
-code needs to ask. All three are rank-free in structure, so tree specs compare across ranks.
+[Note: kinds of leaves] A tree of shards has four kinds of leaves. `Sharded` has one child, this
+rank's piece, so maps, optimizers and `torch.func` see exactly what is trained, each element once.
+`Fixed` (frozen parameters, integers) and `Tied` (the same tensor a second time) have no children:
+nothing differentiates, reduces, counts or updates them, and no code needs to ask. All three are
+rank-free in structure, so tree specs compare across ranks.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ class Sharded:
     """One leaf of a tree of shards: this rank's piece of a tensor.
 
     Args:
-      data: the piece, 1D and possibly empty, a view of the rank's chunk of the bucket; (*batch, length) under `vmap`.
+      data: the piece, 1D and possibly empty, a view of the rank's chunk of the bucket; (*batch,
+        length) under `vmap`.
       bucket: where it lies; the same on every rank.
       slot: which leaf of the bucket it is.
     """
@@ -105,16 +107,35 @@ class Tied:
     bucket: Bucket
     slot: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full tensor's shape."""
+        return self.bucket.shapes[self.slot]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the bucket."""
+        return self.bucket.dtype
+
     def __repr__(self) -> str:
-        return f"Tied(shape={self.bucket.shapes[self.slot]}, {dtype_name(self.bucket.dtype)})"
+        return f"Tied(shape={self.shape}, {dtype_name(self.dtype)})"
 
 
-Leaf = Sharded | Fixed | Tied
+@tree.atom
+@dataclass(frozen=True)
+class Nothing:
+    """Stands where a tree has None, which is a leaf to torch's pytree and makes `torch.func` raise."""
+
+    bucket: None = None
+    data: None = None
+
+
+Leaf = Sharded | Fixed | Tied | Nothing
 
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is a leaf of a tree of shards."""
-    return isinstance(value, Sharded | Fixed | Tied)
+    return isinstance(value, Leaf)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

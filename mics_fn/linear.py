@@ -1,14 +1,16 @@
 """The three linear maps under every verb: gather, reduce-scatter with mean, mean over replicas; each differentiable.
 
-[Note: adjoint] A gathered value is *full*: every rank has its own copy and its own cotangent, and the true gradient is the
-mean of those over ranks. A shard is *one value held in parts*: its cotangent is the true gradient's part. With these
-two meanings the VJP of a gather is a reduce-scatter with mean (hop 1), the VJP of that is a plain gather, and hop 2 is its
-own, so that second and higher orders come out right, and so does forward over reverse. Nothing here is left for torch
+[Note: adjoint] A gathered value is *full*: every rank has its own copy and its own cotangent, and
+the true gradient is the mean of those over ranks. A shard is *one value held in parts*: its
+cotangent is the true gradient's part. With these two meanings the VJP of a gather is a
+reduce-scatter with mean (hop 1), the VJP of that is a plain gather, and hop 2 is its own, so that
+second and higher orders come out right, and so does forward over reverse. Nothing here is left for
+torch
 to differentiate on its own: a raw collective under `torch.func` gives zeros without a word.
 
-[Note: one node] All buckets of a tree go through one autograd node. If any of its outputs is used, its backward reduces
-every bucket, those without a gradient as zeros; so a parameter that some ranks do not use can not make ranks differ in
-what they communicate.
+[Note: one node] All buckets of a tree go through one autograd node. If any of its outputs is used,
+its backward reduces every bucket, those without a gradient as zeros; so a parameter that some ranks
+do not use can not make ranks differ in what they communicate.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,21 +99,30 @@ def _is_home(value: Any) -> bool:
     return isinstance(value, Groups | Hierarchy)
 
 
-def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
+def require_groups(verb: str, name: str, homes: Any) -> None:
+    """Raise a clear error where a verb is called without groups."""
     if homes is None:
         fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
         raise GroupsError(message(f"{verb}: {name} is None", fix=fix))
-    return tree.spread(homes, like, what=name, is_leaf=is_leaf, is_value=_is_home)
+
+
+def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
+    """The groups (or hierarchy) of each leaf of a tree of shards, all of them open."""
+    require_groups(verb, name, homes)
+    found = tree.spread(homes, like, what=name, is_leaf=is_leaf, is_value=_is_home)
+    for home in dict.fromkeys(found):
+        home.partition.check_open()
+    return found
 
 
 # The three linear maps, on plain tensors: one value a member of each use, in and out.
 
 
 def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor]:
-    pendings = []
+    pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
         route = use.hierarchy
-        chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), _device(data, route))
+        chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **like)
         pendings.append(start_all_gather(route, chunk))
     out = []
     for use, full in zip(uses, wait_all(pendings), strict=True):
@@ -122,9 +133,9 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> lis
 
 
 def _reduce_scatter(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor]:
-    pendings = []
+    pendings, like = [], _like(uses, data, full=True)
     for use, leaves in deal(uses, data):
-        full = pack_full(use.bucket, use.by_slot(leaves), _device(data, use.hierarchy))
+        full = pack_full(use.bucket, use.by_slot(leaves), **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         pendings.append(start_reduce_scatter(use.hierarchy, parts))
     chunks = zip(uses, wait_all(pendings), strict=True)
@@ -138,12 +149,12 @@ def _reduce_scatter(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) ->
 def replica_mean(
     uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, in_place: bool = False
 ) -> list[Tensor]:
-    pendings = []
+    pendings, like = [], _like(uses, data, full=False)
     for use, given in deal(uses, data):
         pieces, route = use.by_slot(given), use.hierarchy
         chunk = whole_chunk(use.bucket, route.chunk, pieces)
         if chunk is None:
-            chunk = pack_chunk(use.bucket, route.chunk, pieces, _device(data, route))
+            chunk = pack_chunk(use.bucket, route.chunk, pieces, **like)
         elif not in_place:
             chunk = chunk.clone()
         pendings.append(start_mean(replicas_of(use), chunk))
@@ -171,8 +182,15 @@ def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse
     return dealt
 
 
-def _device(data: Sequence[Tensor | None], route: Hierarchy) -> torch.device:
-    return next((tensor.device for tensor in data if tensor is not None), route.device)
+def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: bool) -> dict:
+    """Batch shape and device of the values given; missing ones are made the same."""
+    for use, values in deal(uses, data):
+        slots = [slot for slot, i in enumerate(use.index) if i is not None]
+        for slot, value in zip(slots, values, strict=True):
+            if value is not None:
+                own = len(use.bucket.shapes[slot]) if full else 1
+                return {"batch": value.shape[: value.ndim - own], "device": value.device}
+    return {"device": uses[0].hierarchy.device} if uses else {}
 
 
 _MAPS: dict[str, Callable[..., list[Tensor]]] = {

@@ -28,9 +28,10 @@ class Transform(NamedTuple):
 
     Args:
       init: `init(params) -> state`.
-      update: `update(grads, state, params) -> (updates, state)`; updates are to be added to the parameters.
-      step: `step(grads, state, params, donate) -> (params, state)`, the same with the addition fused in; with `donate` it
-        may write into `state` and `params`.
+      update: `update(grads, state, params) -> (updates, state)`; updates are to be added to the
+        parameters.
+      step: `step(grads, state, params, donate) -> (params, state)`, the same with the addition
+        fused in; with `donate` it may write into `state` and `params`.
     """
 
     init: Callable[[Tree], Any]
@@ -47,7 +48,8 @@ class TrainState:
       step: optimizer steps done.
       params: tree of shards.
       opt: the transform's state.
-      buffers: what a model carries besides parameters (BatchNorm's statistics), by name; full tensors.
+      buffers: what a model carries besides parameters (BatchNorm's statistics), by name; full
+        tensors.
       transform: the optimizer.
     """
 
@@ -93,8 +95,10 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
 
     Args:
       state: the state that the gradients were taken at.
-      grads: tree of shards with the structure of `state.params`, both hops done (see `reduce_grads`).
-      donate: update in the buffers of `state`, which can not be used again: doing so raises and names the value.
+      grads: tree of shards with the structure of `state.params`, both hops done (see
+        `reduce_grads`).
+      donate: update in the buffers of `state`, which can not be used again: doing so raises and
+        names the value.
 
     Returns:
       A new `TrainState`, one step on.
@@ -233,14 +237,16 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     """The L2 norm of a whole tree, every element counted once.
 
     Args:
-      grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and replicated leaves do not count.
+      grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
+        replicated leaves do not count.
       groups: as for `shard`.
 
     Returns:
-      A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for it.
+      A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
+      it.
 
-    Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank order, so that replicas
-      get the same bits.
+    Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank
+      order, so that replicas get the same bits.
 
     Memory: none.
 
@@ -346,8 +352,8 @@ def as_transform(optimizer: Any) -> Transform:
     """A `Transform` from anything that is shaped like one.
 
     Args:
-      optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt have them. Such a one is given
-        this rank's pieces as a dict from path to 1D tensor.
+      optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt have
+        them. Such a one is given this rank's pieces as a dict from path to 1D tensor.
 
     Raises:
       OptimizerError: it has no `init` and `update`.

@@ -29,6 +29,7 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
@@ -98,6 +99,12 @@ def meet(
         if not _poll(lambda: store.check([verdict]), len(ranks), deadline):
             _tell(store, [here["key"]], _no_show(store, here, ranks))
         told = json.loads(store.get(verdict))
+    except BaseException:
+        # As if it never came, so that after an interrupt all can call again.
+        with suppress(RuntimeError):
+            store.delete_key(f"{here['key']}/{rank}")
+            store.add(_calls(here["digest"], rank), -1)
+        raise
     finally:
         with suppress(RuntimeError):  # a store that is gone must not hide the error that says so
             store.set(waits, "{}")

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from mics_fn import _torch, tree
 from mics_fn.agreement import agree, check_replicas
 from mics_fn.collectives import broadcast
-from mics_fn.errors import GroupsError, LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.flat import pack_full, split_chunk
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
-from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name
+from mics_fn.leaf import Fixed, Leaf, Nothing, Sharded, Tied, dtype_name, is_leaf
+from mics_fn.linear import require_groups
 from mics_fn.tree import Tree
 
 
@@ -31,19 +32,23 @@ def shard(
 
     Args:
       params: any pytree of tensors; meta tensors give shards of shape only. `nn.Parameter`s with
-        `requires_grad=False` are frozen. Non-float leaves are replicated. A tensor that occurs twice (same memory)
-        stays one shard.
+        `requires_grad=False` are frozen. Non-float leaves are replicated. A tensor that occurs
+        twice (same memory) stays one shard.
       groups: `Groups`, or a prefix pytree of them, or a function from path to `Groups`.
-      replicas: 'check' compares a digest of the values between ranks, 'broadcast' takes those of `source_rank`.
+      replicas: 'check' compares a digest of the values between ranks, 'broadcast' takes those of
+        `source_rank`.
       source_rank: global rank whose values count with 'broadcast'; default the first of the groups.
       frozen: further leaves to freeze, by path (written from the root `''`).
       bucket_bytes: the most that travels in one collective, a single larger leaf excepted.
-      order: sort key of a path, for the order of leaves in buckets; default by path, numbers as numbers.
+      order: sort key of a path, for the order of leaves in buckets; default by path, numbers as
+        numbers.
 
     Returns:
-      The same tree with `Sharded` leaves; `Fixed` where nothing is trained, `Tied` where a tensor occurs again.
+      The same tree with `Sharded` leaves; `Fixed` where nothing is trained, `Tied` where a tensor
+      occurs again.
 
-    Communication: a digest of tree and values (tens of bytes a leaf); with 'broadcast', every float bucket once.
+    Communication: a digest of tree and values (tens of bytes a leaf); with 'broadcast', every float
+      bucket once.
 
     Memory: this rank's shards (1/p of the floats), and one bucket while cutting.
 
@@ -56,19 +61,19 @@ def shard(
       >>> groups = make_groups(1)
       >>> shards = shard({"w": torch.ones(2, 3), "steps": torch.tensor(7)}, groups)
       >>> shards
-      {'steps': Fixed(shape=(), int64, replicated), 'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
+      {'steps': Fixed(shape=(), int64, replicated), 'w': Sharded(shape=(2, 3), float32, here 6 of
+      6)}
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
-    if groups is None:
-        fix = "make them first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message("shard: groups is None", fix=fix))
+    require_groups("shard", "groups", groups)
     leaves, spec = tree.flatten(params)
     paths = tree.paths(params)
     homes: list[Groups] = tree.spread(
         groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
     )
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
+        home.partition.check_open()
         _check_leaf(leaf, path, home)
     owners = _owners(leaves)
     _check_ties(owners, paths, homes)
@@ -93,7 +98,8 @@ def shard(
             out[i] = Tied(*slots[owners[i]])
         elif i not in slots:
             out[i] = Fixed(_replicated(leaf, homes[i], replicas == "broadcast", source))
-    return spec.unflatten([out[i] for i in range(len(leaves))])
+    shards = spec.unflatten([out[i] for i in range(len(leaves))])
+    return tree.replace_none(shards, Nothing(), is_leaf)
 
 
 def _cut(
@@ -112,7 +118,7 @@ def _cut(
         index = [by_slot[slot] for slot in range(len(by_slot))]
         home, device = homes[index[0]], leaves[index[0]].device
         with torch.no_grad():
-            full = pack_full(bucket, [leaves[i].detach() for i in index], device)
+            full = pack_full(bucket, [leaves[i].detach() for i in index], device=device)
             if sent and device.type != "meta":
                 broadcast(home, full, home.ranks[0] if source is None else source)
             # A storage of its own, so that in-place updates and `whole_chunk` know its bounds.

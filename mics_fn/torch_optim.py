@@ -1,10 +1,11 @@
 """torch's own optimizers as pure transforms over shards, and the ready ones.
 
-The arithmetic is torch's: a `torch.optim` object is made for one step around the pieces and the state that the pytree
-carries, and is thrown away. Only elementwise optimizers can work on flat pieces; others are refused by name.
+The arithmetic is torch's: a `torch.optim` object is made for one step around the pieces and the
+state that the pytree carries, and is thrown away. Only elementwise optimizers can work on flat
+pieces; others are refused by name.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.columns import columns, fresh
 from mics_fn.errors import OptimizerError, message
-from mics_fn.leaf import names
 from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
 

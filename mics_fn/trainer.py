@@ -28,7 +28,8 @@ class StepMetrics(NamedTuple):
 
     Args:
       step: optimizer steps done after it.
-      loss: 0-dim tensor on the device; this rank's mean over micro-steps (`fit` averages it over ranks).
+      loss: 0-dim tensor on the device; this rank's mean over micro-steps (`fit` averages it over
+        ranks).
       samples: on all ranks together.
       tokens: elements of the batch's first integer tensor, on all ranks together; 0 if it has none.
       seconds: host time of the call.
@@ -44,7 +45,8 @@ class StepMetrics(NamedTuple):
 class _Program(nn.Module):
     """Model and loss as one module, so that backward runs while `functional_call` has the parameters swapped in.
 
-    A model that recomputes activations in backward would otherwise recompute with the skeleton's own.
+    A model that recomputes activations in backward would otherwise recompute with the skeleton's
+    own.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
@@ -59,25 +61,27 @@ class Trainer:
     """Trains a model whose states are sharded, one call a step.
 
     Args:
-      model: an `nn.Module` (it is read once, never changed; parameters, buffers and tied weights are found in it), or a
-        pure `loss_fn(params, batch) -> scalar`.
+      model: an `nn.Module` (it is read once, never changed; parameters, buffers and tied weights
+        are found in it), or a pure `loss_fn(params, batch) -> scalar`.
       optimizer: a `Transform`, or anything of `init` and `update`.
       groups: as for `shard`; buffers and metrics use the first groups in it.
-      loss: `loss(model, batch) -> scalar`; default calls the model with the batch (a tuple or dict is spread) and takes the
-        result, or its `.loss`.
+      loss: `loss(model, batch) -> scalar`; default calls the model with the batch (a tuple or dict
+        is spread) and takes the result, or its `.loss`.
       params: pytree of tensors, with a `loss_fn`.
       accumulate: micro-steps a step; every tensor of a batch is cut in that many along dim 0.
       replicas, source_rank, frozen, bucket_bytes: as for `shard`.
 
-    Communication: building it as `shard`. A step: one gather of the parameters, hop 1 each micro-step, one hop 2; persistent
-      float buffers are averaged over all ranks at the end of each step (integer and non-persistent ones stay as this
-      rank computed them).
+    Communication: building it as `shard`. A step: one gather of the parameters, hop 1 each
+      micro-step, one hop 2; persistent float buffers are averaged over all ranks at the end of each
+      step (integer and non-persistent ones stay as this rank computed them).
 
-    Memory: states of 1/p; within a step the full parameters and the full gradients of one micro-step.
+    Memory: states of 1/p; within a step the full parameters and the full gradients of one
+      micro-step.
 
     Example:
       >>> groups = make_groups(1)
-      >>> trainer = Trainer(torch.nn.Linear(2, 1), sgd(0.1), groups, loss=lambda m, x: m(x).square().mean())
+      >>> trainer = Trainer(torch.nn.Linear(2, 1), sgd(0.1), groups, loss=lambda m, x:
+      m(x).square().mean())
       >>> trainer.step(torch.ones(4, 2)).samples
       4
     """
@@ -241,7 +245,8 @@ class Trainer:
         Returns:
           Metrics of each step, with losses averaged over ranks.
 
-        Communication: that of the steps; one small all-reduce over each of the two groups at the end.
+        Communication: that of the steps; one small all-reduce over each of the two groups at the
+          end.
 
         Raises:
           ValueError: the loader is empty.

@@ -1,8 +1,9 @@
 """Pytrees: optree bound to our namespace, node registration in both pytree worlds, paths, prefixes, digests.
 
-`torch.func` walks values with torch's own pytree, everything else here with optree. The two differ (optree sorts dict
-keys, torch keeps insertion order; None is no leaf for optree and a leaf for torch), so a node is registered in both at
-one place, from its dataclass fields, and only optree decides an order.
+`torch.func` walks values with torch's own pytree, everything else here with optree. The two differ
+(optree sorts dict keys, torch keeps insertion order; None is no leaf for optree and a leaf for
+torch), so a node is registered in both at one place, from its dataclass fields, and only optree
+decides an order.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ def static() -> Any:
 def node(cls: T) -> T:
     """Make a dataclass a pytree node for optree and for torch (so also for `torch.func`).
 
-    Fields made with `static()` belong to the structure and must be hashable; the others are children.
+    Fields made with `static()` belong to the structure and must be hashable; the others are
+    children.
 
     Args:
       cls: a dataclass; its instances are rebuilt without calling `__init__`.
@@ -73,7 +75,8 @@ def node(cls: T) -> T:
 def atom(cls: T) -> T:
     """Make a class a pytree node without children: part of the structure, compared by its own `==`.
 
-    Maps pass over it and `torch.func` does not differentiate it; `flatten(..., is_leaf=...)` still sees it.
+    Maps pass over it and `torch.func` does not differentiate it; `flatten(..., is_leaf=...)` still
+    sees it.
     """
     return _register(cls, lambda value: ([], value), lambda _, value: value, ())
 
@@ -98,6 +101,17 @@ def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list, optree.PyT
 def map_leaves(fn: Callable, tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
     """Apply `fn` to corresponding leaves; `rest` may be deeper than `tree`."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def replace_none(tree: Tree, value: Any, is_leaf: IsLeaf | None = None) -> Tree:
+    """The tree with `value` wherever it has None."""
+    return optree.tree_map(
+        lambda x: value if x is None else x,
+        tree,
+        is_leaf=is_leaf,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
 
 
 def paths(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:

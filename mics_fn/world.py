@@ -121,7 +121,7 @@ def universe_of(
         )
         raise PlanError(message(what, fix=f"give each of 0 to {world_size - 1} at most once"))
     if rank not in found:
-        what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found)}"
+        what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found) or []}"
         fix = "give on each rank the ranks that it shares groups with, itself among them"
         raise PlanError(message(what, fix=fix))
     if not _torch.keeps_rank_order and list(found) != sorted(found):

@@ -1,4 +1,4 @@
-"""Rank arithmetic: partitions of the world, chunk order on plain lists, and refusals with numbers."""
+"""Rank arithmetic: partitions of the world, chunk order on plain lists, refusals with numbers."""
 
 import time
 from itertools import product
@@ -18,7 +18,11 @@ from mics_fn.topology import (
     valid_partition_sizes,
 )
 
-topologies = st.lists(st.integers(1, 5), min_size=1, max_size=5).map(lambda s: Topology(tuple(s)))
+topologies = (
+    st.lists(st.integers(1, 5), min_size=1, max_size=5)
+    .filter(lambda sizes: prod(sizes) <= 100)
+    .map(lambda sizes: Topology(tuple(sizes)))
+)
 
 
 @st.composite
@@ -33,7 +37,7 @@ def units(topology: Topology) -> list[int]:
 
 
 def fits(topology: Topology, p: int) -> bool:
-    """By the definition: groups are aligned, and each unit is whole in one group or holds whole ones."""
+    """By the definition: no machine and no group stand half in each other."""
     groups = [set(range(i, i + p)) for i in range(0, topology.world_size, p)]
     for unit in units(topology):
         for start in range(0, topology.world_size, unit):
@@ -105,7 +109,7 @@ def test_valid_partition_sizes_are_those_that_fit(topology: Topology) -> None:
     assert list(valid_partition_sizes(topology)) == sizes
 
 
-@given(topologies, st.integers(-2, 700))
+@given(topologies, st.integers(-2, 110))
 def test_a_size_is_refused_exactly_when_it_does_not_fit(topology: Topology, p: int) -> None:
     if p in valid_partition_sizes(topology):
         assert plan_groups(topology, p).partition_size == p

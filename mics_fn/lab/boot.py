@@ -15,7 +15,10 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Tie this process to its launcher, take over its `sys.path`, and do the work."""
     folder = Path(sys.argv[1])
-    boot = json.loads((folder / "boot.json").read_text())
+    try:
+        boot = json.loads((folder / "boot.json").read_text())
+    except FileNotFoundError:
+        os._exit(1)  # the launch was interrupted before it knew of this process
     if sys.platform == "linux":
         import ctypes
 

@@ -29,13 +29,13 @@ def save_curve(
 
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    steps = range(1, len(train) + 1)
+    steps = range(len(train))  # done before that loss was taken
     axes.plot(steps, train, color="#1f77b4", linewidth=4, alpha=0.45, label="train, sharded")
     if alone:
         axes.plot(steps, alone, "--", color="black", linewidth=1.2, label="train, one process")
     at, losses = zip(*held_out, strict=True)
     axes.plot(at, losses, "o-", color="#d62728", markersize=4, label="held out, sharded")
-    axes.set_xlabel("step")
+    axes.set_xlabel("optimizer steps done")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title(title, fontsize=11)
     axes.set_xlim(left=0)

@@ -42,7 +42,7 @@ class DemoConfig:
     sequences: int
     device: str
     held_out_sequences: int = 16
-    lr: float = 3e-3
+    lr: float = 1e-3
     seed: int = 0
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
 

@@ -190,6 +190,8 @@ def _where(folder: Path, rank: int, n: int) -> list[str]:
 
 def work(folder: Path) -> None:
     """The rank's side: run the call that was left in `folder`, and leave its result there."""
+    if not folder.exists():
+        os._exit(1)  # the launch was interrupted before it knew of this process
     rank = int(os.environ["RANK"])
     trace = open(folder / f"trace{rank}.txt", "w")  # noqa: SIM115  the fault handler keeps it
     faulthandler.enable(trace)

@@ -1,0 +1,174 @@
+"""`python -m mics_fn bench`: this library against plain torch and FSDP2, and its traffic counted."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
+from mics_fn.lab.bench_measure import num_ranks, on_ranks
+from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
+from mics_fn.lab.bench_step import StepConfig, measure_step, render_step
+from mics_fn.lab.gpt import GPTConfig
+from mics_fn.launcher import read_launch
+from mics_fn.topology import Topology, plan_groups
+
+DEFAULT_RANKS = 4
+
+
+class Bench(NamedTuple):
+    """One subcommand: how its flags become a config, what measures, what prints."""
+
+    summary: str
+    config: Callable[[argparse.Namespace, int], Any]
+    measure: Callable[[Any], dict]
+    render: Callable[[dict, Any], str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of each bench."""
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, bench in BENCHES.items():
+        one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
+        add = one.add_argument
+        add("--json", type=Path, metavar="FILE", help="write all figures there too")
+        add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+        add("--dim", type=_count, default=512, help="width of the GPT (default 512)")
+        add("--blocks", type=_count, default=4, help="its blocks (default 4)")
+        add("--heads", type=_count, default=8, help="its attention heads (default 8)")
+        add("--vocab", type=_bytes_and_more, default=1024, help="its tokens (default 1024)")
+        add("--context", type=_count, default=64, help="tokens of a sample (default 64)")
+        add("--warmup", type=_count, default=2, help="steps before measuring (default 2)")
+        if name != "bytes":
+            add("--rounds", type=_count, default=5, help="turns of each (default 5)")
+        if name == "opt":
+            add("--steps", type=_count, default=10, help="steps of a turn (default 10)")
+            add("--small-leaves", type=_count, default=2000, help="of the second tree (2000)")
+            continue
+        add("--ranks", type=_count, help=f"ranks to launch (default {DEFAULT_RANKS})")
+        add("--node-size", type=_count, help="ranks of a node (default the job's, or 2)")
+        add("--steps", type=_count, default=5, help="steps of a turn (default 5)")
+        add("--accumulate", type=_count, default=1, help="micro-steps in a step (default 1)")
+        add("--sequences", type=_count, default=1, help="samples of a rank and micro-step (1)")
+        sizes = {"nargs": "+", "default": []} if name == "bytes" else {}
+        default = "all that fit" if name == "bytes" else "node size"
+        add("--partition-size", type=_count, help=f"(default {default})", **sizes)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run one bench; returns the exit code. In a job every rank calls it, and rank 0 prints.
+
+    Raises:
+        PlanError: sizes that do not fit, before any process starts.
+        LaunchError: a rank failed.
+    """
+    bench = BENCHES[args.bench]
+    ranks = 1 if args.bench == "opt" else num_ranks(args.ranks, DEFAULT_RANKS)
+    config = bench.config(args, ranks)
+    figures = on_ranks(bench.measure, ranks, config)
+    if figures:
+        print("\n" + bench.render(figures, config), flush=True)
+        if args.json is not None:
+            written = {"bench": args.bench, "ranks": ranks, "config": asdict(config), **figures}
+            args.json.write_text(json.dumps(written, indent=1))
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _bytes_and_more(text: str) -> int:
+    value = int(text)
+    if value < 256:
+        raise argparse.ArgumentTypeError(f"{text} is less than the 256 values of a byte")
+    return value
+
+
+def _model(args: argparse.Namespace) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=args.vocab,
+        context=args.context,
+        dim=args.dim,
+        num_heads=args.heads,
+        num_blocks=args.blocks,
+    )
+
+
+def _node_size(args: argparse.Namespace, ranks: int) -> int:
+    """The node size asked for, else the job's own, else two ranks."""
+    job = read_launch(os.environ)
+    found = args.node_size or (job.node_size if job else None)
+    return found or (2 if ranks % 2 == 0 else ranks)
+
+
+def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
+    node_size = _node_size(args, ranks)
+    partition_size = args.partition_size or node_size
+    plan_groups(Topology.of(ranks, node_size), partition_size)
+    return StepConfig(
+        node_size=node_size,
+        partition_size=partition_size,
+        rounds=args.rounds,
+        steps=args.steps,
+        warmup=args.warmup,
+        accumulate=args.accumulate,
+        sequences=args.sequences,
+        device=args.device,
+        model=_model(args),
+    )
+
+
+def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
+    node_size = _node_size(args, ranks)
+    for partition_size in args.partition_size:
+        plan_groups(Topology.of(ranks, node_size), partition_size)
+    return BytesConfig(
+        node_size=node_size,
+        partition_sizes=tuple(args.partition_size),
+        steps=args.steps,
+        warmup=args.warmup,
+        accumulate=args.accumulate,
+        sequences=args.sequences,
+        device=args.device,
+        model=_model(args),
+    )
+
+
+def _opt_config(args: argparse.Namespace, ranks: int) -> OptConfig:
+    return OptConfig(
+        rounds=args.rounds,
+        steps=args.steps,
+        warmup=args.warmup,
+        small_leaves=args.small_leaves,
+        device=args.device,
+        model=_model(args),
+    )
+
+
+BENCHES = {
+    "step": Bench(
+        "whole steps: Trainer against a plain torch loop, and against FSDP2",
+        _step_config,
+        measure_step,
+        render_step,
+    ),
+    "opt": Bench(
+        "optimizer steps: opt_step on flat shards against torch's fused AdamW",
+        _opt_config,
+        measure_opt,
+        render_opt,
+    ),
+    "bytes": Bench(
+        "bytes of a step at each level: ledger, formula, and what leaves a node",
+        _bytes_config,
+        measure_bytes,
+        render_bytes,
+    ),
+}

@@ -1,0 +1,273 @@
+"""`bench bytes`: what a step sends at each level: by the ledger, by the formula, and on the wire."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.groups import Comm
+from mics_fn.lab import gpt
+from mics_fn.lab.bench_measure import of_all_ranks, say, spread, start, synchronize
+from mics_fn.lab.report import human_bytes, step_bytes, table
+from mics_fn.lab.text import load_text
+from mics_fn.leaf import Sharded, is_leaf
+from mics_fn.topology import Topology, valid_partition_sizes
+
+HEADER_BYTES = 66  # of one packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
+NET_DEV = Path("/proc/net/dev")
+TEXT_BYTES = 500_000
+
+
+@dataclass(frozen=True)
+class BytesConfig:
+    """All that decides what is measured.
+
+    Args:
+        node_size: ranks of a node.
+        partition_sizes: ranks that share one replica; () takes all that fit.
+        steps: measured steps, over which what leaves a node is averaged.
+        warmup: steps before them.
+        accumulate: micro-steps in a step.
+        sequences: samples of one rank and micro-step.
+        device: "auto", "cpu" or "cuda".
+        model: sizes of the GPT.
+    """
+
+    node_size: int
+    partition_sizes: tuple[int, ...] = ()
+    steps: int = 5
+    warmup: int = 2
+    accumulate: int = 1
+    sequences: int = 1
+    device: str = "auto"
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+
+
+class Counters(NamedTuple):
+    """What a network interface has sent so far."""
+
+    nbytes: int
+    packets: int
+
+
+class RankBytes(NamedTuple):
+    """What one rank found in its steps."""
+
+    ledger: list[dict[str, tuple[int, int]]]  # of each step: name -> (calls, bytes)
+    formula: dict[str, tuple[float, str]]  # of one step: name -> (bytes, in words)
+    crossing: float  # bytes of the formula that leave the node
+    wire: Counters | None  # of the node over all steps; None if it has no counters of its own
+    seconds: list[float]  # of each step
+
+
+def measure_bytes(config: BytesConfig) -> dict[str, Any]:
+    """Count a step's bytes for each partition size, as one rank of a job.
+
+    Returns:
+        On rank 0 the figures; {} on the others.
+    """
+    device = start(config.device)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    interface = node_interface(config.node_size)
+    sizes = config.partition_sizes
+    sizes = sizes or valid_partition_sizes(Topology.of(world_size, config.node_size))
+    found = []
+    for p in sizes:
+        say(f"p = {p}: counting ...")
+        with mf.make_groups(p, node_size=config.node_size, device=device) as groups:
+            full_bytes, mine = _run(config, groups, interface)
+            every: list[RankBytes] = of_all_ranks(mine)
+            found.append(_summarize(config, groups, full_bytes, every))
+    if dist.is_initialized() and dist.get_rank():
+        return {}
+    return {"interface": interface, "partition_sizes": found}
+
+
+def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple[int, RankBytes]:
+    """Padded bytes of the parameters, and what this rank's steps sent."""
+    torch.manual_seed(0)
+    model = gpt.GPT(config.model).to(groups.device)
+    trainer = mf.Trainer(model, mf.adamw(3e-4), groups, loss=gpt.loss, accumulate=config.accumulate)
+    size = config.sequences * config.accumulate
+    text, context = load_text(TEXT_BYTES), config.model.context
+    batch = text.batch("train", step=0, rank=groups.rank, size=size, context=context)
+    for _ in range(config.warmup):
+        trainer.step(batch)
+    ledger, seconds = [], []
+
+    def measured() -> None:
+        for _ in range(config.steps):
+            groups.traffic.clear()
+            started = time.perf_counter()
+            trainer.step(batch)
+            synchronize(groups.device)
+            seconds.append(time.perf_counter() - started)
+            ledger.append(groups.traffic.snapshot())
+
+    wire = count_wire(measured, interface)
+    leaves, _ = tree.flatten(trainer.state.params, is_leaf)
+    buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
+    full_bytes = sum(bucket.nbytes for bucket in buckets)
+    levels = [(level.name, level.gather.size) for level in groups.hierarchy.levels]
+    names, sizes = zip(*levels, strict=True) if levels else ((), ())
+    formula = step_bytes(names, sizes, groups.num_replicas, full_bytes, config.accumulate)
+    crossing = crossing_bytes(groups, formula, config.node_size)
+    return full_bytes, RankBytes(ledger, formula, crossing, wire, seconds)
+
+
+def crossing_bytes(
+    groups: mf.Groups, formula: dict[str, tuple[float, str]], node_size: int
+) -> float:
+    """How much of what this rank sends by the formula goes to another node."""
+    comms = [comm for level in groups.hierarchy.levels for comm in (level.gather, level.reduce)]
+    return sum(
+        formula[comm.name][0]
+        for comm in (*comms, groups.replicas)
+        if comm.name in formula and leaves_node(comm, node_size)
+    )
+
+
+def leaves_node(comm: Comm, node_size: int) -> bool:
+    """Whether what this rank sends over a communicator leaves its node.
+
+    Levels lie inside a node, or have one rank in each. Hop 2 may have several ranks in a node, and
+    is a ring: all that a rank sends goes to the next one.
+    """
+    following = comm.ranks[(comm.rank + 1) % comm.size]
+    return following // node_size != comm.ranks[comm.rank] // node_size
+
+
+def node_interface(node_size: int) -> str | None:
+    """The network interface whose counters tell what leaves this node; None if there is none.
+
+    It is the one that gloo is told to use. Pretended nodes share one machine's interface, and what
+    they send to each other never reaches it: then there is nothing to count.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        mine = (kernel, os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        mine = None
+    seen = of_all_ranks((mine, name != "lo" and read_counters(name) is not None))
+    nodes = [seen[i : i + node_size] for i in range(0, len(seen), node_size)]
+    own = [{place for place, _ in node} for node in nodes]
+    apart = all(len(places) == 1 for places in own) and len(set.union(*own)) == len(nodes)
+    counted = all(readable and place is not None for place, readable in seen)
+    return name if len(nodes) > 1 and apart and counted else None
+
+
+def read_counters(interface: str) -> Counters | None:
+    """What an interface of this network namespace has sent; None if there is no such one."""
+    if not NET_DEV.exists():
+        return None
+    for line in NET_DEV.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() == interface:
+            columns = rest.split()
+            return Counters(int(columns[8]), int(columns[9]))
+    return None
+
+
+def count_wire(work: Callable[[], None], interface: str | None) -> Counters | None:
+    """Do the work on all ranks, and see what left this node meanwhile."""
+
+    def look() -> Counters | None:
+        if dist.is_initialized():
+            dist.barrier()
+        seen = None if interface is None else read_counters(interface)
+        if dist.is_initialized():
+            dist.barrier()  # nobody may go on before all have looked
+        return seen
+
+    before = look()
+    work()
+    after = look()
+    if before is None or after is None:
+        return None
+    return Counters(after.nbytes - before.nbytes, after.packets - before.packets)
+
+
+def _summarize(
+    config: BytesConfig, groups: mf.Groups, full_bytes: int, every: list[RankBytes]
+) -> dict[str, Any]:
+    first = every[0]
+    names = list(dict.fromkeys([*first.formula, *(w for r in every for w in r.ledger[-1])]))
+    rows = {}
+    for name in names:
+        counted = [rank.ledger[-1].get(name, (0, 0)) for rank in every]
+        formula, why = first.formula.get(name, (0.0, "not part of a step"))
+        rows[name] = {
+            "calls": [calls for calls, _ in counted],
+            "ledger": [nbytes for _, nbytes in counted],
+            "formula": formula,
+            "why": why,
+        }
+    nodes = [every[i : i + config.node_size] for i in range(0, len(every), config.node_size)]
+    wire = [_wire(node, config.steps) for node in nodes]
+    return {
+        "partition_size": groups.partition_size,
+        "num_replicas": groups.num_replicas,
+        "levels": [[level.name, level.gather.size] for level in groups.hierarchy.levels],
+        "full_bytes": full_bytes,
+        "steady": all(step == rank.ledger[0] for rank in every for step in rank.ledger),
+        "rows": rows,
+        "wire": wire,
+        "seconds": spread(
+            [max(s) for s in zip(*(r.seconds for r in every), strict=True)]
+        )._asdict(),
+    }
+
+
+def _wire(node: list[RankBytes], steps: int) -> dict[str, float | None]:
+    """What left one node in a step, against the formula."""
+    formula, wire = sum(rank.crossing for rank in node), node[0].wire
+    if wire is None:
+        return {"formula": formula, "counted": None, "payload": None}
+    payload = (wire.nbytes - HEADER_BYTES * wire.packets) / steps
+    return {"formula": formula, "counted": wire.nbytes / steps, "payload": payload}
+
+
+def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
+    """The figures as tables."""
+    interface = figures["interface"]
+    blocks = []
+    for part in figures["partition_sizes"]:
+        levels = " x ".join(f"{name} {size}" for name, size in part["levels"]) or "none"
+        title = (
+            f"p = {part['partition_size']}, levels {levels}, r = {part['num_replicas']} replicas, "
+            f"M = {part['full_bytes']:,} bytes, s = {config.accumulate}; each rank in one step"
+        )
+        rows = [("", "calls", "ledger", "formula", "ratio", "")]
+        for name, row in part["rows"].items():
+            worst = max(row["ledger"], key=lambda sent: abs(sent - row["formula"]))
+            cells = (f"{max(row['calls'])}", f"{worst:,}", f"{row['formula']:,.0f}")
+            rows.append((name, *cells, _ratio(worst, row["formula"]), row["why"]))
+        for number, wire in enumerate(part["wire"] if interface else ()):
+            cells = (f"{wire['counted']:,.0f}", f"{wire['formula']:,.0f}")
+            less = f"{_ratio(wire['payload'], wire['formula'])} without headers"
+            name = f"node {number}, {interface}"
+            rows.append((name, "", *cells, _ratio(wire["counted"], wire["formula"]), less))
+        s = part["seconds"]
+        time = f"a step took {s['median']:.3f} s ({s['least']:.3f} - {s['most']:.3f})"
+        steady = "the same in every step" if part["steady"] else "NOT THE SAME IN EVERY STEP"
+        blocks.append(f"{table(title, rows)}\n  {steady}; {time}")
+    if interface is None:
+        blocks.append("what leaves a node is not counted: the nodes here share a network")
+    else:
+        blocks.append(
+            f"node: what its ranks sent through {interface}, a mean of {config.steps} steps; "
+            f"headers are {HEADER_BYTES} bytes a packet"
+        )
+    return "\n\n".join(blocks)
+
+
+def _ratio(counted: float, formula: float) -> str:
+    return f"{counted / formula:.4f}" if formula else "-"

@@ -1,0 +1,238 @@
+"""Fair measurements on a noisy machine: what is compared takes turns in one run.
+
+[Note: taking turns] A shared machine is fast one minute and slow the next, so two times taken minutes
+apart say nothing. The peers of a comparison step in turns, round by round, each starting a round
+equally often, and a ratio is taken inside each round, between neighbours in time. What is reported
+is the median over rounds with the least and the most beside it.
+"""
+
+import contextlib
+import ctypes
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.errors import PlanError, message
+from mics_fn.lab.launch import launch
+from mics_fn.launcher import read_launch
+
+TIMEOUT_S = 3600.0  # ranks wait for rank 0 while it measures alone
+PEAK_STEPS = 2
+
+
+class Spread(NamedTuple):
+    """The median of some measurements, and how far they lie apart."""
+
+    median: float
+    least: float
+    most: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The median and the ends of some numbers.
+
+    >>> spread([3.0, 1.0, 2.0])
+    Spread(median=2.0, least=1.0, most=3.0)
+    """
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Ours over theirs, round by round. See [Note: taking turns].
+
+    >>> ratio([1.0, 4.0, 3.0], [1.0, 2.0, 2.0])
+    Spread(median=1.5, least=1.0, most=2.0)
+    """
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+class Peer(NamedTuple):
+    """One of the things that are compared.
+
+    Args:
+        name: as the table shows it.
+        step: takes one step; called with the number of the step, counted from 0.
+        held_bytes: parameters and optimizer state on this rank.
+    """
+
+    name: str
+    step: Callable[[int], Any]
+    held_bytes: Callable[[], int]
+
+
+class Laps(NamedTuple):
+    """What `take_turns` found of one peer on one rank."""
+
+    name: str
+    seconds: list[float]  # a step, for each round
+    held_bytes: int
+    peak_bytes: int | None  # most memory in a step beyond that before it; None if unknown
+    results: list[Any]  # of each step
+
+
+def take_turns(
+    peers: Sequence[Peer],
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    device: torch.device,
+    fence: Callable[[], None] = lambda: None,
+) -> list[Laps]:
+    """Time peers in turns, then look at the memory of each.
+
+    Args:
+        peers: what to compare; each takes the same steps in the same order.
+        rounds: turns of each.
+        steps: steps of a turn.
+        warmup: steps of each before the first turn, not timed.
+        device: where they work.
+        fence: called before each turn; makes the ranks start together.
+
+    Returns:
+        For each peer what was measured.
+    """
+    done = dict.fromkeys(range(len(peers)), 0)
+    results: list[list[Any]] = [[] for _ in peers]
+    seconds: list[list[float]] = [[] for _ in peers]
+
+    def turn(i: int, count: int) -> float:
+        fence()
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(count):
+            results[i].append(peers[i].step(done[i]))
+            done[i] += 1
+        synchronize(device)
+        return time.perf_counter() - started
+
+    for i in range(len(peers)):
+        turn(i, warmup)
+    for number in range(rounds):
+        for place in range(len(peers)):
+            i = (number + place) % len(peers)
+            seconds[i].append(turn(i, steps) / steps)
+    peaks = [peak_growth(lambda i=i: turn(i, PEAK_STEPS), device) for i in range(len(peers))]
+    return [
+        Laps(peer.name, seconds[i], peer.held_bytes(), peaks[i], results[i])
+        for i, peer in enumerate(peers)
+    ]
+
+
+def steps_of(rounds: int, steps: int, warmup: int) -> int:
+    """How many steps each peer of `take_turns` takes in all."""
+    return warmup + rounds * steps + PEAK_STEPS
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_growth(work: Callable[[], Any], device: torch.device) -> int | None:
+    """By how many bytes memory grows at most while `work` runs; None where that can not be seen.
+
+    On the CPU this is resident memory, so it holds what the allocator keeps for later too.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # so that memory freed by another peer is not reused
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak begins again at what is resident now
+    except OSError:
+        work()
+        return None
+    before = _status_bytes("VmRSS")
+    work()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def nbytes(values: Any) -> int:
+    """Bytes of all tensors in a pytree."""
+    leaves, _ = tree.flatten(values)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def in_job() -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return read_launch(os.environ) is not None
+
+
+def num_ranks(asked: int | None, default: int) -> int:
+    """The ranks to measure with: those of the job around, else as asked.
+
+    Raises:
+        PlanError: another number is asked for than the job has.
+    """
+    job = read_launch(os.environ)
+    if job is None:
+        return asked or default
+    if asked not in (None, job.world_size):
+        what = f"--ranks {asked} in a job of {job.world_size}"
+        raise PlanError(message(what, fix="leave it out: the job has its ranks already"))
+    return job.world_size
+
+
+def on_ranks(work: Callable[[Any], dict], ranks: int, config: Any) -> dict:
+    """Run `work(config)` on every rank and return what rank 0 found; {} on the others.
+
+    In a job it runs as a part of that job; otherwise it launches ranks on this machine.
+
+    Args:
+        work: a function of an importable module.
+        ranks: how many to launch.
+        config: its argument.
+    """
+    if not in_job():
+        return launch(work, ranks, config)[0]
+    found = work(config)
+    if dist.is_initialized():
+        dist.barrier()  # the store's host must not leave first
+        dist.destroy_process_group()
+    return found
+
+
+def start(device: str) -> torch.device:
+    """Start torch.distributed as this rank, and choose its device."""
+    return mf.init_distributed(device=device, timeout_s=TIMEOUT_S)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """One value of each rank, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say(text: str) -> None:
+    """A line of progress on the terminal of rank 0."""
+    if is_first():
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn.lab import gpt
+from mics_fn.lab.bench_measure import (
+    Laps,
+    Peer,
+    is_first,
+    nbytes,
+    ratio,
+    say,
+    spread,
+    start,
+    take_turns,
+)
+from mics_fn.lab.report import human_bytes, table
+
+SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
+
+
+@dataclass(frozen=True)
+class OptConfig:
+    """All that decides what is measured.
+
+    Args:
+        rounds, steps, warmup: as for `take_turns`.
+        small_leaves: leaves of the tree that has many small ones.
+        device: "auto", "cpu" or "cuda".
+        model: sizes of the GPT whose parameters are the other tree.
+    """
+
+    rounds: int = 5
+    steps: int = 10
+    warmup: int = 2
+    small_leaves: int = 2000
+    device: str = "auto"
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+
+
+def measure_opt(config: OptConfig) -> dict[str, Any]:
+    """Compare on two trees, in one process; in a job the others wait.
+
+    Returns:
+        On rank 0 the figures of each tree; {} on the others.
+    """
+    device = start(config.device)
+    if not is_first():
+        return {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = []
+    for name, shapes in trees(config).items():
+        say(f"{name}: opt_step and torch.optim.AdamW take turns ...")
+        with mf.make_groups(1, ranks=[rank], device=device) as groups:
+            found.append(_compare(name, shapes, config, groups))
+    return {"trees": found}
+
+
+def trees(config: OptConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shapes to step on, by name of the tree and path."""
+    with torch.device("meta"):
+        model = gpt.GPT(config.model)
+    few = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = itertools.islice(itertools.cycle(SMALL_SHAPES), config.small_leaves)
+    return {"a GPT": few, "many small leaves": {f"w{i}": s for i, s in enumerate(shapes)}}
+
+
+def _compare(
+    name: str, shapes: dict[str, tuple[int, ...]], config: OptConfig, groups: mf.Groups
+) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(0)
+    values, grads = (
+        {k: torch.randn(s, generator=random).to(groups.device) for k, s in shapes.items()}
+        for _ in range(2)
+    )
+    ours, params = _ours(values, grads, groups)
+    theirs, reference = _theirs(values, grads)
+    laps = take_turns(
+        [ours, theirs],
+        rounds=config.rounds,
+        steps=config.steps,
+        warmup=config.warmup,
+        device=groups.device,
+    )
+    found = mf.unshard(params(), groups)
+    gap = max(float((found[k] - p).abs().max()) for k, p in reference.items())
+    numel = sum(p.numel() for p in reference.values())
+    return {
+        "name": name,
+        "leaves": len(shapes),
+        "elements": numel,
+        "largest_param_gap": gap,
+        "peers": _figures(laps, numel),
+    }
+
+
+def _ours(
+    values: dict[str, Tensor], grads: dict[str, Tensor], groups: mf.Groups
+) -> tuple[Peer, Any]:
+    """`opt_step` with donation; gradients lie in flat buckets, as hop 1 leaves them."""
+    state = mf.init_state(mf.shard(values, groups), mf.adamw(1e-3))
+    shards = mf.shard(grads, groups)
+
+    def step(number: int) -> None:
+        nonlocal state
+        state = mf.opt_step(state, shards, donate=True)
+
+    peer = Peer("opt_step(donate=True)", step, lambda: nbytes((state.params, state.opt)))
+    return peer, lambda: state.params
+
+
+def _theirs(
+    values: dict[str, Tensor], grads: dict[str, Tensor]
+) -> tuple[Peer, dict[str, nn.Parameter]]:
+    params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    for name, param in params.items():
+        param.grad = grads[name].clone()
+    optimizer = torch.optim.AdamW(params.values(), 1e-3, fused=True)
+
+    def held() -> int:
+        states = [dict(state) for state in optimizer.state.values()]
+        return nbytes(([p.detach() for p in params.values()], states))
+
+    return Peer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step(), held), params
+
+
+def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
+    found = []
+    for lap in laps:
+        per_element = [seconds / numel * 1e9 for seconds in lap.seconds]
+        found.append(
+            {
+                "name": lap.name,
+                "seconds_by_round": lap.seconds,
+                "ns_per_element": spread(per_element)._asdict(),
+                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
+                "held_bytes": lap.held_bytes,
+                "peak_bytes": lap.peak_bytes,
+            }
+        )
+    return found
+
+
+def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
+    """The figures as tables."""
+    blocks = []
+    for part in figures["trees"]:
+        title = (
+            f"{part['name']}: {part['elements']:,} elements in {part['leaves']:,} leaves, AdamW, "
+            f"{config.rounds} rounds of {config.steps} steps in turns, median (least - most)"
+        )
+        rows = [("", "ns an element", "opt_step takes", "states", "in a step")]
+        for peer in part["peers"]:
+            ns, r = peer["ns_per_element"], peer["opt_step_ratio"]
+            peak = peer["peak_bytes"]
+            rows.append(
+                (
+                    peer["name"],
+                    f"{ns['median']:.2f} ({ns['least']:.2f} - {ns['most']:.2f})",
+                    f"{r['median']:.3f} x ({r['least']:.3f} - {r['most']:.3f})",
+                    human_bytes(peer["held_bytes"]),
+                    "-" if peak is None else human_bytes(peak),
+                )
+            )
+        gap = part["largest_param_gap"]
+        blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
+    return "\n\n".join(blocks)

@@ -1,0 +1,290 @@
+"""The laws that every layout x tree x dtype must keep, on real gloo ranks. Training is in test_training."""
+
+import operator
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    DTYPES,
+    LAYOUTS,
+    TREES,
+    Layout,
+    everywhere,
+    groups_of,
+    mean_bound,
+    plain_values,
+    poison,
+    random,
+    same_bits,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.leaf import Nothing, is_leaf
+
+ALL = [
+    pytest.param(layout, name, dtype, id=f"{layout}-{name}-{str(dtype).removeprefix('torch.')}")
+    for layout in LAYOUTS
+    for name in TREES
+    for dtype in DTYPES
+]
+every_case = pytest.mark.parametrize(("layout", "name", "dtype"), ALL)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+# Law 1: gather(shard(p)) == p, bit for bit, with NaN in all padding (law 7).
+
+
+def round_trip(layout, name, dtype, bucket_bytes):
+    groups = groups_of(layout)
+    params = TREES[name](dtype, 11)
+    want = plain_values(params)
+    shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
+    same_bits(mf.gather(shards, groups.hierarchy), want)
+    same_bits(mf.gather(shards, groups.flat), want)  # law 2: the route changes nothing
+    same_bits(mf.unshard(shards, groups), want)
+    full = mf.unshard(shards, groups)
+    stores = [x.untyped_storage().nbytes() for x in tree.flatten(full)[0]]
+    assert stores == [x.nbytes for x in tree.flatten(full)[0]], "unshard keeps a bucket alive"
+    leaves = [x for x in tree.flatten(shards, is_leaf)[0] if not isinstance(x, Nothing)]
+    assert all(is_leaf(leaf) for leaf in leaves)
+    assert [tuple(x.shape) for x in tree.flatten(want)[0]] == [leaf.shape for leaf in leaves]
+    assert [x.dtype for x in tree.flatten(want)[0]] == [leaf.dtype for leaf in leaves]
+    return sum(x.numel() for x in tree.flatten(shards)[0])
+
+
+@every_case
+def test_gather_undoes_shard(ranks, layout, name, dtype):
+    found = ranks(layout.world_size).run(round_trip, layout, name, dtype, 25 * 2**20)
+    params = TREES[name](dtype, 11)
+    leaves = {id(x): x for x in tree.flatten(params)[0] if x.is_floating_point()}
+    tied = 24 if name == "tied" else 0  # wte and its detached twin have 24 elements once
+    frozen = 9 if name == "mixed" else 0
+    numel = sum(x.numel() for x in leaves.values()) - tied - frozen
+    for start in range(0, layout.world_size, layout.partition_size):
+        part = found[start : start + layout.partition_size]
+        assert sum(part) == numel, "every element is held once a replica"
+
+
+@every_layout
+def test_gather_undoes_shard_in_many_buckets(ranks, layout):
+    for name in ("plain", "nested", "odd"):
+        ranks(layout.world_size).run(round_trip, layout, name, torch.float32, 40)
+
+
+def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
+    groups = groups_of(layout)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    params = {f"p{i}": random(i, *s, dtype=dtypes[k]) for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))}
+    shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
+    same_bits(mf.gather(shards, groups.hierarchy), params)
+    grads = mf.reduce_grads(params, groups, like=shards)
+    same_bits(
+        tree.map_leaves(lambda x: x, mf.unshard(grads, groups)),
+        params if len(set(layout.sizes)) == 1 and layout.sizes[0] == 2 else mf.unshard(grads, groups),
+    )
+
+
+@pytest.mark.limit(300)
+@settings(max_examples=60)
+@given(
+    layout=st.sampled_from([l for l in LAYOUTS if l.world_size in (2, 4, 8)]),
+    shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_any_shapes(ranks, layout, shapes, data):
+    kinds = data.draw(st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
+    bucket_bytes = data.draw(st.sampled_from([1, 64, 300, 25 * 2**20]))
+    ranks(layout.world_size).run(round_trip_shapes, layout, shapes, kinds, bucket_bytes)
+
+
+# Law 2: hierarchical reductions equal flat ones, and both the mean, within rounding.
+
+
+def reductions(layout, dtype):
+    groups = groups_of(layout)
+    rank, n, p = dist.get_rank(), layout.world_size, layout.partition_size
+    grads = TREES["plain"](dtype, 100 + rank)
+    wide = {k: [x.double() for x in everywhere(v, n)] for k, v in grads.items()}
+    first = rank // p * p
+    like = mf.shard({k: torch.zeros_like(v) for k, v in grads.items()}, groups)
+    for route in (groups, groups.hierarchy, groups.flat):
+        hop1 = mf.unshard(mf.scatter_grads(grads, route, like=like), groups)
+        for key, value in hop1.items():
+            mine = wide[key][first : first + p]
+            exact = sum(mine) / p
+            # each level sums its n_l parts and divides, in a wider type where dtype has 16 bits, then rounds once
+            roundings = sum(size + 1 for size in groups.hierarchy.sizes) + p + 1
+            bound = mean_bound(mine, roundings, dtype)
+            assert ((value.double() - exact).abs() <= bound).all(), (key, route)
+    both = mf.unshard(mf.reduce_grads(grads, groups, like=like), groups)
+    for key, value in both.items():
+        exact = sum(wide[key]) / n
+        roundings = sum(size + 1 for size in groups.hierarchy.sizes) + n // p + 2
+        bound = mean_bound(wide[key], roundings, dtype)
+        assert ((value.double() - exact).abs() <= bound).all(), key
+    again = mf.unshard(mf.reduce_grads(mf.reduce_grads(grads, groups, like=like), groups), groups)
+    if n // p in (1, 2, 4, 8):  # then a mean of equal values is exact: hops are idempotent
+        same_bits(again, both)
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hops_are_means(ranks, layout, dtype):
+    ranks(layout.world_size).run(reductions, layout, dtype)
+
+
+# Law 3: the VJP is the adjoint.
+
+
+def adjoint(layout, name):
+    groups = groups_of(layout)
+    n, p, rank = layout.world_size, layout.partition_size, dist.get_rank()
+    shards = mf.shard(TREES[name](torch.float64, 5), groups)
+    full, vjp = torch.func.vjp(lambda s: tree.flatten(mf.gather(s, groups.hierarchy))[0], shards)
+    y = tree.map_leaves(lambda x: random(77 + rank, *x.shape, dtype=torch.float64), full)
+    (back,) = vjp(y)
+
+    def dot(a, b):
+        pairs = zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True)
+        parts = [(u * v).sum() for u, v in pairs if u.is_floating_point()]
+        return reduce(operator.add, parts, torch.zeros((), dtype=torch.float64))
+
+    first = rank // p * p
+    left = sum(everywhere(dot(full, y), n)[first : first + p]) / p
+    right = sum(everywhere(dot(shards, back), n)[first : first + p])
+    size = sum(everywhere(dot(*(tree.map_leaves(torch.abs, t) for t in (full, y))), n))
+    count = sum(x.numel() for x in tree.flatten(full)[0]) + p
+    assert (left - right).abs() <= count * torch.finfo(torch.float64).eps * size
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["plain", "nested", "odd", "tied"])
+def test_vjp_is_the_adjoint(ranks, layout, name):
+    ranks(layout.world_size).run(adjoint, layout, name)
+
+
+# Law 5: replicas hold the same bits, whatever each rank was seeded with.
+
+
+def digest_of(shards):
+    return [bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tree.flatten(shards)[0]]
+
+
+def broadcast_from(layout, source):
+    groups = groups_of(layout)
+    params = {"w": random(dist.get_rank(), 9, 5), "n": torch.tensor(dist.get_rank())}
+    shards = mf.shard(params, groups, replicas="broadcast", source_rank=source)
+    same_bits(mf.unshard(shards, groups), {"w": random(source, 9, 5), "n": torch.tensor(source)})
+    return digest_of(shards)
+
+
+@every_layout
+def test_broadcast_makes_replicas_equal(ranks, layout):
+    for source in sorted({0, layout.world_size - 1, layout.world_size // 2}):
+        found = ranks(layout.world_size).run(broadcast_from, layout, source)
+        for rank, digests in enumerate(found):
+            assert digests == found[rank % layout.partition_size]
+
+
+def check_values(layout, odd_rank):
+    seed = 4 if dist.get_rank() == odd_rank else 0
+    mf.shard({"a": random(3, 4), "w": random(seed, 9, 5)}, groups_of(layout))
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size in (2, 8)], ids=str)
+def test_check_names_the_rank_that_differs(ranks, layout):
+    odd = layout.world_size - 1
+    ranks(layout.world_size).run(check_values, layout, None)
+    for failure in ranks(layout.world_size).try_run(check_values, layout, odd):
+        assert failure.type_name == "DesyncError"
+        assert "first difference: ['w'] (1 of 2 leaves differ)" in failure.message
+        assert f"rank {odd}: value B" in failure.message
+
+
+# Law 6: bytes on each level equal the formulas; the second step issues the same collectives.
+
+
+def traffic_of_a_step(layout):
+    groups = groups_of(layout)
+    params = {"a": random(0, 64, 8), "b": random(1, 512)}  # 1024 elements, no padding for p <= 8
+    shards = mf.shard(params, groups)
+    seen = []
+    for _ in range(3):
+        groups.traffic.clear()
+        full = mf.gather(shards, groups.hierarchy)
+        mf.reduce_grads(full, groups, like=shards)
+        seen.append(groups.traffic.snapshot())
+    return seen
+
+
+@every_layout
+def test_bytes_on_each_level(ranks, layout):
+    nbytes, p, r = 4096, layout.partition_size, layout.world_size // layout.partition_size
+    for first, second, third in ranks(layout.world_size).run(traffic_of_a_step, layout):
+        assert second == third
+        routes = ("gather", "reduce")  # the first step agrees on the tree too, over the others
+        assert all(first[k] == v for k, v in second.items() if k.startswith(routes))
+        want, held = {}, nbytes // p
+        for name, size in zip(*levels_of(layout), strict=True):
+            want[f"gather {name}"] = want[f"reduce {name}"] = (1, (size - 1) * held)
+            held *= size
+        if r > 1:
+            want["replicas"] = (1, 2 * (r - 1) * (nbytes // p) // r)
+        assert second == want
+
+
+def levels_of(layout):
+    plan = mf.plan_groups(mf.Topology(layout.sizes), layout.partition_size)
+    return plan.level_names, plan.level_sizes
+
+
+# Law 9: a collective that fails raises, on a rank that still waits, and leaves no value behind.
+
+
+def peer_leaves(layout, timeout_s):
+    groups = mf.make_groups(layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=timeout_s)
+    shards = mf.shard({"w": random(0, 1000)}, groups)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        groups.close()  # tears its connections down under the others
+        return "left"
+    try:
+        mf.gather(shards, groups.hierarchy)
+    except mf.CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_failing_collective_raises(ranks):
+    found = ranks(2).run(peer_leaves, Layout((2,), 2), 5.0)
+    assert found[1] == "left"
+    assert "'gather rank'" in found[0]
+    assert "ranks 0, 1" in found[0]
+    assert "fix:" in found[0]
+
+
+def peer_is_late(layout):
+    groups = mf.make_groups(layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=1.0)
+    shards = mf.shard({"w": random(0, 1000)}, groups)
+    if dist.get_rank() == 1:
+        import time
+
+        time.sleep(2.5)
+        return "late"
+    try:
+        mf.gather(shards, groups.hierarchy)
+    except mf.CollectiveTimeoutError as error:
+        return str(error)
+    except mf.CollectiveError as error:  # gloo's own limit is the same and may be first
+        return str(error)
+    return "no error"
+
+
+def test_a_late_rank_is_an_error_within_the_limit(ranks):
+    found = ranks(2).run(peer_is_late, Layout((2,), 2))
+    assert "all-gather over 'gather rank'" in found[0]

@@ -1,0 +1,198 @@
+"""torch.func through `gather`: each transform equals the unsharded result, on real gloo ranks.
+
+The unsharded twin runs on each rank in float64: its own data, then the mean over ranks by a plain all-reduce.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, everywhere, groups_of, random
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
+
+import mics_fn as mf
+from mics_fn import tree
+
+TOLERANCE = 64 * torch.finfo(torch.float64).eps  # relative; sums of some hundred terms of order one
+
+
+def make_params():
+    shared = random(5, 4, 4, dtype=torch.float64)
+    return {
+        "in": {"w": random(1, 4, 3, dtype=torch.float64), "b": random(2, 4, dtype=torch.float64)},
+        "mid": [shared, shared],
+        "out": random(3, 4, dtype=torch.float64),
+        "scale": random(4, dtype=torch.float64),
+        "unused": random(6, 7, dtype=torch.float64),
+        "none": None,
+        "steps": torch.tensor(3),
+    }
+
+
+def loss_of(params, batch):
+    x, y = batch
+    h = torch.tanh(x @ params["in"]["w"].T + params["in"]["b"])
+    for w in params["mid"]:
+        h = torch.tanh(h @ w)
+    return ((h @ params["out"]) * params["scale"] - y).square().mean()
+
+
+def untied(params):
+    """The same function of a tree that torch.func can differentiate: floats only, the tied leaf once."""
+    leaves = {k: params[k] for k in ("in", "out", "scale", "unused")}
+    return {**leaves, "mid": params["mid"][0]}
+
+
+def plain_loss(leaves, batch):
+    return loss_of({**leaves, "mid": [leaves["mid"]] * 2}, batch)
+
+
+def batch_of(rank, size=6):
+    return random(50 + rank, size, 3, dtype=torch.float64), random(90 + rank, size, dtype=torch.float64)
+
+
+def mean(value):
+    return tree.map_leaves(lambda x: sum(everywhere(x, dist.get_world_size())) / dist.get_world_size(), value)
+
+
+def close(got, want):
+    leaves_a, leaves_b = tree.flatten(got)[0], tree.flatten(want)[0]
+    assert len(leaves_a) == len(leaves_b) > 0
+    for a, b in zip(leaves_a, leaves_b, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() <= TOLERANCE * max(1.0, float(b.abs().max())) if a.numel() else True
+    nonzero = [name for name, b in zip(range(99), leaves_b, strict=False) if b.abs().sum() > 0]
+    assert len(nonzero) >= len(leaves_b) - 1, "a twin of zeros proves nothing"
+
+
+def setting(layout):
+    groups = groups_of(layout)
+    params = make_params()
+    shards = mf.shard(params, groups, bucket_bytes=150)
+
+    def sharded_loss(s, batch):
+        return loss_of(mf.gather(s, groups.hierarchy), batch)
+
+    def full(grads):
+        return untied(mf.unshard(mf.reduce_grads(grads, groups), groups))
+
+    return groups, untied(params), shards, sharded_loss, full
+
+
+def reverse_mode(layout):
+    _, params, shards, loss, full = setting(layout)
+    batch = batch_of(dist.get_rank())
+    want = mean(grad(plain_loss)(params, batch))
+    close(full(grad(loss)(shards, batch)), want)
+    grads, value = grad_and_value(loss)(shards, batch)
+    close(full(grads), want)
+    close(value, plain_loss(params, batch))
+    value, pull = vjp(lambda s: loss(s, batch), shards)
+    (pulled,) = pull(torch.ones_like(value) * 3)
+    close(full(pulled), tree.map_leaves(lambda x: 3 * x, want))
+    leaves, spec = tree.flatten(shards)
+    variables = [x.detach().requires_grad_() for x in leaves]
+    value = loss(spec.unflatten(variables), batch)
+    found = torch.autograd.grad(value, variables, materialize_grads=True)
+    close(full(spec.unflatten(found)), want)
+
+
+def forward_mode(layout):
+    _, params, shards, loss, _ = setting(layout)
+    batch = batch_of(dist.get_rank())
+    pieces = tree.flatten(shards)[1]
+    tangent = tree.map_leaves(lambda x: x.cos(), shards)
+    assert tree.flatten(tangent)[1] == pieces
+    value, out = jvp(lambda s: loss(s, batch), (shards,), (tangent,))
+    want = jvp(lambda p: plain_loss(p, batch), (params,), (tree.map_leaves(torch.cos, params),))
+    close([value, out], list(want))
+
+
+def per_sample(layout):
+    _, params, shards, loss, full = setting(layout)
+    x, y = batch_of(dist.get_rank(), 5)
+    batch = (x.unsqueeze(1), y.unsqueeze(1))
+    want = mean(vmap(grad(plain_loss), in_dims=(None, 0))(params, batch))
+    got = vmap(grad(loss), in_dims=(None, 0))(shards, batch)
+    close(full(got), want)
+    nested = (x[:4].view(2, 2, 1, 3), y[:4].view(2, 2, 1))
+    want = mean(vmap(vmap(grad(plain_loss), in_dims=(None, 0)), in_dims=(None, 0))(params, nested))
+    got = vmap(vmap(grad(loss), in_dims=(None, 0)), in_dims=(None, 0))(shards, nested)
+    close(full(got), want)
+
+
+def over_shards(layout):
+    """vmap over a batch of whole models: the gather itself is batched."""
+    groups, params, shards, loss, _ = setting(layout)
+    batch = batch_of(dist.get_rank())
+    models = tree.map_leaves(lambda x: torch.stack([x, x.sin(), x * 2]), shards)
+    want = vmap(plain_loss, in_dims=(0, None))(
+        tree.map_leaves(lambda x: torch.stack([x, x.sin(), x * 2]), params), batch
+    )
+    close(vmap(loss, in_dims=(0, None))(models, batch), want)
+
+
+def jacobian(layout):
+    _, params, shards, _, full = setting(layout)
+    groups = groups_of(layout)
+    x, _ = batch_of(dist.get_rank(), 3)
+
+    def outputs(p):
+        return torch.tanh(x @ p["in"]["w"].T) @ p["out"]
+
+    got = jacrev(lambda s: outputs(mf.gather(s, groups.hierarchy)))(shards)
+    want = mean(jacrev(outputs)(params))
+    got, want = full(got), want
+    close([got["in"]["w"], got["out"]], [want["in"]["w"], want["out"]])
+
+
+def second_order(layout):
+    groups, params, shards, loss, full = setting(layout)
+    batch = batch_of(dist.get_rank())
+    v = tree.map_leaves(torch.cos, params)
+    v_shards = tree.map_leaves(torch.cos, shards)
+
+    def dot(a, b):
+        return sum((x * y).sum() for x, y in zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True))
+
+    want = mean(grad(lambda p: dot(grad(plain_loss)(p, batch), v))(params))
+    close(full(grad(lambda s: dot(grad(loss)(s, batch), v_shards))(shards)), want)
+    forward_over_reverse = jvp(lambda s: grad(loss)(s, batch), (shards,), (v_shards,))[1]
+    close(full(forward_over_reverse), want)
+
+    def synced(s):  # through hop 2 as well: it must not be a silent zero either
+        return dot(mf.reduce_grads(grad(loss)(s, batch), groups), v_shards)
+
+    close(full(grad(synced)(shards)), want)
+
+
+def through_a_module(layout):
+    groups = groups_of(layout)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1)).double()
+    params = {k: v.detach() for k, v in module.named_parameters()}
+    x, y = batch_of(dist.get_rank())
+
+    def loss(p):
+        return (functional_call(module, p, (x,)).squeeze(-1) - y).square().mean()
+
+    shards = mf.shard(params, groups)
+    got = mf.reduce_grads(grad(lambda s: loss(mf.gather(s, groups.hierarchy)))(shards), groups)
+    close(mf.unshard(got, groups), mean(grad(loss)(params)))
+
+
+PROGRAMS = [
+    reverse_mode,
+    forward_mode,
+    per_sample,
+    over_shards,
+    jacobian,
+    second_order,
+    through_a_module,
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_equals_the_unsharded_result(ranks, layout, program):
+    ranks(layout.world_size).run(program, layout)
+

@@ -1,0 +1,373 @@
+"""Process groups on real gloo ranks: members, sources of sizes, agreement, and their end."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_rendezvous import launched
+from torch.distributed.device_mesh import init_device_mesh
+
+from mics_fn import _torch
+from mics_fn.comm import Comm
+from mics_fn.errors import GroupsError, PlanError
+from mics_fn.groups import Groups, Traffic, make_groups
+from mics_fn.lab.ranks import RankPool, run_ranks
+from mics_fn.topology import Topology, plan_groups
+
+Pools = Callable[[int], RankPool]
+
+
+def comms_of(groups: Groups) -> list[Comm]:
+    levels = [level for h in (groups.hierarchy, groups.flat) for level in h.levels]
+    return [c for level in levels for c in (level.gather, level.reduce)] + [
+        groups.partition,
+        groups.replicas,
+    ]
+
+
+def heard(comm: Comm) -> tuple[int, ...]:
+    """Who is in a communicator, and in which order: by communicating over it."""
+    if comm.size == 1:
+        return comm.ranks
+    mine = torch.tensor([dist.get_rank()])
+    out = [torch.empty_like(mine) for _ in comm.ranks]
+    dist.all_gather(out, mine, group=comm.process_group())
+    return tuple(int(other) for other in out)
+
+
+def look(
+    kwargs: dict[str, Any],
+    env: dict[str, str] | None = None,
+    hosts: str = "",
+    mesh: tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]] | None = None,
+) -> dict[str, Any]:
+    """Make groups, use every communicator, close; what this rank saw."""
+    if mesh is not None:
+        shape, names, part = mesh
+        kwargs = kwargs | {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)[part]}
+    before = _torch.num_process_groups()
+    with launched(env or {}, hosts), make_groups(timeout_s=20, **kwargs) as groups:
+        for comm in comms_of(groups):
+            assert heard(comm) == comm.ranks, comm
+            assert comm.ranks[comm.rank] == groups.rank == dist.get_rank()
+            assert comm.timeout_s == 20
+        seen = {
+            "facts": groups.describe(),
+            "ranks": groups.ranks,
+            "levels": [level.gather.ranks for level in groups.hierarchy.levels],
+            "reduce": [level.reduce.ranks for level in groups.hierarchy.levels],
+            "names": [level.name for level in groups.hierarchy.levels],
+            "sizes": groups.hierarchy.sizes,
+            "coords": groups.hierarchy.coords,
+            "chunk": groups.hierarchy.chunk,
+            "flat": [level.gather.ranks for level in groups.flat.levels],
+            "same": groups.flat is groups.hierarchy,
+            "partition": groups.partition.ranks,
+            "replicas": groups.replicas.ranks,
+            "device": str(groups.device),
+            "made": _torch.num_process_groups() - before,
+            "topology": str(groups.plan.topology),
+        }
+    assert _torch.num_process_groups() == before
+    return seen
+
+
+LAYOUTS = [
+    (1, (1,), 1),
+    (2, (2, 1), 1),
+    (2, (1, 2), 2),
+    (2, (2, 1), 2),
+    (4, (2, 2), 1),
+    (4, (2, 2), 2),
+    (4, (2, 2), 4),
+    (4, (4,), 4),
+    (8, (2, 4), 4),
+    (8, (2, 4), 8),
+    (8, (2, 2, 2), 4),
+    (8, (2, 2, 2), 8),
+]
+
+
+@pytest.mark.parametrize(("n", "sizes", "p"), LAYOUTS)
+def test_members_are_those_of_the_plan(
+    ranks: Pools, n: int, sizes: tuple[int, ...], p: int
+) -> None:
+    plan = plan_groups(Topology(sizes), p)
+    for rank, seen in enumerate(
+        ranks(n).run(look, {"partition_size": p, "topology": plan.topology})
+    ):
+        members = [plan.level_group(rank, level) for level in range(len(plan.level_sizes))]
+        assert seen["levels"] == seen["reduce"] == members
+        assert (seen["sizes"], seen["names"]) == (plan.level_sizes, list(plan.level_names))
+        assert (seen["coords"], seen["chunk"]) == (plan.coords(rank), plan.chunk(rank))
+        assert seen["flat"] == ([plan.chunk_order(rank)] if p > 1 else [])
+        assert seen["same"] == (len(members) < 2)
+        assert seen["partition"] == plan.chunk_order(rank)
+        assert seen["replicas"] == plan.replication_group(rank)
+        # Gathers and reductions each, the flat pair where it is another, hop 2 if there is one.
+        flat = 2 if len(members) > 1 else 0
+        assert seen["made"] == 2 * len(members) + flat + (p < n)
+
+
+def made_groups(kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    made, new_group = [], _torch.new_group
+
+    def record(ranks: Any, **options: Any) -> Any:
+        made.append((options["name"], tuple(ranks)))
+        return new_group(ranks, **options)
+
+    with mock.patch.object(_torch, "new_group", record):
+        make_groups(timeout_s=20, **kwargs).close()
+    return made
+
+
+def test_a_rank_makes_its_own_groups_in_one_order(ranks: Pools) -> None:
+    sixth = ranks(8).run(made_groups, {"partition_size": 4, "topology": Topology((2, 2, 2))})[6]
+    assert sixth == [
+        ("mics_fn gather node", (4, 6)),
+        ("mics_fn reduce node", (4, 6)),
+        ("mics_fn gather rank", (6, 7)),
+        ("mics_fn reduce rank", (6, 7)),
+        ("mics_fn gather flat", (4, 6, 5, 7)),
+        ("mics_fn reduce flat", (4, 6, 5, 7)),
+        ("mics_fn replicas", (2, 6)),
+    ]
+
+
+def test_groups_of_one_make_nothing(ranks: Pools) -> None:
+    assert ranks(1).run(made_groups, {}) == [[]]
+    assert ranks(2).run(made_groups_alone) == [[], []]
+    only_hop_2 = [("mics_fn replicas", (0, 1))]
+    assert ranks(2).run(made_groups, {"partition_size": 1}) == [only_hop_2, only_hop_2]
+
+
+def made_groups_alone() -> list[tuple[str, tuple[int, ...]]]:
+    return made_groups({"ranks": [dist.get_rank()]})
+
+
+SLURM = [
+    {"SLURM_NTASKS_PER_NODE": "2"},
+    {"SLURM_TASKS_PER_NODE": "2(x2)"},
+    {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS_PER_NODE": "4"},
+]
+
+
+@pytest.mark.parametrize("env", [{"LOCAL_WORLD_SIZE": "2"}, *SLURM], ids=str)
+def test_node_size_from_the_launcher(ranks: Pools, env: dict[str, str]) -> None:
+    for seen in ranks(4).run(look, {}, env):
+        assert (seen["topology"], seen["facts"]) == ("node 2 x rank 2", "n=4 p=2 levels=rank:2")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "topology"), [("aabb", "node 2 x rank 2"), ("aaaa", "node 1 x rank 4")]
+)
+def test_node_size_from_hostnames(ranks: Pools, hosts: str, topology: str) -> None:
+    for seen in ranks(4).run(look, {}, {}, hosts):
+        assert seen["topology"] == topology
+
+
+def test_given_sizes_go_before_what_is_found(ranks: Pools) -> None:
+    env = {"LOCAL_WORLD_SIZE": "4"}
+    for seen in ranks(4).run(look, {"node_size": 2, "partition_size": 4}, env):
+        assert seen["facts"] == "n=4 p=4 levels=node:2,rank:2"
+    for seen in ranks(4).run(look, {"node_size": 1, "nodes_per_rack": 2}, env):
+        assert seen["topology"] == "rack 2 x node 2 x rank 1"
+
+
+def test_a_whole_mesh(ranks: Pools) -> None:
+    one = ranks(4).run(
+        look, {"node_size": 2, "partition_size": 4}, {}, "", ((4,), ("dp",), ("dp",))
+    )
+    assert {seen["facts"] for seen in one} == {"n=4 p=4 levels=node:2,rank:2"}
+    shape = ((2, 2), ("replicate", "shard"), ("replicate", "shard"))
+    two = ranks(4).run(look, {"node_size": 4}, {}, "", shape)
+    assert [seen["partition"] for seen in two] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [seen["replicas"] for seen in two] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert {seen["device"] for seen in two} == {"cpu"}
+
+
+def test_tensor_parallel_ranks_stay_outside(ranks: Pools) -> None:
+    part = ((4, 2), ("dp", "tp"), ("dp",))
+    results = ranks(8).run(look, {"partition_size": 4}, {"LOCAL_WORLD_SIZE": "4"}, "", part)
+    for rank, seen in enumerate(results):
+        assert seen["ranks"] == tuple(range(rank % 2, 8, 2))
+        assert seen["topology"] == "node 2 x rank 2"
+        assert seen["levels"] == [
+            (rank % 4, rank % 4 + 4),
+            (rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2),
+        ]
+        for name in ("partition", "replicas"):
+            assert {other % 2 for other in seen[name]} == {rank % 2}
+
+
+def test_two_data_parallel_dimensions_beside_a_tensor_parallel_one(ranks: Pools) -> None:
+    part = ((2, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))
+    for rank, seen in enumerate(ranks(8).run(look, {}, {"LOCAL_WORLD_SIZE": "8"}, "", part)):
+        assert seen["partition"] == (rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2)
+        assert seen["replicas"] == (rank % 4, rank % 4 + 4)
+
+
+def test_pipeline_stages_as_the_outer_dimension(ranks: Pools) -> None:
+    part = ((2, 4), ("pp", "dp"), ("dp",))
+    for rank, seen in enumerate(ranks(8).run(look, {}, {"LOCAL_WORLD_SIZE": "4"}, "", part)):
+        assert seen["partition"] == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
+
+
+def mesh_of_three() -> str:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(PlanError) as caught:
+        make_groups(mesh=mesh, timeout_s=20)
+    return str(caught.value)
+
+
+def test_a_mesh_of_three_dimensions_needs_a_size(ranks: Pools) -> None:
+    assert set(ranks(4).run(mesh_of_three)) == {
+        "make_groups: a mesh of 3 dimensions ('a', 'b', 'c') names no shard\n"
+        "  fix: pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
+    }
+
+
+def test_explicit_ranks_in_their_own_order(ranks: Pools) -> None:
+    kwargs = {"ranks": [2, 3, 0, 1], "node_size": 2, "partition_size": 4}
+    for rank, seen in enumerate(ranks(4).run(look, kwargs)):
+        assert seen["partition"] == (2, 0, 3, 1)
+        assert seen["levels"][1] == ((2, 3) if rank > 1 else (0, 1))
+
+
+def make_and_close(times: int) -> int:
+    for _ in range(times):
+        with make_groups(2, node_size=1, timeout_s=20) as groups:
+            for comm in comms_of(groups):
+                assert heard(comm) == comm.ranks
+    return _torch.num_process_groups()
+
+
+def test_groups_can_be_made_and_closed_many_times(ranks: Pools) -> None:
+    assert len(set(ranks(2).run(make_and_close, 12))) == 1
+
+
+def two_at_a_time() -> list[tuple[int, ...]]:
+    with make_groups(2, timeout_s=20) as one, make_groups(4, node_size=2, timeout_s=20) as other:
+        return [heard(c) for c in (one.partition, other.partition, one.replicas)]
+
+
+def test_two_groups_side_by_side(ranks: Pools) -> None:
+    assert ranks(4).run(two_at_a_time)[3] == [(2, 3), (0, 2, 1, 3), (1, 3)]
+
+
+def fail_at(number: int) -> Any:
+    new_group, calls = _torch.new_group, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            raise RuntimeError("connection refused\nmore")
+        return new_group(*args, **kwargs)
+
+    before = _torch.num_process_groups()
+    with mock.patch.object(_torch, "new_group", fail), pytest.raises(GroupsError) as caught:
+        make_groups(2, timeout_s=20)
+    return str(caught.value), _torch.num_process_groups() - before, len(calls)
+
+
+def test_a_failure_halfway_leaves_no_group_behind(ranks: Pools) -> None:
+    text = (
+        "make_groups: rank 2 cannot make 'replicas' of ranks 0, 2\n"
+        "  connection refused\n"
+        "  fix: look at these ranks' own errors, then call make_groups again on all"
+    )
+    assert ranks(4).run(fail_at, 3)[2] == (text, 0, 3)
+
+
+def use_after_close() -> list[str]:
+    groups = make_groups(2, node_size=2, ranks=[0, 1], timeout_s=20)
+    assert groups.replicas.size == 1
+    assert not groups.closed
+    groups.close()
+    groups.close()
+    assert groups.closed
+    assert groups.hierarchy.closed
+    texts = []
+    for comm in (groups.hierarchy.levels[0].gather, groups.partition, groups.replicas):
+        with pytest.raises(GroupsError) as caught:
+            comm.process_group()
+        texts.append(str(caught.value))
+    return [*texts, repr(groups)]
+
+
+def test_groups_used_after_close(ranks: Pools) -> None:
+    fix = "\n  fix: keep them open, or call make_groups again"
+    assert ranks(2).run(use_after_close)[1] == [
+        f"'gather rank' of ranks 0, 1 is used after its groups were closed{fix}",
+        f"'partition' of ranks 0, 1 is used after its groups were closed{fix}",
+        f"'replicas' of ranks 1 is used after its groups were closed{fix}",
+        "Groups(n=2 p=2 levels=rank:2, rank 1, cpu, closed)",
+    ]
+
+
+def use_after_shutdown() -> str:
+    groups = make_groups(timeout_s=20)
+    dist.destroy_process_group()
+    with pytest.raises(GroupsError) as caught:
+        groups.partition.process_group()
+    groups.close()
+    return str(caught.value)
+
+
+def test_groups_used_after_shutdown() -> None:
+    assert run_ranks(use_after_shutdown, 2)[0] == (
+        "'partition' is used after torch.distributed was shut down\n"
+        "  fix: close the groups before destroy_process_group(), make new ones after init"
+    )
+
+
+def printed() -> tuple[str, str]:
+    with make_groups(4, topology=Topology((2, 2, 2)), timeout_s=20) as groups:
+        return repr(groups), str(groups)
+
+
+def test_groups_print_readably(ranks: Pools) -> None:
+    assert ranks(8).run(printed)[5] == (
+        "Groups(n=8 p=4 levels=node:2,rank:2, rank 5, cpu)",
+        "n = 8 in 2 partition groups of p = 4, on cpu\n"
+        "  this is rank 5, which keeps chunk 2 of 4\n"
+        "  partition group: 4-7; levels outermost first:\n"
+        "    node 2: 5, 7\n"
+        "    rank 2: 4, 5\n"
+        "  replication group: 1, 5",
+    )
+
+
+def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with make_groups() as groups:
+        assert (groups.world_size, groups.partition_size, groups.num_replicas) == (1, 1, 1)
+        assert groups.hierarchy.levels == ()
+        assert groups.flat is groups.hierarchy
+        assert (groups.hierarchy.size, groups.hierarchy.chunk) == (1, 0)
+        assert repr(groups.hierarchy) == "Hierarchy(one rank, chunk 0 of 1)"
+        assert groups.device == torch.get_default_device()
+        assert groups.partition.group is groups.replicas.group is None
+        with pytest.raises(GroupsError, match="'replicas' holds rank 0 alone"):
+            groups.replicas.process_group()
+    assert not dist.is_initialized()
+    with pytest.raises(PlanError, match="partition_size=2 is more than the world of 1 ranks"):
+        make_groups(2)
+
+
+def test_traffic_is_a_ledger() -> None:
+    traffic = Traffic()
+    assert str(traffic) == "nothing sent"
+    traffic.add("gather rank", 1000)
+    traffic.add("gather rank", 24)
+    traffic.add("replicas", 0)
+    before = traffic.snapshot()
+    assert before == {"gather rank": (2, 1024), "replicas": (1, 0)}
+    assert (
+        str(traffic) == "gather rank: 1,024 bytes sent in 2 calls\nreplicas: 0 bytes sent in 1 call"
+    )
+    traffic.clear()
+    assert (traffic.snapshot(), len(before)) == ({}, 2)

@@ -1,0 +1,123 @@
+"""The launcher's environment, as plain mappings."""
+
+import pytest
+
+from mics_fn.errors import GroupsError
+from mics_fn.launcher import Launch, launched_world_size, node_of, read_launch, tasks_per_node
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "123456",
+    "MASTER_ADDR": "node0",
+}
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def test_torchrun_goes_before_slurm() -> None:
+    expected = Launch("torchrun", 5, 8, 1, 4, "node0", 29400)
+    assert read_launch(TORCHRUN) == read_launch(SLURM | TORCHRUN) == expected
+
+
+def test_slurm() -> None:
+    assert read_launch(SLURM) == Launch("Slurm", 5, 8, 1, 4, "node0", 23456)
+    assert read_launch(SLURM | {"MASTER_PORT": "7"}) == Launch("Slurm", 5, 8, 1, 4, "node0", 7)
+    uneven = read_launch(SLURM | {"SLURM_TASKS_PER_NODE": "4,3,1"})
+    assert uneven is not None
+    assert uneven.node_size is None
+
+
+def test_slurm_on_one_node_meets_on_it() -> None:
+    launch = read_launch(without(SLURM, "MASTER_ADDR") | {"SLURM_NNODES": "1"})
+    assert launch is not None
+    assert launch.master_addr == "127.0.0.1"
+
+
+def test_the_step_counts_and_not_the_job() -> None:
+    launch = read_launch(SLURM | {"SLURM_STEP_NUM_TASKS": "6"})
+    assert launch is not None
+    assert launch.world_size == 6
+    assert read_launch(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1"}, {"SLURM_PROCID": "0"}], ids=str)
+def test_no_launch(env: dict[str, str]) -> None:
+    assert read_launch(env) is None
+    assert launched_world_size(env) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (
+            without(TORCHRUN, "LOCAL_RANK", "MASTER_ADDR"),
+            "init_distributed: the environment has RANK, WORLD_SIZE, MASTER_PORT but not "
+            "LOCAL_RANK, MASTER_ADDR\n  fix: launch with torchrun, or set them all",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "init_distributed: the environment has WORLD_SIZE but not RANK, LOCAL_RANK, "
+            "MASTER_ADDR, MASTER_PORT\n  fix: launch with torchrun, or set them all",
+        ),
+        (
+            TORCHRUN | {"RANK": "x"},
+            "RANK='x' is not a number\n  fix: set it, or unset it",
+        ),
+        (
+            TORCHRUN | {"WORLD_SIZE": "0"},
+            "WORLD_SIZE='0' is not a positive number\n  fix: set it, or unset it",
+        ),
+        (
+            without(SLURM, "MASTER_ADDR"),
+            "init_distributed: Slurm runs 8 tasks on 2 nodes, without MASTER_ADDR\n"
+            "  fix: put this line before srun in the batch script: export MASTER_ADDR="
+            '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        ),
+        (
+            SLURM | {"SLURM_TASKS_PER_NODE": "4(y2)"},
+            "SLURM_TASKS_PER_NODE='4(y2)' is not of the form '4(x2),3'\n"
+            "  fix: unset it, or pass node_size=",
+        ),
+    ],
+)
+def test_broken_environments(env: dict[str, str], text: str) -> None:
+    with pytest.raises(GroupsError) as caught:
+        read_launch(env)
+    assert str(caught.value) == text
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("8") == (8,)
+    assert tasks_per_node("2(x3),1,4(x2)") == (2, 2, 2, 1, 4, 4)
+    for bad in ("", "4(x0)", "0", "4(x2", "-1"):
+        with pytest.raises(GroupsError):
+            tasks_per_node(bad)
+
+
+def test_nodes_of_ranks() -> None:
+    def nodes(env: dict[str, str]) -> list[int | None]:
+        return [found[0] if (found := node_of(env, rank)) else None for rank in range(6)]
+
+    assert nodes({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "3"}) == [0, 0, 1, 1, 2, 2]
+    assert nodes({"SLURM_NTASKS_PER_NODE": "3"}) == [0, 0, 0, 1, 1, 1]
+    assert nodes({"SLURM_TASKS_PER_NODE": "3,1,2"}) == [0, 0, 0, 1, 2, 2]
+    assert nodes({"SLURM_TASKS_PER_NODE": "3,1"}) == [0, 0, 0, 1, None, None]
+    assert nodes({"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_TASKS_PER_NODE": "6"}) == [
+        *(0, 0, 1, 1),
+        *(2, 2),
+    ]
+    assert node_of({}, 3) is None

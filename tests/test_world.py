@@ -1,0 +1,83 @@
+"""Starting torch.distributed from a launcher's environment, and what is refused before that."""
+
+import os
+import socket
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_groups import heard
+
+from mics_fn.errors import GroupsError
+from mics_fn.groups import init_distributed, make_groups
+from mics_fn.lab.ranks import run_ranks
+from mics_fn.world import device_and_backend
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(GroupsError) as caught:
+        make_groups()
+    assert str(caught.value) == (
+        "make_groups: 4 ranks were launched, but torch.distributed is not initialised\n"
+        "  fix: call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
+    )
+
+
+def test_a_device_that_the_default_group_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(GroupsError) as caught:
+        device_and_backend("cpu", None, None)
+    assert str(caught.value) == (
+        "make_groups: the default group serves cuda:nccl, not cpu\n"
+        "  fix: pass device= or backend=, or init with 'cpu:gloo,cuda:nccl'"
+    )
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    assert device_and_backend("cpu", None, None) == (torch.device("cpu"), "gloo")
+    assert device_and_backend("cpu", None, "fake") == (torch.device("cpu"), "fake")
+
+
+def start_over(env: dict[str, str], rank_names: tuple[str, ...]) -> Any:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    kept = {k: v for k, v in os.environ.items() if "RANK" not in k and "WORLD_SIZE" not in k}
+    mine = env | {name: str(rank) for name in rank_names}
+    with mock.patch.dict(os.environ, kept | mine, clear=True):
+        assert init_distributed(device="cpu", timeout_s=30) == torch.device("cpu")
+        assert init_distributed(device="cpu") == torch.device("cpu")  # again: nothing
+        with make_groups(timeout_s=20) as groups:
+            seen = dist.get_rank(), heard(groups.partition), groups.describe()
+        with make_groups(1, timeout_s=20) as groups:  # over a TCP store this time
+            seen += (heard(groups.replicas),)
+    dist.destroy_process_group()
+    return seen
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
+def test_init_distributed_from_a_launcher(launcher: str) -> None:
+    env = {"MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
+    if launcher == "torchrun":
+        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        names = ("RANK", "LOCAL_RANK")
+    else:
+        env |= {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+        names = ("SLURM_PROCID", "SLURM_LOCALID")
+    results = run_ranks(start_over, 2, env, names)
+    assert results == [(rank, (0, 1), "n=2 p=2 levels=rank:2", (0, 1)) for rank in range(2)]
+
+
+def test_init_distributed_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert init_distributed(device="cpu") == torch.device("cpu")
+    assert not dist.is_initialized()
