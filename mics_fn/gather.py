@@ -8,7 +8,7 @@ import torch
 from mics_fn import tree
 from mics_fn.agreement import agree
 from mics_fn.errors import LeafError, message
-from mics_fn.leaf import Fixed, Leaf, Tied, dtype_name, is_leaf, live, owner_index
+from mics_fn.leaf import Fixed, Leaf, Tied, dtype_name, is_leaf, owner_index
 from mics_fn.linear import BucketUse, apply, homes_of, put, uses_of
 from mics_fn.tree import Tree
 
@@ -58,7 +58,7 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
 
 def _gather_uses(leaves: Sequence[Leaf], uses: Sequence[BucketUse]) -> list[Any]:
-    data: list[Any] = [None if isinstance(leaf, Tied) else live(leaf.data) for leaf in leaves]
+    data: list[Any] = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
     far = [use for use in uses if use.bucket.parts > 1]
     trained = [use for use in far if use.bucket.trainable]
     frozen = [use for use in far if not use.bucket.trainable]

@@ -9,7 +9,7 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.gather import check_shards
-from mics_fn.leaf import Fixed, Nothing, Sharded, dtype_name, is_leaf, live, owner_index
+from mics_fn.leaf import Fixed, Nothing, Sharded, dtype_name, is_leaf, owner_index
 from mics_fn.leaf import donate as mark_donated
 from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, require_groups, uses_of
 from mics_fn.sharded import shard
@@ -220,7 +220,7 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
     homes = homes_of("sync_replicas", "groups", groups, grads)
     uses = [use for use in uses_of("sync_replicas", leaves, homes) if use.bucket.trainable]
     far = [use for use in uses if replicas_of(use).size > 1]
-    data = [live(leaf.data) if isinstance(leaf, Sharded) else None for leaf in leaves]
+    data = [leaf.data if isinstance(leaf, Sharded) else None for leaf in leaves]
     if donate and (
         _torch.inside_torch_func() or any(d.requires_grad for d in data if d is not None)
     ):

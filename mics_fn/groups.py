@@ -144,6 +144,8 @@ def make_groups(
       the default group is bound to a device (`device_id=`), NCCL splits it: then all ranks of the
       world must make their groups at the same time.
 
+    Memory: none here; NCCL takes buffers of its own for each communicator at its first use.
+
     Raises:
       PlanError: sizes that do not fit together; with those that would.
       DesyncError: ranks disagree on an argument or on what they found; names ranks and values.
@@ -166,8 +168,8 @@ def make_groups(
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
     problem = _problem(timeout_s, **wiring, num_ranks=len(universe), world_size=world_size)
     place = _place(rank, None if problem else node_size, known=bool(problem or topology))
-    common = {"partition_size": partition_size, **wiring, "timeout_s": timeout_s}
-    common |= {"device": chosen.type, "backend": served_by}
+    common = {"partition_size": partition_size, **wiring, "device": chosen.type}
+    common |= {"backend": served_by, "timeout_s": timeout_s if problem else float(timeout_s)}
     key, found = "", 1
     if len(universe) > 1:
         store = _torch.default_store()

@@ -47,9 +47,16 @@ class Sharded:
         """The dtype of the bucket."""
         return self.bucket.dtype
 
+    def __getattr__(self, name: str) -> Any:
+        # Only what is missing gets here: a donated leaf has lost its data.
+        if name == "data" and "_donated" in self.__dict__:
+            fix = "use the value that came back, or pass donate=False"
+            raise DonatedError(message(self.__dict__["_donated"], fix=fix))
+        raise AttributeError(f"Sharded has no attribute {name!r}")
+
     def __repr__(self) -> str:
-        if isinstance(self.data, _Donated):
-            return f"Sharded(donated: {self.data.path})"
+        if "_donated" in self.__dict__:
+            return f"Sharded({self.__dict__['_donated']})"
         here, full = self.data.shape[-1], self.bucket.numels[self.slot]
         return f"Sharded(shape={self.shape}, {dtype_name(self.dtype)}, here {here} of {full})"
 
@@ -142,29 +149,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Donated:
-    """Stands where a piece was, once its buffer was given away; every use raises."""
-
-    def __init__(self, path: str, to: str) -> None:
-        self.path, self.to = path, to
-
-    def _error(self) -> DonatedError:
-        fix = "use the value that came back, or pass donate=False"
-        return DonatedError(message(f"{self.path} was donated to {self.to}", fix=fix))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self._error()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict | None = None
-    ) -> Any:
-        flat, _ = tree.flatten((args, kwargs))
-        raise next(value for value in flat if isinstance(value, cls))._error()
-
-
 def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     """Mark every `Sharded` of a tree as given away: using its data raises `DonatedError` from now on.
 
@@ -178,14 +162,8 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     leaves, _ = tree.flatten(shards, is_leaf)
     for leaf, path in zip(leaves, tree.paths(shards, root, is_leaf), strict=True):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            object.__setattr__(leaf, "data", _Donated(path, to))
-
-
-def live(data: Any) -> Tensor:
-    """A piece that may be read: raises `DonatedError` if it was given away, and names it."""
-    if isinstance(data, _Donated):
-        raise data._error()
-    return data
+            object.__setattr__(leaf, "_donated", f"{path} was donated to {to}")
+            object.__delattr__(leaf, "data")
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:

@@ -14,7 +14,7 @@ from mics_fn.collectives import collect
 from mics_fn.columns import map_columns
 from mics_fn.errors import LeafError, OptimizerError, TreeError, message
 from mics_fn.groups import Groups
-from mics_fn.leaf import Sharded, dtype_name, is_leaf, live, names
+from mics_fn.leaf import Sharded, dtype_name, is_leaf, names
 from mics_fn.leaf import donate as mark_donated
 from mics_fn.linear import homes_of
 from mics_fn.tree import Tree
@@ -137,13 +137,11 @@ def _check_grads(params: Tree, grads: Tree) -> None:
             message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
         )
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        if isinstance(a, Sharded):
-            live(a.data)
         if isinstance(a, Sharded) and not (
             isinstance(b, Sharded)
             and a.slot == b.slot
             and a.bucket == b.bucket
-            and live(b.data).shape == a.data.shape
+            and b.data.shape == a.data.shape
         ):
             path = tree.paths(params, "grads", is_leaf)[i]
             fix = "pass like=state.params to reduce_grads"
@@ -263,14 +261,15 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     for i, (leaf, home) in enumerate(zip(leaves, homes, strict=True)):
         mine = by_home.setdefault(home, [])
         if isinstance(leaf, Sharded):
-            mine.append(live(leaf.data))
+            mine.append(leaf.data)
         elif not is_leaf(leaf):
             path = tree.paths(grads, "grads", is_leaf)[i]
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
     totals = []
     for home, pieces in by_home.items():
-        norms = torch._foreach_norm([piece for piece in pieces if piece.numel()], 2)
+        held = [piece for piece in pieces if piece.numel()]
+        norms = torch._foreach_norm(held, 2) if held else ()
         here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
         totals.append(collect(home.partition, here).sum(0))
     return torch.stack(totals).sum().sqrt() if totals else torch.zeros((), dtype=torch.float64)

@@ -231,10 +231,15 @@ def test_ranks_that_disagree_on_several_things(ranks: Pools) -> None:
         "make_groups: ranks disagree on node_size, topology, timeout_s\n"
         "  node_size: found by hostnames on rank 0; None on rank 1\n"
         "  topology: None on rank 0; node 2 x rank 1 on rank 1\n"
-        "  timeout_s: 20 on rank 0; 21.5 on rank 1\n"
+        "  timeout_s: 20.0 on rank 0; 21.5 on rank 1\n"
         "  fix: launch all ranks alike, or pass the same node_size= on every rank; "
         "pass the same topology= on every rank; pass the same timeout_s= on every rank",
     )
+
+
+def test_equal_numbers_of_different_types_agree(ranks: Pools) -> None:
+    given = [{"timeout_s": 20}, {"timeout_s": 20.0}]
+    assert [result[0] for result in ranks(2).run(attempt, given)] == [None] * 2
 
 
 def after_a_group_of_some() -> Any:

@@ -160,16 +160,23 @@ def _environment() -> Iterator[None]:
 
 
 def _explain(failures: dict[int, ProcessFailure], n: int, folder: Path) -> str:
-    """One message for what began it: a rank killed from outside, else the first that raised."""
+    """One message for what began it: a rank that died without a word, else the first that raised.
+
+    Peers of one that died raise too, but they linger (see LINGER_S), so it did not die later.
+    """
     raised = {
         rank: json.loads(path.read_text())
         for rank in range(n)
         if (path := folder / f"error{rank}.json").exists()
     }
     # The agent ends the others with SIGTERM, so that signal explains nothing unless it is first.
-    killed = [r for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    if killed or not raised:
-        rank = next(iter(killed or failures))
+    silent = [
+        rank
+        for rank, failure in failures.items()
+        if rank not in raised and failure.exitcode != -signal.SIGTERM
+    ]
+    if silent or not raised:
+        rank = next(iter(silent or failures))
         what = f"rank {rank} of {n} {exit_text(failures[rank].exitcode)}"
         return message(what, _where(folder, rank, n))
     rank = min(raised, key=lambda r: raised[r]["time_ns"])
