@@ -94,7 +94,8 @@ def new_groups_meet_at(prefix: str) -> Iterator[None]:
     """
     group = c10d._get_default_group()
     backend, store = c10d._world.pg_map[group]
-    c10d._world.pg_map[group] = (backend, dist.PrefixStore(prefix, store))
+    own = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+    c10d._world.pg_map[group] = (backend, own)
     try:
         yield
     finally:

@@ -169,7 +169,8 @@ def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
         return tree.paths(like, "grads", is_leaf)[i]
 
     if not isinstance(grad, Tensor):
-        raise LeafError(message(f"{path()} is {type(grad).__name__}, expected torch.Tensor"))
+        text = f"{path()} is {type(grad).__name__}, expected torch.Tensor"
+        raise LeafError(message(text, fix="give a full tensor, or None where there is no gradient"))
     if not slot.dtype.is_floating_point:
         text = f"{path()}: a gradient for a leaf of {dtype_name(slot.dtype)}"
         raise LeafError(message(text, fix="only float leaves have gradients: give None there"))

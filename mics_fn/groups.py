@@ -169,7 +169,8 @@ def make_groups(
     problem = _problem(timeout_s, **wiring, num_ranks=len(universe), world_size=world_size)
     place = _place(rank, None if problem else node_size, known=bool(problem or topology))
     common = {"partition_size": partition_size, **wiring, "device": chosen.type}
-    common |= {"backend": served_by, "timeout_s": timeout_s if problem else float(timeout_s)}
+    seconds = float(timeout_s) if isinstance(timeout_s, int) else timeout_s
+    common |= {"backend": served_by, "timeout_s": seconds}
     key, found = "", 1
     if len(universe) > 1:
         store = _torch.default_store()

@@ -212,7 +212,7 @@ def _agree_on(
 ) -> None:
     """Compare paths, shapes, dtypes, groups and layout between ranks, once for each groups in the tree."""
     for home in dict.fromkeys(homes):
-        facts = []
+        facts = [("groups", home.describe())]
         for i, leaf in enumerate(leaves):
             if homes[i] is home:
                 text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
@@ -223,5 +223,4 @@ def _agree_on(
                     text += "" if bucket.trainable else " frozen"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
                 facts.append((f"params{paths[i]}", text))
-        facts.append(("groups", home.describe()))
         agree(home, "shard", facts)

@@ -1,4 +1,4 @@
-"""`python -m mics_fn bench`: this library against plain torch and FSDP2, and its traffic counted."""
+"""`python -m mics_fn bench`: steps against plain torch and FSDP2, and the traffic of a step."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench_measure import num_ranks, on_ranks
+from mics_fn.lab.bench_measure import Turns, num_ranks, on_ranks
 from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
 from mics_fn.lab.bench_step import StepConfig, measure_step, render_step
 from mics_fn.lab.gpt import GPTConfig
@@ -115,9 +115,7 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     return StepConfig(
         node_size=node_size,
         partition_size=partition_size,
-        rounds=args.rounds,
-        steps=args.steps,
-        warmup=args.warmup,
+        turns=Turns(args.rounds, args.steps, args.warmup),
         accumulate=args.accumulate,
         sequences=args.sequences,
         device=args.device,
@@ -143,9 +141,7 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
 
 def _opt_config(args: argparse.Namespace, ranks: int) -> OptConfig:
     return OptConfig(
-        rounds=args.rounds,
-        steps=args.steps,
-        warmup=args.warmup,
+        turns=Turns(args.rounds, args.steps, args.warmup),
         small_leaves=args.small_leaves,
         device=args.device,
         model=_model(args),

@@ -1,4 +1,4 @@
-"""`bench bytes`: what a step sends at each level: by the ledger, by the formula, and on the wire."""
+"""`bench bytes`: what a step sends at each level, by ledger, by formula, and on the wire."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from mics_fn import tree
 from mics_fn.groups import Comm
 from mics_fn.lab import gpt
 from mics_fn.lab.bench_measure import of_all_ranks, say, spread, start, synchronize
-from mics_fn.lab.report import human_bytes, step_bytes, table
+from mics_fn.lab.report import step_bytes, table
 from mics_fn.lab.text import load_text
 from mics_fn.leaf import Sharded, is_leaf
 from mics_fn.topology import Topology, valid_partition_sizes
@@ -212,6 +212,7 @@ def _summarize(
         }
     nodes = [every[i : i + config.node_size] for i in range(0, len(every), config.node_size)]
     wire = [_wire(node, config.steps) for node in nodes]
+    slowest = [max(each) for each in zip(*(rank.seconds for rank in every), strict=True)]
     return {
         "partition_size": groups.partition_size,
         "num_replicas": groups.num_replicas,
@@ -220,9 +221,7 @@ def _summarize(
         "steady": all(step == rank.ledger[0] for rank in every for step in rank.ledger),
         "rows": rows,
         "wire": wire,
-        "seconds": spread(
-            [max(s) for s in zip(*(r.seconds for r in every), strict=True)]
-        )._asdict(),
+        "seconds": spread(slowest)._asdict(),
     }
 
 

@@ -1,9 +1,11 @@
 """Fair measurements on a noisy machine: what is compared takes turns in one run.
 
-[Note: taking turns] A shared machine is fast one minute and slow the next, so two times taken minutes
-apart say nothing. The peers of a comparison step in turns, round by round, each starting a round
-equally often, and a ratio is taken inside each round, between neighbours in time. What is reported
-is the median over rounds with the least and the most beside it.
+[Note: taking turns] A shared machine is fast one minute and slow the next, so two times taken
+minutes apart say nothing. The peers of a comparison step in turns, round by round, each starting a
+round equally often, and a ratio is taken inside each round, between neighbours in time. What is
+reported is the median over rounds with the least and the most beside it. CPU time is reported too:
+where ranks share cores, with each other or with strangers, it says how much work a step is, while
+the time on the clock says who got a core.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -74,17 +77,39 @@ class Laps(NamedTuple):
 
     name: str
     seconds: list[float]  # a step, for each round
+    cpu_seconds: list[float]  # the same, of all threads of the process
     held_bytes: int
     peak_bytes: int | None  # most memory in a step beyond that before it; None if unknown
     results: list[Any]  # of each step
 
 
+@dataclass(frozen=True)
+class Turns:
+    """How long a comparison is.
+
+    Args:
+        rounds: turns of each peer.
+        steps: steps of a turn.
+        warmup: steps of each before the first turn, not timed.
+    """
+
+    rounds: int = 5
+    steps: int = 5
+    warmup: int = 2
+
+    @property
+    def all_steps(self) -> int:
+        """How many steps each peer takes, those that show its memory included."""
+        return self.warmup + self.rounds * self.steps + PEAK_STEPS
+
+    def __str__(self) -> str:
+        return f"{self.rounds} rounds of {self.steps} steps in turns, median (least - most)"
+
+
 def take_turns(
     peers: Sequence[Peer],
+    turns: Turns,
     *,
-    rounds: int,
-    steps: int,
-    warmup: int,
     device: torch.device,
     fence: Callable[[], None] = lambda: None,
 ) -> list[Laps]:
@@ -92,9 +117,7 @@ def take_turns(
 
     Args:
         peers: what to compare; each takes the same steps in the same order.
-        rounds: turns of each.
-        steps: steps of a turn.
-        warmup: steps of each before the first turn, not timed.
+        turns: how long.
         device: where they work.
         fence: called before each turn; makes the ranks start together.
 
@@ -104,33 +127,31 @@ def take_turns(
     done = dict.fromkeys(range(len(peers)), 0)
     results: list[list[Any]] = [[] for _ in peers]
     seconds: list[list[float]] = [[] for _ in peers]
+    cpu: list[list[float]] = [[] for _ in peers]
 
-    def turn(i: int, count: int) -> float:
+    def turn(i: int, count: int) -> tuple[float, float]:
         fence()
         synchronize(device)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         for _ in range(count):
             results[i].append(peers[i].step(done[i]))
             done[i] += 1
         synchronize(device)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, time.process_time() - cpu_started
 
     for i in range(len(peers)):
-        turn(i, warmup)
-    for number in range(rounds):
+        turn(i, turns.warmup)
+    for number in range(turns.rounds):
         for place in range(len(peers)):
             i = (number + place) % len(peers)
-            seconds[i].append(turn(i, steps) / steps)
+            took, cpu_took = turn(i, turns.steps)
+            seconds[i].append(took / turns.steps)
+            cpu[i].append(cpu_took / turns.steps)
     peaks = [peak_growth(lambda i=i: turn(i, PEAK_STEPS), device) for i in range(len(peers))]
     return [
-        Laps(peer.name, seconds[i], peer.held_bytes(), peaks[i], results[i])
+        Laps(peer.name, seconds[i], cpu[i], peer.held_bytes(), peaks[i], results[i])
         for i, peer in enumerate(peers)
     ]
-
-
-def steps_of(rounds: int, steps: int, warmup: int) -> int:
-    """How many steps each peer of `take_turns` takes in all."""
-    return warmup + rounds * steps + PEAK_STEPS
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from mics_fn.lab import gpt
 from mics_fn.lab.bench_measure import (
     Laps,
     Peer,
+    Turns,
     is_first,
     nbytes,
     ratio,
@@ -32,15 +33,13 @@ class OptConfig:
     """All that decides what is measured.
 
     Args:
-        rounds, steps, warmup: as for `take_turns`.
+        turns: how long.
         small_leaves: leaves of the tree that has many small ones.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT whose parameters are the other tree.
     """
 
-    rounds: int = 5
-    steps: int = 10
-    warmup: int = 2
+    turns: Turns = field(default_factory=Turns)
     small_leaves: int = 2000
     device: str = "auto"
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
@@ -83,15 +82,9 @@ def _compare(
     )
     ours, params = _ours(values, grads, groups)
     theirs, reference = _theirs(values, grads)
-    laps = take_turns(
-        [ours, theirs],
-        rounds=config.rounds,
-        steps=config.steps,
-        warmup=config.warmup,
-        device=groups.device,
-    )
+    laps = take_turns([ours, theirs], config.turns, device=groups.device)
     found = mf.unshard(params(), groups)
-    gap = max(float((found[k] - p).abs().max()) for k, p in reference.items())
+    gap = max(float((found[k] - p.detach()).abs().max()) for k, p in reference.items())
     numel = sum(p.numel() for p in reference.values())
     return {
         "name": name,
@@ -142,6 +135,7 @@ def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
                 "seconds_by_round": lap.seconds,
                 "ns_per_element": spread(per_element)._asdict(),
                 "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
+                "cpu_ratio": ratio(laps[0].cpu_seconds, lap.cpu_seconds)._asdict(),
                 "held_bytes": lap.held_bytes,
                 "peak_bytes": lap.peak_bytes,
             }
@@ -155,9 +149,9 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
     for part in figures["trees"]:
         title = (
             f"{part['name']}: {part['elements']:,} elements in {part['leaves']:,} leaves, AdamW, "
-            f"{config.rounds} rounds of {config.steps} steps in turns, median (least - most)"
+            f"{config.turns}"
         )
-        rows = [("", "ns an element", "opt_step takes", "states", "in a step")]
+        rows = [("", "ns an element", "opt_step takes", "of its CPU time", "states", "in a step")]
         for peer in part["peers"]:
             ns, r = peer["ns_per_element"], peer["opt_step_ratio"]
             peak = peer["peak_bytes"]
@@ -166,6 +160,7 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
                     peer["name"],
                     f"{ns['median']:.2f} ({ns['least']:.2f} - {ns['most']:.2f})",
                     f"{r['median']:.3f} x ({r['least']:.3f} - {r['most']:.3f})",
+                    f"{peer['cpu_ratio']['median']:.3f} x",
                     human_bytes(peer["held_bytes"]),
                     "-" if peak is None else human_bytes(peak),
                 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from mics_fn.lab import gpt
 from mics_fn.lab.bench_measure import (
     Laps,
     Peer,
+    Turns,
     nbytes,
     of_all_ranks,
     ratio,
     say,
     spread,
     start,
-    steps_of,
     take_turns,
 )
 from mics_fn.lab.report import human_bytes, table
@@ -37,7 +38,7 @@ class StepConfig:
 
     Args:
         node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
-        rounds, steps, warmup: as for `take_turns`.
+        turns: how long.
         accumulate: micro-steps in a step.
         sequences: samples of one rank and micro-step.
         device: "auto", "cpu" or "cuda".
@@ -48,9 +49,7 @@ class StepConfig:
 
     node_size: int
     partition_size: int
-    rounds: int = 5
-    steps: int = 5
-    warmup: int = 2
+    turns: Turns = field(default_factory=Turns)
     accumulate: int = 1
     sequences: int = 1
     device: str = "auto"
@@ -94,16 +93,15 @@ def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
 def _run(config: StepConfig, device: torch.device, rank: int, world_size: int) -> list[Laps]:
     """This rank's part of one comparison."""
     batches = _batches(config, rank, device)
-    turns = {"rounds": config.rounds, "steps": config.steps, "warmup": config.warmup}
     if world_size == 1:
         with mf.make_groups(1, ranks=[rank], device=device) as groups:
             peers = [_trainer(config, groups, batches), _plain(config, device, batches)]
-            return take_turns(peers, **turns, device=device)
-    sizes = {"partition_size": config.partition_size, "node_size": config.node_size}
-    with mf.make_groups(**sizes, device=device) as groups:
+            return take_turns(peers, config.turns, device=device)
+    p, node_size = config.partition_size, config.node_size
+    with mf.make_groups(p, node_size=node_size, device=device) as groups:
         peers = [_trainer(config, groups, batches)]
         peers += [_fsdp2(config, device, batches, keep=keep) for keep in (False, True)]
-        return take_turns(peers, **turns, device=device, fence=dist.barrier)
+        return take_turns(peers, config.turns, device=device, fence=dist.barrier)
 
 
 def _batches(config: StepConfig, rank: int, device: torch.device) -> list[list[Batch]]:
@@ -111,7 +109,7 @@ def _batches(config: StepConfig, rank: int, device: torch.device) -> list[list[B
     text = load_text(TEXT_BYTES)
     sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
     found = []
-    for step in range(steps_of(config.rounds, config.steps, config.warmup)):
+    for step in range(config.turns.all_steps):
         micros = [
             text.batch("train", step=step, micro=micro, rank=rank, **sizes)
             for micro in range(config.accumulate)
@@ -200,6 +198,7 @@ def _merge(laps: Sequence[Laps]) -> Laps:
     return Laps(
         laps[0].name,
         [max(each) for each in zip(*(lap.seconds for lap in laps), strict=True)],
+        [fmean(each) for each in zip(*(lap.cpu_seconds for lap in laps), strict=True)],
         max(lap.held_bytes for lap in laps),
         None if None in peaks else max(peak for peak in peaks if peak is not None),
         [torch.stack(each).mean() for each in zip(*(lap.results for lap in laps), strict=True)],
@@ -220,6 +219,8 @@ def _compare(laps: list[Laps], config: StepConfig, *, of_ranks: int) -> dict[str
                 "seconds_by_round": lap.seconds,
                 "seconds": spread(lap.seconds)._asdict(),
                 "trainer_ratio": ratio(ours.seconds, lap.seconds)._asdict(),
+                "cpu_seconds": spread(lap.cpu_seconds)._asdict(),
+                "trainer_cpu_ratio": ratio(ours.cpu_seconds, lap.cpu_seconds)._asdict(),
                 "ratio_of_medians": spread(ours.seconds).median / spread(lap.seconds).median,
                 "losses": losses,
                 "largest_loss_gap": max(gaps),  # relative, to Trainer's at the same step
@@ -230,6 +231,9 @@ def _compare(laps: list[Laps], config: StepConfig, *, of_ranks: int) -> dict[str
     return {"ranks": of_ranks, "steps_taken": len(own_losses), "peers": peers}
 
 
+HEADS = "/seconds a step/Trainer takes/CPU//loss at end/gap/states/in a step".split("/")
+
+
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
     """The figures as tables."""
     blocks = []
@@ -238,14 +242,13 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
             continue
         title = (
             f"world {part['ranks']}, {figures['params']:,} parameters, accumulate "
-            f"{config.accumulate}: {config.rounds} rounds of {config.steps} steps in turns, "
-            "median (least - most)"
+            f"{config.accumulate}: {config.turns}"
         )
-        heads = ("", "seconds a step", "Trainer takes", "loss at end", "gap", "states", "in a step")
-        blocks.append(table(title, [heads, *map(_row, part["peers"])]))
+        blocks.append(table(title, [HEADS, *map(_row, part["peers"])]))
     blocks.append(
-        "gap: largest relative difference to Trainer's loss over all steps. states: parameters and\n"
-        "optimizer state of the fullest rank. in a step: by how much its memory grows beyond them."
+        "CPU: seconds of all threads of a rank in a step, and Trainer's over it. gap: largest\n"
+        "relative difference to Trainer's loss over all steps. states: parameters and optimizer\n"
+        "state of the fullest rank. in a step: by how much its memory grows beyond them."
     )
     return "\n\n".join(blocks)
 
@@ -257,6 +260,8 @@ def _row(peer: dict[str, Any]) -> tuple[str, ...]:
         peer["name"],
         f"{s['median']:.4f} ({s['least']:.4f} - {s['most']:.4f})",
         f"{r['median']:.3f} x ({r['least']:.3f} - {r['most']:.3f})",
+        f"{peer['cpu_seconds']['median']:.4f}",
+        f"{peer['trainer_cpu_ratio']['median']:.3f} x",
         f"{peer['losses'][-1]:.6f}",
         f"{peer['largest_loss_gap']:.1e}",
         human_bytes(peer["held_bytes"]),

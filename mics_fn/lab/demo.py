@@ -19,6 +19,7 @@ from mics_fn.lab.demo_run import AloneResult, DemoConfig, RankResult, train_alon
 from mics_fn.lab.gpt import GPTConfig
 from mics_fn.lab.launch import choose_device, launch
 from mics_fn.lab.report import human_bytes, step_bytes, table
+from mics_fn.lab.text import load_text
 from mics_fn.topology import Topology, plan_groups
 
 # Both runs do the same arithmetic in another order, so they differ by rounding (1e-7), and training
@@ -61,19 +62,31 @@ def main(args: argparse.Namespace) -> int:
         MicsError: sizes that do not fit (PlanError), before any process starts; a rank that failed.
     """
     config = make_config(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    plan = plan_groups(Topology.of(config.ranks, config.node_size), config.partition_size)
-    blocks = config.model.num_blocks
-    print(f"mics_fn demo: a {blocks}-block GPT learns Python's library, byte by byte\n{plan}\n")
-    if importlib.util.find_spec("tqdm") is None:
-        print("progress bar: needs tqdm; install it with: pip install 'mics-fn[demo]'")
-    sys.stdout.flush()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise PlanError(f"--out {args.out}: {err.strerror}") from err
+    _introduce(config)
     results = launch(train_rank, config.ranks, config)
     alone = None if args.no_check else train_alone(config, _progress)
     summary = summarize(config, results, alone)
     print("\n" + render(summary))
     _write(args.out, config, summary, results[0], alone)
     return 0 if alone is None or summary.check["ok"] else 1
+
+
+def _introduce(config: DemoConfig) -> None:
+    """Say what is about to happen."""
+    text = load_text()
+    plan = plan_groups(Topology.of(config.ranks, config.node_size), config.partition_size)
+    blocks = config.model.num_blocks
+    print(f"mics_fn demo: a {blocks}-block GPT learns Python's library, byte by byte")
+    train, held_out = human_bytes(len(text.train)), human_bytes(len(text.held_out))
+    print(f"text: {text.num_files} files, {train} to learn from and {held_out} held out")
+    print(f"{plan}\nstarting {config.ranks} processes on {config.device} ...")
+    if importlib.util.find_spec("tqdm") is None:
+        print("progress bar: needs tqdm; install it with: pip install 'mics-fn[demo]'")
+    sys.stdout.flush()
 
 
 def make_config(args: argparse.Namespace) -> DemoConfig:

@@ -1,0 +1,292 @@
+"""Bad input: every message says what, where, who, expected and got, and the fix, on every rank that can know."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random
+from torch import nn
+
+import mics_fn as mf
+from mics_fn.errors import message, name_ranks
+
+FOUR = Layout((2, 2), 2)
+
+
+def on_all_ranks(ranks, fn, *args, n=4):
+    """The one message that all ranks raise, and its type's name."""
+    failures = ranks(n).try_run(fn, *args)
+    found = {(f.type_name, f.message) for f in failures}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+# Ranks that disagree: found before data moves, named on every rank.
+
+
+def odd_tree(kind, odd):
+    params = {"a": {"w": random(0, 4, 4)}, "b": random(1, 3)}
+    if dist.get_rank() == odd:
+        if kind == "shape":
+            params["a"]["w"] = random(0, 4, 5)
+        elif kind == "dtype":
+            params["b"] = params["b"].double()
+        elif kind == "key":
+            params["a"]["x"] = params["a"].pop("w")
+        elif kind == "fewer":
+            del params["b"]
+        elif kind == "frozen":
+            params["b"] = nn.Parameter(params["b"], requires_grad=False)
+        elif kind == "tied":
+            params["b"] = params["a"]["w"]
+    mf.shard(params, groups_of(FOUR))
+
+
+DISAGREE = {
+    "shape": [
+        "first difference: params['a']['w']",
+        "ranks 0, 1, 3: params['a']['w'] (4, 4) float32 at 0 of bucket 0",
+        "rank 2: params['a']['w'] (4, 5) float32 at 0 of bucket 0",
+    ],
+    "dtype": [
+        "first difference: params['b']",
+        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
+        "rank 2: params['b'] (3,) float64 at 0 of bucket 1",
+    ],
+    "key": [
+        "first difference: params['a']['w']",
+        "ranks 0, 1, 3: params['a']['w'] (4, 4) float32 at 0 of bucket 0",
+        "rank 2: params['a']['x'] (4, 4) float32 at 0 of bucket 0",
+    ],
+    "fewer": [
+        "first difference: params['b']",
+        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
+        "rank 2: (no more leaves)",
+    ],
+    "frozen": [
+        "first difference: params['b']",
+        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
+        "rank 2: params['b'] (3,) float32 frozen at 0 of bucket 1",
+    ],
+    "tied": [
+        "first difference: params['b']",
+        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
+        "rank 2: params['b'] (4, 4) float32 tied to params['a']['w']",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", DISAGREE)
+def test_ranks_that_disagree_on_the_tree(ranks, kind):
+    name, text = on_all_ranks(ranks, odd_tree, kind, 2)
+    fix = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
+    assert name == "DesyncError"
+    assert text == message("shard: ranks disagree on the tree", DISAGREE[kind], fix=fix)
+
+
+def odd_gather():
+    groups = groups_of(FOUR)
+    shards = mf.shard({"a": random(0, 4), "b": random(1, 3)}, groups)
+    mf.gather(shards, groups)
+    mf.gather({"b": shards["b"]} if dist.get_rank() == 1 else {"a": shards["a"]}, groups)
+
+
+def test_ranks_that_gather_different_leaves(ranks):
+    failures = ranks(4).try_run(odd_gather)
+    assert [getattr(f, "type_name", None) for f in failures] == ["DesyncError", "DesyncError", None, None]
+    want = message(
+        "gather: ranks disagree on the tree",
+        [
+            "first difference: bucket 0[0]",
+            "rank 0: bucket 0[0] (4,) float32",
+            "rank 1: bucket 0[1] (3,) float32",
+        ],
+        fix="build the same tree on every rank: same keys in the same order, same shapes and dtypes",
+    )
+    assert failures[0].message == failures[1].message == want
+
+
+def odd_grads():
+    groups = groups_of(FOUR)
+    size = 5 if dist.get_rank() == 3 else 4
+    mf.reduce_grads({"w": random(0, size)}, groups)
+
+
+def test_gradients_that_differ_between_ranks(ranks):
+    name, text = on_all_ranks(ranks, odd_grads)
+    assert name == "DesyncError"
+    assert "ranks 0-2: params['w'] (4,) float32 at 0 of bucket 0\n  rank 3: params['w'] (5,)" in text
+
+
+# One rank's own mistakes: raised before anything is sent.
+
+
+def expect(error, text, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_leaves_that_can_not_be_sharded():
+    groups = mf.make_groups(1)
+    cases = {
+        "float": (3.5, "shard: params['a'][0] is float, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree"),
+        "str": ("x", "shard: params['a'][0] is str, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree"),
+        "sparse": (torch.eye(2).to_sparse(), "shard: params['a'][0] is sparse_coo, float32\n  fix: pass a dense real tensor"),
+        "complex": (torch.ones(2, dtype=torch.complex64), "shard: params['a'][0] is strided, complex64\n  fix: pass a dense real tensor"),
+    }
+    for value, text in cases.values():
+        expect(mf.LeafError, text, lambda value=value: mf.shard({"a": [value]}, groups))
+
+
+def test_a_tensor_on_another_device():
+    groups = mf.make_groups(1, device="cpu")
+    shards = mf.shard({"w": torch.zeros(2, device="meta")}, groups)  # meta is shape only, and welcome
+    assert shards["w"].shape == (2,)
+    away = mf.make_groups(1, device="cuda:0" if torch.cuda.is_available() else "meta")
+    expect(
+        mf.LeafError,
+        f"shard: params['w'] is on cpu, its groups are on {away.device}\n"
+        f"  fix: move it with .to('{away.device}'), or make groups with device='cpu'",
+        lambda: mf.shard({"w": torch.zeros(2)}, away),
+    )
+
+
+def test_gradients_of_the_wrong_kind():
+    groups = mf.make_groups(1)
+    shards = mf.shard({"n": torch.tensor([1, 2]), "w": torch.zeros(2, 3)}, groups)
+    good = torch.ones(2, 3)
+    cases = [
+        (
+            mf.LeafError,
+            {"n": torch.ones(2), "w": good},
+            "grads['n']: a gradient for a leaf of int64\n  fix: only float leaves have gradients: give None there",
+        ),
+        (
+            mf.TreeError,
+            {"n": None, "w": good.T},
+            "grads['w']: shape (3, 2), expected (2, 3)\n  fix: pass the gradient of the full parameter",
+        ),
+        (
+            mf.LeafError,
+            {"n": None, "w": good.double()},
+            "grads['w']: float64, expected float32\n  fix: cast it with .to(torch.float32)",
+        ),
+        (
+            mf.LeafError,
+            {"n": None, "w": 3.0},
+            "grads['w'] is float, expected torch.Tensor\n"
+            "  fix: give a full tensor, or None where there is no gradient",
+        ),
+        (
+            mf.TreeError,
+            [good],
+            "scatter_grads: the gradients' tree differs from the parameters'\n"
+            "  first difference: grads['n'] is missing\n"
+            "  fix: differentiate with respect to the tree that was sharded",
+        ),
+    ]
+    for error, grads, text in cases:
+        expect(error, text, lambda grads=grads: mf.reduce_grads(grads, groups, like=shards))
+
+
+def test_verbs_without_groups_and_with_the_wrong_thing():
+    groups = mf.make_groups(1)
+    shards = mf.shard({"w": torch.zeros(2)}, groups)
+    fix = "\n  fix: make groups first: groups = mics_fn.make_groups(partition_size)"
+    expect(mf.GroupsError, "shard: groups is None" + fix, lambda: mf.shard({"w": torch.zeros(2)}, None))
+    expect(mf.GroupsError, "gather: hierarchy is None" + fix, lambda: mf.gather(shards, None))
+    expect(mf.GroupsError, "scatter_grads: groups is None" + fix, lambda: mf.reduce_grads({"w": torch.zeros(2)}, None))
+    expect(mf.GroupsError, "sync_replicas: groups is None" + fix, lambda: mf.reduce_grads(shards, None))
+    expect(
+        mf.GroupsError,
+        "hop 2 needs groups, got a hierarchy\n  fix: pass groups",
+        lambda: mf.reduce_grads(shards, groups.hierarchy),
+    )
+    expect(
+        mf.LeafError,
+        "gather: shards['w'] is Tensor, no shard\n  fix: make shards with shard(params, groups)",
+        lambda: mf.gather({"w": torch.zeros(2)}, groups),
+    )
+    with pytest.raises(mf.TreeError, match="groups: not a prefix of the tree it goes with"):
+        mf.shard({"w": torch.zeros(2)}, {"v": groups})
+    with pytest.raises(mf.TreeError, match=r"groups\['w'\]: got int, which is no groups"):
+        mf.shard({"w": torch.zeros(2)}, {"w": 3})
+    expect(
+        mf.PlanError,
+        "shard: replicas='maybe', expected 'check' or 'broadcast'",
+        lambda: mf.shard({"w": torch.zeros(2)}, groups, replicas="maybe"),
+    )
+    expect(mf.PlanError, "bucket_bytes=0 must be above 0", lambda: mf.shard({"w": torch.zeros(2)}, groups, bucket_bytes=0))
+
+
+def test_verbs_after_close():
+    groups = mf.make_groups(1)
+    shards = mf.shard({"w": torch.zeros(2)}, groups)
+    groups.close()
+    for call in (
+        lambda: mf.shard({"w": torch.zeros(2)}, groups),
+        lambda: mf.gather(shards, groups),
+        lambda: mf.gather(shards, groups.hierarchy),
+        lambda: mf.unshard(shards, groups),
+        lambda: mf.reduce_grads(shards, groups),
+        lambda: mf.reduce_grads({"w": torch.zeros(2)}, groups),
+        lambda: mf.global_norm(shards, groups),
+    ):
+        with pytest.raises(mf.GroupsError, match="is used after its groups were closed"):
+            call()
+
+
+def other_groups():
+    two, four = groups_of(FOUR), groups_of(Layout((2, 2), 4))
+    shards = mf.shard({"w": random(0, 4)}, two)
+    mf.gather(shards, four)
+
+
+def test_groups_that_the_tree_was_not_sharded_with(ranks):
+    assert on_all_ranks(ranks, other_groups) == (
+        "PlanError",
+        "gather: shards are cut in 2, the groups have 4 ranks\n  fix: pass the groups that the tree was sharded with",
+    )
+
+
+def tied_across_groups():
+    w = random(0, 4)
+    groups = {"a": groups_of(FOUR), "b": groups_of(Layout((2, 2), 4))}
+    mf.shard({"a": w, "b": w}, groups)
+
+
+def test_a_tied_leaf_on_two_groups(ranks):
+    assert on_all_ranks(ranks, tied_across_groups) == (
+        "PlanError",
+        "shard: params['b'] is tied to params['a'], but on other groups\n"
+        "  n=4 p=2 levels=rank:2 against n=4 p=4 levels=node:2,rank:2\n"
+        "  fix: give tied leaves the same groups, or clone one of them",
+    )
+
+
+def test_a_tied_leaf_without_its_owner():
+    groups = mf.make_groups(1)
+    w = torch.zeros(3)
+    shards = mf.shard({"a": w, "b": w}, groups)
+    nested = mf.gather({"deep": [shards]}, groups)["deep"][0]
+    assert nested["a"] is nested["b"]
+    with pytest.raises(mf.TreeError, match=r"Tied\(shape=\(3,\), float32\) is tied to a leaf that is not in this tree"):
+        mf.gather({"b": shards["b"]}, groups)
+
+
+def test_donate_under_autograd():
+    groups = mf.make_groups(1)
+    shards = mf.shard({"w": torch.ones(2)}, groups)
+    with pytest.raises(mf.DonatedError, match="sync_replicas: donate=True under autograd"):
+        torch.func.grad(lambda s: mf.sync_replicas(s, groups, donate=True)["w"].data.sum())(shards)
+    mf.sync_replicas(shards, groups, donate=True)
+    with pytest.raises(mf.DonatedError, match=r"grads\['w'\] was donated to sync_replicas"):
+        mf.gather(shards, groups)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [([4], "rank 4"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7, 8"), (range(9), "ranks 0-8")],
+)
+def test_names_of_ranks(given, text):
+    assert name_ranks(list(given)) == text
