@@ -14,7 +14,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.groups import Comm
 from mics_fn.lab import gpt
-from mics_fn.lab.bench_measure import of_all_ranks, say, spread, start, synchronize
+from mics_fn.lab.bench_measure import between, of_all_ranks, say, spread, start, synchronize
 from mics_fn.lab.report import step_bytes, table
 from mics_fn.lab.text import load_text
 from mics_fn.leaf import Sharded, is_leaf
@@ -254,8 +254,7 @@ def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
             less = f"{_ratio(wire['payload'], wire['formula'])} without headers"
             name = f"node {number}, {interface}"
             rows.append((name, "", *cells, _ratio(wire["counted"], wire["formula"]), less))
-        s = part["seconds"]
-        time = f"a step took {s['median']:.3f} s ({s['least']:.3f} - {s['most']:.3f})"
+        time = f"seconds a step: {between(part['seconds'], '.3f')}"
         steady = "the same in every step" if part["steady"] else "NOT THE SAME IN EVERY STEP"
         blocks.append(f"{table(title, rows)}\n  {steady}; {time}")
     if interface is None:

@@ -49,6 +49,15 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
+def between(values: dict[str, float], form: str) -> str:
+    """A spread as text.
+
+    >>> between(spread([1.0, 2.0, 4.0])._asdict(), ".1f")
+    '2.0 (1.0-4.0)'
+    """
+    return f"{values['median']:{form}} ({values['least']:{form}}-{values['most']:{form}})"
+
+
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Ours over theirs, round by round. See [Note: taking turns].
 
@@ -103,7 +112,7 @@ class Turns:
         return self.warmup + self.rounds * self.steps + PEAK_STEPS
 
     def __str__(self) -> str:
-        return f"{self.rounds} rounds of {self.steps} steps in turns, median (least - most)"
+        return f"{self.rounds} rounds of {self.steps} steps in turns, median (least-most)"
 
 
 def take_turns(
@@ -111,7 +120,7 @@ def take_turns(
     turns: Turns,
     *,
     device: torch.device,
-    fence: Callable[[], None] = lambda: None,
+    fence: Callable[[], Any] = lambda: None,
 ) -> list[Laps]:
     """Time peers in turns, then look at the memory of each.
 

@@ -15,6 +15,7 @@ from mics_fn.lab.bench_measure import (
     Laps,
     Peer,
     Turns,
+    between,
     is_first,
     nbytes,
     ratio,
@@ -151,16 +152,15 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             f"{part['name']}: {part['elements']:,} elements in {part['leaves']:,} leaves, AdamW, "
             f"{config.turns}"
         )
-        rows = [("", "ns an element", "opt_step takes", "of its CPU time", "states", "in a step")]
+        rows = [("", "ns an element", "opt_step over it", "in CPU time", "states", "in a step")]
         for peer in part["peers"]:
-            ns, r = peer["ns_per_element"], peer["opt_step_ratio"]
-            peak = peer["peak_bytes"]
+            peak, ours = peer["peak_bytes"], peer is part["peers"][0]
             rows.append(
                 (
                     peer["name"],
-                    f"{ns['median']:.2f} ({ns['least']:.2f} - {ns['most']:.2f})",
-                    f"{r['median']:.3f} x ({r['least']:.3f} - {r['most']:.3f})",
-                    f"{peer['cpu_ratio']['median']:.3f} x",
+                    between(peer["ns_per_element"], ".2f"),
+                    "" if ours else between(peer["opt_step_ratio"], ".3f"),
+                    "" if ours else f"{peer['cpu_ratio']['median']:.3f}",
                     human_bytes(peer["held_bytes"]),
                     "-" if peak is None else human_bytes(peak),
                 )

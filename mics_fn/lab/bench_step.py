@@ -17,6 +17,7 @@ from mics_fn.lab.bench_measure import (
     Laps,
     Peer,
     Turns,
+    between,
     nbytes,
     of_all_ranks,
     ratio,
@@ -30,6 +31,17 @@ from mics_fn.lab.text import load_text
 
 Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000
+HEADS = (
+    "",
+    "seconds a step",
+    "Trainer over it",
+    "CPU",
+    "over it",
+    "loss at end",
+    "gap",
+    "states",
+    "in a step",
+)
 
 
 @dataclass(frozen=True)
@@ -231,9 +243,6 @@ def _compare(laps: list[Laps], config: StepConfig, *, of_ranks: int) -> dict[str
     return {"ranks": of_ranks, "steps_taken": len(own_losses), "peers": peers}
 
 
-HEADS = "/seconds a step/Trainer takes/CPU//loss at end/gap/states/in a step".split("/")
-
-
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
     """The figures as tables."""
     blocks = []
@@ -244,24 +253,27 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
             f"world {part['ranks']}, {figures['params']:,} parameters, accumulate "
             f"{config.accumulate}: {config.turns}"
         )
-        blocks.append(table(title, [HEADS, *map(_row, part["peers"])]))
+        first, *rest = (_row(peer) for peer in part["peers"])
+        # Over itself it takes once as long.
+        rows = [HEADS, (*first[:2], "", first[3], "", *first[5:]), *rest]
+        blocks.append(table(title, rows))
     blocks.append(
-        "CPU: seconds of all threads of a rank in a step, and Trainer's over it. gap: largest\n"
-        "relative difference to Trainer's loss over all steps. states: parameters and optimizer\n"
-        "state of the fullest rank. in a step: by how much its memory grows beyond them."
+        "seconds a step: of the slowest rank. over it: Trainer's divided by this. CPU: seconds of\n"
+        "all threads of a rank in a step. gap: largest relative difference to Trainer's loss at\n"
+        "any step. states: parameters and optimizer state of the fullest rank. in a step: by how\n"
+        "much memory grows beyond them."
     )
     return "\n\n".join(blocks)
 
 
 def _row(peer: dict[str, Any]) -> tuple[str, ...]:
-    s, r = peer["seconds"], peer["trainer_ratio"]
     peak = "-" if peer["peak_bytes"] is None else human_bytes(peer["peak_bytes"])
     return (
         peer["name"],
-        f"{s['median']:.4f} ({s['least']:.4f} - {s['most']:.4f})",
-        f"{r['median']:.3f} x ({r['least']:.3f} - {r['most']:.3f})",
+        between(peer["seconds"], ".4f"),
+        between(peer["trainer_ratio"], ".3f"),
         f"{peer['cpu_seconds']['median']:.4f}",
-        f"{peer['trainer_cpu_ratio']['median']:.3f} x",
+        f"{peer['trainer_cpu_ratio']['median']:.3f}",
         f"{peer['losses'][-1]:.6f}",
         f"{peer['largest_loss_gap']:.1e}",
         human_bytes(peer["held_bytes"]),

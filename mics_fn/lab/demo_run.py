@@ -1,7 +1,7 @@
 """The demo's two runs: sharded over ranks, and the same training in one process by plain torch."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,55 +114,63 @@ def join(batches: list[Batch], device: Any) -> Batch:
     return tokens_in, tokens_out
 
 
+@dataclass
+class _Record:
+    """What is noted between steps."""
+
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+
+
 def train_rank(config: DemoConfig) -> RankResult:
     """The sharded run, as one rank: what `python -m mics_fn demo` launches."""
     device = mf.init_distributed(device=config.device)
     groups = mf.make_groups(
         partition_size=config.partition_size, node_size=config.node_size, device=device
     )
-    text = load_text()
+    text, record = load_text(), _Record()
     optimizer = mf.adamw(config.lr, weight_decay=WEIGHT_DECAY)
     model = make_model(config).to(device)
     trainer = mf.Trainer(model, optimizer, groups, loss=gpt.loss, accumulate=config.accumulate)
     test = join([held_out_batch(config, text, groups.rank)], device)
-    held_out: list[tuple[int, float]] = []
-    seconds: list[float] = []
-    sent: dict[str, int] = {}
-
-    def batches() -> Iterator[Batch]:
-        for step in range(config.steps):
-            if step in config.tests_at:
-                held_out.append((step, trainer.eval(test).item()))
-            micros = range(config.accumulate)
-            batch = join([micro_batch(config, text, step, m, groups.rank) for m in micros], device)
-            # Between here and the next call lies one training step and nothing else.
-            groups.traffic.clear()
-            started = time.perf_counter()
-            yield batch
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - started)
-            sent.update({what: n for what, (_, n) in groups.traffic.snapshot().items()})
-
-    steps = trainer.fit(batches(), config.steps)
-    held_out.append((config.steps, trainer.eval(test).item()))
+    batches = _batches(config, text, groups, record, lambda: trainer.eval(test).item())
+    steps = trainer.fit(batches, config.steps)
+    record.held_out.append((config.steps, trainer.eval(test).item()))
     params = trainer.params()
     leaves, _ = tree.flatten(trainer.state.params, is_leaf)
     buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
-    result = RankResult(
+    groups.close()
+    return RankResult(
         losses=[float(m.loss) for m in steps],
-        seconds=seconds,
-        held_out=held_out,
+        seconds=record.seconds,
+        held_out=record.held_out,
         held_bytes=_nbytes((trainer.state.params, trainer.state.opt)),
         full_bytes=sum(bucket.nbytes for bucket in buckets),
         levels=[(level.name, level.gather.size) for level in groups.hierarchy.levels],
         num_replicas=groups.replicas.size,
-        sent=sent,
+        sent=record.sent,
         device=str(device),
         params={k: v.cpu() for k, v in params.items()} if groups.rank == 0 else {},
     )
-    groups.close()
-    return result
+
+
+def _batches(
+    config: DemoConfig, text: Text, groups: mf.Groups, record: _Record, test: Callable[[], float]
+) -> Iterator[Batch]:
+    """This rank's batches; between two of them lies a training step, which is measured."""
+    micros, device = range(config.accumulate), groups.device
+    for step in range(config.steps):
+        if step in config.tests_at:
+            record.held_out.append((step, test()))
+        batch = join([micro_batch(config, text, step, m, groups.rank) for m in micros], device)
+        groups.traffic.clear()
+        started = time.perf_counter()
+        yield batch
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        record.seconds.append(time.perf_counter() - started)
+        record.sent = {what: sent for what, (_, sent) in groups.traffic.snapshot().items()}
 
 
 def train_alone(config: DemoConfig, progress: Any) -> AloneResult:

@@ -1,0 +1,291 @@
+"""The Trainer: the user's module stays as it is, buffers are values, metrics and loops do what they say."""
+
+import contextlib
+import copy
+import io
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random, same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mics_fn as mf
+from mics_fn import tree
+
+TWO_BY_TWO = Layout((2, 2), 2)
+
+
+class Recomputed(nn.Module):
+    """Recomputes its block in backward: wrong or loud if that runs after the parameters were swapped back."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(checkpoint(self.block, x, use_reentrant=False) + x).square().mean()
+
+
+def snapshot(module):
+    """Everything about a module that a careless library changes."""
+    return [
+        (
+            name,
+            type(m),
+            {k: id(v) for k, v in m.__dict__.items() if not isinstance(v, dict)},
+            {k: dict(v) for k, v in m.__dict__.items() if isinstance(v, dict)},
+            {k: (id(p), p.data_ptr(), p._version, p.grad) for k, p in m._parameters.items() if p is not None},
+            {k: (id(b), b.clone(), b._version) for k, b in m._buffers.items() if b is not None},
+        )
+        for name, m in module.named_modules()
+    ]
+
+
+def as_text(parts):
+    return [str(part) for part in parts]
+
+
+def untouched(layout):
+    model = Recomputed()
+    model.register_forward_hook(lambda *args: None)
+    before = as_text(snapshot(model))
+    trainer = mf.Trainer(model, mf.sgd(0.1), groups_of(layout), replicas="broadcast")
+    trainer.step(random(dist.get_rank(), 4, 3))
+    trainer.eval(random(0, 4, 3))
+    trainer.params()
+    assert as_text(snapshot(model)) == before
+    assert all(p.grad is None and not p.is_meta for p in model.parameters())
+
+
+def test_the_module_is_not_touched(ranks):
+    ranks(4).run(untouched, TWO_BY_TWO)
+
+
+def recomputation(layout):
+    groups = groups_of(layout)
+    torch.manual_seed(3)
+    model = Recomputed().double()
+    batch = random(dist.get_rank(), 6, 3, dtype=torch.float64)
+    trainer = mf.Trainer(model, mf.sgd(0.5), groups)
+    for _ in range(2):
+        trainer.step(batch)
+    # the twin: all ranks' gradients by plain autograd, averaged; each rank normalises its own batch
+    params = [p for p in model.parameters()]
+    for step in range(2):
+        twins = []
+        for rank in range(layout.world_size):
+            twin = copy.deepcopy(model)
+            twin(random(rank, 6, 3, dtype=torch.float64)).backward()
+            twins.append(twin)
+        for p, *grads in zip(params, *([q.grad for q in t.parameters()] for t in twins), strict=True):
+            p.data -= 0.5 * sum(grads) / len(grads)
+        for name, buffer in model.named_buffers():
+            each = [dict(t.named_buffers())[name] for t in twins]
+            buffer.copy_(each[0] if buffer.dtype == torch.int64 else sum(each) / len(each))
+        assert step >= 0
+    for name, value in trainer.params().items():
+        assert (value - model.get_parameter(name)).abs().max() < 1e-13, name
+    for name, value in trainer.state.buffers.items():
+        assert (value - model.get_buffer(name)).abs().max() < 1e-13, name
+    return {k: v.tolist() for k, v in trainer.state.buffers.items()}
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), TWO_BY_TWO, Layout((2, 2), 4)], ids=str)
+def test_checkpointing_and_batch_norm(ranks, layout):
+    found = ranks(layout.world_size).run(recomputation, layout)
+    assert all(each == found[0] for each in found), "averaged buffers differ between ranks"
+
+
+class Counting(nn.Module):
+    """Replaces one buffer by a new tensor, and keeps a cache that is not part of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.seen = self.seen + x.sum()
+        self.cache.add_(x.mean(0))
+        return (self.w * x).sum()
+
+
+def replaced_buffers(layout):
+    trainer = mf.Trainer(Counting(), mf.sgd(0.1), groups_of(layout), accumulate=2)
+    rank = dist.get_rank()
+    trainer.step(torch.full((4, 2), float(rank)))
+    buffers = trainer.state.buffers
+    n = layout.world_size
+    assert buffers["seen"].item() == sum(8.0 * r for r in range(n)) / n
+    assert buffers["cache"].tolist() == [2.0 * rank] * 2, "a non-persistent buffer stays this rank's own"
+    before = trainer.state
+    trainer.eval(torch.ones(4, 2))
+    assert trainer.state is before
+    assert trainer.state.buffers["seen"] is buffers["seen"]
+
+
+def test_buffers_are_values(ranks):
+    ranks(4).run(replaced_buffers, TWO_BY_TWO)
+
+
+def test_evaluation_mode_is_left_again():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model[1].eval()  # the user's own choice for one module must survive
+    trainer = mf.Trainer(model, mf.sgd(0.0), mf.make_groups(1), loss=lambda m, x: m(x).square().sum())
+    x = random(0, 8, 4)
+    assert trainer.eval(x) == trainer.eval(x)
+    means = trainer.state.buffers["2.running_mean"].clone()
+    trainer.step(x)
+    assert not torch.equal(trainer.state.buffers["2.running_mean"], means), "step did not train"
+    modes = {name: m.training for name, m in trainer._program.model.named_modules()}
+    assert modes == {"": True, "0": True, "1": False, "2": True}
+
+
+class Answer(OrderedDict):
+    @property
+    def loss(self):
+        return self["loss"]
+
+
+class TakesWords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, y=None, scale=1.0):
+        return Answer(loss=((x * self.w).sum(-1) - (0 if y is None else y)).square().mean() * scale)
+
+
+def test_default_loss_spreads_the_batch():
+    x, y = random(0, 4, 3), random(1, 4)
+    losses = []
+    for batch in ((x, y), {"x": x, "y": y}, {"x": x, "y": y, "scale": 1.0}):
+        trainer = mf.Trainer(TakesWords(), mf.sgd(0.1), mf.make_groups(1), accumulate=2)
+        losses.append(trainer.step(batch).loss)
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+    assert mf.Trainer(TakesWords(), mf.sgd(0.1), mf.make_groups(1)).step(x).samples == 4
+
+
+def pure_loss(layout):
+    groups = groups_of(layout)
+    params = {"w": random(0, 3, dtype=torch.float64), "b": [random(1, dtype=torch.float64), None]}
+
+    def loss_fn(params, batch):
+        return (batch @ params["w"] + params["b"][0]).square().mean()
+
+    trainer = mf.Trainer(loss_fn, mf.sgd(0.1), groups, params=params)
+    batch = random(5 + dist.get_rank(), 4, 3, dtype=torch.float64)
+    metrics = trainer.step(batch)
+    assert torch.equal(metrics.loss, loss_fn(params, batch))
+    n = layout.world_size
+    per_rank = [random(5 + r, 4, 3, dtype=torch.float64) for r in range(n)]
+    leaves = {"w": params["w"], "b": [params["b"][0]]}
+    grads = torch.func.grad(lambda p: sum(loss_fn(p, x) for x in per_rank) / n)(leaves)
+    got = trainer.params()
+    assert (got["w"] - (params["w"] - 0.1 * grads["w"])).abs().max() < 1e-14
+    assert got["b"][1] is None
+    return metrics.samples
+
+
+def test_a_pure_loss_function(ranks):
+    assert ranks(4).run(pure_loss, TWO_BY_TWO) == [16] * 4
+
+
+def nothing_used(layout):
+    """On one rank the loss uses no parameter: the others must not wait for it."""
+    trainer = mf.Trainer(
+        nn.Linear(2, 1), mf.sgd(0.1), groups_of(layout), replicas="broadcast",
+        loss=lambda m, x: m(x).sum() if dist.get_rank() else x.sum(),
+    )
+    before = trainer.params()["weight"].clone()
+    trainer.step(torch.ones(1, 2))
+    n = layout.world_size
+    return (before - trainer.params()["weight"] - 0.1 * (n - 1) / n).abs().max().item()
+
+
+def test_a_rank_whose_loss_uses_no_parameter(ranks):
+    assert max(ranks(4).run(nothing_used, TWO_BY_TWO)) < 1e-6
+
+
+def fitted(layout, progress):
+    loader = [(random(i + 10 * dist.get_rank(), 4, 3), random(i, 4)) for i in range(3)]
+    trainer = mf.Trainer(TakesWords(), mf.sgd(0.05), groups_of(layout))
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        found = trainer.fit(loader, 7, progress=progress)
+    again = mf.Trainer(TakesWords(), mf.sgd(0.05), groups_of(layout))
+    losses = [again.step(loader[i % 3]).loss for i in range(7)]
+    same_bits(trainer.params(), again.params())
+    assert [m.step for m in found] == list(range(1, 8))
+    assert found[0].samples == 4 * layout.world_size
+    assert (found[0].loss.item() == losses[0].item()) == (layout.world_size == 1)
+    return [m.loss.item() for m in found], shown.getvalue()
+
+
+def test_fit_cycles_the_loader_and_averages_losses(ranks):
+    found = ranks(4).run(fitted, TWO_BY_TWO, True)
+    assert all(losses == found[0][0] for losses, _ in found)
+    assert ["7/7" in shown for _, shown in found] == [True, False, False, False], "one bar, on one rank"
+    assert "samples/s" in found[0][1]
+    assert [shown for _, shown in ranks(4).run(fitted, TWO_BY_TWO, False)] == [""] * 4
+
+
+def test_tokens_are_counted():
+    model = nn.Embedding(10, 4)
+    trainer = mf.Trainer(model, mf.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
+    metrics = trainer.step(torch.zeros(2, 5, dtype=torch.long))
+    assert (metrics.samples, metrics.tokens) == (2, 10)
+    assert metrics.seconds > 0
+
+
+def test_bad_use_is_refused():
+    groups = mf.make_groups(1)
+    with pytest.raises(ValueError, match="accumulate=0, expected an int of at least 1"):
+        mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, accumulate=0)
+    with pytest.raises(mf.TreeError, match="a loss_fn needs params="):
+        mf.Trainer(lambda params, batch: 0, mf.sgd(0.1), groups)
+    trainer = mf.Trainer(TakesWords(), mf.sgd(0.1), groups, accumulate=3)
+    with pytest.raises(mf.TreeError, match=r"batch\[0\] has shape \(4, 3\), accumulate=3\n  fix: make dim 0 a multiple"):
+        trainer.step((torch.ones(4, 3), torch.ones(4)))
+    vector = mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups)
+    with pytest.raises(mf.LeafError, match=r"the loss has shape \(1, 2\), expected one number"):
+        vector.step(torch.ones(1, 2))
+    with pytest.raises(ValueError, match="the loader gave no batch"):
+        vector.fit([], 1)
+    with pytest.raises(TypeError, match="nonsense"):
+        mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, nonsense=1)
+
+
+def test_an_exception_in_the_model_leaves_the_state_usable():
+    fail = [True]
+
+    def loss(model, x):
+        if fail[0]:
+            raise RuntimeError("mine")
+        return model(x).sum()
+
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.sgd(0.1), mf.make_groups(1), loss=loss)
+    before = trainer.params()
+    for call in (trainer.step, trainer.eval):
+        with pytest.raises(RuntimeError, match="mine"):
+            call(torch.ones(1, 2))
+    same_bits(trainer.params(), before)
+    fail[0] = False
+    trainer.step(torch.ones(1, 2))
+    assert trainer.state.step == 1
+
+
+def test_state_is_a_value():
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.adamw(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
+    saved = tree.map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, trainer.state)
+    trainer.step(torch.ones(1, 2))
+    first = trainer.params()
+    trainer.state = saved
+    trainer.step(torch.ones(1, 2))
+    same_bits(trainer.params(), first)
