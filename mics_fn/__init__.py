@@ -1,49 +1,45 @@
 """MiCS sharded data-parallel training as plain functions on values."""
 
-from mics_fn.errors import (
-    CollectiveError as CollectiveError,
-    CollectiveTimeoutError as CollectiveTimeoutError,
-    DesyncError as DesyncError,
-    DonatedError as DonatedError,
-    GroupsError as GroupsError,
-    LeafError as LeafError,
-    MicsError as MicsError,
-    OptimizerError as OptimizerError,
-    PlanError as PlanError,
-    TreeError as TreeError,
-)
-from mics_fn.gather import gather as gather, unshard as unshard
-from mics_fn.grads import (
-    reduce_grads as reduce_grads,
-    scatter_grads as scatter_grads,
-    sync_replicas as sync_replicas,
-)
-from mics_fn.groups import (
-    Groups as Groups,
-    Hierarchy as Hierarchy,
-    init_distributed as init_distributed,
-    make_groups as make_groups,
-)
-from mics_fn.leaf import Fixed as Fixed, Sharded as Sharded, Tied as Tied
-from mics_fn.optim import (
-    TrainState as TrainState,
-    Transform as Transform,
-    chain as chain,
-    clip_by_global_norm as clip_by_global_norm,
-    clip_by_value as clip_by_value,
-    global_norm as global_norm,
-    init_state as init_state,
-    opt_step as opt_step,
-    warmup_cosine as warmup_cosine,
-)
+from mics_fn.clip import clip_by_global_norm as clip_by_global_norm
+from mics_fn.clip import clip_by_value as clip_by_value
+from mics_fn.clip import global_norm as global_norm
+from mics_fn.errors import CollectiveError as CollectiveError
+from mics_fn.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from mics_fn.errors import DesyncError as DesyncError
+from mics_fn.errors import DonatedError as DonatedError
+from mics_fn.errors import GroupsError as GroupsError
+from mics_fn.errors import LeafError as LeafError
+from mics_fn.errors import MicsError as MicsError
+from mics_fn.errors import OptimizerError as OptimizerError
+from mics_fn.errors import PlanError as PlanError
+from mics_fn.errors import TreeError as TreeError
+from mics_fn.gather import gather as gather
+from mics_fn.gather import unshard as unshard
+from mics_fn.grads import reduce_grads as reduce_grads
+from mics_fn.grads import scatter_grads as scatter_grads
+from mics_fn.grads import sync_replicas as sync_replicas
+from mics_fn.groups import Groups as Groups
+from mics_fn.groups import Hierarchy as Hierarchy
+from mics_fn.groups import init_distributed as init_distributed
+from mics_fn.groups import make_groups as make_groups
+from mics_fn.leaf import Fixed as Fixed
+from mics_fn.leaf import Sharded as Sharded
+from mics_fn.leaf import Tied as Tied
+from mics_fn.optim import TrainState as TrainState
+from mics_fn.optim import Transform as Transform
+from mics_fn.optim import chain as chain
+from mics_fn.optim import init_state as init_state
+from mics_fn.optim import opt_step as opt_step
+from mics_fn.ready import adam as adam
+from mics_fn.ready import adamw as adamw
+from mics_fn.ready import lion as lion
+from mics_fn.ready import sgd as sgd
+from mics_fn.ready import warmup_cosine as warmup_cosine
 from mics_fn.sharded import shard as shard
-from mics_fn.topology import Plan as Plan, Topology as Topology, plan_groups as plan_groups
-from mics_fn.torch_optim import (
-    adam as adam,
-    adamw as adamw,
-    from_torch as from_torch,
-    lion as lion,
-    sgd as sgd,
-)
-from mics_fn.trainer import StepMetrics as StepMetrics, Trainer as Trainer
+from mics_fn.topology import Plan as Plan
+from mics_fn.topology import Topology as Topology
+from mics_fn.topology import plan_groups as plan_groups
+from mics_fn.torch_optim import from_torch as from_torch
+from mics_fn.trainer import StepMetrics as StepMetrics
+from mics_fn.trainer import Trainer as Trainer
 from mics_fn.tree import node as node

@@ -41,7 +41,7 @@ def new_group(
     return group
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store that the default process group was made with."""
     return c10d._get_default_store()
 
@@ -71,13 +71,14 @@ def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that two tensors share exactly when they share a storage (fake and meta tensors too)."""
+    """A number that tensors share exactly when they share a storage; fake and meta ones too."""
     return tensor.untyped_storage()._cdata
 
 
 def inside_torch_func() -> bool:
     """Whether a `torch.func` transform is running around the caller."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    stack = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    return stack is not None
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -105,3 +106,9 @@ def new_groups_meet_at(prefix: str) -> Iterator[None]:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether a group was not destroyed, by itself or with the default group."""
     return group in c10d._world.pg_map
+
+
+# Lists of tensors in one kernel: what torch's own optimizers and FSDP2 are made of.
+foreach_copy: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+foreach_zero: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]

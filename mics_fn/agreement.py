@@ -108,7 +108,7 @@ def check_replicas(
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a tensor and on where it stands; int64, on its device, no host sync.
+    """64 bits that depend on every bit of a tensor and on its place; on its device, no host sync.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
@@ -142,7 +142,7 @@ def collect_all(groups: Groups | Hierarchy, tensor: Tensor) -> dict[int, Tensor]
 
 
 def _rank_order(groups: Groups) -> list[int]:
-    """Global ranks, as partition groups one after the other, each in the order of `groups.partition`."""
+    """Global ranks, one partition group after the other, each in the order of its control comm."""
     p = groups.partition_size
     home = groups.plan.partition_groups[groups.position // p]
     places = [home.index(groups.ranks.index(rank)) for rank in groups.partition.ranks]

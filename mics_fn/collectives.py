@@ -1,4 +1,4 @@
-"""The only file that calls data collectives: coalesced by bucket, any number of levels, asynchronous, bounded.
+"""The only file that calls data collectives: by bucket, over any number of levels, bounded.
 
 [Note: levels in place] Chunks are numbered innermost level first, so that at each level of a gather
 (outermost first)
@@ -64,9 +64,10 @@ class Issued:
             if time.monotonic() - started > self.comm.timeout_s:
                 raise CollectiveTimeoutError(
                     message(
-                        f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
+                        f"{self.op} over '{self.comm.name}' did not finish in "
+                        f"{self.comm.timeout_s:g} s",
                         [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-                        fix="look for a rank that stopped, or that took another path through the program",
+                        fix="look for a rank that stopped, or took another way through the program",
                     )
                 )
         if until is None:
@@ -85,7 +86,7 @@ class Issued:
             message(
                 f"{self.op} over '{self.comm.name}' failed: {first}",
                 [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
-                fix="look at the other ranks' errors; then make new groups: this one's order is lost",
+                fix="look at the other ranks' errors, then make new groups: these are out of step",
             )
         )
 
@@ -299,7 +300,7 @@ def _bind(fn: Callable, *args: Any, **kwargs: Any) -> Callable:
 
 
 def collect(comm: Comm, tensor: Tensor) -> Tensor:
-    """One small tensor of each rank, stacked in the order of the communicator; on CUDA the host does not wait."""
+    """One small tensor of each rank, stacked in the communicator's order; no host sync on CUDA."""
     if comm.size == 1:
         return tensor.unsqueeze(0)
     flat = tensor.contiguous().view(-1)
@@ -311,7 +312,7 @@ def collect(comm: Comm, tensor: Tensor) -> Tensor:
 
 
 def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
-    """Overwrite `tensor` on every rank of `groups` with the source's: over its replicas, then inside partitions."""
+    """Overwrite `tensor` everywhere with the source's: over replicas, then inside partitions."""
     place = groups.ranks.index(source_rank) % groups.partition_size
     row = groups.position % groups.partition_size == place
     hops = [(groups.replicas, source_rank)] if row else []
@@ -324,7 +325,7 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
 
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
-    """The mean of a small tensor over all ranks of `groups`, in place: inside partitions, then over replicas."""
+    """The mean of a small tensor over all ranks, in place: in partitions, then over replicas."""
     for comm in (groups.partition, groups.replicas):
         start_mean(comm, tensor).wait()
     return tensor

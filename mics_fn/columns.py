@@ -47,8 +47,8 @@ def columns(
         for run in runs:
             low, high = 0, _storage_numel(trees[0][run[0]])
             if len(runs) > 1:
-                low = trees[0][run[0]].storage_offset()
-                high = trees[0][run[-1]].storage_offset() + trees[0][run[-1]].numel()
+                low = int(trees[0][run[0]].storage_offset())
+                high = int(trees[0][run[-1]].storage_offset()) + trees[0][run[-1]].numel()
             key = keys[run[0]] if keys else None
             found.append(Column(key, tuple(_span(each[run[0]], low, high) for each in trees)))
     return found

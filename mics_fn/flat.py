@@ -1,4 +1,6 @@
-"""Moving leaves in and out of flat buffers, by views where that is possible. See [Note: flat buckets] in `layout`.
+"""Moving leaves in and out of flat buffers, by views where that is possible.
+
+See [Note: flat buckets] in `layout`.
 
 Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, length), a full leaf
 (*batch, *shape).
@@ -103,11 +105,11 @@ def pack_full(
     empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]
     empty += [flat.narrow(-1, start, length) for start, length in gaps(bucket)]
     if empty:
-        torch._foreach_zero_(empty)
+        _torch.foreach_zero(empty)
     _copy([(v, d) for v, d in zip(views, leaves, strict=True) if d is not None and d.numel()])
     return flat
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+        _torch.foreach_copy([to for to, _ in pairs], [source for _, source in pairs])

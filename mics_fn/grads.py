@@ -1,4 +1,4 @@
-"""The hops of the gradients: hop 1 inside the partition group, hop 2 between replicas. Both are means."""
+"""The hops of the gradients: hop 1 inside partition groups, hop 2 between replicas; both means."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -237,7 +237,7 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
         found = apply("mean", far, data)
     put(data, far, found)
     out = [
-        Sharded(d, leaf.bucket, leaf.slot) if isinstance(leaf, Sharded) else leaf
+        leaf if d is None else Sharded(d, leaf.bucket, leaf.slot)
         for d, leaf in zip(data, leaves, strict=True)
     ]
     if donate:

@@ -1,4 +1,4 @@
-"""Flat buckets as arithmetic: which leaf lies where, and which of it a chunk holds. Pure; no data, no ranks.
+"""Flat buckets as arithmetic: which leaf lies where, and which part of it a chunk holds.
 
 [Note: flat buckets] The leaves of a bucket lie in one padded 1D buffer of `numel` elements, cut in
 `parts` equal chunks; rank number `chunk` of a partition group keeps chunk number `chunk`,

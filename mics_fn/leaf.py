@@ -131,7 +131,7 @@ class Tied:
 @tree.atom
 @dataclass(frozen=True)
 class Nothing:
-    """Stands where a tree has None, which is a leaf to torch's pytree and makes `torch.func` raise."""
+    """Stands where a tree has None, which is a leaf to torch and makes `torch.func` raise."""
 
     bucket: None = None
     data: None = None
@@ -150,7 +150,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
-    """Mark every `Sharded` of a tree as given away: using its data raises `DonatedError` from now on.
+    """Mark every `Sharded` of a tree as given away: from now on its data raises `DonatedError`.
 
     Args:
       shards: the tree that was given.

@@ -1,4 +1,4 @@
-"""The three linear maps under every verb: gather, reduce-scatter with mean, mean over replicas; each differentiable.
+"""The linear maps under every verb: gather, reduce-scatter, mean over replicas; differentiable.
 
 [Note: adjoint] A gathered value is *full*: every rank has its own copy and its own cotangent, and
 the true gradient is the mean of those over ranks. A shard is *one value held in parts*: its
@@ -32,7 +32,7 @@ from mics_fn.tree import Tree
 
 @dataclass(frozen=True, eq=False)
 class BucketUse:
-    """The leaves of one bucket that a tree holds: `index[slot]` is a leaf's place in the tree, or None."""
+    """The leaves of a bucket that a tree holds: `index[slot]` is a leaf's place there, or None."""
 
     bucket: Bucket
     home: Groups | Hierarchy
@@ -66,7 +66,7 @@ class BucketUse:
 def uses_of(
     verb: str, leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]
 ) -> list[BucketUse]:
-    """The buckets of a tree. Two trees of equal layout side by side give two uses of equal buckets."""
+    """The buckets of a tree; two trees of equal layout in one give two uses of equal buckets."""
     found: dict[Bucket, list[dict[int, int]]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tied) or leaf.bucket is None:
@@ -91,7 +91,8 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Groups | Hierarchy]) 
         text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
         raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
     if use.hierarchy.size != use.bucket.parts:
-        text = f"{verb}: shards are cut in {use.bucket.parts}, the groups have {use.hierarchy.size} ranks"
+        sizes = f"{use.bucket.parts}, the groups have {use.hierarchy.size} ranks"
+        text = f"{verb}: shards are cut in {sizes}"
         raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
 
 
@@ -202,7 +203,10 @@ _TRANSPOSED = {"gather": "scatter", "scatter": "gather", "mean": "mean"}  # [Not
 
 
 class _Linear(torch.autograd.Function):
-    """One of the maps, differentiable any number of times in both modes and under vmap. See [Note: adjoint]."""
+    """One of the maps, differentiable any number of times, in both modes and under vmap.
+
+    See [Note: adjoint].
+    """
 
     @staticmethod
     def forward(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -244,7 +248,7 @@ class _Linear(torch.autograd.Function):
 
 
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
-    """Apply a map to the values of a tree, given by place in the tree; results are per member of each use."""
+    """Apply a map to values given by place in the tree; results are by member of each use."""
     if not uses:
         return []
     return list(_Linear.apply(name, uses, *(values[i] for use in uses for i in use.members)))

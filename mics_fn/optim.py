@@ -1,7 +1,6 @@
 """Optimizers as pairs of pure functions over trees of shards, and `opt_step`."""
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,13 +9,10 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.collectives import collect
 from mics_fn.columns import map_columns
 from mics_fn.errors import LeafError, OptimizerError, TreeError, message
-from mics_fn.groups import Groups
 from mics_fn.leaf import Sharded, dtype_name, is_leaf, names
 from mics_fn.leaf import donate as mark_donated
-from mics_fn.linear import homes_of
 from mics_fn.tree import Tree
 
 Schedule = Callable[[int], float]  # step, counted from 0 -> learning rate
@@ -161,7 +157,8 @@ def _check_grads(params: Tree, grads: Tree) -> None:
 
 def _place(leaf: Sharded) -> str:
     bucket = leaf.bucket
-    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({bucket.numel} x {dtype_name(bucket.dtype)})"
+    size = f"{bucket.numel} x {dtype_name(bucket.dtype)}"
+    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({size})"
 
 
 def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]]) -> Transform:
@@ -229,112 +226,6 @@ def chain(*transforms: Any) -> Transform:
         return params, (*new, last)
 
     return Transform(init, update, step)
-
-
-def global_norm(grads: Tree, groups: Any) -> Tensor:
-    """The L2 norm of a whole tree, every element counted once.
-
-    Args:
-      grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
-        replicated leaves do not count.
-      groups: as for `shard`.
-
-    Returns:
-      A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
-      it.
-
-    Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank
-      order, so that replicas get the same bits.
-
-    Memory: none.
-
-    Raises: `LeafError` where a leaf is a full tensor.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
-      tensor(5., dtype=torch.float64)
-    """
-    leaves, _ = tree.flatten(grads, is_leaf)
-    homes = homes_of("global_norm", "groups", groups, grads)
-    by_home: dict[Groups, list[Tensor]] = {}
-    for i, (leaf, home) in enumerate(zip(leaves, homes, strict=True)):
-        mine = by_home.setdefault(home, [])
-        if isinstance(leaf, Sharded):
-            mine.append(leaf.data)
-        elif not is_leaf(leaf):
-            path = tree.paths(grads, "grads", is_leaf)[i]
-            fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
-    totals = []
-    for home, pieces in by_home.items():
-        held = [piece for piece in pieces if piece.numel()]
-        norms = torch._foreach_norm(held, 2) if held else ()
-        here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
-        totals.append(collect(home.partition, here).sum(0))
-    return torch.stack(totals).sum().sqrt() if totals else torch.zeros((), dtype=torch.float64)
-
-
-def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
-    """Scale gradients down so that their global norm is at most `max_norm` (as torch's `clip_grad_norm_`).
-
-    Args:
-      max_norm: above 0.
-      groups: as for `shard`.
-
-    Returns:
-      A `Transform` for `chain`.
-
-    Communication: as `global_norm`, each step. The host does not wait.
-
-    Raises:
-      OptimizerError: `max_norm` is not above 0.
-    """
-    if not max_norm > 0:
-        raise OptimizerError(f"clip_by_global_norm: max_norm={max_norm} must be above 0")
-
-    def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        factor = (max_norm / (global_norm(grads, groups) + 1e-6)).clamp(max=1.0)
-        return map_columns(lambda g: g.mul_(factor.to(g.dtype)), grads), state
-
-    return from_update(lambda params: (), update)
-
-
-def clip_by_value(max_value: float) -> Transform:
-    """Clamp every gradient element to [-max_value, max_value].
-
-    Args:
-      max_value: above 0.
-
-    Returns:
-      A `Transform` for `chain`.
-
-    Communication: none.
-    """
-    if not max_value > 0:
-        raise OptimizerError(f"clip_by_value: max_value={max_value} must be above 0")
-
-    def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        return map_columns(lambda g: g.clamp_(-max_value, max_value), grads), state
-
-    return from_update(lambda params: (), update)
-
-
-def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Schedule:
-    """A learning rate that rises linearly to `peak`, then falls along half a cosine to `floor`.
-
-    >>> lr = warmup_cosine(1.0, 2, 6)
-    >>> [round(lr(step), 3) for step in range(7)]
-    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
-    """
-
-    def lr(step: int) -> float:
-        if step < warmup_steps:
-            return peak * (step + 1) / warmup_steps
-        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return lr
 
 
 def rate_at(lr: float | Schedule, step: int) -> float:

@@ -1,4 +1,4 @@
-"""`shard`: a pytree of tensors becomes a pytree of shards. See [Note: kinds of leaves] in `leaf`."""
+"""`shard`: a pytree of tensors becomes one of shards. See [Note: kinds of leaves] in `leaf`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -159,7 +159,8 @@ def _check_leaf(leaf: Any, path: str, home: Groups) -> None:
         raise LeafError(
             message(
                 f"shard: {where} is on {leaf.device}, its groups are on {home.device}",
-                fix=f"move it with .to({str(home.device)!r}), or make groups with device={str(leaf.device)!r}",
+                fix=f"move it with .to({str(home.device)!r}), "
+                f"or make groups with device={str(leaf.device)!r}",
             )
         )
 
@@ -170,7 +171,7 @@ def _is_frozen(leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) ->
 
 
 def _owners(leaves: Sequence[Tensor]) -> list[int]:
-    """For each leaf the first leaf that is the same tensor: the same object, or the same memory seen the same way."""
+    """For each leaf the first that is the same tensor: one object, or one memory seen alike."""
     first: dict[Any, int] = {}
     owners = []
     for i, leaf in enumerate(leaves):
@@ -210,7 +211,7 @@ def _agree_on(
     owners: Sequence[int],
     slots: dict[int, tuple[Bucket, int]],
 ) -> None:
-    """Compare paths, shapes, dtypes, groups and layout between ranks, once for each groups in the tree."""
+    """Compare paths, shapes, dtypes, groups and layout between the ranks of each groups."""
     for home in dict.fromkeys(homes):
         facts = [("groups", home.describe())]
         for i, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""torch's own optimizers as pure transforms over shards, and the ready ones.
+"""torch's own optimizers as pure transforms over shards.
 
 The arithmetic is torch's: a `torch.optim` object is made for one step around the pieces and the
 state that the pytree carries, and is thrown away. Only elementwise optimizers can work on flat
@@ -41,7 +41,7 @@ class TorchState(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What state an optimizer class keeps: tensors like the parameter, scalars, and those made only by its first step."""
+    """What an optimizer class keeps, by name; `late` is what only its first step makes."""
 
     moments: tuple[str, ...]
     scalars: tuple[str, ...]
@@ -131,7 +131,7 @@ def _inspect(cls: Any, options: dict[str, Any]) -> _Kind:
 
 
 def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
-    """Three steps on a small matrix, cut in parts: the values after them, flat, and the state kept."""
+    """Three steps on a small matrix, cut in parts: the values then, flat, and the state kept."""
     random = torch.Generator().manual_seed(0)
     value = torch.randn(4, 6, generator=random)
     params = [torch.nn.Parameter(part.clone()) for part in cut(value)]
@@ -181,7 +181,7 @@ def _step(
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
-    """Let torch step on columns of (parameter, gradient, *moments) in place; returns the next scalars."""
+    """Let torch step in place on columns of (parameter, gradient, *moments); the next scalars."""
     if not mine:  # a rank without a single element counts steps all the same
         mine = [(torch.zeros(1),) * (2 + len(kind.moments))]
     params = [_with_grad(piece, grad) for piece, grad, *_ in mine]
@@ -205,126 +205,3 @@ def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
     param = piece.detach()  # another tensor object on the same memory, to hang a gradient on
     param.grad = grad.detach()
     return param
-
-
-def sgd(
-    lr: float | Schedule,
-    *,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    decay_mask: Mask | None = None,
-) -> Transform:
-    """Stochastic gradient descent; torch's fused `SGD`.
-
-    Args:
-      lr: learning rate, or a function of the step.
-      momentum: of the running gradient.
-      nesterov: look one step ahead.
-      weight_decay: L2 penalty, added to the gradient.
-      decay_mask: which leaves get it, by path; default all.
-
-    Returns:
-      A `Transform`.
-
-    Example:
-      >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
-    """
-    options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    return from_torch(torch.optim.SGD, lr=lr, decay_mask=decay_mask, fused=True, **options)
-
-
-def adam(
-    lr: float | Schedule,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decay_mask: Mask | None = None,
-) -> Transform:
-    """Adam (Kingma and Ba, arXiv:1412.6980) with L2 penalty; torch's fused `Adam`. Arguments as `adamw`.
-
-    Example:
-      >>> optimizer = adam(1e-3)
-    """
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return from_torch(torch.optim.Adam, lr=lr, decay_mask=decay_mask, fused=True, **options)
-
-
-def adamw(
-    lr: float | Schedule,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    decay_mask: Mask | None = None,
-) -> Transform:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101); torch's fused `AdamW`.
-
-    Args:
-      lr: learning rate, or a function of the step.
-      betas: decay of the running mean and of the running square.
-      eps: added to the denominator.
-      weight_decay: parameters shrink by lr * weight_decay a step.
-      decay_mask: which leaves shrink, by path; default all.
-
-    Returns:
-      A `Transform`.
-
-    Example:
-      >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
-    """
-    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return from_torch(torch.optim.AdamW, lr=lr, decay_mask=decay_mask, fused=True, **options)
-
-
-class LionState(NamedTuple):
-    """State of Lion: steps done, and the running mean as a tree of shards."""
-
-    count: int
-    mean: Tree
-
-
-def lion(
-    lr: float | Schedule,
-    *,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 0.0,
-    decay_mask: Mask | None = None,
-) -> Transform:
-    """Lion (Chen et al., arXiv:2302.06675): steps of the sign of an interpolated gradient.
-
-    Args:
-      lr: learning rate, or a function of the step.
-      betas: interpolation for the sign, and decay of the running mean.
-      weight_decay: parameters shrink by lr * weight_decay a step.
-      decay_mask: which leaves shrink, by path; default all.
-
-    Returns:
-      A `Transform`.
-
-    Example:
-      >>> optimizer = lion(1e-4, weight_decay=0.1)
-    """
-
-    def init(params: Tree) -> LionState:
-        mean = fresh(params)
-        for piece in tree.flatten(mean)[0]:
-            piece.zero_()
-        return LionState(0, mean)
-
-    def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
-        rate, mean = rate_at(lr, state.count), state.mean
-        if not donate:
-            params, mean = fresh(params), fresh(mean)
-        pieces, spec = tree.flatten(params)
-        means, mean_spec = tree.flatten(mean)
-        keys = decay_keys(decay_mask, params)
-        for decays, (p, g, m) in columns([pieces, tree.flatten(grads)[0], means], keys):
-            if decays is not False:
-                p.mul_(1 - rate * weight_decay)
-            p.add_(torch.lerp(m, g, 1 - betas[0]).sign_(), alpha=-rate)
-            m.lerp_(g, 1 - betas[1])
-        return spec.unflatten(pieces), LionState(state.count + 1, mean_spec.unflatten(means))
-
-    return from_step(init, step)

@@ -1,6 +1,5 @@
 """A short stateful loop around the verbs; all that it does, a hand-written step can do."""
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -8,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from mics_fn import tree
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.columns import map_columns
-from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.errors import TreeError, message
 from mics_fn.gather import gather, unshard
 from mics_fn.grads import scatter_grads, sync_replicas
 from mics_fn.groups import Groups
 from mics_fn.leaf import Sharded, is_leaf
 from mics_fn.optim import TrainState, init_state, opt_step
+from mics_fn.program import Buffers, FunctionProgram, ModuleProgram, Result
 from mics_fn.sharded import shard
 from mics_fn.tree import Tree
 
@@ -40,21 +39,6 @@ class StepMetrics(NamedTuple):
     samples: int
     tokens: int
     seconds: float
-
-
-class _Program(nn.Module):
-    """Model and loss as one module, so that backward runs while `functional_call` has the parameters swapped in.
-
-    A model that recomputes activations in backward would otherwise recompute with the skeleton's
-    own.
-    """
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Any, variables: list[Tensor]) -> tuple[Tensor, tuple]:
-        return _value_and_grad(self.loss(self.model, batch), variables)
 
 
 class Trainer:
@@ -100,20 +84,18 @@ class Trainer:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
         self.groups, self.accumulate = groups, accumulate
-        buffers: dict[str, Tensor] = {}
-        self._averaged: list[str] = []
+        self._program: ModuleProgram | FunctionProgram
+        buffers: Buffers = {}
         if isinstance(model, nn.Module):
-            skeleton, params, buffers, self._averaged = _take_apart(model)
-            self._program = _Program(skeleton, loss or _own_loss)
-            self._modes = [(m, m.training) for m in skeleton.modules()]
+            self._program = ModuleProgram(model, loss)
+            params, buffers = self._program.params, self._program.buffers
             place = {f"[{name!r}]": i for i, name in enumerate(params)}
             options.setdefault("order", lambda path: place[path])
         elif params is None:
-            raise TreeError(
-                message("Trainer: a loss_fn needs params=", fix="pass the pytree it is called with")
-            )
+            fix = "pass the pytree that it is called with"
+            raise TreeError(message("Trainer: a loss_fn needs params=", fix=fix))
         else:
-            self._loss_fn, self._program, self._modes = model, None, []
+            self._program = FunctionProgram(model)
         shards = shard(params, groups, **options)
         homes = tree.spread(groups, params, what="groups", is_value=lambda v: isinstance(v, Groups))
         self._home: Groups = homes[0] if homes else groups
@@ -130,77 +112,59 @@ class Trainer:
         """
         started = time.perf_counter()
         batch = _to(batch, self._home.device)
-        parts = _cut(batch, self.accumulate)
         state, total, losses = self.state, None, []
+        parts = _cut(batch, self.accumulate)
         with torch.no_grad():
             full = gather(state.params, self.groups)
         buffers = {name: value.clone() for name, value in state.buffers.items()}
         for done, part in enumerate(parts):
-            loss, grads, buffers = self._value_and_grad(state.params, full, buffers, part)
+            loss, grads, buffers = self._value_and_grad(full, buffers, part)
             losses.append(loss)
             hop1 = scatter_grads(grads, self.groups, like=state.params)
             del grads
             # torch may return one tensor as two gradients, so the first sum goes to new memory.
-            add = total is not None
-            total = (
-                map_columns(lambda a, b: a.add_(b), total, hop1, donate=done > 1) if add else hop1
-            )
+            total = hop1 if total is None else map_columns(_add, total, hop1, donate=done > 1)
         del full
         if self.accumulate > 1:
             total = map_columns(lambda a: a.div_(self.accumulate), total, donate=True)
         grads = sync_replicas(total, self.groups, donate=True)
-        self.state = replace(opt_step(state, grads, donate=True), buffers=self._average(buffers))
+        buffers = self._average(buffers)
+        self.state = replace(opt_step(state, grads, donate=True), buffers=buffers)
         samples, tokens = _count(batch)
         n, loss = self._home.world_size, torch.stack(losses).mean()
-        return StepMetrics(
-            self.state.step, loss, samples * n, tokens * n, time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        return StepMetrics(self.state.step, loss, samples * n, tokens * n, seconds)
 
-    def _value_and_grad(
-        self, params: Tree, full: Tree, buffers: dict[str, Tensor], batch: Any
-    ) -> tuple[Tensor, Tree, dict[str, Tensor]]:
-        """Loss and full gradients (None where there is none), and the buffers after it."""
-        slots, spec = tree.flatten(params, is_leaf)
+    def _value_and_grad(self, full: Tree, buffers: Buffers, batch: Any) -> Result:
+        """Loss, full gradients as a tree (None where there is none), and the next buffers."""
+        slots, spec = tree.flatten(self.state.params, is_leaf)
         given = spec.flatten_up_to(full)
         fresh: dict[int, Tensor] = {}  # tied leaves are one tensor, so they become one variable
         for slot, value in zip(slots, given, strict=True):
             if isinstance(slot, Sharded):
                 fresh[id(value)] = value.detach().requires_grad_()
         values = spec.unflatten([fresh.get(id(value), value) for value in given])
-        variables = list(fresh.values())
         with torch.enable_grad():
-            if self._program is None:
-                loss, found = _value_and_grad(self._loss_fn(values, batch), variables)
-            else:
-                loss, found = self._call(values, buffers, batch, variables)
-        by_id = dict(zip(fresh, found, strict=True))
+            result = self._program(values, buffers, batch, list(fresh.values()))
+        by_id = dict(zip(fresh, result.grads, strict=True))
         grads = [
             by_id[id(value)] if isinstance(slot, Sharded) else None
             for slot, value in zip(slots, given, strict=True)
         ]
-        return loss, spec.unflatten(grads), buffers
+        return result._replace(grads=spec.unflatten(grads))
 
-    def _call(
-        self, params: Tree, buffers: dict[str, Tensor], batch: Any, variables: list[Tensor]
-    ) -> Any:
-        tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
-        out = functional_call(
-            self._program, tensors, (batch, variables), tie_weights=False, strict=True
-        )
-        # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
-        buffers.update({name: tensors[f"model.{name}"].detach() for name in buffers})
-        return out
-
-    def _average(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._home.world_size > 1 and self._averaged:
-            for dtype in dict.fromkeys(buffers[name].dtype for name in self._averaged):
-                mine = [name for name in self._averaged if buffers[name].dtype == dtype]
-                flat = torch.cat([buffers[name].flatten() for name in mine])
-                sizes = [buffers[name].numel() for name in mine]
-                for name, part in zip(
-                    mine, mean_over_ranks(self._home, flat).split(sizes), strict=True
-                ):
-                    buffers[name] = part.view(buffers[name].shape)
+    def _average(self, buffers: Buffers) -> Buffers:
+        """Persistent float buffers become their mean over all ranks, coalesced by dtype."""
+        names = getattr(self._program, "averaged", [])
+        if self._home.world_size == 1:
+            return buffers
+        for dtype in dict.fromkeys(buffers[name].dtype for name in names):
+            mine = [name for name in names if buffers[name].dtype == dtype]
+            flat = torch.cat([buffers[name].flatten() for name in mine])
+            sizes = [buffers[name].numel() for name in mine]
+            means = mean_over_ranks(self._home, flat).split(sizes)
+            for name, mean in zip(mine, means, strict=True):
+                buffers[name] = mean.view(buffers[name].shape)
         return buffers
 
     def eval(self, batch: Any) -> Tensor:
@@ -212,29 +176,22 @@ class Trainer:
         Communication: one gather, and an all-reduce of one number over each of the two groups.
         """
         batch = _to(batch, self._home.device)
-        try:
-            for module, _ in self._modes:
-                module.training = False
-            with torch.no_grad():
-                full = gather(self.state.params, self.groups)
-                buffers = {name: value.clone() for name, value in self.state.buffers.items()}
-                if self._program is None:
-                    loss = self._loss_fn(full, batch)
-                else:
-                    loss, _ = self._call(full, buffers, batch, [])
-        finally:
-            for module, mode in self._modes:
-                module.training = mode
-        return mean_over_ranks(self._home, loss.detach().clone())
+        buffers = {name: value.clone() for name, value in self.state.buffers.items()}
+        with torch.no_grad(), self._program.evaluating():
+            loss = self._program(gather(self.state.params, self.groups), buffers, batch, []).loss
+        return mean_over_ranks(self._home, loss.clone())
 
     def params(self) -> Tree:
-        """Full parameters as plain tensors, on every rank; for export. Communication as `unshard`."""
+        """Full parameters as plain tensors, on every rank, for export.
+
+        Communication: as `unshard`.
+        """
         return unshard(self.state.params, self.groups)
 
     def fit(
         self, loader: Iterable[Any], steps: int, *, log_every: int = 10, progress: bool = True
     ) -> list[StepMetrics]:
-        """Train for a number of steps, with one progress bar on the first rank (needs tqdm, from the `demo` extra).
+        """Train for a number of steps; the first rank shows a progress bar where tqdm is installed.
 
         Args:
           loader: gives this rank's batches; it is started again when it ends.
@@ -270,42 +227,8 @@ class Trainer:
         return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]
 
 
-def _take_apart(
-    model: nn.Module,
-) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """A skeleton on meta, the parameters, copies of the buffers, and the names of buffers to average."""
-    params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    memo: dict[int, Any] = {}
-    for value in (*params.values(), *buffers.values()):
-        empty = torch.empty_like(value, device="meta")
-        is_param = isinstance(value, nn.Parameter)
-        memo[id(value)] = nn.Parameter(empty, value.requires_grad) if is_param else empty
-    saved = model.state_dict(keep_vars=True)
-    averaged = [name for name, b in buffers.items() if name in saved and b.is_floating_point()]
-    copies = {name: b.detach().clone() for name, b in buffers.items()}
-    return copy.deepcopy(model, memo), params, copies, averaged
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    if isinstance(batch, dict):
-        out = model(**batch)
-    else:
-        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    return out if isinstance(out, Tensor) else out.loss
-
-
-def _value_and_grad(loss: Tensor, variables: list[Tensor]) -> tuple[Tensor, tuple]:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise LeafError(
-            message(
-                f"Trainer: the loss has {got}, expected one number", fix="return a scalar tensor"
-            )
-        )
-    if not loss.requires_grad:  # nothing trained was used: every gradient is missing
-        return loss.detach().reshape(()), (None,) * len(variables)
-    return loss.detach().reshape(()), torch.autograd.grad(loss, variables, allow_unused=True)
+def _add(a: Tensor, b: Tensor) -> None:
+    a.add_(b)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Pytrees: optree bound to our namespace, node registration in both pytree worlds, paths, prefixes, digests.
+"""Pytrees: optree in our namespace, nodes registered in both pytree worlds, paths, prefixes.
 
 `torch.func` walks values with torch's own pytree, everything else here with optree. The two differ
 (optree sorts dict keys, torch keeps insertion order; None is no leaf for optree and a leaf for
@@ -165,7 +165,7 @@ def spread(
                 message(
                     f"{what}: not a prefix of the tree it goes with",
                     [str(error).splitlines()[0]],
-                    fix="give one value, a function of the path, or a tree that stops where its branches agree",
+                    fix="give one value, a function of the path, or a tree that stops early",
                 )
             ) from None
         values, _ = flatten(full, is_value)

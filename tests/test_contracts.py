@@ -79,13 +79,18 @@ def test_gather_undoes_shard_in_many_buckets(ranks, layout):
 def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
     groups = groups_of(layout)
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
-    params = {f"p{i}": random(i, *s, dtype=dtypes[k]) for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))}
+    params = {
+        f"p{i}": random(i, *s, dtype=dtypes[k])
+        for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))
+    }
     shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
     same_bits(mf.gather(shards, groups.hierarchy), params)
     grads = mf.reduce_grads(params, groups, like=shards)
     same_bits(
         tree.map_leaves(lambda x: x, mf.unshard(grads, groups)),
-        params if len(set(layout.sizes)) == 1 and layout.sizes[0] == 2 else mf.unshard(grads, groups),
+        params
+        if len(set(layout.sizes)) == 1 and layout.sizes[0] == 2
+        else mf.unshard(grads, groups),
     )
 
 
@@ -172,7 +177,9 @@ def test_vjp_is_the_adjoint(ranks, layout, name):
 
 
 def digest_of(shards):
-    return [bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tree.flatten(shards)[0]]
+    return [
+        bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tree.flatten(shards)[0]
+    ]
 
 
 def broadcast_from(layout, source):
@@ -247,7 +254,9 @@ def levels_of(layout):
 
 
 def peer_leaves(layout, timeout_s):
-    groups = mf.make_groups(layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=timeout_s)
+    groups = mf.make_groups(
+        layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=timeout_s
+    )
     shards = mf.shard({"w": random(0, 1000)}, groups)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -269,7 +278,9 @@ def test_a_failing_collective_raises(ranks):
 
 
 def peer_is_late(layout):
-    groups = mf.make_groups(layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=1.0)
+    groups = mf.make_groups(
+        layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=1.0
+    )
     shards = mf.shard({"w": random(0, 1000)}, groups)
     if dist.get_rank() == 1:
         import time

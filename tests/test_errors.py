@@ -92,7 +92,12 @@ def odd_gather():
 
 def test_ranks_that_gather_different_leaves(ranks):
     failures = ranks(4).try_run(odd_gather)
-    assert [getattr(f, "type_name", None) for f in failures] == ["DesyncError", "DesyncError", None, None]
+    assert [getattr(f, "type_name", None) for f in failures] == [
+        "DesyncError",
+        "DesyncError",
+        None,
+        None,
+    ]
     want = message(
         "gather: ranks disagree on the tree",
         [
@@ -114,7 +119,9 @@ def odd_grads():
 def test_gradients_that_differ_between_ranks(ranks):
     name, text = on_all_ranks(ranks, odd_grads)
     assert name == "DesyncError"
-    assert "ranks 0-2: params['w'] (4,) float32 at 0 of bucket 0\n  rank 3: params['w'] (5,)" in text
+    assert (
+        "ranks 0-2: params['w'] (4,) float32 at 0 of bucket 0\n  rank 3: params['w'] (5,)" in text
+    )
 
 
 # One rank's own mistakes: raised before anything is sent.
@@ -129,10 +136,22 @@ def expect(error, text, call):
 def test_leaves_that_can_not_be_sharded():
     groups = mf.make_groups(1)
     cases = {
-        "float": (3.5, "shard: params['a'][0] is float, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree"),
-        "str": ("x", "shard: params['a'][0] is str, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree"),
-        "sparse": (torch.eye(2).to_sparse(), "shard: params['a'][0] is sparse_coo, float32\n  fix: pass a dense real tensor"),
-        "complex": (torch.ones(2, dtype=torch.complex64), "shard: params['a'][0] is strided, complex64\n  fix: pass a dense real tensor"),
+        "float": (
+            3.5,
+            "shard: params['a'][0] is float, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree",
+        ),
+        "str": (
+            "x",
+            "shard: params['a'][0] is str, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree",
+        ),
+        "sparse": (
+            torch.eye(2).to_sparse(),
+            "shard: params['a'][0] is sparse_coo, float32\n  fix: pass a dense real tensor",
+        ),
+        "complex": (
+            torch.ones(2, dtype=torch.complex64),
+            "shard: params['a'][0] is strided, complex64\n  fix: pass a dense real tensor",
+        ),
     }
     for value, text in cases.values():
         expect(mf.LeafError, text, lambda value=value: mf.shard({"a": [value]}, groups))
@@ -140,7 +159,9 @@ def test_leaves_that_can_not_be_sharded():
 
 def test_a_tensor_on_another_device():
     groups = mf.make_groups(1, device="cpu")
-    shards = mf.shard({"w": torch.zeros(2, device="meta")}, groups)  # meta is shape only, and welcome
+    shards = mf.shard(
+        {"w": torch.zeros(2, device="meta")}, groups
+    )  # meta is shape only, and welcome
     assert shards["w"].shape == (2,)
     away = mf.make_groups(1, device="cuda:0" if torch.cuda.is_available() else "meta")
     expect(
@@ -193,10 +214,18 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     groups = mf.make_groups(1)
     shards = mf.shard({"w": torch.zeros(2)}, groups)
     fix = "\n  fix: make groups first: groups = mics_fn.make_groups(partition_size)"
-    expect(mf.GroupsError, "shard: groups is None" + fix, lambda: mf.shard({"w": torch.zeros(2)}, None))
+    expect(
+        mf.GroupsError, "shard: groups is None" + fix, lambda: mf.shard({"w": torch.zeros(2)}, None)
+    )
     expect(mf.GroupsError, "gather: hierarchy is None" + fix, lambda: mf.gather(shards, None))
-    expect(mf.GroupsError, "scatter_grads: groups is None" + fix, lambda: mf.reduce_grads({"w": torch.zeros(2)}, None))
-    expect(mf.GroupsError, "sync_replicas: groups is None" + fix, lambda: mf.reduce_grads(shards, None))
+    expect(
+        mf.GroupsError,
+        "scatter_grads: groups is None" + fix,
+        lambda: mf.reduce_grads({"w": torch.zeros(2)}, None),
+    )
+    expect(
+        mf.GroupsError, "sync_replicas: groups is None" + fix, lambda: mf.reduce_grads(shards, None)
+    )
     expect(
         mf.GroupsError,
         "hop 2 needs groups, got a hierarchy\n  fix: pass groups",
@@ -216,7 +245,11 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         "shard: replicas='maybe', expected 'check' or 'broadcast'",
         lambda: mf.shard({"w": torch.zeros(2)}, groups, replicas="maybe"),
     )
-    expect(mf.PlanError, "bucket_bytes=0 must be above 0", lambda: mf.shard({"w": torch.zeros(2)}, groups, bucket_bytes=0))
+    expect(
+        mf.PlanError,
+        "bucket_bytes=0 must be above 0",
+        lambda: mf.shard({"w": torch.zeros(2)}, groups, bucket_bytes=0),
+    )
 
 
 def test_verbs_after_close():
@@ -270,7 +303,10 @@ def test_a_tied_leaf_without_its_owner():
     shards = mf.shard({"a": w, "b": w}, groups)
     nested = mf.gather({"deep": [shards]}, groups)["deep"][0]
     assert nested["a"] is nested["b"]
-    with pytest.raises(mf.TreeError, match=r"Tied\(shape=\(3,\), float32\) is tied to a leaf that is not in this tree"):
+    with pytest.raises(
+        mf.TreeError,
+        match=r"Tied\(shape=\(3,\), float32\) is tied to a leaf that is not in this tree",
+    ):
         mf.gather({"b": shards["b"]}, groups)
 
 
@@ -286,7 +322,12 @@ def test_donate_under_autograd():
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [([4], "rank 4"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7, 8"), (range(9), "ranks 0-8")],
+    [
+        ([4], "rank 4"),
+        ([1, 0], "ranks 0, 1"),
+        ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7, 8"),
+        (range(9), "ranks 0-8"),
+    ],
 )
 def test_names_of_ranks(given, text):
     assert name_ranks(list(given)) == text

@@ -47,11 +47,15 @@ def plain_loss(leaves, batch):
 
 
 def batch_of(rank, size=6):
-    return random(50 + rank, size, 3, dtype=torch.float64), random(90 + rank, size, dtype=torch.float64)
+    return random(50 + rank, size, 3, dtype=torch.float64), random(
+        90 + rank, size, dtype=torch.float64
+    )
 
 
 def mean(value):
-    return tree.map_leaves(lambda x: sum(everywhere(x, dist.get_world_size())) / dist.get_world_size(), value)
+    return tree.map_leaves(
+        lambda x: sum(everywhere(x, dist.get_world_size())) / dist.get_world_size(), value
+    )
 
 
 def close(got, want):
@@ -59,7 +63,9 @@ def close(got, want):
     assert len(leaves_a) == len(leaves_b) > 0
     for a, b in zip(leaves_a, leaves_b, strict=True):
         assert a.shape == b.shape
-        assert (a - b).abs().max() <= TOLERANCE * max(1.0, float(b.abs().max())) if a.numel() else True
+        assert (
+            (a - b).abs().max() <= TOLERANCE * max(1.0, float(b.abs().max())) if a.numel() else True
+        )
     nonzero = [name for name, b in zip(range(99), leaves_b, strict=False) if b.abs().sum() > 0]
     assert len(nonzero) >= len(leaves_b) - 1, "a twin of zeros proves nothing"
 
@@ -152,7 +158,9 @@ def second_order(layout):
     v_shards = tree.map_leaves(torch.cos, shards)
 
     def dot(a, b):
-        return sum((x * y).sum() for x, y in zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True))
+        return sum(
+            (x * y).sum() for x, y in zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True)
+        )
 
     want = mean(grad(lambda p: dot(grad(plain_loss)(p, batch), v))(params))
     close(full(grad(lambda s: dot(grad(loss)(s, batch), v_shards))(shards)), want)
@@ -168,7 +176,9 @@ def second_order(layout):
 def through_a_module(layout):
     groups = groups_of(layout)
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1)).double()
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1)
+    ).double()
     params = {k: v.detach() for k, v in module.named_parameters()}
     x, y = batch_of(dist.get_rank())
 
@@ -195,4 +205,3 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_equals_the_unsharded_result(ranks, layout, program):
     ranks(layout.world_size).run(program, layout)
-

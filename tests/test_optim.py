@@ -15,7 +15,12 @@ from mics_fn.torch_optim import REFUSED
 
 STEPS = 4
 ELEMENTWISE = {
-    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.8, "dampening": 0.3}],
+    "SGD": [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.8, "dampening": 0.3},
+    ],
     "Adam": [{}, {"amsgrad": True, "weight_decay": 0.1}],
     "AdamW": [{"weight_decay": 0.1}, {"maximize": True}],
     "RMSprop": [{}, {"momentum": 0.9, "centered": True}],
@@ -41,9 +46,14 @@ def grads_at(step):
 
 def torch_twin(cls, options, lr=1e-2, decayed=lambda name: True):
     params = {k: torch.nn.Parameter(v) for k, v in values().items()}
-    kinds = [[p for k, p in params.items() if decayed(k)], [p for k, p in params.items() if not decayed(k)]]
+    kinds = [
+        [p for k, p in params.items() if decayed(k)],
+        [p for k, p in params.items() if not decayed(k)],
+    ]
     parts = [{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}]
-    optimizer = cls([part for part in parts if part["params"]], lr=lr if not callable(lr) else lr(0), **options)
+    optimizer = cls(
+        [part for part in parts if part["params"]], lr=lr if not callable(lr) else lr(0), **options
+    )
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = lr(step) if callable(lr) else lr
@@ -80,7 +90,9 @@ def test_torch_optimizers_to_the_bit(ranks, layout, name, options):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_by_name_with_the_reason(name):
-    with pytest.raises(mf.OptimizerError, match=f"from_torch: {name} can not be used: it ") as caught:
+    with pytest.raises(
+        mf.OptimizerError, match=f"from_torch: {name} can not be used: it "
+    ) as caught:
         mf.from_torch(getattr(torch.optim, name))
     assert "fix: use an elementwise one: SGD" in str(caught.value)
 
@@ -89,7 +101,9 @@ def test_every_torch_optimizer_is_decided():
     classes = {
         name
         for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        if isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
     }
     assert classes == set(ELEMENTWISE) | set(REFUSED)
 
@@ -119,7 +133,11 @@ def test_refuses_bad_arguments_at_once():
 
 
 FUSED = {
-    "sgd": (lambda lr: mf.sgd(lr, momentum=0.9, nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "sgd": (
+        lambda lr: mf.sgd(lr, momentum=0.9, nesterov=True),
+        torch.optim.SGD,
+        {"momentum": 0.9, "nesterov": True},
+    ),
     "adam": (mf.adam, torch.optim.Adam, {}),
     "adamw": (lambda lr: mf.adamw(lr, weight_decay=0.3), torch.optim.AdamW, {"weight_decay": 0.3}),
 }
@@ -130,7 +148,12 @@ def of_fused(layout, name):
     schedule = mf.warmup_cosine(1e-2, 2, STEPS)
     got = run_sharded(layout, lambda: make(schedule), donate=True)
     want = torch_twin(cls, {**options, "fused": True}, lr=schedule)
-    for key, value in got.items():  # vector and tail loops of a fused kernel round differently: 4 steps of 8 roundings
+    for (
+        key,
+        value,
+    ) in (
+        got.items()
+    ):  # vector and tail loops of a fused kernel round differently: 4 steps of 8 roundings
         bound = STEPS * 8 * torch.finfo(torch.float32).eps * (want[key].abs() + 0.04)
         assert ((value - want[key]).abs() <= bound).all()
 
@@ -161,9 +184,17 @@ def of_lion(layout, donate):
 
 def of_mask(layout):
     make = lambda: mf.from_torch(  # noqa: E731
-        torch.optim.AdamW, lr=1e-2, weight_decay=0.5, foreach=False, decay_mask=lambda path: path not in ("['b']", "['d']")
+        torch.optim.AdamW,
+        lr=1e-2,
+        weight_decay=0.5,
+        foreach=False,
+        decay_mask=lambda path: path not in ("['b']", "['d']"),
     )
-    want = torch_twin(torch.optim.AdamW, {"weight_decay": 0.5, "foreach": False}, decayed=lambda name: name not in "bd")
+    want = torch_twin(
+        torch.optim.AdamW,
+        {"weight_decay": 0.5, "foreach": False},
+        decayed=lambda name: name not in "bd",
+    )
     same_bits(run_sharded(layout, make), want)
 
 
@@ -196,7 +227,9 @@ def test_pure_by_default():
 
 def test_donation_reuses_buffers_and_names_what_is_used_again():
     groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard(values(), groups), mf.chain(mf.clip_by_value(0.5), mf.adamw(1e-2)))
+    state = mf.init_state(
+        mf.shard(values(), groups), mf.chain(mf.clip_by_value(0.5), mf.adamw(1e-2))
+    )
     memory = [x.data_ptr() for x in tree.flatten(state.params)[0]]
     kept = state
     for step in range(3):
@@ -266,7 +299,12 @@ def clipped(layout, max_norm):
         "empty": torch.zeros(0),
     }
     shards = mf.shard(params, groups)
-    full = {**params, "a": params["a"] * (1 + dist.get_rank()), "tied": [shared, shared * 2], "n": None}
+    full = {
+        **params,
+        "a": params["a"] * (1 + dist.get_rank()),
+        "tied": [shared, shared * 2],
+        "n": None,
+    }
     full["frozen"] = None
     grads = mf.reduce_grads(full, groups, like=shards)
     n = layout.world_size
@@ -283,7 +321,9 @@ def clipped(layout, max_norm):
     return norm
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2), Layout((2, 2, 2), 8)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout((1,), 1), Layout((2, 2), 2), Layout((2, 2, 2), 8)], ids=str
+)
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clip_by_global_norm_counts_once(ranks, layout, max_norm):
     found = ranks(layout.world_size).run(clipped, layout, max_norm)
@@ -292,10 +332,16 @@ def test_clip_by_global_norm_counts_once(ranks, layout, max_norm):
 
 def test_clip_by_value():
     groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard({"w": torch.zeros(3)}, groups), mf.chain(mf.clip_by_value(0.5), mf.sgd(1.0)))
+    state = mf.init_state(
+        mf.shard({"w": torch.zeros(3)}, groups), mf.chain(mf.clip_by_value(0.5), mf.sgd(1.0))
+    )
     grads = mf.reduce_grads({"w": torch.tensor([-3.0, 0.25, 9.0])}, groups)
     assert mf.opt_step(state, grads).params["w"].data.tolist() == [0.5, -0.25, -0.5]
-    for bad in (lambda: mf.clip_by_value(0), lambda: mf.clip_by_global_norm(-1.0, groups), mf.chain):
+    for bad in (
+        lambda: mf.clip_by_value(0),
+        lambda: mf.clip_by_global_norm(-1.0, groups),
+        mf.chain,
+    ):
         with pytest.raises(mf.OptimizerError):
             bad()
 
@@ -325,7 +371,9 @@ def test_accepts_the_protocol(optimizer):
     want = torch_twin(torch.optim.SGD, {"momentum": 0.9, "foreach": False}, lr=0.1)
     for key, value in got.items():
         assert torch.allclose(value, want[key], rtol=1e-6, atol=1e-6)
-    chained = run_sharded(Layout((1,), 1), lambda: mf.chain(mf.clip_by_value(1e9), optimizer()), donate=True)
+    chained = run_sharded(
+        Layout((1,), 1), lambda: mf.chain(mf.clip_by_value(1e9), optimizer()), donate=True
+    )
     same_bits(chained, got)
 
 

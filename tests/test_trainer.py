@@ -38,7 +38,11 @@ def snapshot(module):
             type(m),
             {k: id(v) for k, v in m.__dict__.items() if not isinstance(v, dict)},
             {k: dict(v) for k, v in m.__dict__.items() if isinstance(v, dict)},
-            {k: (id(p), p.data_ptr(), p._version, p.grad) for k, p in m._parameters.items() if p is not None},
+            {
+                k: (id(p), p.data_ptr(), p._version, p.grad)
+                for k, p in m._parameters.items()
+                if p is not None
+            },
             {k: (id(b), b.clone(), b._version) for k, b in m._buffers.items() if b is not None},
         )
         for name, m in module.named_modules()
@@ -81,7 +85,9 @@ def recomputation(layout):
             twin = copy.deepcopy(model)
             twin(random(rank, 6, 3, dtype=torch.float64)).backward()
             twins.append(twin)
-        for p, *grads in zip(params, *([q.grad for q in t.parameters()] for t in twins), strict=True):
+        for p, *grads in zip(
+            params, *([q.grad for q in t.parameters()] for t in twins), strict=True
+        ):
             p.data -= 0.5 * sum(grads) / len(grads)
         for name, buffer in model.named_buffers():
             each = [dict(t.named_buffers())[name] for t in twins]
@@ -122,7 +128,9 @@ def replaced_buffers(layout):
     buffers = trainer.state.buffers
     n = layout.world_size
     assert buffers["seen"].item() == sum(8.0 * r for r in range(n)) / n
-    assert buffers["cache"].tolist() == [2.0 * rank] * 2, "a non-persistent buffer stays this rank's own"
+    assert buffers["cache"].tolist() == [2.0 * rank] * 2, (
+        "a non-persistent buffer stays this rank's own"
+    )
     before = trainer.state
     trainer.eval(torch.ones(4, 2))
     assert trainer.state is before
@@ -136,13 +144,15 @@ def test_buffers_are_values(ranks):
 def test_evaluation_mode_is_left_again():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
     model[1].eval()  # the user's own choice for one module must survive
-    trainer = mf.Trainer(model, mf.sgd(0.0), mf.make_groups(1), loss=lambda m, x: m(x).square().sum())
+    trainer = mf.Trainer(
+        model, mf.sgd(0.0), mf.make_groups(1), loss=lambda m, x: m(x).square().sum()
+    )
     x = random(0, 8, 4)
     assert trainer.eval(x) == trainer.eval(x)
     means = trainer.state.buffers["2.running_mean"].clone()
     trainer.step(x)
     assert not torch.equal(trainer.state.buffers["2.running_mean"], means), "step did not train"
-    modes = {name: m.training for name, m in trainer._program.model.named_modules()}
+    modes = {name: m.training for name, m in trainer._program.skeleton.named_modules()}
     assert modes == {"": True, "0": True, "1": False, "2": True}
 
 
@@ -200,7 +210,10 @@ def test_a_pure_loss_function(ranks):
 def nothing_used(layout):
     """On one rank the loss uses no parameter: the others must not wait for it."""
     trainer = mf.Trainer(
-        nn.Linear(2, 1), mf.sgd(0.1), groups_of(layout), replicas="broadcast",
+        nn.Linear(2, 1),
+        mf.sgd(0.1),
+        groups_of(layout),
+        replicas="broadcast",
         loss=lambda m, x: m(x).sum() if dist.get_rank() else x.sum(),
     )
     before = trainer.params()["weight"].clone()
@@ -231,7 +244,9 @@ def fitted(layout, progress):
 def test_fit_cycles_the_loader_and_averages_losses(ranks):
     found = ranks(4).run(fitted, TWO_BY_TWO, True)
     assert all(losses == found[0][0] for losses, _ in found)
-    assert ["7/7" in shown for _, shown in found] == [True, False, False, False], "one bar, on one rank"
+    assert ["7/7" in shown for _, shown in found] == [True, False, False, False], (
+        "one bar, on one rank"
+    )
     assert "samples/s" in found[0][1]
     assert [shown for _, shown in ranks(4).run(fitted, TWO_BY_TWO, False)] == [""] * 4
 
@@ -251,7 +266,10 @@ def test_bad_use_is_refused():
     with pytest.raises(mf.TreeError, match="a loss_fn needs params="):
         mf.Trainer(lambda params, batch: 0, mf.sgd(0.1), groups)
     trainer = mf.Trainer(TakesWords(), mf.sgd(0.1), groups, accumulate=3)
-    with pytest.raises(mf.TreeError, match=r"batch\[0\] has shape \(4, 3\), accumulate=3\n  fix: make dim 0 a multiple"):
+    with pytest.raises(
+        mf.TreeError,
+        match=r"batch\[0\] has shape \(4, 3\), accumulate=3\n  fix: make dim 0 a multiple",
+    ):
         trainer.step((torch.ones(4, 3), torch.ones(4)))
     vector = mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups)
     with pytest.raises(mf.LeafError, match=r"the loss has shape \(1, 2\), expected one number"):
@@ -282,8 +300,12 @@ def test_an_exception_in_the_model_leaves_the_state_usable():
 
 
 def test_state_is_a_value():
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.adamw(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
-    saved = tree.map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, trainer.state)
+    trainer = mf.Trainer(
+        nn.Linear(2, 1), mf.adamw(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum()
+    )
+    saved = tree.map_leaves(
+        lambda x: x.clone() if isinstance(x, torch.Tensor) else x, trainer.state
+    )
     trainer.step(torch.ones(1, 2))
     first = trainer.params()
     trainer.state = saved

@@ -80,7 +80,9 @@ def reference(world_size, accumulate, dtype, optimizer, mode):
     model = make_net(dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
-        p.grad = torch.zeros_like(p)  # a parameter without a gradient has gradient zero, as on shards
+        p.grad = torch.zeros_like(
+            p
+        )  # a parameter without a gradient has gradient zero, as on shards
     torch_optimizer = OPTIMIZERS[optimizer][1](trained)
     losses = []
     for step in range(STEPS):
@@ -88,7 +90,9 @@ def reference(world_size, accumulate, dtype, optimizer, mode):
         total = 0.0
         for rank in range(world_size):
             for part in range(accumulate):
-                loss = loss_of(model, micro_batch(step, part, rank, mode)) / (world_size * accumulate)
+                loss = loss_of(model, micro_batch(step, part, rank, mode)) / (
+                    world_size * accumulate
+                )
                 loss.backward()
                 total += loss.item()
         torch_optimizer.step()
@@ -113,7 +117,12 @@ def train(layout, accumulate, dtype, optimizer, mode, options):
     assert trainer.state.step == STEPS
     assert all(t == traffic[1] for t in traffic[1:]), "step 2 issues other collectives than step 3"
     hops = {name: calls for name, (calls, _) in traffic[1].items()}
-    buckets = len({x.bucket for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]})
+    buckets = len(
+        {
+            x.bucket
+            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]
+        }
+    )
     assert hops.get("replicas", 0) == (buckets if layout.world_size > layout.partition_size else 0)
     for name, calls in hops.items():
         if name.startswith("reduce"):
@@ -152,7 +161,9 @@ def compare(ranks, layout, accumulate, dtype, optimizer, mode="always", **option
         assert torch.equal(mine, found[rank % layout.partition_size][2]), "replicas differ"
         assert all(torch.equal(params[k], found[0][0][k]) for k in params)
     moved = max((want[k] - v).abs().max() for k, v in make_net(dtype).named_parameters())
-    assert moved > 100 * bound_of(dtype, optimizer), "nothing was learned: the comparison proves nothing"
+    assert moved > 100 * bound_of(dtype, optimizer), (
+        "nothing was learned: the comparison proves nothing"
+    )
     assert torch.equal(found[0][0]["frozen"], make_net(dtype).frozen)
 
 
@@ -208,7 +219,9 @@ def test_bitwise_where_arithmetic_is_the_same(ranks, accumulate):
 def hand_written(layout):
     """The README's step, without the Trainer: the same bits as the Trainer's."""
     groups = groups_of(layout)
-    params = {k: v.detach() for k, v in make_net(torch.float64).named_parameters(remove_duplicate=False)}
+    params = {
+        k: v.detach() for k, v in make_net(torch.float64).named_parameters(remove_duplicate=False)
+    }
     params["frozen"] = nn.Parameter(params["frozen"], requires_grad=False)
     skeleton = make_net(torch.float64).to("meta")
     state = mf.init_state(mf.shard(params, groups), mf.adamw(1e-2))
@@ -216,7 +229,9 @@ def hand_written(layout):
     def loss_fn(shards, batch):
         full = mf.gather(shards, groups.hierarchy)
         tokens, _ = batch
-        logits = torch.func.functional_call(skeleton, full, (tokens[:, :-1], True), tie_weights=False)
+        logits = torch.func.functional_call(
+            skeleton, full, (tokens[:, :-1], True), tie_weights=False
+        )
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     for step in range(STEPS):
@@ -224,9 +239,7 @@ def hand_written(layout):
         grads, _ = torch.func.grad_and_value(loss_fn)(state.params, batch)
         state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=step % 2 == 0)
     # the same order of leaves in buckets, since vector and tail loops of a kernel may round differently
-    trainer = mf.Trainer(
-        make_net(torch.float64), mf.adamw(1e-2), groups, loss=loss_of, order=None
-    )
+    trainer = mf.Trainer(make_net(torch.float64), mf.adamw(1e-2), groups, loss=loss_of, order=None)
     for step in range(STEPS):
         trainer.step(step_batch(step, 1, dist.get_rank(), "always"))
     same_bits(mf.unshard(state.params, groups), trainer.params())
@@ -243,15 +256,23 @@ def test_a_hand_written_step_is_the_trainers(ranks, layout):
 def with_experts(layout):
     dense = groups_of(layout)
     experts = groups_of(Layout(layout.sizes, 1))
-    params = {"dense": {"w": random(0, 5, 4, dtype=torch.float64)}, "experts": [random(1, 7, dtype=torch.float64)]}
-    for groups in ({"dense": dense, "experts": experts}, lambda p: experts if "experts" in p else dense):
+    params = {
+        "dense": {"w": random(0, 5, 4, dtype=torch.float64)},
+        "experts": [random(1, 7, dtype=torch.float64)],
+    }
+    for groups in (
+        {"dense": dense, "experts": experts},
+        lambda p: experts if "experts" in p else dense,
+    ):
         shards = mf.shard(params, groups)
         same_bits(mf.gather(shards, groups), params)
         rank, n = dist.get_rank(), layout.world_size
         grads = tree.map_leaves(lambda x: x * (rank + 1), params)
         reduced = mf.reduce_grads(grads, groups)
         want = tree.map_leaves(lambda x: x * ((n + 1) / 2), params)
-        for a, b in zip(tree.flatten(mf.unshard(reduced, groups))[0], tree.flatten(want)[0], strict=True):
+        for a, b in zip(
+            tree.flatten(mf.unshard(reduced, groups))[0], tree.flatten(want)[0], strict=True
+        ):
             assert torch.allclose(a, b, rtol=1e-14, atol=0)
         norm = mf.global_norm(reduced, groups)
         exact = torch.cat([x.flatten() for x in tree.flatten(want)[0]]).norm()
@@ -265,5 +286,3 @@ def with_experts(layout):
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.partition_size > 1], ids=str)
 def test_experts_on_other_groups(ranks, layout):
     ranks(layout.world_size).run(with_experts, layout)
-
-

@@ -13,14 +13,17 @@ from mics_fn import flat, layout, tree
 from mics_fn.layout import LeafSpec, plan_buckets
 from mics_fn.leaf import Nothing
 from mics_fn.optim import TrainState
-from mics_fn.torch_optim import LionState, TorchState
+from mics_fn.ready import LionState
+from mics_fn.torch_optim import TorchState
 
 BUCKET = layout.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
 
 
 def train_state():
     groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard({"w": random(0, 3)}, groups), mf.adamw(1e-3), buffers={"b": random(1, 2)})
+    state = mf.init_state(
+        mf.shard({"w": random(0, 3)}, groups), mf.adamw(1e-3), buffers={"b": random(1, 2)}
+    )
     return TrainState(7, state.params, state.opt, state.buffers, state.transform)
 
 
@@ -47,13 +50,19 @@ def test_nodes_round_trip_in_both_worlds(name):
     value = NODES[name]()
     leaves, spec = tree.flatten({"x": value})
     torch_leaves, torch_spec = torch_pytree.tree_flatten({"x": value})
-    again = [spec.unflatten(leaves)["x"], torch_pytree.tree_unflatten(torch_leaves, torch_spec)["x"]]
+    again = [
+        spec.unflatten(leaves)["x"],
+        torch_pytree.tree_unflatten(torch_leaves, torch_spec)["x"],
+    ]
     for other in again:
         assert type(other) is type(value)
         for field, part in fields(value).items():
             mine, theirs = tree.flatten(part)[0], tree.flatten(getattr(other, field))[0]
             assert len(mine) == len(theirs)
-            assert all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+            assert all(
+                a is b if isinstance(a, torch.Tensor) else a == b
+                for a, b in zip(mine, theirs, strict=True)
+            )
             assert repr(part) == repr(getattr(other, field))
     assert tree.flatten({"x": again[0]})[1] == spec
     assert hash(tree.flatten({"x": again[0]})[1]) == hash(spec)
@@ -72,7 +81,10 @@ def test_structure_is_compared_not_values():
     assert tree.flatten([a])[1] == tree.flatten([b])[1]
     for other in (mf.Fixed(random(0, 6), BUCKET, 0), mf.Fixed(random(0, 6)), mf.Tied(BUCKET, 1)):
         assert tree.flatten([a])[1] != tree.flatten([other])[1]
-    assert tree.flatten([mf.Sharded(random(0, 6), BUCKET, 1)])[1] != tree.flatten([mf.Sharded(random(0, 6), BUCKET, 0)])[1]
+    assert (
+        tree.flatten([mf.Sharded(random(0, 6), BUCKET, 1)])[1]
+        != tree.flatten([mf.Sharded(random(0, 6), BUCKET, 0)])[1]
+    )
 
 
 def test_optree_and_torch_order_keys_differently_and_results_agree():
@@ -108,7 +120,10 @@ def test_digest_depends_on_every_line_and_their_borders():
 # Flat buckets.
 
 leaf_lists = st.lists(
-    st.tuples(st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from([torch.float32, torch.bfloat16])),
+    st.tuples(
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+    ),
     min_size=1,
     max_size=10,
 )
@@ -116,7 +131,10 @@ leaf_lists = st.lists(
 
 @given(leaf_lists, st.sampled_from([1, 2, 3, 4, 8, 12]), st.sampled_from([1, 100, 10**6]))
 def test_buckets_hold_every_element_once(leaves, parts, bucket_bytes):
-    specs = [LeafSpec(f"p{i}", shape, dtype, parts, True, None) for i, (shape, dtype) in enumerate(leaves)]
+    specs = [
+        LeafSpec(f"p{i}", shape, dtype, parts, True, None)
+        for i, (shape, dtype) in enumerate(leaves)
+    ]
     places = plan_buckets(specs, bucket_bytes=bucket_bytes)
     assert len(set(places)) == len(places)
     for spec, (bucket, slot) in zip(specs, places, strict=True):
@@ -133,7 +151,10 @@ def test_buckets_hold_every_element_once(leaves, parts, bucket_bytes):
             for offset, piece in zip(bucket.offsets, layout.pieces(bucket, chunk), strict=True):
                 for i in range(piece.length):
                     covered[chunk * bucket.chunk + piece.start + i] += 1
-                    assert chunk * bucket.chunk + piece.start == offset + piece.origin or not piece.length
+                    assert (
+                        chunk * bucket.chunk + piece.start == offset + piece.origin
+                        or not piece.length
+                    )
         for start, length in layout.gaps(bucket):
             for i in range(start, start + length):
                 covered[i] += 1
@@ -142,13 +163,18 @@ def test_buckets_hold_every_element_once(leaves, parts, bucket_bytes):
 
 @given(leaf_lists, st.sampled_from([1, 2, 4]), st.booleans())
 def test_packing_is_undone_by_splitting(leaves, parts, batched):
-    specs = [LeafSpec(f"p{i}", shape, torch.float64, parts, True, None) for i, (shape, _) in enumerate(leaves)]
+    specs = [
+        LeafSpec(f"p{i}", shape, torch.float64, parts, True, None)
+        for i, (shape, _) in enumerate(leaves)
+    ]
     bucket = plan_buckets(specs)[0][0]
     batch = (3,) if batched else ()
     cpu = torch.device("cpu")
     full = [random(i, *batch, *shape, dtype=torch.float64) for i, shape in enumerate(bucket.shapes)]
     packed = flat.pack_full(bucket, full, batch=batch, device=cpu)
-    assert all(torch.equal(a, b) for a, b in zip(flat.split_full(bucket, packed), full, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(flat.split_full(bucket, packed), full, strict=True)
+    )
     for start, length in layout.gaps(bucket):
         assert not packed[..., start : start + length].any()
     for chunk, part in enumerate(packed.split(bucket.chunk, -1)):
@@ -164,7 +190,9 @@ def test_packing_is_undone_by_splitting(leaves, parts, batched):
 
 
 def test_missing_gradients_are_zeros_and_use_no_memory_of_their_own():
-    (bucket, _), *_ = plan_buckets([LeafSpec(f"p{i}", (3,), torch.float32, 2, True, None) for i in range(3)])
+    (bucket, _), *_ = plan_buckets(
+        [LeafSpec(f"p{i}", (3,), torch.float32, 2, True, None) for i in range(3)]
+    )
     packed = flat.pack_full(bucket, [None, torch.ones(3), None], device=torch.device("cpu"))
     assert packed.tolist() == [0, 0, 0, 0, 1, 1, 1, 0] + [0] * (bucket.numel - 8)
 
@@ -179,7 +207,9 @@ def test_a_chunk_of_somebody_elses_memory_is_copied():
 
 
 def test_optree_sees_our_nodes_only_in_our_namespace():
-    assert optree.tree_leaves(NODES["Sharded"](), namespace="") != tree.flatten(NODES["Sharded"]())[0]
+    assert (
+        optree.tree_leaves(NODES["Sharded"](), namespace="") != tree.flatten(NODES["Sharded"]())[0]
+    )
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -100,8 +100,12 @@ def _ours(
     values: dict[str, Tensor], grads: dict[str, Tensor], groups: mf.Groups
 ) -> tuple[Peer, Any]:
     """`opt_step` with donation; gradients lie in flat buckets, as hop 1 leaves them."""
-    state = mf.init_state(mf.shard(values, groups), mf.adamw(1e-3))
-    shards = mf.shard(grads, groups)
+    params = mf.shard(values, groups)
+    state = mf.init_state(params, mf.adamw(1e-3))
+    shards = {
+        name: mf.Sharded(shard.data, params[name].bucket, params[name].slot)
+        for name, shard in mf.shard(grads, groups).items()
+    }
 
     def step(number: int) -> None:
         nonlocal state

@@ -83,7 +83,8 @@ def _introduce(config: DemoConfig) -> None:
     print(f"mics_fn demo: a {blocks}-block GPT learns Python's library, byte by byte")
     train, held_out = human_bytes(len(text.train)), human_bytes(len(text.held_out))
     print(f"text: {text.num_files} files, {train} to learn from and {held_out} held out")
-    print(f"{plan}\nstarting {config.ranks} processes on {config.device} ...")
+    count = f"{config.ranks} process{'es' * (config.ranks > 1)}"
+    print(f"{plan}\nstarting {count} on {config.device} ...")
     if importlib.util.find_spec("tqdm") is None:
         print("progress bar: needs tqdm; install it with: pip install 'mics-fn[demo]'")
     sys.stdout.flush()
@@ -220,6 +221,8 @@ def render(summary: Summary) -> str:
     for what, row in summary.traffic.items():
         formula = "-" if row["formula"] is None else human_bytes(row["formula"])
         sent.append((what, human_bytes(max(row["counted"])), formula, row["why"]))
+    if not summary.traffic:
+        sent = [("nothing: it is alone", "")]
     speed = [
         ("median step", f"{summary.step_seconds * 1e3:.0f} ms"),
         ("all ranks together", f"{summary.tokens_per_second:,.0f} tokens/s"),

@@ -1,5 +1,6 @@
 """The demo's two runs: sharded over ranks, and the same training in one process by plain torch."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -180,6 +181,8 @@ def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
         config: as for the ranks.
         progress: called with an iterable of the steps, gives them back; a progress bar.
     """
+    # Half of the cores: threads that share an operation crawl when anything else wants their core.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     text = load_text()
     model = make_model(config).to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=WEIGHT_DECAY)

@@ -1,0 +1,105 @@
+"""The norm of a sharded gradient, and clipping, as parts of a `chain`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch, tree
+from mics_fn.collectives import collect
+from mics_fn.columns import map_columns
+from mics_fn.errors import LeafError, OptimizerError, message
+from mics_fn.groups import Groups
+from mics_fn.leaf import Sharded, is_leaf
+from mics_fn.linear import homes_of
+from mics_fn.optim import Transform, from_update
+from mics_fn.tree import Tree
+
+
+def global_norm(grads: Tree, groups: Any) -> Tensor:
+    """The L2 norm of a whole tree, every element counted once.
+
+    Args:
+      grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
+        replicated leaves do not count.
+      groups: as for `shard`.
+
+    Returns:
+      A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
+      it.
+
+    Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank
+      order, so that replicas get the same bits.
+
+    Memory: none.
+
+    Raises: `LeafError` where a leaf is a full tensor.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
+      tensor(5., dtype=torch.float64)
+    """
+    leaves, _ = tree.flatten(grads, is_leaf)
+    homes = homes_of("global_norm", "groups", groups, grads)
+    by_home: dict[Groups, list[Tensor]] = {}
+    for i, (leaf, home) in enumerate(zip(leaves, homes, strict=True)):
+        mine = by_home.setdefault(home, [])
+        if isinstance(leaf, Sharded):
+            mine.append(leaf.data)
+        elif not is_leaf(leaf):
+            path = tree.paths(grads, "grads", is_leaf)[i]
+            fix = "do both hops first: reduce_grads(grads, groups)"
+            raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
+    totals = []
+    for home, pieces in by_home.items():
+        held = [piece for piece in pieces if piece.numel()]
+        norms = _torch.foreach_norm(held, 2) if held else ()
+        here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
+        totals.append(collect(home.partition, here).sum(0))
+    return torch.stack(totals).sum().sqrt() if totals else torch.zeros((), dtype=torch.float64)
+
+
+def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
+    """Scale gradients so that their global norm is at most `max_norm`, as `clip_grad_norm_` does.
+
+    Args:
+      max_norm: above 0.
+      groups: as for `shard`.
+
+    Returns:
+      A `Transform` for `chain`.
+
+    Communication: as `global_norm`, each step. The host does not wait.
+
+    Raises:
+      OptimizerError: `max_norm` is not above 0.
+    """
+    if not max_norm > 0:
+        raise OptimizerError(f"clip_by_global_norm: max_norm={max_norm} must be above 0")
+
+    def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
+        factor = (max_norm / (global_norm(grads, groups) + 1e-6)).clamp(max=1.0)
+        return map_columns(lambda g: g.mul_(factor.to(g.dtype)), grads), state
+
+    return from_update(lambda params: (), update)
+
+
+def clip_by_value(max_value: float) -> Transform:
+    """Clamp every gradient element to [-max_value, max_value].
+
+    Args:
+      max_value: above 0.
+
+    Returns:
+      A `Transform` for `chain`.
+
+    Communication: none.
+    """
+    if not max_value > 0:
+        raise OptimizerError(f"clip_by_value: max_value={max_value} must be above 0")
+
+    def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
+        return map_columns(lambda g: g.clamp_(-max_value, max_value), grads), state
+
+    return from_update(lambda params: (), update)

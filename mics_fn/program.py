@@ -1,0 +1,123 @@
+"""A model, or a loss function, as one call from full parameters to loss and gradients.
+
+Modules are read, never changed: parameters are swapped into a copy on meta by `functional_call`.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mics_fn.errors import LeafError, message
+from mics_fn.tree import Tree
+
+Buffers = dict[str, Tensor]
+
+
+class Result(NamedTuple):
+    """What a call gives: the loss, a gradient (or None) for each variable, and the next buffers."""
+
+    loss: Tensor  # 0-dim
+    grads: tuple[Tensor | None, ...]
+    buffers: Buffers
+
+
+class FunctionProgram:
+    """A pure `loss_fn(params, batch)`; it has no buffers and no modes."""
+
+    def __init__(self, loss_fn: Callable[[Tree, Any], Tensor]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(
+        self, params: Tree, buffers: Buffers, batch: Any, variables: list[Tensor]
+    ) -> Result:
+        """Loss of a batch, and its gradients with respect to `variables`, which `params` holds."""
+        return Result(*_value_and_grad(self.loss_fn(params, batch), variables), buffers)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, which a function does not have."""
+        yield
+
+
+class ModuleProgram:
+    """A module and a `loss(model, batch)`.
+
+    Args:
+      model: read once: its parameters and buffers become values, its structure a skeleton on meta.
+      loss: called with the skeleton while the given values are swapped in.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+        self.params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.buffers = {name: value.detach().clone() for name, value in buffers.items()}
+        saved = model.state_dict(keep_vars=True)
+        self.averaged = [k for k, v in buffers.items() if k in saved and v.is_floating_point()]
+        memo: dict[int, Any] = {}
+        for value in (*self.params.values(), *buffers.values()):
+            empty = torch.empty_like(value, device="meta")
+            is_param = isinstance(value, nn.Parameter)
+            memo[id(value)] = nn.Parameter(empty, value.requires_grad) if is_param else empty
+        self.skeleton = copy.deepcopy(model, memo)
+        self._step = _Step(self.skeleton, loss or _own_loss)
+
+    def __call__(
+        self, params: Tree, buffers: Buffers, batch: Any, variables: list[Tensor]
+    ) -> Result:
+        """Loss of a batch, and its gradients with respect to `variables`, which `params` holds."""
+        given = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
+        found = functional_call(
+            self._step, given, (batch, variables), tie_weights=False, strict=True
+        )
+        # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
+        return Result(*found, {name: given[f"model.{name}"].detach() for name in buffers})
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode; afterwards every module is in the mode it was in."""
+        modes = [(module, module.training) for module in self.skeleton.modules()]
+        try:
+            self.skeleton.eval()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+class _Step(nn.Module):
+    """Model, loss and backward as one module, so that backward runs while values are swapped in.
+
+    A model that recomputes activations in backward would otherwise recompute on meta.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any, variables: list[Tensor]) -> tuple[Tensor, tuple]:
+        return _value_and_grad(self.loss(self.model, batch), variables)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """What the model itself returns for the batch, or the `.loss` of that."""
+    if isinstance(batch, dict):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    return out if isinstance(out, Tensor) else out.loss
+
+
+def _value_and_grad(loss: Any, variables: list[Tensor]) -> tuple[Tensor, tuple]:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        text = f"Trainer: the loss has {got}, expected one number"
+        raise LeafError(message(text, fix="return a scalar tensor"))
+    value = loss.detach().reshape(())
+    if not variables or not loss.requires_grad:  # nothing trained was used: no gradient at all
+        return value, (None,) * len(variables)
+    return value, torch.autograd.grad(loss, variables, allow_unused=True)

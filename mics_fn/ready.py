@@ -1,0 +1,154 @@
+"""Ready optimizers, and a schedule of the learning rate."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from mics_fn import tree
+from mics_fn.columns import columns, fresh
+from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
+from mics_fn.torch_optim import from_torch
+from mics_fn.tree import Tree
+
+
+def sgd(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Stochastic gradient descent; torch's fused `SGD`.
+
+    Args:
+      lr: learning rate, or a function of the step.
+      momentum: of the running gradient.
+      nesterov: look one step ahead.
+      weight_decay: L2 penalty, added to the gradient.
+      decay_mask: which leaves get it, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Example:
+      >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
+    """
+    options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    return from_torch(torch.optim.SGD, lr=lr, decay_mask=decay_mask, fused=True, **options)
+
+
+def adam(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Adam (Kingma and Ba, arXiv:1412.6980) with an L2 penalty; torch's fused `Adam`.
+
+    Arguments as for `adamw`.
+
+    Example:
+      >>> optimizer = adam(1e-3)
+    """
+    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return from_torch(torch.optim.Adam, lr=lr, decay_mask=decay_mask, fused=True, **options)
+
+
+def adamw(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Adam with decoupled weight decay (arXiv:1711.05101); torch's fused `AdamW`.
+
+    Args:
+      lr: learning rate, or a function of the step.
+      betas: decay of the running mean and of the running square.
+      eps: added to the denominator.
+      weight_decay: parameters shrink by lr * weight_decay a step.
+      decay_mask: which leaves shrink, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Example:
+      >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
+    """
+    options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return from_torch(torch.optim.AdamW, lr=lr, decay_mask=decay_mask, fused=True, **options)
+
+
+class LionState(NamedTuple):
+    """State of Lion: steps done, and the running mean as a tree of shards."""
+
+    count: int
+    mean: Tree
+
+
+def lion(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    decay_mask: Mask | None = None,
+) -> Transform:
+    """Lion (Chen et al., arXiv:2302.06675): steps of the sign of an interpolated gradient.
+
+    Args:
+      lr: learning rate, or a function of the step.
+      betas: interpolation for the sign, and decay of the running mean.
+      weight_decay: parameters shrink by lr * weight_decay a step.
+      decay_mask: which leaves shrink, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Example:
+      >>> optimizer = lion(1e-4, weight_decay=0.1)
+    """
+
+    def init(params: Tree) -> LionState:
+        mean = fresh(params)
+        for piece in tree.flatten(mean)[0]:
+            piece.zero_()
+        return LionState(0, mean)
+
+    def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
+        rate, mean = rate_at(lr, state.count), state.mean
+        if not donate:
+            params, mean = fresh(params), fresh(mean)
+        pieces, spec = tree.flatten(params)
+        means, mean_spec = tree.flatten(mean)
+        keys = decay_keys(decay_mask, params)
+        for decays, (p, g, m) in columns([pieces, tree.flatten(grads)[0], means], keys):
+            if decays is not False:
+                p.mul_(1 - rate * weight_decay)
+            p.add_(torch.lerp(m, g, 1 - betas[0]).sign_(), alpha=-rate)
+            m.lerp_(g, 1 - betas[1])
+        return spec.unflatten(pieces), LionState(state.count + 1, mean_spec.unflatten(means))
+
+    return from_step(init, step)
+
+
+def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Schedule:
+    """A learning rate that rises linearly to `peak`, then falls along half a cosine to `floor`.
+
+    >>> lr = warmup_cosine(1.0, 2, 6)
+    >>> [round(lr(step), 3) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+
+    def lr(step: int) -> float:
+        if step < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return lr
