@@ -71,11 +71,11 @@ class ModuleProgram:
     ) -> Result:
         """Loss of a batch, and its gradients with respect to `variables`, which `params` holds."""
         given = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
-        found = functional_call(
+        loss, grads = functional_call(
             self._step, given, (batch, variables), tie_weights=False, strict=True
         )
         # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
-        return Result(*found, {name: given[f"model.{name}"].detach() for name in buffers})
+        return Result(loss, grads, {k: given[f"model.{k}"].detach() for k in buffers})
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

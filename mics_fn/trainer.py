@@ -138,7 +138,7 @@ class Trainer:
     def _value_and_grad(self, full: Tree, buffers: Buffers, batch: Any) -> Result:
         """Loss, full gradients as a tree (None where there is none), and the next buffers."""
         slots, spec = tree.flatten(self.state.params, is_leaf)
-        given = spec.flatten_up_to(full)
+        given: list[Any] = spec.flatten_up_to(full)
         fresh: dict[int, Tensor] = {}  # tied leaves are one tensor, so they become one variable
         for slot, value in zip(slots, given, strict=True):
             if isinstance(slot, Sharded):

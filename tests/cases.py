@@ -1,4 +1,4 @@
-"""What the contract tests run over: layouts of ranks, nasty trees, dtypes; and the slow obvious twins."""
+"""What the contract tests run over: layouts of ranks, nasty trees, dtypes; and slow twins."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -184,12 +184,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def mean_bound(parts: list[Tensor], roundings: int, dtype: torch.dtype) -> Tensor:
-    """How far a mean of tensors may be from the exact one: k roundings of a sum of |parts| (Higham, 2002, 3.1).
+    """How far a mean may be from the exact one: k roundings of a sum (Higham, 2002, 3.1).
 
     Args:
       parts: float64 values of the summands.
       roundings: operations that each element passes through.
-      dtype: the widest dtype that a partial result is rounded to... the coarsest one decides.
+      dtype: the coarsest dtype that a partial result is rounded to.
     """
     ku = roundings * unit_roundoff(dtype)
-    return ku / (1 - ku) * sum(p.abs() for p in parts) / len(parts)
+    return ku / (1 - ku) * torch.stack([p.abs() for p in parts]).sum(0) / len(parts)

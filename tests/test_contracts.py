@@ -1,4 +1,4 @@
-"""The laws that every layout x tree x dtype must keep, on real gloo ranks. Training is in test_training."""
+"""The laws that every layout x tree x dtype must keep, on gloo ranks; training has its own file."""
 
 import operator
 from functools import reduce
@@ -97,7 +97,7 @@ def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
 @pytest.mark.limit(300)
 @settings(max_examples=60)
 @given(
-    layout=st.sampled_from([l for l in LAYOUTS if l.world_size in (2, 4, 8)]),
+    layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4, 8)]),
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=9),
     data=st.data(),
 )
@@ -122,7 +122,8 @@ def reductions(layout, dtype):
         for key, value in hop1.items():
             mine = wide[key][first : first + p]
             exact = sum(mine) / p
-            # each level sums its n_l parts and divides, in a wider type where dtype has 16 bits, then rounds once
+            # each level sums its n_l parts and divides, in a wider type where dtype has 16 bits,
+            # then rounds once
             roundings = sum(size + 1 for size in groups.hierarchy.sizes) + p + 1
             bound = mean_bound(mine, roundings, dtype)
             assert ((value.double() - exact).abs() <= bound).all(), (key, route)
@@ -150,7 +151,9 @@ def adjoint(layout, name):
     groups = groups_of(layout)
     n, p, rank = layout.world_size, layout.partition_size, dist.get_rank()
     shards = mf.shard(TREES[name](torch.float64, 5), groups)
-    full, vjp = torch.func.vjp(lambda s: tree.flatten(mf.gather(s, groups.hierarchy))[0], shards)
+    full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
+        lambda s: tree.flatten(mf.gather(s, groups.hierarchy))[0], shards
+    )
     y = tree.map_leaves(lambda x: random(77 + rank, *x.shape, dtype=torch.float64), full)
     (back,) = vjp(y)
 
@@ -258,6 +261,7 @@ def peer_leaves(layout, timeout_s):
         layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=timeout_s
     )
     shards = mf.shard({"w": random(0, 1000)}, groups)
+    mf.gather(shards, groups.hierarchy)  # the tree is agreed on
     dist.barrier()
     if dist.get_rank() == 1:
         groups.close()  # tears its connections down under the others
@@ -282,6 +286,7 @@ def peer_is_late(layout):
         layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=1.0
     )
     shards = mf.shard({"w": random(0, 1000)}, groups)
+    mf.gather(shards, groups.hierarchy)  # the tree is agreed on
     if dist.get_rank() == 1:
         import time
 

@@ -1,4 +1,4 @@
-"""Bad input: every message says what, where, who, expected and got, and the fix, on every rank that can know."""
+"""Bad input: messages say what, where, who, expected and got, and the fix, on all ranks."""
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ import mics_fn as mf
 from mics_fn.errors import message, name_ranks
 
 FOUR = Layout((2, 2), 2)
+SAME_TREE = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
+CONVERT = "\n  fix: convert it with torch.as_tensor, or leave it out of the tree"
 
 
 def on_all_ranks(ranks, fn, *args, n=4):
@@ -78,9 +80,8 @@ DISAGREE = {
 @pytest.mark.parametrize("kind", DISAGREE)
 def test_ranks_that_disagree_on_the_tree(ranks, kind):
     name, text = on_all_ranks(ranks, odd_tree, kind, 2)
-    fix = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
     assert name == "DesyncError"
-    assert text == message("shard: ranks disagree on the tree", DISAGREE[kind], fix=fix)
+    assert text == message("shard: ranks disagree on the tree", DISAGREE[kind], fix=SAME_TREE)
 
 
 def odd_gather():
@@ -105,7 +106,7 @@ def test_ranks_that_gather_different_leaves(ranks):
             "rank 0: bucket 0[0] (4,) float32",
             "rank 1: bucket 0[1] (3,) float32",
         ],
-        fix="build the same tree on every rank: same keys in the same order, same shapes and dtypes",
+        fix=SAME_TREE,
     )
     assert failures[0].message == failures[1].message == want
 
@@ -138,11 +139,11 @@ def test_leaves_that_can_not_be_sharded():
     cases = {
         "float": (
             3.5,
-            "shard: params['a'][0] is float, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree",
+            "shard: params['a'][0] is float, expected torch.Tensor" + CONVERT,
         ),
         "str": (
             "x",
-            "shard: params['a'][0] is str, expected torch.Tensor\n  fix: convert it with torch.as_tensor, or leave it out of the tree",
+            "shard: params['a'][0] is str, expected torch.Tensor" + CONVERT,
         ),
         "sparse": (
             torch.eye(2).to_sparse(),
@@ -180,12 +181,14 @@ def test_gradients_of_the_wrong_kind():
         (
             mf.LeafError,
             {"n": torch.ones(2), "w": good},
-            "grads['n']: a gradient for a leaf of int64\n  fix: only float leaves have gradients: give None there",
+            "grads['n']: a gradient for a leaf of int64\n"
+            "  fix: only float leaves have gradients: give None there",
         ),
         (
             mf.TreeError,
             {"n": None, "w": good.T},
-            "grads['w']: shape (3, 2), expected (2, 3)\n  fix: pass the gradient of the full parameter",
+            "grads['w']: shape (3, 2), expected (2, 3)\n"
+            "  fix: pass the gradient of the full parameter",
         ),
         (
             mf.LeafError,
@@ -243,7 +246,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     expect(
         mf.PlanError,
         "shard: replicas='maybe', expected 'check' or 'broadcast'",
-        lambda: mf.shard({"w": torch.zeros(2)}, groups, replicas="maybe"),
+        lambda: mf.shard({"w": torch.zeros(2)}, groups, **{"replicas": "maybe"}),  # pyright: ignore
     )
     expect(
         mf.PlanError,
@@ -278,7 +281,8 @@ def other_groups():
 def test_groups_that_the_tree_was_not_sharded_with(ranks):
     assert on_all_ranks(ranks, other_groups) == (
         "PlanError",
-        "gather: shards are cut in 2, the groups have 4 ranks\n  fix: pass the groups that the tree was sharded with",
+        "gather: shards are cut in 2, the groups have 4 ranks\n"
+        "  fix: pass the groups that the tree was sharded with",
     )
 
 

@@ -1,6 +1,7 @@
 """torch.func through `gather`: each transform equals the unsharded result, on real gloo ranks.
 
-The unsharded twin runs on each rank in float64: its own data, then the mean over ranks by a plain all-reduce.
+The unsharded twin runs on each rank in float64: its own data, then the mean over ranks by a plain
+all-reduce.
 """
 
 import pytest
@@ -37,7 +38,7 @@ def loss_of(params, batch):
 
 
 def untied(params):
-    """The same function of a tree that torch.func can differentiate: floats only, the tied leaf once."""
+    """The tree as torch.func can differentiate it: floats only, the tied leaf once."""
     leaves = {k: params[k] for k in ("in", "out", "scale", "unused")}
     return {**leaves, "mid": params["mid"][0]}
 
@@ -92,7 +93,7 @@ def reverse_mode(layout):
     grads, value = grad_and_value(loss)(shards, batch)
     close(full(grads), want)
     close(value, plain_loss(params, batch))
-    value, pull = vjp(lambda s: loss(s, batch), shards)
+    value, pull = vjp(lambda s: loss(s, batch), shards)  # pyright: ignore
     (pulled,) = pull(torch.ones_like(value) * 3)
     close(full(pulled), tree.map_leaves(lambda x: 3 * x, want))
     leaves, spec = tree.flatten(shards)
@@ -108,7 +109,7 @@ def forward_mode(layout):
     pieces = tree.flatten(shards)[1]
     tangent = tree.map_leaves(lambda x: x.cos(), shards)
     assert tree.flatten(tangent)[1] == pieces
-    value, out = jvp(lambda s: loss(s, batch), (shards,), (tangent,))
+    value, out = jvp(lambda s: loss(s, batch), (shards,), (tangent,))  # pyright: ignore
     want = jvp(lambda p: plain_loss(p, batch), (params,), (tree.map_leaves(torch.cos, params),))
     close([value, out], list(want))
 

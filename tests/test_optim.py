@@ -1,6 +1,7 @@
-"""Optimizers over shards: torch's arithmetic to the bit, purity, donation, masks, schedules, foreign protocols."""
+"""Optimizers over shards: torch's arithmetic to the bit, purity, donation, masks, protocols."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def grads_at(step):
     return values(100 * (step + 1))
 
 
-def torch_twin(cls, options, lr=1e-2, decayed=lambda name: True):
+def torch_twin(cls, options, lr: Any = 1e-2, decayed=lambda name: True):
     params = {k: torch.nn.Parameter(v) for k, v in values().items()}
     kinds = [
         [p for k, p in params.items() if decayed(k)],
@@ -77,7 +78,7 @@ def run_sharded(layout, make, donate=False):
 def of_torch(layout, name, options, donate):
     cls = getattr(torch.optim, name)
     single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
-    make = lambda: mf.from_torch(cls, lr=1e-2, **options, **single)  # noqa: E731
+    make = lambda: mf.from_torch(cls, lr=1e-2, **{**options, **single})  # noqa: E731
     same_bits(run_sharded(layout, make, donate), torch_twin(cls, {**options, **single}))
 
 
@@ -236,7 +237,8 @@ def test_donation_reuses_buffers_and_names_what_is_used_again():
         grads = mf.reduce_grads(grads_at(step), groups, like=state.params)
         state = mf.opt_step(state, grads, donate=True)
     assert [x.data_ptr() for x in tree.flatten(state.params)[0]] == memory
-    pinned = "params['a'] was donated to opt_step at step 0\n  fix: use the value that came back, or pass donate=False"
+    fix = "\n  fix: use the value that came back, or pass donate=False"
+    pinned = "params['a'] was donated to opt_step at step 0" + fix
     for use in (
         lambda: mf.gather(kept.params, groups),
         lambda: mf.unshard(kept.params, groups),

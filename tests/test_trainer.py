@@ -1,4 +1,4 @@
-"""The Trainer: the user's module stays as it is, buffers are values, metrics and loops do what they say."""
+"""The Trainer: the user's module stays as it is, buffers are values, loops do what they say."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ TWO_BY_TWO = Layout((2, 2), 2)
 
 
 class Recomputed(nn.Module):
-    """Recomputes its block in backward: wrong or loud if that runs after the parameters were swapped back."""
+    """Recomputes its block in backward, which must run while the parameters are swapped in."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ def recomputation(layout):
     for _ in range(2):
         trainer.step(batch)
     # the twin: all ranks' gradients by plain autograd, averaged; each rank normalises its own batch
-    params = [p for p in model.parameters()]
+    params = list(model.parameters())
     for step in range(2):
         twins = []
         for rank in range(layout.world_size):
@@ -91,7 +91,7 @@ def recomputation(layout):
             p.data -= 0.5 * sum(grads) / len(grads)
         for name, buffer in model.named_buffers():
             each = [dict(t.named_buffers())[name] for t in twins]
-            buffer.copy_(each[0] if buffer.dtype == torch.int64 else sum(each) / len(each))
+            buffer.copy_(each[0] if buffer.dtype == torch.int64 else torch.stack(each).mean(0))
         assert step >= 0
     for name, value in trainer.params().items():
         assert (value - model.get_parameter(name)).abs().max() < 1e-13, name
@@ -108,6 +108,9 @@ def test_checkpointing_and_batch_norm(ranks, layout):
 
 class Counting(nn.Module):
     """Replaces one buffer by a new tensor, and keeps a cache that is not part of its state."""
+
+    seen: torch.Tensor
+    cache: torch.Tensor
 
     def __init__(self):
         super().__init__()
@@ -152,7 +155,10 @@ def test_evaluation_mode_is_left_again():
     means = trainer.state.buffers["2.running_mean"].clone()
     trainer.step(x)
     assert not torch.equal(trainer.state.buffers["2.running_mean"], means), "step did not train"
-    modes = {name: m.training for name, m in trainer._program.skeleton.named_modules()}
+    modes = {
+        name: m.training
+        for name, m in trainer._program.skeleton.named_modules()  # pyright: ignore
+    }
     assert modes == {"": True, "0": True, "1": False, "2": True}
 
 
@@ -264,7 +270,7 @@ def test_bad_use_is_refused():
     with pytest.raises(ValueError, match="accumulate=0, expected an int of at least 1"):
         mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, accumulate=0)
     with pytest.raises(mf.TreeError, match="a loss_fn needs params="):
-        mf.Trainer(lambda params, batch: 0, mf.sgd(0.1), groups)
+        mf.Trainer(lambda params, batch: torch.zeros(()), mf.sgd(0.1), groups)
     trainer = mf.Trainer(TakesWords(), mf.sgd(0.1), groups, accumulate=3)
     with pytest.raises(
         mf.TreeError,

@@ -1,8 +1,8 @@
-"""Law 4 and 5: training over any layout equals a single process on the concatenated batch, step by step.
+"""Laws 4 and 5: training over any layout equals a single process on the concatenated batch.
 
-The twin is plain torch on one process: full parameters, full batches, torch.optim. Where sharding leaves the arithmetic
-alone (p = 1 and one rank) results are equal to the bit; elsewhere gradients differ by rounding only, so the bound is on
-the parameters' distance after the steps, derived below.
+The twin is plain torch on one process: full parameters, full batches, torch.optim. Where sharding
+leaves the arithmetic alone (p = 1 and one rank) results are equal to the bit; elsewhere gradients
+differ by rounding only, so the bound is on the parameters' distance after the steps, derived below.
 """
 
 import copy
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Uneven sizes, a tied weight, a frozen one, one that is never used and one used on some ranks only."""
+    """Uneven sizes; weights that are tied, frozen, never used, and used on some ranks only."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def loss_of(model, batch):
-    """`extra` is on for samples of even index only, so some micro-steps and some ranks lack a gradient for it."""
+    """`extra` is off in some micro-steps or on some ranks, which then lack a gradient for it."""
     tokens, use_extra = batch
     logits = model(tokens[:, :-1], bool(use_extra.all()))
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -128,18 +128,19 @@ def train(layout, accumulate, dtype, optimizer, mode, options):
         if name.startswith("reduce"):
             assert calls == accumulate * buckets
     mine = torch.cat([x.double() for x in tree.flatten(trainer.state.params)[0]])
-    mean_losses = [sum(everywhere(x, layout.world_size)).item() / layout.world_size for x in losses]
+    mean_losses = [torch.stack(everywhere(x, layout.world_size)).mean().item() for x in losses]
     return trainer.params(), mean_losses, mine
 
 
 def bound_of(dtype, optimizer):
     """How far parameters may be apart after STEPS steps.
 
-    A gradient element here is a sum of at most some 40 terms (2 samples x 4 tokens, 6 features) of order one or
-    less, re-associated: relative error at most about 100 u of its terms' sum. SGD with momentum 0.9 and lr 0.1 adds
-    at most lr * (1 + 1.9 + 2.71) of that, plus 2 roundings a step of a parameter of order 1. AdamW divides by
-    sqrt(v) + eps with eps = 1e-3, so an error e in g moves a step by at most lr * e / eps. Feedback through the loss
-    (Lipschitz constant below 10) is below a factor 10 for three steps of this size.
+    A gradient element here is a sum of at most some 40 terms (2 samples x 4 tokens, 6 features) of
+    order one or less, re-associated: relative error at most about 100 u of its terms' sum. SGD with
+    momentum 0.9 and lr 0.1 adds at most lr * (1 + 1.9 + 2.71) of that, plus 2 roundings a step of a
+    parameter of order 1. AdamW divides by sqrt(v) + eps with eps = 1e-3, so an error e in g moves a
+    step by at most lr * e / eps. Feedback through the loss (Lipschitz constant below 10) is below a
+    factor 10 for three steps of this size.
     """
     u = torch.finfo(dtype).eps / 2
     error = 100 * u
@@ -182,7 +183,7 @@ def test_equals_a_single_process_in_fp32(ranks, layout):
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size == 4], ids=str)
 @pytest.mark.parametrize("mode", ["not-last", "some-ranks"])
 def test_parameters_without_a_gradient(ranks, layout, mode):
-    """Unused in the last micro-step, or on some ranks only: upstream's replicas drift apart there."""
+    """Unused in the last micro-step, or on some ranks only, where replicas could drift apart."""
     compare(ranks, layout, 3, torch.float64, "adamw", mode)
 
 
@@ -238,7 +239,8 @@ def hand_written(layout):
         batch = step_batch(step, 1, dist.get_rank(), "always")
         grads, _ = torch.func.grad_and_value(loss_fn)(state.params, batch)
         state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=step % 2 == 0)
-    # the same order of leaves in buckets, since vector and tail loops of a kernel may round differently
+    # the same order of leaves in buckets, since vector and tail loops of a kernel may round
+    # differently
     trainer = mf.Trainer(make_net(torch.float64), mf.adamw(1e-2), groups, loss=loss_of, order=None)
     for step in range(STEPS):
         trainer.step(step_batch(step, 1, dist.get_rank(), "always"))
@@ -267,9 +269,9 @@ def with_experts(layout):
         shards = mf.shard(params, groups)
         same_bits(mf.gather(shards, groups), params)
         rank, n = dist.get_rank(), layout.world_size
-        grads = tree.map_leaves(lambda x: x * (rank + 1), params)
+        grads = tree.map_leaves(lambda x, by=rank + 1: x * by, params)
         reduced = mf.reduce_grads(grads, groups)
-        want = tree.map_leaves(lambda x: x * ((n + 1) / 2), params)
+        want = tree.map_leaves(lambda x, by=(n + 1) / 2: x * by, params)
         for a, b in zip(
             tree.flatten(mf.unshard(reduced, groups))[0], tree.flatten(want)[0], strict=True
         ):
