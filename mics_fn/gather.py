@@ -124,11 +124,15 @@ def _agree_on_uses(uses: Sequence[BucketUse]) -> None:
         key = tuple((use.bucket, use.missing) for use in mine)
         if key in home.agreed:
             continue
-        facts = [
-            (f"bucket {use.bucket.index}[{slot}]", f"{shape} {dtype_name(use.bucket.dtype)}")
-            for use in mine
-            for slot, shape in enumerate(use.bucket.shapes)
-            if use.index[slot] is not None
-        ]
+        facts = []
+        for use in mine:
+            # All of the layout, so that no other tree's agreement is mistaken for this one's.
+            layout = f"{use.bucket.numel} {dtype_name(use.bucket.dtype)} of {use.bucket.shapes}"
+            facts.append((f"bucket {use.bucket.index}", layout))
+            facts += [
+                (f"bucket {use.bucket.index}[{slot}]", str(shape))
+                for slot, shape in enumerate(use.bucket.shapes)
+                if use.index[slot] is not None
+            ]
         agree(home, "gather", facts)
         home.agreed.add(key)
