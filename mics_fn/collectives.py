@@ -108,7 +108,7 @@ class Pending:
         self._issued: Issued | None = None
         self._result: Tensor | None = None
         self._event: Any = None
-        self._on_stream = device.type == "cuda"
+        self._device, self._on_stream = device, device.type == "cuda"
         self.level = 0  # levels issued so far
         if not self._on_stream:
             self._advance()
@@ -141,7 +141,7 @@ class Pending:
         while not self.finished:
             self._advance()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
         self._keep = ()
         if self._result is None:
@@ -153,7 +153,7 @@ class Pending:
         if getattr(self, "_issued", None) is not None:
             warnings.warn("a collective was dropped before wait()", ResourceWarning, stacklevel=2)
         elif getattr(self, "_event", None) is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:

@@ -191,6 +191,21 @@ def through_a_module(layout):
     close(mf.unshard(got, groups), mean(grad(loss)(params)))
 
 
+def used_on_some_ranks(layout):
+    """Every rank reduces every bucket, also those that its own loss does not touch."""
+    groups = groups_of(layout)
+    rank, n = dist.get_rank(), layout.world_size
+    params = {"a": random(0, 5, dtype=torch.float64), "b": random(1, 6, dtype=torch.float64)}
+
+    def loss(p, rank):
+        return p["a"].square().sum() + (p["b"].pow(3).sum() if rank % 2 == 0 else 0)
+
+    shards = mf.shard(params, groups, bucket_bytes=1)
+    got = mf.reduce_grads(grad(lambda s: loss(mf.gather(s, groups), rank))(shards), groups)
+    each = [grad(loss)(params, r) for r in range(n)]
+    close(mf.unshard(got, groups), {k: sum(g[k] for g in each) / n for k in params})
+
+
 PROGRAMS = [
     reverse_mode,
     forward_mode,
@@ -199,6 +214,7 @@ PROGRAMS = [
     jacobian,
     second_order,
     through_a_module,
+    used_on_some_ranks,
 ]
 
 
