@@ -9,10 +9,10 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.gather import check_shards
-from mics_fn.leaf import Fixed, Nothing, Sharded, dtype_name, is_leaf, owner_index
+from mics_fn.leaf import Fixed, Sharded, dtype_name, is_leaf, owner_index
 from mics_fn.leaf import donate as mark_donated
-from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, require_groups, uses_of
-from mics_fn.sharded import shard
+from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, uses_of
+from mics_fn.sharded import layout_of
 from mics_fn.tree import Tree
 
 
@@ -78,8 +78,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       tensor([1., 1., 1., 1.])
     """
     if like is None:
-        require_groups("scatter_grads", "groups", groups)
-        like = _planned(grads, groups)
+        like = layout_of("reduce_grads", "grads", grads, groups)
     slots, spec = tree.flatten(like, is_leaf)
     check_shards("scatter_grads", like, slots)
     given = _up_to("scatter_grads", like, spec, grads)
@@ -115,23 +114,6 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
             if i is not None:
                 out[i] = Sharded(pieces[i], use.bucket, slot)
     return spec.unflatten(out)
-
-
-def _planned(grads: Tree, groups: Any) -> Tree:
-    """The layout that `shard` would give these gradients, as shards without data."""
-    leaves, _ = tree.flatten(grads, is_leaf)
-    for i, leaf in enumerate(leaves):
-        if is_leaf(leaf) and not isinstance(leaf, Nothing):
-            path = tree.paths(grads, "grads", is_leaf)[i]
-            text = f"reduce_grads: {path} is a shard, other leaves are full tensors"
-            raise TreeError(message(text, fix="pass like=state.params"))
-    meta = tree.map_leaves(
-        lambda g: (
-            torch.empty(g.shape, dtype=g.dtype, device="meta") if isinstance(g, Tensor) else g
-        ),
-        grads,
-    )
-    return shard(meta, groups)
 
 
 def _up_to(verb: str, like: Tree, spec: Any, grads: Tree) -> list[Any]:

@@ -1,7 +1,7 @@
 """`shard`: a pytree of tensors becomes one of shards. See [Note: kinds of leaves] in `leaf`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_fn import _torch, tree
 from mics_fn.agreement import agree, check_replicas
 from mics_fn.collectives import broadcast
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError, message, name_ranks
 from mics_fn.flat import pack_full, split_chunk
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
@@ -67,98 +67,165 @@ def shard(
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
     require_groups("shard", "groups", groups)
-    leaves, spec = tree.flatten(params)
-    paths = tree.paths(params)
-    homes: list[Groups] = tree.spread(
-        groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
-    )
-    for leaf, path, home in zip(leaves, paths, homes, strict=True):
-        home.partition.check_open()
-        _check_leaf(leaf, path, home)
-    owners = _owners(leaves)
-    _check_ties(owners, paths, homes)
-    still = [_is_frozen(leaf, path, frozen) for leaf, path in zip(leaves, paths, strict=True)]
-    floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
-    specs = [_leaf_spec(leaves[i], paths[i], homes[i], homes, not still[i]) for i in floats]
-    slots = dict(
-        zip(floats, plan_buckets(specs, bucket_bytes=bucket_bytes, order=order), strict=True)
-    )
-    _agree_on(leaves, paths, homes, owners, slots)
-    own = [i for i in range(len(leaves)) if owners[i] == i and not leaves[i].is_meta]
-    if replicas == "check":
-        for home in dict.fromkeys(homes):
-            mine = [i for i in own if homes[i] is home]
-            check_replicas(home, "shard", [paths[i] for i in mine], [leaves[i] for i in mine])
-    elif replicas != "broadcast":
+    if replicas not in ("check", "broadcast"):
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
-    source = source_rank if replicas == "broadcast" else None
-    out = _cut(leaves, homes, slots, replicas == "broadcast", source)
-    for i, leaf in enumerate(leaves):
-        if owners[i] != i:
-            out[i] = Tied(*slots[owners[i]])
-        elif i not in slots:
-            out[i] = Fixed(_replicated(leaf, homes[i], replicas == "broadcast", source))
-    shards = spec.unflatten([out[i] for i in range(len(leaves))])
+    plan = _plan("shard", "params", params, groups, frozen, bucket_bytes, order)
+    _agree_on(plan)
+    if replicas == "check":
+        _check_values(plan)
+    sources = {
+        home: _source(home, source_rank) if replicas == "broadcast" else None
+        for home in dict.fromkeys(plan.homes)
+    }
+    return _assemble(plan, sources)
+
+
+def layout_of(verb: str, root: str, values: Tree, groups: Any) -> Tree:
+    """Shards without data, laid out as `shard` would lay out these tensors, and agreed on.
+
+    Communication: as `shard`, without values.
+    """
+    require_groups(verb, "groups", groups)
+    plan = _plan(verb, root, values, groups, None, BUCKET_BYTES, None)
+    _agree_on(plan)
+    meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in plan.leaves]
+    return _assemble(plan._replace(leaves=meta), dict.fromkeys(plan.homes))
+
+
+def _assemble(plan: "_Plan", sources: dict[Groups, int | None]) -> Tree:
+    out = _cut(plan, sources)
+    for i, leaf in enumerate(plan.leaves):
+        if plan.owners[i] != i:
+            out[i] = Tied(*plan.slots[plan.owners[i]])
+        elif i not in plan.slots:
+            out[i] = Fixed(_replicated(leaf, plan.homes[i], sources[plan.homes[i]]))
+    shards = plan.spec.unflatten([out[i] for i in range(len(plan.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-def _cut(
-    leaves: Sequence[Tensor],
-    homes: Sequence[Groups],
-    slots: dict[int, tuple[Bucket, int]],
-    sent: bool,
-    source: int | None,
-) -> dict[int, Leaf]:
+class _Plan(NamedTuple):
+    """The leaves of a tree, and what becomes of each."""
+
+    verb: str
+    spec: Any
+    leaves: list[Tensor]
+    paths: list[str]  # from the name of the tree
+    homes: list[Groups]
+    owners: list[int]  # the first leaf that is the same tensor
+    slots: dict[int, tuple[Bucket, int]]  # of float leaves that own their data
+
+
+def _plan(
+    verb: str,
+    root: str,
+    params: Tree,
+    groups: Any,
+    frozen: Callable[[str], bool] | None,
+    bucket_bytes: int,
+    order: Callable[[str], object] | None,
+) -> _Plan:
+    leaves, spec = tree.flatten(params, is_leaf)
+    bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
+    homes: list[Groups] = tree.spread(
+        groups,
+        params,
+        what="groups",
+        is_leaf=is_leaf,
+        is_value=lambda value: isinstance(value, Groups),
+    )
+    for leaf, path, home in zip(leaves, paths, homes, strict=True):
+        home.partition.check_open()
+        _check_leaf(verb, path, leaf, home)
+    owners = _owners(leaves)
+    _check_ties(verb, owners, paths, homes)
+    places = {home: place for place, home in enumerate(dict.fromkeys(homes))}
+    floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
+    specs = [
+        LeafSpec(
+            path=bare[i],
+            shape=tuple(leaves[i].shape),
+            dtype=leaves[i].dtype,
+            parts=homes[i].partition_size,
+            trainable=not _is_frozen(leaves[i], bare[i], frozen),
+            place=(places[homes[i]], leaves[i].is_meta),
+        )
+        for i in floats
+    ]
+    slots = plan_buckets(specs, bucket_bytes=bucket_bytes, order=order)
+    by_leaf = dict(zip(floats, slots, strict=True))
+    return _Plan(verb, spec, leaves, paths, homes, owners, by_leaf)
+
+
+def _check_values(plan: _Plan) -> None:
+    for home in dict.fromkeys(plan.homes):
+        mine = [
+            i
+            for i, leaf in enumerate(plan.leaves)
+            if plan.homes[i] is home and plan.owners[i] == i and not leaf.is_meta
+        ]
+        paths = [plan.paths[i] for i in mine]
+        check_replicas(home, plan.verb, paths, [plan.leaves[i] for i in mine])
+
+
+def _source(home: Groups, source_rank: int | None) -> int:
+    """The rank of `home` whose values count."""
+    if source_rank is None:
+        return home.ranks[0]
+    if source_rank not in home.ranks:
+        text = f"shard: source_rank={source_rank} is not one of {name_ranks(home.ranks)}"
+        raise PlanError(message(text, fix="name a global rank of the groups"))
+    return source_rank
+
+
+def _cut(plan: _Plan, sources: dict[Groups, int | None]) -> dict[int, Leaf]:
     """Each bucket's chunk of this rank, as leaves; a bucket is whole only while it is cut."""
     members: dict[Bucket, dict[int, int]] = {}
-    for i, (bucket, slot) in slots.items():
+    for i, (bucket, slot) in plan.slots.items():
         members.setdefault(bucket, {})[slot] = i
     out: dict[int, Leaf] = {}
     for bucket, by_slot in members.items():
         index = [by_slot[slot] for slot in range(len(by_slot))]
-        home, device = homes[index[0]], leaves[index[0]].device
+        home, device = plan.homes[index[0]], plan.leaves[index[0]].device
+        source = sources[home]
         with torch.no_grad():
-            full = pack_full(bucket, [leaves[i].detach() for i in index], device=device)
-            if sent and device.type != "meta":
-                broadcast(home, full, home.ranks[0] if source is None else source)
+            full = pack_full(bucket, [plan.leaves[i].detach() for i in index], device=device)
+            if source is not None and not full.is_meta:
+                broadcast(home, full, source)
             # A storage of its own, so that in-place updates and `whole_chunk` know its bounds.
             chunk = full.view(bucket.parts, -1)[home.hierarchy.chunk].clone()
         kind = Sharded if bucket.trainable else Fixed
-        pieces = split_chunk(bucket, home.hierarchy.chunk, chunk)
-        out.update(
-            {
-                i: kind(p, bucket, slot)
-                for slot, (i, p) in enumerate(zip(index, pieces, strict=True))
-            }
-        )
+        pieces = zip(index, split_chunk(bucket, home.hierarchy.chunk, chunk), strict=True)
+        out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})
     return out
 
 
-def _replicated(leaf: Tensor, home: Groups, sent: bool, source: int | None) -> Tensor:
+def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
     value = leaf.detach().clone(memory_format=torch.contiguous_format)
-    if sent and not value.is_meta and value.numel():
-        broadcast(home, value, home.ranks[0] if source is None else source)
+    if source is not None and not value.is_meta and value.numel():
+        broadcast(home, value, source)
     return value
 
 
-def _check_leaf(leaf: Any, path: str, home: Groups) -> None:
-    where = f"params{path}"
+def _check_leaf(verb: str, where: str, leaf: Any, home: Groups) -> None:
+    if is_leaf(leaf):
+        fix = "pass like=state.params for gradients that are partly reduced"
+        raise LeafError(message(f"{verb}: {where} is sharded already: {leaf}", fix=fix))
     if not isinstance(leaf, Tensor):
         raise LeafError(
             message(
-                f"shard: {where} is {type(leaf).__name__}, expected torch.Tensor",
+                f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor",
                 fix="convert it with torch.as_tensor, or leave it out of the tree",
             )
         )
     if leaf.layout != torch.strided or leaf.is_complex() or leaf.is_nested or leaf.is_quantized:
         kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
-        raise LeafError(message(f"shard: {where} is {kind}", fix="pass a dense real tensor"))
+        raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
     if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
-        raise LeafError(message(f"shard: {where} is a DTensor", fix="pass its full_tensor()"))
+        raise LeafError(message(f"{verb}: {where} is a DTensor", fix="pass its full_tensor()"))
     if not leaf.is_meta and leaf.device != home.device:
         raise LeafError(
             message(
-                f"shard: {where} is on {leaf.device}, its groups are on {home.device}",
+                f"{verb}: {where} is on {leaf.device}, its groups are on {home.device}",
                 fix=f"move it with .to({str(home.device)!r}), "
                 f"or make groups with device={str(leaf.device)!r}",
             )
@@ -183,45 +250,32 @@ def _owners(leaves: Sequence[Tensor]) -> list[int]:
     return owners
 
 
-def _check_ties(owners: Sequence[int], paths: Sequence[str], homes: Sequence[Groups]) -> None:
+def _check_ties(
+    verb: str, owners: Sequence[int], paths: Sequence[str], homes: Sequence[Groups]
+) -> None:
     for i, owner in enumerate(owners):
         if homes[i] is not homes[owner]:
             raise PlanError(
                 message(
-                    f"shard: params{paths[i]} is tied to params{paths[owner]}, but on other groups",
+                    f"{verb}: {paths[i]} is tied to {paths[owner]}, but on other groups",
                     [f"{homes[owner].describe()} against {homes[i].describe()}"],
                     fix="give tied leaves the same groups, or clone one of them",
                 )
             )
 
 
-def _leaf_spec(
-    leaf: Tensor, path: str, home: Groups, homes: Sequence[Groups], trainable: bool
-) -> LeafSpec:
-    place = next(i for i, other in enumerate(homes) if other is home)
-    return LeafSpec(
-        path, tuple(leaf.shape), leaf.dtype, home.partition_size, trainable, (place, leaf.is_meta)
-    )
-
-
-def _agree_on(
-    leaves: Sequence[Tensor],
-    paths: Sequence[str],
-    homes: Sequence[Groups],
-    owners: Sequence[int],
-    slots: dict[int, tuple[Bucket, int]],
-) -> None:
+def _agree_on(plan: _Plan) -> None:
     """Compare paths, shapes, dtypes, groups and layout between the ranks of each groups."""
-    for home in dict.fromkeys(homes):
+    for home in dict.fromkeys(plan.homes):
         facts = [("groups", home.describe())]
-        for i, leaf in enumerate(leaves):
-            if homes[i] is home:
-                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
-                if owners[i] != i:
-                    text += f" tied to params{paths[owners[i]]}"
-                elif i in slots:
-                    bucket, slot = slots[i]
+        for i, leaf in enumerate(plan.leaves):
+            if plan.homes[i] is home:
+                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}" + " meta" * leaf.is_meta
+                if plan.owners[i] != i:
+                    text += f" tied to {plan.paths[plan.owners[i]]}"
+                elif i in plan.slots:
+                    bucket, slot = plan.slots[i]
                     text += "" if bucket.trainable else " frozen"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
-                facts.append((f"params{paths[i]}", text))
-        agree(home, "shard", facts)
+                facts.append((plan.paths[i], text))
+        agree(home, plan.verb, facts)

@@ -121,9 +121,7 @@ def odd_grads():
 def test_gradients_that_differ_between_ranks(ranks):
     name, text = on_all_ranks(ranks, odd_grads)
     assert name == "DesyncError"
-    assert (
-        "ranks 0-2: params['w'] (4,) float32 at 0 of bucket 0\n  rank 3: params['w'] (5,)" in text
-    )
+    assert "ranks 0-2: grads['w'] (4,) float32 at 0 of bucket 0\n  rank 3: grads['w'] (5,)" in text
 
 
 # One rank's own mistakes: raised before anything is sent.
@@ -224,7 +222,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     expect(mf.GroupsError, "gather: hierarchy is None" + fix, lambda: mf.gather(shards, None))
     expect(
         mf.GroupsError,
-        "scatter_grads: groups is None" + fix,
+        "reduce_grads: groups is None" + fix,
         lambda: mf.reduce_grads({"w": torch.zeros(2)}, None),
     )
     expect(
@@ -248,6 +246,18 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         mf.PlanError,
         "shard: replicas='maybe', expected 'check' or 'broadcast'",
         lambda: mf.shard({"w": torch.zeros(2)}, groups, **{"replicas": "maybe"}),  # pyright: ignore
+    )
+    partly = {"a": shards["w"], "b": torch.zeros(2)}
+    text = "['a'] is sharded already: Sharded(shape=(2,), float32, here 2 of 2)\n"
+    fix = "  fix: pass like=state.params for gradients that are partly reduced"
+    expect(mf.LeafError, "shard: params" + text + fix, lambda: mf.shard(partly, groups))
+    expect(
+        mf.LeafError, "reduce_grads: grads" + text + fix, lambda: mf.reduce_grads(partly, groups)
+    )
+    expect(
+        mf.PlanError,
+        "shard: source_rank=3 is not one of rank 0\n  fix: name a global rank of the groups",
+        lambda: mf.shard({"w": torch.zeros(2)}, groups, replicas="broadcast", source_rank=3),
     )
     expect(
         mf.PlanError,

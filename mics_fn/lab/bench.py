@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mics_fn.errors import PlanError
 from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench_measure import Turns, num_ranks, on_ranks
 from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
@@ -62,10 +63,12 @@ def main(args: argparse.Namespace) -> int:
     """Run one bench; returns the exit code. In a job every rank calls it, and rank 0 prints.
 
     Raises:
-        PlanError: sizes that do not fit, before any process starts.
+        PlanError: sizes that do not fit, or nowhere to write, before any process starts.
         LaunchError: a rank failed.
     """
     bench = BENCHES[args.bench]
+    if args.json is not None and not args.json.parent.is_dir():
+        raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
     ranks = 1 if args.bench == "opt" else num_ranks(args.ranks, DEFAULT_RANKS)
     config = bench.config(args, ranks)
     figures = on_ranks(bench.measure, ranks, config)
@@ -92,6 +95,8 @@ def _bytes_and_more(text: str) -> int:
 
 
 def _model(args: argparse.Namespace) -> GPTConfig:
+    if args.dim % args.heads:
+        raise PlanError(f"--dim {args.dim} is no multiple of --heads {args.heads}")
     return GPTConfig(
         vocab_size=args.vocab,
         context=args.context,
@@ -125,8 +130,9 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
 
 def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
     node_size = _node_size(args, ranks)
+    topology = Topology.of(ranks, node_size)
     for partition_size in args.partition_size:
-        plan_groups(Topology.of(ranks, node_size), partition_size)
+        plan_groups(topology, partition_size)
     return BytesConfig(
         node_size=node_size,
         partition_sizes=tuple(args.partition_size),

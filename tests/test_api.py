@@ -1,0 +1,368 @@
+"""The rules of the package as a whole: its names, its docstrings, its layout, its imports."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import mics_fn
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mics_fn"
+README = (ROOT / "README.md").read_text()
+FILES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+MAX_FILE_LINES = 320
+MAX_FUNCTION_LINES = 60  # without its docstring
+USUAL_FUNCTION_LINES = 35
+
+# What moves data. Making groups, and asking for ranks, does not.
+COLLECTIVES = re.compile(
+    r"(all_gather|all_reduce|all_to_all|broadcast|reduce|reduce_scatter|gather|scatter|barrier"
+    r"|monitored_barrier|i?send|i?recv|send_object_list|recv_object_list|batch_isend_irecv)"
+    r"(_\w+)?"
+)
+
+
+def public_names() -> dict[str, object]:
+    """What `import mics_fn` offers; submodules are not part of that."""
+    return {
+        name: value
+        for name, value in vars(mics_fn).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+
+
+def public_functions() -> dict[str, Callable]:
+    return {name: fn for name, fn in public_names().items() if inspect.isfunction(fn)}
+
+
+def trainer_methods() -> dict[str, Callable]:
+    methods = vars(mics_fn.Trainer).items()
+    return {f"Trainer.{k}": v for k, v in methods if inspect.isfunction(v) and k[0] != "_"}
+
+
+def readme_table(title: str) -> list[list[str]]:
+    """The rows of a section's table, without its head."""
+    section = README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def refuse(wrong: list[str]) -> None:
+    """Fail with all that is wrong, a line each."""
+    assert not wrong, "\n".join(["", *wrong])
+
+
+# Names and docstrings
+
+
+def test_readme_lists_the_public_names_and_no_others():
+    listed = [name for row in readme_table("Public names") for name in quoted(row[0])]
+    assert sorted(listed) == sorted(public_names())
+
+
+def test_every_public_name_has_a_docstring_and_so_have_its_methods():
+    shown = dict(public_names())
+    for name, value in public_names().items():
+        for key, item in vars(value).items() if inspect.isclass(value) else ():
+            item = item.__func__ if isinstance(item, classmethod | staticmethod) else item
+            if key[0] != "_" and (inspect.isfunction(item) or isinstance(item, property)):
+                shown[f"{name}.{key}"] = item
+    docs = {name: f"{value.__doc__ or ''}" for name, value in shown.items()}
+    # Python writes a signature where a dataclass or a NamedTuple has no text of its own.
+    refuse([name for name, doc in docs.items() if not doc or doc.startswith(f"{name}(")])
+
+
+def sections(fn: Callable) -> dict[str, str]:
+    """A docstring's sections by name, each with its text."""
+    heads = "Args|Returns|Communication|Memory|Raises|Example|References"
+    parts = re.split(rf"^({heads}):", inspect.getdoc(fn) or "", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def parsed(fn: Callable) -> ast.FunctionDef:
+    source = inspect.getsource(inspect.unwrap(fn))
+    indent = len(source) - len(source.lstrip())
+    lines = [line[indent:] for line in source.splitlines()]
+    found = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+def missing_sections(fn: Callable) -> list[str]:
+    """What its docstring should say and does not."""
+    found, signature = sections(fn), inspect.signature(fn)
+    given = [
+        name
+        for name, parameter in signature.parameters.items()
+        if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    missing = []
+    if given:
+        lines = re.findall(r"^ +([\w, ]+):", found.get("Args", ""), flags=re.MULTILINE)
+        listed = {name for line in lines for name in re.split(r", *", line)}
+        missing += [
+            "Args" if "Args" not in found else f"Args: {n}" for n in given if n not in listed
+        ]
+    if signature.return_annotation not in (None, "None") and "Returns" not in found:
+        missing.append("Returns")
+    raises = any(isinstance(part, ast.Raise) for part in ast.walk(parsed(fn)))
+    if raises and "Raises" not in found:
+        missing.append("Raises")
+    if "Communication" not in found:
+        missing.append("Communication")
+    return list(dict.fromkeys(missing))
+
+
+def test_public_functions_say_what_they_take_give_send_and_keep():
+    wrong = []
+    for name, fn in public_functions().items():
+        found = sections(fn)
+        missing = missing_sections(fn) + [k for k in ("Memory", "Example") if k not in found]
+        if ">>>" not in found.get("Example", ">>>"):
+            missing.append("Example: >>>")
+        wrong += [f"{name}: no {', '.join(missing)}"] * bool(missing)
+    refuse(wrong)
+
+
+def test_methods_of_trainer_say_what_they_take_give_and_send():
+    missing = {name: missing_sections(fn) for name, fn in trainer_methods().items()}
+    refuse([f"{name}: no {', '.join(what)}" for name, what in missing.items() if what])
+
+
+def test_readme_and_docstrings_agree_on_what_does_not_communicate():
+    silent = {
+        name: row[2] == "none" for row in readme_table("Public names") for name in quoted(row[0])
+    }
+    for name, fn in public_functions().items():
+        said = sections(fn).get("Communication")
+        if said is not None:
+            assert silent[name] == (re.match(r"\s*none\.?\s*$", said) is not None), name
+
+
+# Layout
+
+
+class Layer(NamedTuple):
+    """A file's place: only files with a smaller one may be imported by it."""
+
+    row: str
+    place: int
+    outside: list[str]
+
+
+@cache
+def layers() -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
+    for row, files, outside in readme_table("Layout"):
+        for name in quoted(files):
+            assert name not in found, f"{name} is listed twice"
+            found[name] = Layer(row, len(found), quoted(outside))
+    return found
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """Every module that a file imports, wherever in it, with the line."""
+    for part in ast.walk(tree_of(name)):
+        if isinstance(part, ast.Import):
+            yield from ((alias.name, part.lineno) for alias in part.names)
+        elif isinstance(part, ast.ImportFrom):
+            assert part.level == 0, f"{name}:{part.lineno}: relative import"
+            for alias in part.names:
+                yield from_import(f"{part.module}", alias.name), part.lineno
+        elif isinstance(part, ast.Attribute) and ast.unparse(part) == "torch.distributed":
+            yield "torch.distributed", part.lineno
+
+
+def from_import(module: str, name: str) -> str:
+    """`from module import name` as the module that it reaches."""
+    inner = f"{module}.{name}"
+    is_module = inner == "torch.distributed" or file_of(inner) in FILES
+    return inner if is_module else module
+
+
+def file_of(module: str) -> str:
+    """A module of the package as it stands in the table."""
+    inner = module.removeprefix("mics_fn").removeprefix(".").replace(".", "/")
+    return inner if inner in FILES else f"{inner}/__init__".removeprefix("/")
+
+
+def test_the_layout_covers_every_file():
+    assert sorted(layers()) == sorted(FILES)
+
+
+def test_a_file_imports_only_from_above_and_only_what_its_row_allows():
+    wrong = []
+    for name in FILES:
+        own = layers()[name]
+        for module, line in imports(name):
+            top = module.partition(".")[0]
+            if top == "mics_fn":
+                good = layers()[file_of(module)].place < own.place
+            elif top in sys.stdlib_module_names:
+                good = True
+            else:
+                of_dist = module.startswith("torch.distributed")
+                good = ("torch.distributed" if of_dist else top) in own.outside
+            if not good:
+                wrong.append(f"mics_fn/{name}.py:{line}: {module}, in row {own.row}")
+    refuse(wrong)
+
+
+def test_only_one_file_reaches_private_names_of_torch():
+    wrong = []
+    for name in set(FILES) - {"_torch"}:
+        for part in ast.walk(tree_of(name)):
+            found = []
+            if isinstance(part, ast.Attribute):
+                found = [ast.unparse(part)]
+            elif isinstance(part, ast.ImportFrom):
+                found = [f"{part.module}.{alias.name}" for alias in part.names]
+            hidden = [text for text in found if re.match(r"(torch|dist|c10d)(\.\w+)*\._[^_]", text)]
+            wrong += [f"mics_fn/{name}.py:{getattr(part, 'lineno', 0)}: {text}" for text in hidden]
+    refuse(wrong)
+
+
+def test_data_collectives_are_called_in_one_file():
+    wrong = []
+    for name in FILES:
+        if name not in ("collectives", "_torch") and not name.startswith("lab/"):
+            wrong += [f"mics_fn/{name}.py:{line}: {what}" for what, line in data_collectives(name)]
+    refuse(wrong)
+
+
+def data_collectives(name: str) -> Iterator[tuple[str, int]]:
+    """Where a file names what moves data, or imports a module made of such."""
+    doors = {"torch.distributed", "_torch"}
+    for part in ast.walk(tree_of(name)):
+        if isinstance(part, ast.Import):
+            doors |= {a.asname or a.name for a in part.names if "distributed" in a.name}
+        if isinstance(part, ast.ImportFrom) and "torch.distributed" in f"{part.module}":
+            for alias in part.names:
+                text = f"{part.module}.{alias.name}"
+                if moves_data(alias.name) or re.search(r"\b(nn|_functional_collectives)\b", text):
+                    yield text, part.lineno
+    attributes = (part for part in ast.walk(tree_of(name)) if isinstance(part, ast.Attribute))
+    for part in attributes:
+        if ast.unparse(part.value) in doors and moves_data(part.attr):
+            yield ast.unparse(part), part.lineno
+
+
+def moves_data(name: str) -> bool:
+    return COLLECTIVES.fullmatch(name) is not None
+
+
+# Sizes and style
+
+
+def test_files_and_functions_are_short():
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    long = [f"mics_fn/{name}.py: {n} lines" for name, n in lines.items() if n > MAX_FILE_LINES]
+    long += [
+        f"mics_fn/{name}.py:{fn.lineno}: {fn.name}, {n} lines"
+        for name in FILES
+        for fn, n in functions(name)
+        if n > MAX_FUNCTION_LINES
+    ]
+    refuse(long)
+
+
+def test_functions_are_mostly_near_35_lines():
+    lengths = [n for name in FILES for _, n in functions(name)]
+    assert sum(n > USUAL_FUNCTION_LINES for n in lengths) <= 0.02 * len(lengths)
+
+
+def functions(name: str) -> Iterator[tuple[ast.FunctionDef, int]]:
+    """Functions of a file with their lengths in lines, docstring aside."""
+    for part in ast.walk(tree_of(name)):
+        if isinstance(part, ast.FunctionDef):
+            first = part.body[0]
+            doc = ast.get_docstring(part) is not None
+            skipped = (first.end_lineno or 0) - first.lineno + 1 if doc else 0
+            yield part, (part.end_lineno or 0) - part.lineno + 1 - skipped
+
+
+def test_nothing_is_checked_by_assert():
+    """`python -O` would drop the check."""
+    found = [
+        f"mics_fn/{name}.py:{part.lineno}"
+        for name in FILES
+        for part in ast.walk(tree_of(name))
+        if isinstance(part, ast.Assert)
+    ]
+    refuse(found)
+
+
+def test_the_top_level_holds_nothing_else():
+    if not (ROOT / ".git").exists():
+        return  # an unpacked release: what else lies around it is not ours
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    tops = {line.partition("/")[0] for line in listed.stdout.splitlines()}
+    ours = {"README.md", "mics_fn", "notebooks", "pyproject.toml", "tests"}
+    refuse([top for top in tops - ours if not top.startswith(".")])
+
+
+# Import
+
+IMPORT = """
+import argparse, importlib.abc, sys
+
+BLOCKED = {"IPython", "hypothesis", "ipykernel", "matplotlib", "nbclient", "pytest", "tqdm"}
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+import optree, torch
+
+def refuse(*args, **kwargs):
+    raise SystemExit("argv was parsed")
+
+argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = refuse
+sys.argv = ["prog", "--no-such-flag"]
+before = set(sys.modules)
+import mics_fn
+
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+outside = new - {"mics_fn", "torch", "optree"} - set(sys.stdlib_module_names)
+lab = [name for name in sys.modules if name.startswith(("mics_fn.lab", "mics_fn.__main__"))]
+print(sorted(outside), lab, sorted(BLOCKED & set(sys.modules)), sys.argv)
+print(torch.distributed.is_initialized(), torch.cuda.is_initialized())
+"""
+
+
+def test_import_needs_torch_and_optree_alone_and_does_nothing(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORT],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[] [] [] ['prog', '--no-such-flag']", "False False"]
+    assert done.stderr == ""
+    assert not list(tmp_path.iterdir())
