@@ -182,7 +182,7 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
       donate: average in the given buffers; the old tree can not be used again.
 
     Returns:
-      The same tree, averaged. Averaging twice changes nothing.
+      The same tree, averaged; where r = 1 the very tree. Averaging twice changes nothing.
 
     Communication: one all-reduce a bucket over r replicas, 2(r - 1)/r of the shard's bytes. None if
       r = 1.
@@ -203,6 +203,8 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
     homes = homes_of("sync_replicas", "groups", groups, grads)
     uses = [use for use in uses_of("sync_replicas", leaves, homes) if use.bucket.trainable]
     far = [use for use in uses if replicas_of(use).size > 1]
+    if not far:
+        return grads
     data = [leaf.data if isinstance(leaf, Sharded) else None for leaf in leaves]
     if donate and (
         _torch.inside_torch_func() or any(d.requires_grad for d in data if d is not None)

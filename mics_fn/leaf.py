@@ -9,7 +9,6 @@ rank-free in structure, so tree specs compare across ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,12 +50,16 @@ class Sharded:
         # Only what is missing gets here: a donated leaf has lost its data.
         if name == "data" and "_donated" in self.__dict__:
             fix = "use the value that came back, or pass donate=False"
-            raise DonatedError(message(self.__dict__["_donated"], fix=fix))
+            raise DonatedError(message(self._story(), fix=fix))
         raise AttributeError(f"Sharded has no attribute {name!r}")
+
+    def _story(self) -> str:
+        spec, i, root, to = self.__dict__["_donated"]
+        return f"{root}{tree.spec_paths(spec)[i]} was donated to {to}"
 
     def __repr__(self) -> str:
         if "_donated" in self.__dict__:
-            return f"Sharded({self.__dict__['_donated']})"
+            return f"Sharded({self._story()})"
         here, full = self.data.shape[-1], self.bucket.numels[self.slot]
         return f"Sharded(shape={self.shape}, {dtype_name(self.dtype)}, here {here} of {full})"
 
@@ -159,11 +162,12 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
       keep: a tree whose leaves stay usable even where they are the same objects.
     """
     kept = {id(leaf) for leaf in tree.flatten(keep, is_leaf)[0]}
-    leaves, _ = tree.flatten(shards, is_leaf)
-    for leaf, path in zip(leaves, tree.paths(shards, root, is_leaf), strict=True):
+    leaves, spec = tree.flatten(shards, is_leaf)
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            object.__setattr__(leaf, "_donated", f"{path} was donated to {to}")
-            object.__delattr__(leaf, "data")
+            # The path is written out only if somebody asks: this runs in every step.
+            leaf.__dict__["_donated"] = (spec, i, root, to)
+            del leaf.__dict__["data"]
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:
@@ -187,9 +191,4 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
 
 def names(shards: Tree) -> list[str]:
     """The path of each `Sharded` leaf, in the order of the tree's pieces."""
-    return list(_names(tree.flatten(shards)[1]))
-
-
-@lru_cache(maxsize=64)
-def _names(spec: Any) -> tuple[str, ...]:
-    return tuple(path.removesuffix(".data") for path in tree.spec_paths(spec))
+    return [path.removesuffix(".data") for path in tree.paths(shards)]

@@ -90,7 +90,8 @@ def from_torch(
         if not donate:
             params, moments = fresh(params), {name: fresh(m) for name, m in moments.items()}
         pieces, spec = tree.flatten(params)
-        parts = [tree.flatten(part)[0] for part in (grads, *moments.values())]
+        kept = {name: tree.flatten(moment) for name, moment in moments.items()}
+        parts = [tree.flatten(grads)[0], *(moment for moment, _ in kept.values())]
         keys = decay_keys(decay_mask, params)
         by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
         for column in columns([pieces, *parts], keys):
@@ -99,8 +100,8 @@ def from_torch(
         for decays, mine in (by_decay or {None: []}).items():
             own = {**now, "weight_decay": 0.0} if decays is False else now
             scalars = _step(cls, own, kind, mine, state)
-        # Nothing was replaced, only written to: the trees around the pieces stay.
-        moments = {name: tree.map_leaves(lambda piece: piece, m) for name, m in moments.items()}
+        # The pieces were written to; the nodes around them are new, since old ones may be donated.
+        moments = {name: own.unflatten(moment) for name, (moment, own) in kept.items()}
         return spec.unflatten(pieces), TorchState(state.count + 1, moments, scalars)
 
     return from_step(init, step)

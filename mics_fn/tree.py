@@ -9,7 +9,8 @@ decides an order.
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import optree
@@ -55,18 +56,14 @@ def node(cls: T) -> T:
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    def flatten_node(value: Any) -> tuple[list, Any]:
-        return (
-            [getattr(value, name) for name in children],
-            tuple(getattr(value, name) for name in statics),
-        )
+    def flatten_node(value: Any) -> tuple[list, tuple]:
+        return [getattr(value, k) for k in children], tuple([getattr(value, k) for k in statics])
 
-    def unflatten_node(values: Iterable[Any], context: Sequence[Any]) -> Any:
+    def unflatten_node(values: Iterable[Any], context: tuple) -> Any:
         value = object.__new__(cls)
-        for name, child in zip(children, values, strict=True):
-            object.__setattr__(value, name, child)
-        for name, item in zip(statics, context, strict=True):
-            object.__setattr__(value, name, item)
+        # Straight to the dict: a frozen dataclass refuses setattr, and this runs for every leaf.
+        value.__dict__.update(zip(children, values, strict=True))
+        value.__dict__.update(zip(statics, context, strict=True))
         return value
 
     return _register(cls, flatten_node, unflatten_node, children)
@@ -82,9 +79,13 @@ def atom(cls: T) -> T:
 
 
 def _register(cls: T, flatten_node: Callable, unflatten_node: Callable, entries: tuple) -> T:
+    def flatten_with_entries(value: Any) -> tuple[list, tuple, tuple]:
+        children, context = flatten_node(value)
+        return children, context, entries
+
     optree.register_pytree_node(
         cls,
-        lambda value: (*flatten_node(value), entries),
+        flatten_with_entries,
         lambda context, values: unflatten_node(values, context),
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
@@ -120,13 +121,13 @@ def paths(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str
     >>> paths({"b": [1, 2], "a": 3}, "params")
     ["params['a']", "params['b'][0]", "params['b'][1]"]
     """
-    found = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
-    return [accessor.codify(root) for accessor in found]
+    return [root + path for path in spec_paths(flatten(tree, is_leaf)[1])]
 
 
-def spec_paths(spec: optree.PyTreeSpec, root: str = "") -> list[str]:
+@lru_cache(maxsize=256)
+def spec_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
     """The paths of a structure's leaves, as `paths` gives them for a tree."""
-    return [accessor.codify(root) for accessor in optree.treespec_accessors(spec)]
+    return tuple(accessor.codify("") for accessor in optree.treespec_accessors(spec))
 
 
 def spread(

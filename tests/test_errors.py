@@ -325,14 +325,19 @@ def test_a_tied_leaf_without_its_owner():
         mf.gather({"b": shards["b"]}, groups)
 
 
-def test_donate_under_autograd():
-    groups = mf.make_groups(1)
+def donating():
+    groups = groups_of(Layout((2,), 1))
     shards = mf.shard({"w": torch.ones(2)}, groups)
     with pytest.raises(mf.DonatedError, match="sync_replicas: donate=True under autograd"):
         torch.func.grad(lambda s: mf.sync_replicas(s, groups, donate=True)["w"].data.sum())(shards)
-    mf.sync_replicas(shards, groups, donate=True)
+    synced = mf.sync_replicas(shards, groups, donate=True)
+    assert synced["w"].data.tolist() == [1.0, 1.0]
     with pytest.raises(mf.DonatedError, match=r"grads\['w'\] was donated to sync_replicas"):
         mf.gather(shards, groups)
+
+
+def test_donated_gradients(ranks):
+    ranks(2).run(donating)
 
 
 @pytest.mark.parametrize(

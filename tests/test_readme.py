@@ -1,0 +1,175 @@
+"""README says what is true: its code runs, its commands parse, CI runs its test command."""
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.launcher import read_launch
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+BY_HAND, WITH_TRAINER = (code for language, code in FENCES if language == "python")
+SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
+
+
+def run_readme() -> dict:
+    """Both blocks of code on this rank, and what they leave."""
+    names: dict = {}
+    exec(compile(BY_HAND, "README: by hand", "exec"), names)
+    first = names["loss"]
+    state, groups = names["state"], names["groups"]
+    by_hand = mf.unshard(state.params, groups)
+    exec(compile(WITH_TRAINER, "README: Trainer", "exec"), names)
+    found = {
+        "groups": groups.describe(),
+        "step": state.step,
+        "loss": first.item(),
+        "history": [m.loss.item() for m in names["history"]],
+        "by_hand": by_hand,
+        "full": names["full"],
+    }
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_its_code_trains_and_both_ways_agree(n: int, ranks, capfd):
+    found = ranks(n).run(run_readme)
+    assert {one["groups"] for one in found} == {
+        f"n={n} p={n} levels={f'rank:{n}' if n > 1 else 'none'}"
+    }
+    for one in found:
+        assert one["step"] == len(one["history"]) == 20
+        assert one["history"][-1] < 0.8 * one["history"][0]
+        for name, value in one["full"].items():
+            assert torch.equal(value, found[0]["full"][name]), name
+            assert torch.equal(one["by_hand"][name], found[0]["by_hand"][name]), name
+            # The same mathematics; `Trainer` may add up the same numbers in another order.
+            torch.testing.assert_close(value, one["by_hand"][name], rtol=1e-4, atol=1e-5)
+    mean = sum(one["loss"] for one in found) / n
+    assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
+
+
+def test_its_code_equals_one_process_on_all_samples(ranks):
+    names: dict = {}
+    exec(BY_HAND.split("for batch in batches")[0].split("state =")[0], names)
+    model, optimizer = names["model"], torch.optim.AdamW(names["model"].parameters(), 1e-2)
+    draws = [torch.Generator().manual_seed(rank) for rank in range(4)]
+    for _ in range(20):
+        x = torch.cat([torch.randn(16, 32, generator=draw) for draw in draws])
+        optimizer.zero_grad()
+        names["cross_entropy"](model(x), x[:, :8].argmax(1)).backward()
+        optimizer.step()
+    names["groups"].close()
+    found = ranks(4).run(run_readme)[0]["by_hand"]
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_its_script_runs_under_torchrun(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(BY_HAND)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k not in launched}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank (\d): loss \d\.\d+", done.stdout)) == ["0", "1"]
+
+
+def test_its_torchrun_lines_parse():
+    from torch.distributed.run import get_args_parser
+
+    lines = [line for line in SHELL if "torchrun" in line]
+    assert len(lines) == 2
+    for line in lines:
+        parsed = get_args_parser().parse_args(shlex.split(line)[1:])
+        assert parsed.training_script == "train.py"
+
+
+def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
+    env = {"SLURM_PROCID": "9", "SLURM_NTASKS": "32", "SLURM_LOCALID": "1", "SLURM_NNODES": "4"}
+    with pytest.raises(mf.GroupsError) as error:
+        read_launch(env)
+    line = str(error.value).splitlines()[-1].partition("batch script: ")[2]
+    assert line.startswith("export MASTER_ADDR=")
+    assert line in SHELL
+
+
+COMMANDS = sorted(set(re.findall(r"python -m mics_fn ([\w -]+)", README)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_its_commands_parse(command: str):
+    name, *flags = shlex.split(command)
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"mics_fn.lab.{name}").add_arguments(parser)
+    if flags != ["--help"]:
+        parser.parse_args(flags)
+
+
+def test_its_files_exist():
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_ci_runs_its_test_command():
+    line = [line for line in SHELL if line.endswith("-m pytest")]
+    assert len(line) == 1
+    script = (ROOT / ".ci" / "run").read_text()
+    pattern = re.search(r"grep -E '(.*)' README.md", script)
+    assert pattern is not None
+    assert re.findall(pattern[1], README, flags=re.MULTILINE) == line
+    ran = [text for text in script.splitlines() if text.startswith('bash -c "${command')]
+    assert ran == [
+        'bash -c "${command% && *}"',
+        'bash -c "${command##* && }" || failed=$?',
+    ]
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert ".venv/" in ignored
+    assert ".venv-*/" in ignored
+
+
+def test_its_install_lines_name_torch_and_known_extras():
+    lines = [line for line in SHELL if "pip install" in line]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert len(lines) == 2
+    for line in lines:
+        assert '"torch==2.13.0"' in shlex.split(line, posix=False)
+        for extra in re.findall(r"\.\[(\w+)\]", line):
+            assert re.search(rf"^{extra} = \[", project, flags=re.MULTILINE)
+
+
+def test_trees_of_shards_are_what_it_says(ranks):
+    """One rule a line, on one rank; the others are tested where their code is."""
+    with mf.make_groups(1) as groups:
+        unused = {"a": torch.ones(2), "b": torch.ones(2), "n": torch.tensor([3])}
+        state = mf.init_state(mf.shard(unused, groups), mf.sgd(0.1, weight_decay=0.5))
+        grads = torch.func.grad(lambda s: mf.gather(s, groups)["a"].sum())(state.params)
+        after = mf.opt_step(state, mf.reduce_grads(grads, groups)).params
+        assert grads["b"].data.tolist() == [0.0, 0.0]
+        torch.testing.assert_close(after["b"].data, torch.full((2,), 0.95))
+        assert isinstance(after["n"], mf.Fixed)
+        full = mf.gather(state.params, groups)
+        assert full["a"].data_ptr() == state.params["a"].data.data_ptr()
+        mf.opt_step(state, grads, donate=True)
+        with pytest.raises(mf.DonatedError):
+            tree.map_leaves(torch.clone, mf.gather(state.params, groups))
