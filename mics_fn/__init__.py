@@ -13,10 +13,13 @@ from mics_fn.errors import MicsError as MicsError
 from mics_fn.errors import OptimizerError as OptimizerError
 from mics_fn.errors import PlanError as PlanError
 from mics_fn.errors import TreeError as TreeError
+from mics_fn.gather import PendingTree as PendingTree
 from mics_fn.gather import gather as gather
+from mics_fn.gather import start_gather as start_gather
 from mics_fn.gather import unshard as unshard
 from mics_fn.grads import reduce_grads as reduce_grads
 from mics_fn.grads import scatter_grads as scatter_grads
+from mics_fn.grads import start_scatter_grads as start_scatter_grads
 from mics_fn.grads import sync_replicas as sync_replicas
 from mics_fn.groups import Groups as Groups
 from mics_fn.groups import Hierarchy as Hierarchy

@@ -1,15 +1,16 @@
 """`gather`: shards become full tensors. See [Note: adjoint] in `linear` for its gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.agreement import agree
 from mics_fn.errors import LeafError, message
 from mics_fn.leaf import Fixed, Leaf, Tied, dtype_name, is_leaf, owner_index
-from mics_fn.linear import BucketUse, apply, homes_of, put, uses_of
+from mics_fn.linear import BucketUse, Started, apply, homes_of, put, start, uses_of
 from mics_fn.tree import Tree
 
 
@@ -47,14 +48,85 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.3.
     """
-    leaves, spec = tree.flatten(shards, is_leaf)
-    homes = homes_of("gather", "hierarchy", hierarchy, shards)
-    check_shards("gather", shards, leaves)
-    uses = uses_of("gather", leaves, homes)
-    _agree_on_uses(uses)
+    leaves, spec, uses = _read("gather", shards, hierarchy)
     full = _gather_uses(leaves, uses)
     owner = owner_index(leaves)
     return spec.unflatten([full[owner[i]] for i in range(len(leaves))])
+
+
+class PendingTree:
+    """A tree under way: `wait()` gives it."""
+
+    def __init__(self, started: Sequence[Started], build: Callable[..., Tree]) -> None:
+        self._started, self._build = started, build
+        self._tree: Tree = None
+        self._done = False
+
+    def wait(self) -> Tree:
+        """The tree. All ranks must wait for their trees in the same order; again is free."""
+        if not self._done:
+            self._tree = self._build(*(started.wait() for started in self._started))
+            self._done, self._started = True, ()
+        return self._tree
+
+
+def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
+    """Start a gather and go on; `wait()` gives the full tensors.
+
+    Args:
+      shards: as for `gather`; they must not change until `wait()`.
+      hierarchy: as for `gather`.
+
+    Returns:
+      A `PendingTree`.
+
+    Communication: as `gather`. On gloo the outermost level runs meanwhile, the others in `wait()`;
+      on CUDA all of them run on a side stream, and `wait()` does not stop the host.
+
+    Memory: as `gather`.
+
+    Raises:
+      LeafError: inside torch.func, or where a shard requires a gradient: it has no derivative.
+      Else as `gather`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> start_gather(shard([torch.ones(2)], groups), groups).wait()
+      [tensor([1., 1.])]
+    """
+    leaves, spec, uses = _read("gather", shards, hierarchy)
+    data = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
+    far = [use for use in uses if use.bucket.parts > 1]
+    started = start("gather", "gather", far, data)
+    owner = owner_index(leaves)
+
+    def build(found: list[Tensor]) -> Tree:
+        full = _near(uses, data)
+        put(full, far, found)
+        return spec.unflatten([full[owner[i]] for i in range(len(leaves))])
+
+    return PendingTree([started], build)
+
+
+def _read(verb: str, shards: Tree, hierarchy: Any) -> tuple[list[Leaf], Any, list[BucketUse]]:
+    """Leaves, structure and buckets of a tree of shards, checked and agreed on."""
+    leaves, spec = tree.flatten(shards, is_leaf)
+    homes = homes_of(verb, "hierarchy", hierarchy, shards)
+    check_shards(verb, shards, leaves)
+    uses = uses_of(verb, leaves, homes)
+    _agree_on_uses(uses)
+    return leaves, spec, uses
+
+
+def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
+    """Full tensors as views, where a group of one rank holds everything; other data as it is."""
+    full = list(data)
+    for use in uses:
+        if use.bucket.parts == 1:
+            for i, shape in zip(use.index, use.bucket.shapes, strict=True):
+                if i is not None:
+                    full[i] = data[i].reshape((*data[i].shape[:-1], *shape))
+    return full
 
 
 def _gather_uses(leaves: Sequence[Leaf], uses: Sequence[BucketUse]) -> list[Any]:
@@ -62,12 +134,7 @@ def _gather_uses(leaves: Sequence[Leaf], uses: Sequence[BucketUse]) -> list[Any]
     far = [use for use in uses if use.bucket.parts > 1]
     trained = [use for use in far if use.bucket.trainable]
     frozen = [use for use in far if not use.bucket.trainable]
-    full = list(data)
-    for use in uses:
-        if use.bucket.parts == 1:
-            for i, shape in zip(use.index, use.bucket.shapes, strict=True):
-                if i is not None:
-                    full[i] = data[i].reshape((*data[i].shape[:-1], *shape))
+    full = _near(uses, data)
     put(full, trained, apply("gather", trained, data))
     with torch.no_grad():  # frozen leaves are fetched, never reduced
         put(full, frozen, apply("gather", frozen, data))
@@ -95,11 +162,7 @@ def unshard(shards: Tree, hierarchy: Any) -> Tree:
       >>> unshard(shard([torch.arange(3.0)], groups), groups.hierarchy)
       [tensor([0., 1., 2.])]
     """
-    leaves, spec = tree.flatten(shards, is_leaf)
-    homes = homes_of("unshard", "hierarchy", hierarchy, shards)
-    check_shards("unshard", shards, leaves)
-    uses = uses_of("unshard", leaves, homes)
-    _agree_on_uses(uses)
+    leaves, spec, uses = _read("unshard", shards, hierarchy)
     out: list[Any] = [leaf.data.clone() if isinstance(leaf, Fixed) else None for leaf in leaves]
     for use in uses:
         full = _gather_uses(leaves, [use])

@@ -1,17 +1,26 @@
 """The hops of the gradients: hop 1 inside partition groups, hop 2 between replicas; both means."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
-from mics_fn.gather import check_shards
+from mics_fn.gather import PendingTree, check_shards
 from mics_fn.leaf import Fixed, Sharded, dtype_name, is_leaf, owner_index
 from mics_fn.leaf import donate as mark_donated
-from mics_fn.linear import apply, homes_of, put, replica_mean, replicas_of, uses_of
+from mics_fn.linear import (
+    BucketUse,
+    apply,
+    homes_of,
+    put,
+    replica_mean,
+    replicas_of,
+    start,
+    uses_of,
+)
 from mics_fn.sharded import layout_of
 from mics_fn.tree import Tree
 
@@ -77,43 +86,86 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       >>> scatter_grads([torch.ones(2, 2)], groups)[0].data
       tensor([1., 1., 1., 1.])
     """
+    owed = _owed(grads, groups, like)
+    return _settled(owed, apply("scatter", owed.far, owed.full))
+
+
+def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
+    """Start hop 1 and go on, with the next micro-step say; `wait()` gives the shards.
+
+    Args:
+      grads: as for `scatter_grads`; they may change after the call, since they are copied.
+      groups: as for `shard`.
+      like: as for `scatter_grads`.
+
+    Returns:
+      A `PendingTree`.
+
+    Communication: as `scatter_grads`. On gloo the innermost level runs meanwhile, the others in
+      `wait()`; on CUDA all of them run on a side stream, and `wait()` does not stop the host.
+
+    Memory: a flat copy of the full gradients until `wait()`.
+
+    Raises:
+      LeafError: inside torch.func, or where a gradient requires one: it has no derivative.
+      Else as `scatter_grads`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> start_scatter_grads([torch.ones(2)], groups).wait()[0].data
+      tensor([1., 1.])
+    """
+    owed = _owed(grads, groups, like)
+    started = start("scatter_grads", "scatter", owed.far, owed.full)
+    return PendingTree([started], lambda found: _settled(owed, found))
+
+
+class _Owed(NamedTuple):
+    """Gradients on their way to shards."""
+
+    spec: Any
+    out: list[Any]  # the leaves that are settled; None where hop 1 is owed
+    far: list[BucketUse]  # the buckets that owe it
+    full: list[Tensor | None]
+
+
+def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
+    """Match gradients with their parameters' layout, and settle what needs no communication."""
     if like is None:
         like = layout_of("reduce_grads", "grads", grads, groups)
     slots, spec = tree.flatten(like, is_leaf)
     check_shards("scatter_grads", like, slots)
     given = _up_to("scatter_grads", like, spec, grads)
     homes = homes_of("scatter_grads", "groups", groups, like)
-    uses = uses_of("scatter_grads", slots, homes)
+    uses = [use for use in uses_of("scatter_grads", slots, homes) if use.bucket.trainable]
     full = _full_grads(like, slots, given)
     out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
     far = []
     for use in uses:
-        if not use.bucket.trainable:
-            continue
         done = [i for i in use.members if isinstance(given[i], Sharded)]
-        if len(done) == len(use.members):
-            for i in done:
-                out[i] = given[i]
-        elif done:
+        if done and len(done) < len(use.members):
             path = tree.paths(like, "grads", is_leaf)[done[0]]
             text = f"scatter_grads: {path} is reduced already, others of its bucket are not"
             raise TreeError(message(text, fix="reduce a bucket's gradients together"))
-        elif use.bucket.parts > 1:
+        for i in done:
+            out[i] = given[i]
+        if not done and use.bucket.parts > 1:
             far.append(use)
-        else:
-            for slot, i in enumerate(use.index):
-                if i is not None:
-                    out[i] = _local(
-                        full[i], use.bucket.numels[slot], slots[i], use.hierarchy.device
-                    )
-    found = apply("scatter", far, full)
-    pieces: list[Any] = [None] * len(slots)
-    put(pieces, far, found)
-    for use in far:
+        elif not done:
+            for i in use.members:
+                out[i] = _local(full[i], slots[i], use.hierarchy.device)
+    return _Owed(spec, out, far, full)
+
+
+def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
+    out = list(owed.out)
+    pieces: list[Any] = [None] * len(out)
+    put(pieces, owed.far, found)
+    for use in owed.far:
         for slot, i in enumerate(use.index):
             if i is not None:
                 out[i] = Sharded(pieces[i], use.bucket, slot)
-    return spec.unflatten(out)
+    return owed.spec.unflatten(out)
 
 
 def _up_to(verb: str, like: Tree, spec: Any, grads: Tree) -> list[Any]:
@@ -164,8 +216,9 @@ def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
         raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
 
 
-def _local(grad: Tensor | None, numel: int, slot: Sharded, device: torch.device) -> Sharded:
+def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     """Hop 1 in a group of one rank: the gradient itself."""
+    numel = slot.bucket.numels[slot.slot]
     if grad is None:
         flat = torch.zeros(numel, dtype=slot.dtype, device=device)
     else:
@@ -216,7 +269,7 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
     if donate:
         with torch.no_grad():
             members = [data[i] for use in far for i in use.members]
-            found = replica_mean(far, members, in_place=True)
+            found = replica_mean(far, members, in_place=True).wait()
     else:
         found = apply("mean", far, data)
     put(data, far, found)

@@ -15,14 +15,20 @@ do not use can not make ranks differ in what they communicate.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import tree
-from mics_fn.collectives import start_all_gather, start_mean, start_reduce_scatter, wait_all
-from mics_fn.errors import GroupsError, PlanError, message
+from mics_fn import _torch, tree
+from mics_fn.collectives import (
+    Pending,
+    start_all_gather,
+    start_mean,
+    start_reduce_scatter,
+    wait_all,
+)
+from mics_fn.errors import GroupsError, LeafError, PlanError, message
 from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.layout import Bucket
@@ -119,37 +125,46 @@ def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
 # The three linear maps, on plain tensors: one value a member of each use, in and out.
 
 
-def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor]:
+class Started(NamedTuple):
+    """A map under way: what to wait for, and how what comes becomes values."""
+
+    pendings: list[Pending]
+    finish: Callable[[list[Tensor]], list[Tensor]]
+
+    def wait(self) -> list[Tensor]:
+        return self.finish(wait_all(self.pendings))
+
+
+def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Started:
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
         route = use.hierarchy
         chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **like)
         pendings.append(start_all_gather(route, chunk))
-    out = []
-    for use, full in zip(uses, wait_all(pendings), strict=True):
-        if full.ndim > 2:  # batched: the chunks must meet before the batch can be in front
-            full = full.movedim(0, -2).contiguous()
-        out += use.by_member(split_full(use.bucket, full.flatten(-2)))
-    return out
+
+    def finish(found: list[Tensor]) -> list[Tensor]:
+        out = []
+        for use, full in zip(uses, found, strict=True):
+            if full.ndim > 2:  # batched: chunks must meet before the batch can be in front
+                full = full.movedim(0, -2).contiguous()
+            out += use.by_member(split_full(use.bucket, full.flatten(-2)))
+        return out
+
+    return Started(pendings, finish)
 
 
-def _reduce_scatter(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor]:
+def _reduce_scatter(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Started:
     pendings, like = [], _like(uses, data, full=True)
     for use, leaves in deal(uses, data):
         full = pack_full(use.bucket, use.by_slot(leaves), **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         pendings.append(start_reduce_scatter(use.hierarchy, parts))
-    chunks = zip(uses, wait_all(pendings), strict=True)
-    return [
-        piece
-        for use, chunk in chunks
-        for piece in use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, chunk))
-    ]
+    return Started(pendings, lambda chunks: _pieces(uses, chunks))
 
 
 def replica_mean(
     uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, in_place: bool = False
-) -> list[Tensor]:
+) -> Started:
     pendings, like = [], _like(uses, data, full=False)
     for use, given in deal(uses, data):
         pieces, route = use.by_slot(given), use.hierarchy
@@ -159,10 +174,13 @@ def replica_mean(
         elif not in_place:
             chunk = chunk.clone()
         pendings.append(start_mean(replicas_of(use), chunk))
-    chunks = zip(uses, wait_all(pendings), strict=True)
+    return Started(pendings, lambda chunks: _pieces(uses, chunks))
+
+
+def _pieces(uses: Sequence[BucketUse], chunks: Sequence[Tensor]) -> list[Tensor]:
     return [
         piece
-        for use, chunk in chunks
+        for use, chunk in zip(uses, chunks, strict=True)
         for piece in use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, chunk))
     ]
 
@@ -194,7 +212,7 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
     return {"device": uses[0].hierarchy.device} if uses else {}
 
 
-_MAPS: dict[str, Callable[..., list[Tensor]]] = {
+_MAPS: dict[str, Callable[..., Started]] = {
     "gather": _all_gather,
     "scatter": _reduce_scatter,
     "mean": replica_mean,
@@ -210,7 +228,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(_MAPS[name](uses, data))
+        return tuple(_MAPS[name](uses, data).wait())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -252,6 +270,16 @@ def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[T
     if not uses:
         return []
     return list(_Linear.apply(name, uses, *(values[i] for use in uses for i in use.members)))
+
+
+def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:
+    """Start a map on plain tensors; it has no derivative, so it refuses what would need one."""
+    members = [values[i] for use in uses for i in use.members]
+    tracked = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in members)
+    if tracked or _torch.inside_torch_func():
+        text = f"start_{verb}: its result has no derivative, and here one would be needed"
+        raise LeafError(message(text, fix=f"use {verb}, or torch.no_grad()"))
+    return _MAPS[name](uses, members)
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:

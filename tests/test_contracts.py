@@ -384,3 +384,31 @@ def start_and_finish(layout):
 @every_layout
 def test_collectives_start_and_finish(ranks, layout):
     ranks(layout.world_size).run(start_and_finish, layout)
+
+
+def started_verbs(layout, name):
+    groups = groups_of(layout)
+    params = TREES[name](torch.float32, 11)
+    shards = mf.shard(params, groups, bucket_bytes=64)
+    other = mf.shard(TREES["plain"](torch.float32, 4), groups)
+    pendings = [mf.start_gather(x, groups.hierarchy) for x in (shards, other)]
+    second, first = pendings[1].wait(), pendings[0].wait()
+    same_bits(first, plain_values(params))
+    same_bits(second, TREES["plain"](torch.float32, 4))
+    assert pendings[0].wait() is first
+    grads = tree.map_leaves(lambda x: x if x.is_floating_point() else None, plain_values(params))
+    grads = {**grads, "frozen": None} if name == "mixed" else grads
+    hop1 = mf.start_scatter_grads(grads, groups, like=shards)
+    same_bits(hop1.wait(), mf.scatter_grads(grads, groups, like=shards))
+    with pytest.raises(mf.LeafError, match="start_gather: its result has no derivative"):
+        torch.func.grad(lambda s: mf.start_gather(s, groups).wait()["w"].sum())(other)
+    needing = tree.map_leaves(lambda x: x.clone().requires_grad_(), other)
+    if layout.partition_size > 1:
+        with pytest.raises(mf.LeafError, match="fix: use gather, or torch.no_grad()"):
+            mf.start_gather(needing, groups)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["nested", "mixed"])
+def test_verbs_start_and_finish(ranks, layout, name):
+    ranks(layout.world_size).run(started_verbs, layout, name)
