@@ -21,18 +21,13 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.collectives import (
-    Pending,
-    start_all_gather,
-    start_mean,
-    start_reduce_scatter,
-    wait_all,
-)
+from mics_fn.collectives import start_all_gather, start_mean, start_reduce_scatter
 from mics_fn.errors import GroupsError, LeafError, PlanError, message
 from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.layout import Bucket
 from mics_fn.leaf import Leaf, Tied, is_leaf
+from mics_fn.pending import Pending, wait_all
 from mics_fn.tree import Tree
 
 
