@@ -1,9 +1,9 @@
 """The only file that calls data collectives: by bucket, over any number of levels, bounded.
 
 [Note: levels in place] Chunks are numbered innermost level first, so that at each level of a gather
-(outermost first)
-the chunks gathered so far and those about to arrive are one contiguous run of the output: every
-level is a plain all-gather written in place. The reduce-scatter is the same walk backwards.
+(outermost first) the chunks gathered so far and those about to arrive are one contiguous run of the
+output: every level is a plain all-gather written in place. The reduce-scatter is the same walk
+backwards.
 """
 
 from collections.abc import Callable, Generator

@@ -2,9 +2,8 @@
 
 [Note: order on a communicator] Every rank must issue the collectives of one communicator in the
 same order. A multi-level collective therefore advances only where the program says so, inside
-`wait` or `wait_all`, and `wait_all` never lets a
-later bucket start a level before an earlier one has: buckets follow each other through the levels
-like a pipeline.
+`wait` or `wait_all`, and `wait_all` never lets a later bucket start a level before an earlier one
+has: buckets follow each other through the levels like a pipeline.
 
 [Note: buffers in flight] On CUDA each collective runs on a side stream that first waits for the
 current one; `wait` makes the current stream wait for it, and no host waits. Every tensor that a

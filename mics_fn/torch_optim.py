@@ -5,7 +5,7 @@ state that the pytree carries, and is thrown away. Only elementwise optimizers c
 pieces; others are refused by name.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ def from_torch(
         scalars, now = state.scalars, at(state.count)
         for decays, mine in (by_decay or {None: []}).items():
             own = {**now, "weight_decay": 0.0} if decays is False else now
-            scalars = _step(cls, own, kind, mine, state)
+            scalars = _step(cls, own, kind, mine or [_nothing(pieces, kind)], state)
         # The pieces were written to; the nodes around them are new, since old ones may be donated.
         moments = {name: own.unflatten(moment) for name, (moment, own) in kept.items()}
         return spec.unflatten(pieces), TorchState(state.count + 1, moments, scalars)
@@ -183,8 +183,6 @@ def _step(
     state: TorchState,
 ) -> dict[str, Tensor]:
     """Let torch step in place on columns of (parameter, gradient, *moments); the next scalars."""
-    if not mine:  # a rank without a single element counts steps all the same
-        mine = [(torch.zeros(1),) * (2 + len(kind.moments))]
     params = [_with_grad(piece, grad) for piece, grad, *_ in mine]
     optimizer = cls(params, **options)
     for param, (_, _, *targets) in zip(params, mine, strict=True):
@@ -200,6 +198,12 @@ def _step(
             if made is not target:
                 target.copy_(made)
     return {name: optimizer.state[params[0]][name] for name in kind.scalars}
+
+
+def _nothing(pieces: Sequence[Tensor], kind: _Kind) -> tuple[Tensor, ...]:
+    """A column for a rank that holds no element: it counts steps all the same."""
+    device = pieces[0].device if pieces else torch.device("cpu")
+    return (torch.zeros(1, device=device),) * (2 + len(kind.moments))
 
 
 def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import importlib
 import io
 import pkgutil
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ import torch
 import mics_fn
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-PUBLIC = {name: value for name, value in vars(mics_fn).items() if not name.startswith("_")}
+PUBLIC = {
+    name: value
+    for name, value in vars(mics_fn).items()
+    if not name.startswith("_") and not isinstance(value, ModuleType)
+}
 
 
 def examples() -> Iterator[doctest.DocTest]:
