@@ -207,13 +207,18 @@ def test_counters_of_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = "Inter-| Receive | Transmit\n face |bytes\n  eth0: 1 2 0 0 0 0 0 0 300 4 0 0 0 0 0 0\n"
     (tmp_path / "dev").write_text(text)
     monkeypatch.setattr(bench_bytes, "NET_DEV", tmp_path / "dev")
-    assert read_counters("eth0") == Counters(300, 4)
+    snmp = "Ip: Forwarding\nIp: 1\nTcp: OutSegs RetransSegs InErrs\nTcp: 70 5 0\nUdp: A\nUdp: 1\n"
+    (tmp_path / "snmp").write_text(snmp)
+    monkeypatch.setattr(bench_bytes, "SNMP", tmp_path / "snmp")
+    assert read_counters("eth0") == Counters(300, 4, 5)
     assert read_counters("eth1") is None
+    monkeypatch.setattr(bench_bytes, "SNMP", tmp_path / "nothing")
+    assert read_counters("eth0") == Counters(300, 4, 0)
     monkeypatch.setattr(bench_bytes, "NET_DEV", tmp_path / "nothing")
     assert read_counters("eth0") is None
 
 
 def test_the_wire_is_a_mean_over_steps_without_headers() -> None:
-    rank = RankBytes([], {}, 500.0, Counters(2 * 1000 + 3 * 66, 3), [])
+    rank = RankBytes([], {}, 500.0, Counters(2 * 1000 + 3 * 66, 3, 4), [])
     wire = bench_bytes._wire([rank, rank], steps=2)
-    assert wire == {"formula": 1000.0, "counted": 1099.0, "payload": 1000.0}
+    assert wire == {"formula": 1000.0, "counted": 1099.0, "payload": 1000.0, "resent": 2.0}

@@ -22,6 +22,7 @@ from mics_fn.topology import Topology, valid_partition_sizes
 
 HEADER_BYTES = 66  # of one packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
 NET_DEV = Path("/proc/net/dev")
+SNMP = Path("/proc/net/snmp")
 TEXT_BYTES = 500_000
 
 
@@ -51,10 +52,11 @@ class BytesConfig:
 
 
 class Counters(NamedTuple):
-    """What a network interface has sent so far."""
+    """What a network interface has sent so far, and TCP segments that went twice."""
 
     nbytes: int
     packets: int
+    resent: int
 
 
 class RankBytes(NamedTuple):
@@ -172,8 +174,17 @@ def read_counters(interface: str) -> Counters | None:
         name, _, rest = line.partition(":")
         if name.strip() == interface:
             columns = rest.split()
-            return Counters(int(columns[8]), int(columns[9]))
+            return Counters(int(columns[8]), int(columns[9]), _resent())
     return None
+
+
+def _resent() -> int:
+    """TCP segments that this network namespace sent again; 0 where that is not known."""
+    names, values = [], []
+    if SNMP.exists():
+        lines = [line.split() for line in SNMP.read_text().splitlines()]
+        names, values = [line for line in lines if line[:1] == ["Tcp:"]][:2]
+    return int(dict(zip(names, values, strict=True)).get("RetransSegs", 0))
 
 
 def count_wire(work: Callable[[], None], interface: str | None) -> Counters | None:
@@ -192,7 +203,7 @@ def count_wire(work: Callable[[], None], interface: str | None) -> Counters | No
     after = look()
     if before is None or after is None:
         return None
-    return Counters(after.nbytes - before.nbytes, after.packets - before.packets)
+    return Counters(*(late - early for late, early in zip(after, before, strict=True)))
 
 
 def _summarize(
@@ -229,9 +240,10 @@ def _wire(node: list[RankBytes], steps: int) -> dict[str, float | None]:
     """What left one node in a step, against the formula."""
     formula, wire = sum(rank.crossing for rank in node), node[0].wire
     if wire is None:
-        return {"formula": formula, "counted": None, "payload": None}
+        return {"formula": formula, "counted": None, "payload": None, "resent": None}
     payload = (wire.nbytes - HEADER_BYTES * wire.packets) / steps
-    return {"formula": formula, "counted": wire.nbytes / steps, "payload": payload}
+    counted = {"counted": wire.nbytes / steps, "payload": payload, "resent": wire.resent / steps}
+    return {"formula": formula, **counted}
 
 
 def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
@@ -252,6 +264,7 @@ def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
         for number, wire in enumerate(part["wire"] if interface else ()):
             cells = (f"{wire['counted']:,.0f}", f"{wire['formula']:,.0f}")
             less = f"{_ratio(wire['payload'], wire['formula'])} without headers"
+            less += f", {wire['resent']:,.0f} segments twice" if wire["resent"] else ""
             name = f"node {number}, {interface}"
             rows.append((name, "", *cells, _ratio(wire["counted"], wire["formula"]), less))
         time = f"seconds a step: {between(part['seconds'], '.3f')}"
