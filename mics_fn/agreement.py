@@ -32,8 +32,7 @@ def agree(groups: Groups | Hierarchy, what: str, facts: Sequence[tuple[str, str]
       DesyncError: on every rank, naming ranks and the first path at which they differ.
 
     Communication: first time for these facts one all-gather of 32 bytes over the partition group
-      and one over the
-    replication group; none later.
+      and one over the replication group; none later.
     """
     mine = digest(f"{path}\n{text}" for path, text in facts)
     alone = groups.partition.size == 1 and (

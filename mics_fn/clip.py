@@ -72,8 +72,14 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
     Communication: as `global_norm`, each step. The host does not wait.
 
+    Memory: a copy of the gradients' shards.
+
     Raises:
       OptimizerError: `max_norm` is not above 0.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> optimizer = chain(clip_by_global_norm(1.0, groups), sgd(0.1))
     """
     if not max_norm > 0:
         raise OptimizerError(f"clip_by_global_norm: max_norm={max_norm} must be above 0")
@@ -95,6 +101,14 @@ def clip_by_value(max_value: float) -> Transform:
       A `Transform` for `chain`.
 
     Communication: none.
+
+    Memory: a copy of the gradients' shards.
+
+    Raises:
+      OptimizerError: `max_value` is not above 0.
+
+    Example:
+      >>> optimizer = chain(clip_by_value(0.5), sgd(0.1))
     """
     if not max_value > 0:
         raise OptimizerError(f"clip_by_value: max_value={max_value} must be above 0")

@@ -1,9 +1,8 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
 The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket
-are views of one chunk.
-An elementwise function may as well take the chunk: fewer, longer tensors, the same numbers. Padding
-is computed with and never looked at.
+are views of one chunk. An elementwise function may as well take the chunk: fewer, longer tensors,
+the same numbers. Padding is computed with and never looked at.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -43,8 +43,9 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
     Example:
       >>> groups = make_groups(1)
       >>> shards = shard({"w": torch.ones(2)}, groups)
-      >>> torch.func.grad(lambda s: gather(s,
-      groups.hierarchy)["w"].square().sum())(shards)["w"].data tensor([2., 2.])
+      >>> loss_fn = lambda s: gather(s, groups.hierarchy)["w"].square().sum()
+      >>> torch.func.grad(loss_fn)(shards)["w"].data
+      tensor([2., 2.])
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.3.
     """
@@ -55,7 +56,10 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
 
 class PendingTree:
-    """A tree under way: `wait()` gives it."""
+    """A tree under way: `wait()` gives it.
+
+    Communication: what was started; on gloo `wait()` issues the levels that are left.
+    """
 
     def __init__(self, started: Sequence[Started], build: Callable[..., Tree]) -> None:
         self._started, self._build = started, build

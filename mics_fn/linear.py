@@ -5,8 +5,7 @@ the true gradient is the mean of those over ranks. A shard is *one value held in
 cotangent is the true gradient's part. With these two meanings the VJP of a gather is a
 reduce-scatter with mean (hop 1), the VJP of that is a plain gather, and hop 2 is its own, so that
 second and higher orders come out right, and so does forward over reverse. Nothing here is left for
-torch
-to differentiate on its own: a raw collective under `torch.func` gives zeros without a word.
+torch to differentiate on its own: a raw collective under `torch.func` gives zeros without a word.
 
 [Note: one node] All buckets of a tree go through one autograd node. If any of its outputs is used,
 its backward reduces every bucket, those without a gradient as zeros; so a parameter that some ranks
@@ -229,9 +228,8 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, ctx.uses = inputs[:2]
         ctx.given = [value is not None for value in inputs[2:]]
-        ctx.set_materialize_grads(
-            False
-        )  # a missing cotangent is packed as zeros, never made in full
+        # A missing cotangent is packed as zeros; it is never made in full.
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore

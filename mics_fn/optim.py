@@ -194,6 +194,10 @@ def chain(*transforms: Any) -> Transform:
     Returns:
       One `Transform`, whose state is the tuple of their states.
 
+    Communication: that of its parts.
+
+    Memory: that of its parts.
+
     Raises:
       OptimizerError: none was given.
 

@@ -32,6 +32,10 @@ def sgd(
     Returns:
       A `Transform`.
 
+    Communication: none.
+
+    Memory: with momentum one more copy of the shards.
+
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
@@ -49,7 +53,19 @@ def adam(
 ) -> Transform:
     """Adam (Kingma and Ba, arXiv:1412.6980) with an L2 penalty; torch's fused `Adam`.
 
-    Arguments as for `adamw`.
+    Args:
+      lr: learning rate, or a function of the step.
+      betas: decay of the running mean and of the running square.
+      eps: added to the denominator.
+      weight_decay: L2 penalty, added to the gradient.
+      decay_mask: which leaves get it, by path; default all.
+
+    Returns:
+      A `Transform`.
+
+    Communication: none.
+
+    Memory: two more copies of the shards.
 
     Example:
       >>> optimizer = adam(1e-3)
@@ -77,6 +93,10 @@ def adamw(
 
     Returns:
       A `Transform`.
+
+    Communication: none.
+
+    Memory: two more copies of the shards.
 
     Example:
       >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
@@ -110,6 +130,10 @@ def lion(
     Returns:
       A `Transform`.
 
+    Communication: none.
+
+    Memory: one more copy of the shards.
+
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
     """
@@ -140,9 +164,23 @@ def lion(
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Schedule:
     """A learning rate that rises linearly to `peak`, then falls along half a cosine to `floor`.
 
-    >>> lr = warmup_cosine(1.0, 2, 6)
-    >>> [round(lr(step), 3) for step in range(7)]
-    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+    Args:
+      peak: the highest rate, reached at step `warmup_steps` - 1.
+      warmup_steps: steps of the rise.
+      total_steps: the step from which the rate stays at `floor`.
+      floor: the lowest rate.
+
+    Returns:
+      A function from the step, counted from 0, to the rate: what optimizers take as `lr`.
+
+    Communication: none.
+
+    Memory: none.
+
+    Example:
+      >>> lr = warmup_cosine(1.0, 2, 6)
+      >>> [round(lr(step), 3) for step in range(7)]
+      [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
     def lr(step: int) -> float:

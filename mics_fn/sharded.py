@@ -59,10 +59,10 @@ def shard(
 
     Example:
       >>> groups = make_groups(1)
-      >>> shards = shard({"w": torch.ones(2, 3), "steps": torch.tensor(7)}, groups)
-      >>> shards
-      {'steps': Fixed(shape=(), int64, replicated), 'w': Sharded(shape=(2, 3), float32, here 6 of
-      6)}
+      >>> for leaf in shard([torch.ones(2, 3), torch.tensor(7)], groups):
+      ...     print(leaf)
+      Sharded(shape=(2, 3), float32, here 6 of 6)
+      Fixed(shape=(), int64, replicated)
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """

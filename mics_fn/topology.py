@@ -205,6 +205,8 @@ def plan_groups(topology: Topology | int, partition_size: int) -> Plan:
 
     Communication: none.
 
+    Memory: a few ints a rank of the world.
+
     Raises:
       PlanError: the size does not fit; with the numbers, and the sizes that would.
 

@@ -64,8 +64,8 @@ class Trainer:
 
     Example:
       >>> groups = make_groups(1)
-      >>> trainer = Trainer(torch.nn.Linear(2, 1), sgd(0.1), groups, loss=lambda m, x:
-      m(x).square().mean())
+      >>> loss = lambda model, x: model(x).square().mean()
+      >>> trainer = Trainer(torch.nn.Linear(2, 1), sgd(0.1), groups, loss=loss)
       >>> trainer.step(torch.ones(4, 2)).samples
       4
     """
@@ -106,6 +106,11 @@ class Trainer:
 
         Args:
           batch: pytree of tensors, this rank's samples of the whole step along dim 0.
+
+        Returns:
+          `StepMetrics`; the new state is `self.state`.
+
+        Communication: one gather, hop 1 each micro-step, one hop 2, and the mean of the buffers.
 
         Raises:
           TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts.
@@ -173,6 +178,9 @@ class Trainer:
         Args:
           batch: this rank's samples.
 
+        Returns:
+          0-dim tensor on the device.
+
         Communication: one gather, and an all-reduce of one number over each of the two groups.
         """
         batch = _to(batch, self._home.device)
@@ -183,6 +191,9 @@ class Trainer:
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.
+
+        Returns:
+          The tree that was sharded; for a module a dict from name to tensor.
 
         Communication: as `unshard`.
         """

@@ -42,6 +42,10 @@ def node(cls: T) -> T:
     Returns:
       The same class.
 
+    Communication: none.
+
+    Memory: none.
+
     Example:
       >>> @node
       ... @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,8 @@ def init_distributed(
 
     Communication: the start of torch.distributed: NCCL and gloo on CUDA, gloo on the CPU.
 
+    Memory: none.
+
     Raises:
       GroupsError: the launcher's variables are incomplete; it says which line to add.
 
