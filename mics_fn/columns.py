@@ -56,9 +56,10 @@ def columns(
 def _by_storage(pieces: Sequence[Tensor]) -> list[list[int]]:
     """Pieces that share a storage, in the order in which they lie; empty ones are left out."""
     found: dict[int, list[int]] = {}
+    seen: dict[int, int] = {}
     for i, piece in enumerate(pieces):
         if piece.numel():
-            found.setdefault(_torch.storage_id(piece), []).append(i)
+            found.setdefault(_home(piece, seen), []).append(i)
     return [sorted(each, key=lambda i: pieces[i].storage_offset()) for each in found.values()]
 
 
@@ -75,15 +76,29 @@ def _is_flat(pieces: Sequence[Tensor], members: Sequence[int]) -> bool:
 
 def _same_places(a: Sequence[Tensor], b: Sequence[Tensor], members: Sequence[int]) -> bool:
     """Whether the pieces of `b` lie in one storage as those of `a` do in theirs."""
-    home = _torch.storage_id(b[members[0]])
     if _storage_numel(a[members[0]]) != _storage_numel(b[members[0]]):
         return False
-    return all(
-        _torch.storage_id(b[i]) == home
-        and b[i].storage_offset() == a[i].storage_offset()
-        and b[i].stride() == a[i].stride()
-        for i in members
-    )
+    seen: dict[int, int] = {}
+    home = _home(b[members[0]], seen)
+    for i in members:
+        x, y = a[i], b[i]
+        if (
+            _home(y, seen) != home
+            or y.storage_offset() != x.storage_offset()
+            or not y.is_contiguous()
+        ):
+            return False
+    return True
+
+
+def _home(piece: Tensor, seen: dict[int, int]) -> int:
+    """A piece's storage; `seen` remembers it for a base, since most pieces are views of a few."""
+    base = piece._base
+    if base is None:
+        return _torch.storage_id(piece)
+    if id(base) not in seen:
+        seen[id(base)] = _torch.storage_id(piece)
+    return seen[id(base)]
 
 
 def _storage_numel(piece: Tensor) -> int:

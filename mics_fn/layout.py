@@ -9,7 +9,7 @@ Between and after leaves lies padding: it is never part of a leaf, so it never r
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
@@ -62,10 +62,19 @@ class Bucket:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.index, self.dtype, self.parts, self.offsets, self.shapes))
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
-    def __hash__(self) -> int:  # a bucket is part of every leaf's structure: hash it once
+    # A bucket is part of every leaf's structure, so it is hashed once and compared by identity first.
+
+    def __hash__(self) -> int:
         return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Bucket) or self._hash != other._hash:
+            return False
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
 
 class Piece(NamedTuple):
@@ -144,7 +153,7 @@ def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
         offsets.append(end)
         end += -(-prod(leaf.shape) // align) * align
     whole = first.parts * align
-    return Bucket(
+    bucket = Bucket(
         index=index,
         dtype=first.dtype,
         parts=first.parts,
@@ -153,6 +162,13 @@ def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
         numel=-(-end // whole) * whole,
         trainable=first.trainable,
     )
+    return _one_of(bucket)
+
+
+@lru_cache(maxsize=4096)
+def _one_of(bucket: Bucket) -> Bucket:
+    """The first bucket that is equal to this one, so that comparing them is comparing identities."""
+    return bucket
 
 
 @lru_cache(maxsize=4096)

@@ -166,8 +166,8 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
             # The path is written out only if somebody asks: this runs in every step.
-            leaf.__dict__["_donated"] = (spec, i, root, to)
-            del leaf.__dict__["data"]
+            object.__setattr__(leaf, "_donated", (spec, i, root, to))
+            object.__delattr__(leaf, "data")
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import optree
@@ -60,14 +61,27 @@ def node(cls: T) -> T:
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
+    read = [attrgetter(name) for name in children]
+    put = object.__setattr__  # what a frozen dataclass itself uses
+
+    def context_of(value: Any) -> tuple:
+        """The static fields, made into a tuple once: flattening is part of every verb."""
+        try:
+            return value._context
+        except AttributeError:
+            put(value, "_context", tuple([getattr(value, name) for name in statics]))
+            return value._context
+
     def flatten_node(value: Any) -> tuple[list, tuple]:
-        return [getattr(value, k) for k in children], tuple([getattr(value, k) for k in statics])
+        return [get(value) for get in read], context_of(value)
 
     def unflatten_node(values: Iterable[Any], context: tuple) -> Any:
         value = object.__new__(cls)
-        # Straight to the dict: a frozen dataclass refuses setattr, and this runs for every leaf.
-        value.__dict__.update(zip(children, values, strict=True))
-        value.__dict__.update(zip(statics, context, strict=True))
+        for name, child in zip(children, values, strict=True):
+            put(value, name, child)
+        for name, item in zip(statics, context, strict=True):
+            put(value, name, item)
+        put(value, "_context", context)
         return value
 
     return _register(cls, flatten_node, unflatten_node, children)

@@ -133,18 +133,15 @@ def take_turns(
     Returns:
         For each peer what was measured.
     """
-    done = dict.fromkeys(range(len(peers)), 0)
-    results: list[list[Any]] = [[] for _ in peers]
-    seconds: list[list[float]] = [[] for _ in peers]
-    cpu: list[list[float]] = [[] for _ in peers]
+    laps = [Laps(peer.name, [], [], 0, None, []) for peer in peers]
 
     def turn(i: int, count: int) -> tuple[float, float]:
+        """Clock and CPU seconds of some steps."""
         fence()
         synchronize(device)
         started, cpu_started = time.perf_counter(), time.process_time()
         for _ in range(count):
-            results[i].append(peers[i].step(done[i]))
-            done[i] += 1
+            laps[i].results.append(peers[i].step(len(laps[i].results)))
         synchronize(device)
         return time.perf_counter() - started, time.process_time() - cpu_started
 
@@ -154,12 +151,12 @@ def take_turns(
         for place in range(len(peers)):
             i = (number + place) % len(peers)
             took, cpu_took = turn(i, turns.steps)
-            seconds[i].append(took / turns.steps)
-            cpu[i].append(cpu_took / turns.steps)
+            laps[i].seconds.append(took / turns.steps)
+            laps[i].cpu_seconds.append(cpu_took / turns.steps)
     peaks = [peak_growth(lambda i=i: turn(i, PEAK_STEPS), device) for i in range(len(peers))]
     return [
-        Laps(peer.name, seconds[i], cpu[i], peer.held_bytes(), peaks[i], results[i])
-        for i, peer in enumerate(peers)
+        lap._replace(held_bytes=peer.held_bytes(), peak_bytes=peak)
+        for lap, peer, peak in zip(laps, peers, peaks, strict=True)
     ]
 
 
