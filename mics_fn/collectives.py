@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.flat import Buffers
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.pending import Issued, Pending, Steps
 
@@ -83,21 +84,24 @@ def _scatter_steps(hierarchy: Hierarchy, full: Tensor) -> Steps:
         levels = zip(reversed(hierarchy.levels), reversed(hierarchy.coords), strict=True)
         for level, _ in levels:
             comm = level.reduce
-            full = yield from _mean_scatter(comm, full.view(comm.size, -1, *full.shape[1:]))
+            parts = full.view(comm.size, -1, *full.shape[1:])
+            full = yield from _mean_scatter(comm, parts, hierarchy.buffers)
     return full[0]
 
 
-def _mean_scatter(comm: Comm, parts: Tensor) -> Generator[Issued, None, Tensor]:
+def _mean_scatter(comm: Comm, parts: Tensor, buffers: Buffers) -> Generator[Issued, None, Tensor]:
     """One level: parts[j] goes to the rank at place j, which keeps the mean of what it gets."""
     nbytes = (comm.size - 1) * (parts.nbytes // comm.size)
     if parts.device.type == "cpu":
         # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them here
         # moves half as much, sums in rank order, and rounds 16-bit values once.
-        received = torch.empty_like(parts)
+        received = buffers.take(parts.shape, parts.dtype, parts.device)
         call = _bind(dist.all_to_all_single, received.view(-1), parts.view(-1))
         yield Issued(comm, "reduce-scatter", nbytes, call)
         wide = torch.float32 if parts.dtype.itemsize == 2 else parts.dtype
-        return received.sum(0, dtype=wide).div_(comm.size).to(parts.dtype)
+        mean = received.sum(0, dtype=wide).div_(comm.size).to(parts.dtype)
+        buffers.give(received)
+        return mean
     out = torch.empty_like(parts[0])
     call = _bind(_torch.reduce_scatter_single, out.view(-1), parts.view(-1), op=dist.ReduceOp.AVG)
     yield Issued(comm, "reduce-scatter", nbytes, call)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.flat import Buffers
 from mics_fn.topology import fold_ranks
 
 
@@ -132,6 +133,7 @@ class Hierarchy:
     life: Life = field(repr=False)
     partition: Comm = field(repr=False)  # control messages inside the partition group
     agreed: set = field(default_factory=set, repr=False)  # trees that its ranks agreed on before
+    buffers: Buffers = field(default_factory=Buffers, repr=False)  # of its reductions
 
     @property
     def sizes(self) -> tuple[int, ...]:

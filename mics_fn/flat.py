@@ -8,6 +8,7 @@ Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, le
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -95,12 +96,14 @@ def pack_full(
     *,
     batch: Sequence[int] = (),
     device: torch.device,
+    buffers: "Buffers | None" = None,
 ) -> Tensor:
-    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel).
+    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel), taken from `buffers`.
 
     A leaf that is None counts as zeros; padding is zero.
     """
-    flat = torch.empty((*batch, bucket.numel), dtype=bucket.dtype, device=device)
+    shape = (*batch, bucket.numel)
+    flat = (buffers or Buffers()).take(shape, bucket.dtype, device)
     views = split_full(bucket, flat)
     empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]
     empty += [flat.narrow(-1, start, length) for start, length in gaps(bucket)]
@@ -113,3 +116,39 @@ def pack_full(
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         _torch.foreach_copy([to for to, _ in pairs], [source for _, source in pairs])
+
+
+class Buffers:
+    """Memory that collectives take and give back, so that step after step uses the same.
+
+    Fresh memory of this size would be mapped in anew each time, page by page. At most `keep`
+    buffers wait for their next use; they fit any dtype and shape of at most their size.
+
+    Example:
+      >>> buffers = Buffers()
+      >>> first = buffers.take((2, 3), torch.float32, torch.device("cpu"))
+      >>> buffers.give(first)
+      >>> buffers.take((5,), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
+      True
+    """
+
+    def __init__(self, keep: int = 4) -> None:
+        self.keep = keep
+        self._free: list[Tensor] = []  # 1D, uint8
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor: in the smallest free buffer that is large enough, else new."""
+        nbytes = prod(shape) * dtype.itemsize
+        fits = [raw for raw in self._free if raw.nbytes >= nbytes and raw.device == device]
+        if not fits:
+            return torch.empty(shape, dtype=dtype, device=device)
+        raw = min(fits, key=lambda raw: raw.nbytes)
+        self._free = [other for other in self._free if other is not raw]
+        return raw[:nbytes].view(dtype).view(shape)
+
+    def give(self, tensor: Tensor) -> None:
+        """Give back a tensor that nobody reads or writes any more."""
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._free = sorted([*self._free, raw], key=lambda raw: -raw.nbytes)[: self.keep]

@@ -32,7 +32,7 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
       bytes. Its VJP is one reduce-scatter a level and bucket. None if p = 1. A tree that is new to
       the groups is agreed on once (32 bytes).
 
-    Memory: the full tree, until the caller drops it; its VJP a second copy of the full gradients.
+    Memory: the full tree, until the caller drops it; its VJP four buffers of a bucket at most.
       With p = 1 nothing: full tensors are views of the shards.
 
     Raises:

@@ -41,7 +41,7 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     Communication: hop 1: a reduce-scatter a level and bucket, (p - 1)/p of the full bytes. Hop 2:
       an all-reduce a bucket over the r replicas, 2(r - 1)/r of the shard's bytes.
 
-    Memory: a flat copy of the full gradients (hop 1), and a copy of the shards (hop 2).
+    Memory: as `scatter_grads`, and a copy of the shards (hop 2).
 
     Raises:
       TreeError: the structure or a shape differs from `like`.
@@ -77,7 +77,8 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
     Communication: one reduce-scatter a level and bucket; (p - 1)/p of the full bytes. None if p =
       1.
 
-    Memory: one flat copy of the full gradients; with p = 1 shards are views of them.
+    Memory: four buffers of a bucket's size at most, kept for the next call; with p = 1 none, shards
+      are views of the gradients.
 
     Raises: as `reduce_grads`.
 

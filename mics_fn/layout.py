@@ -64,7 +64,7 @@ class Bucket:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
-    # A bucket is part of every leaf's structure, so it is hashed once and compared by identity first.
+    # A bucket is part of every leaf's structure: it is hashed once, and compared by identity first.
 
     def __hash__(self) -> int:
         return self._hash
@@ -167,7 +167,7 @@ def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
 
 @lru_cache(maxsize=4096)
 def _one_of(bucket: Bucket) -> Bucket:
-    """The first bucket that is equal to this one, so that comparing them is comparing identities."""
+    """The first bucket equal to this one, so that comparing them is comparing identities."""
     return bucket
 
 

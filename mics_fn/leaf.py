@@ -54,8 +54,9 @@ class Sharded:
         raise AttributeError(f"Sharded has no attribute {name!r}")
 
     def _story(self) -> str:
-        spec, i, root, to = self.__dict__["_donated"]
-        return f"{root}{tree.spec_paths(spec)[i]} was donated to {to}"
+        spec, root, to = self.__dict__["_donated"]
+        path = tree.spec_paths(spec)[self.__dict__["_place"]]
+        return f"{root}{path} was donated to {to}"
 
     def __repr__(self) -> str:
         if "_donated" in self.__dict__:
@@ -163,10 +164,11 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     """
     kept = {id(leaf) for leaf in tree.flatten(keep, is_leaf)[0]}
     leaves, spec = tree.flatten(shards, is_leaf)
+    story = (spec, root, to)  # the path is written out only if somebody asks
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            # The path is written out only if somebody asks: this runs in every step.
-            object.__setattr__(leaf, "_donated", (spec, i, root, to))
+            object.__setattr__(leaf, "_donated", story)
+            object.__setattr__(leaf, "_place", i)
             object.__delattr__(leaf, "data")
 
 

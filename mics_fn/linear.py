@@ -12,6 +12,7 @@ its backward reduces every bucket, those without a gradient as zeros; so a param
 do not use can not make ranks differ in what they communicate.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,13 +148,38 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     return Started(pendings, finish)
 
 
-def _reduce_scatter(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Started:
-    pendings, like = [], _like(uses, data, full=True)
+def _reduce_scatter(
+    uses: Sequence[BucketUse], data: Sequence[Tensor | None], like: dict | None = None
+) -> Started:
+    like = _like(uses, data, full=True) if like is None else like
+    pendings, packed = [], []
     for use, leaves in deal(uses, data):
-        full = pack_full(use.bucket, use.by_slot(leaves), **like)
+        buffers = use.hierarchy.buffers
+        full = pack_full(use.bucket, use.by_slot(leaves), buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         pendings.append(start_reduce_scatter(use.hierarchy, parts))
-    return Started(pendings, lambda chunks: _pieces(uses, chunks))
+        packed.append((buffers, full))
+
+    def finish(chunks: list[Tensor]) -> list[Tensor]:
+        for buffers, full in packed:  # only now is nothing under way that reads them
+            buffers.give(full)
+        return _pieces(uses, chunks)
+
+    return Started(pendings, finish)
+
+
+def _reduce_scatter_in_turns(
+    uses: Sequence[BucketUse], data: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """At most two buckets under way, so that as many buffers serve a model of any size."""
+    like = _like(uses, data, full=True)
+    under_way: deque[Started] = deque()
+    out = []
+    for use, leaves in deal(uses, data):
+        if len(under_way) == 2:
+            out += under_way.popleft().wait()
+        under_way.append(_reduce_scatter([use], leaves, like))
+    return out + [value for started in under_way for value in started.wait()]
 
 
 def replica_mean(
@@ -222,6 +248,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
+        if name == "scatter":
+            return tuple(_reduce_scatter_in_turns(uses, data))
         return tuple(_MAPS[name](uses, data).wait())
 
     @staticmethod

@@ -27,6 +27,8 @@ from mics_fn.groups import Comm
 
 Steps = Generator["Issued", None, Tensor]
 
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
+
 
 class Issued:
     """One collective on one communicator, under way."""
@@ -50,11 +52,12 @@ class Issued:
         Args:
           until: what to wait for instead of this collective's own end.
         """
-        started, looks = time.monotonic(), 0
+        started = time.monotonic()
         while not (until or self.done)():
-            looks += 1
-            time.sleep(0 if looks < 20 else min(5e-4, 1e-5 * looks))
-            if time.monotonic() - started > self.comm.timeout_s:
+            waited = time.monotonic() - started
+            # In proportion to the wait, so that looking costs little time and little delay.
+            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited / 25)))
+            if waited > self.comm.timeout_s:
                 raise CollectiveTimeoutError(
                     message(
                         f"{self.op} over '{self.comm.name}' did not finish in "
