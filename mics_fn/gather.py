@@ -129,7 +129,9 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
         if use.bucket.parts == 1:
             for i, shape in zip(use.index, use.bucket.shapes, strict=True):
                 if i is not None:
-                    full[i] = data[i].reshape((*data[i].shape[:-1], *shape))
+                    piece = data[i]
+                    batch = piece.shape[:-1]
+                    full[i] = piece.reshape((*batch, *shape) if batch else shape)
     return full
 
 

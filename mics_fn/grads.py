@@ -192,11 +192,17 @@ def _full_grads(like: Tree, slots: Sequence[Any], given: Sequence[Any]) -> list[
         slot = slots[owner[i]]
         if grad is None or is_leaf(grad):
             continue
-        _check_grad(like, i, slot, grad)
+        if not (isinstance(slot, Sharded) and _fits(grad, slot)):
+            _check_grad(like, i, slot, grad)
         if isinstance(slot, Sharded):
             before = full[owner[i]]
             full[owner[i]] = grad if before is None else before + grad
     return full
+
+
+def _fits(grad: Any, slot: Sharded) -> bool:
+    """Whether it is an ordinary gradient of the leaf; the rare rest is looked at closely."""
+    return isinstance(grad, Tensor) and grad.shape == slot.shape and grad.dtype is slot.dtype
 
 
 def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
@@ -223,7 +229,7 @@ def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     if grad is None:
         flat = torch.zeros(numel, dtype=slot.dtype, device=device)
     else:
-        flat = grad.reshape(*grad.shape[: grad.ndim - len(slot.shape)], numel)
+        flat = grad.reshape((*grad.shape[: grad.ndim - len(slot.shape)], numel))
     return Sharded(flat, slot.bucket, slot.slot)
 
 

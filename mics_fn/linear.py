@@ -73,10 +73,9 @@ def uses_of(
         if isinstance(leaf, Tied) or leaf.bucket is None:
             continue
         slots = found.setdefault(leaf.bucket, [])
-        free = next((s for s in slots if leaf.slot not in s), None)
-        if free is None:
-            free = {}
-            slots.append(free)
+        if not slots or leaf.slot in slots[-1]:
+            slots.append({})
+        free = slots[-1] if len(slots) == 1 else next(s for s in slots if leaf.slot not in s)
         free[leaf.slot] = i
     uses = []
     for bucket, every in found.items():

@@ -208,5 +208,5 @@ def _nothing(pieces: Sequence[Tensor], kind: _Kind) -> tuple[Tensor, ...]:
 
 def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
     param = piece.detach()  # another tensor object on the same memory, to hang a gradient on
-    param.grad = grad.detach()
+    param.grad = grad
     return param
