@@ -2,9 +2,9 @@
 
 [Note: kinds of leaves] A tree of shards has four kinds of leaves. `Sharded` has one child, this
 rank's piece, so maps, optimizers and `torch.func` see exactly what is trained, each element once.
-`Fixed` (frozen parameters, integers) and `Tied` (the same tensor a second time) have no children:
-nothing differentiates, reduces, counts or updates them, and no code needs to ask. All three are
-rank-free in structure, so tree specs compare across ranks.
+`Fixed` (frozen parameters, integers), `Tied` (the same tensor a second time) and `Nothing` (None)
+have no children: nothing differentiates, reduces, counts or updates them, and no code needs to ask.
+All of them are rank-free in structure, so tree specs compare across ranks.
 """
 
 from collections.abc import Sequence
