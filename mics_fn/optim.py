@@ -133,26 +133,28 @@ def _check_grads(params: Tree, grads: Tree) -> None:
             message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
         )
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        if isinstance(a, Sharded) and not (
-            isinstance(b, Sharded)
-            and a.slot == b.slot
-            and a.bucket == b.bucket
-            and b.data.shape == a.data.shape
-        ):
-            path = tree.paths(params, "grads", is_leaf)[i]
-            fix = "pass like=state.params to reduce_grads"
-            lines = [f"expected {a}", f"got {b}" if is_leaf(b) else f"got {type(b).__name__}"]
-            if isinstance(b, Tensor):
-                fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-            elif isinstance(b, Sharded) and a.shape == b.shape:
-                lines = [f"it lies at {_place(b)}, the parameter at {_place(a)}"]
-            raise TreeError(
-                message(f"opt_step: {path} does not match its parameter", lines, fix=fix)
-            )
-        if isinstance(a, Sharded) and b.data.device != a.data.device:
-            path = tree.paths(params, "grads", is_leaf)[i]
-            text = f"opt_step: {path} is on {b.data.device}, its parameter on {a.data.device}"
-            raise LeafError(message(text, fix="move it to the parameter's device"))
+        if isinstance(a, Sharded) and not (isinstance(b, Sharded) and _alike(a, b)):
+            raise _mismatch(tree.paths(params, "grads", is_leaf)[i], a, b)
+
+
+def _alike(a: Sharded, b: Sharded) -> bool:
+    x, y = a.data, b.data
+    same = a.slot == b.slot and a.bucket == b.bucket
+    return same and x.shape == y.shape and x.device == y.device
+
+
+def _mismatch(path: str, param: Sharded, grad: Any) -> TreeError | LeafError:
+    """What to say of a gradient that does not fit its parameter."""
+    what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
+    lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
+    if isinstance(grad, Tensor):
+        fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
+    elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
+        text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
+        return LeafError(message(text, fix="move it to the parameter's device"))
+    elif isinstance(grad, Sharded) and grad.shape == param.shape:
+        lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
+    return TreeError(message(f"opt_step: {path} {what}", lines, fix=fix))
 
 
 def _place(leaf: Sharded) -> str:

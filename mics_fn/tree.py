@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import optree
@@ -61,30 +60,28 @@ def node(cls: T) -> T:
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    read = [attrgetter(name) for name in children]
+    fields_of = (*children, *statics, "_context")
     put = object.__setattr__  # what a frozen dataclass itself uses
 
-    def context_of(value: Any) -> tuple:
+    def remember(value: Any) -> tuple:
         """The static fields, made into a tuple once: flattening is part of every verb."""
-        try:
-            return value._context
-        except AttributeError:
-            put(value, "_context", tuple([getattr(value, name) for name in statics]))
-            return value._context
+        put(value, "_context", tuple([getattr(value, name) for name in statics]))
+        return value._context
 
-    def flatten_node(value: Any) -> tuple[list, tuple]:
-        return [get(value) for get in read], context_of(value)
+    def flatten_node(value: Any) -> tuple[list, tuple, tuple]:
+        try:
+            context = value._context
+        except AttributeError:
+            context = remember(value)
+        return [getattr(value, name) for name in children], context, children
 
     def unflatten_node(values: Iterable[Any], context: tuple) -> Any:
         value = object.__new__(cls)
-        for name, child in zip(children, values, strict=True):
-            put(value, name, child)
-        for name, item in zip(statics, context, strict=True):
+        for name, item in zip(fields_of, (*values, *context, context), strict=True):
             put(value, name, item)
-        put(value, "_context", context)
         return value
 
-    return _register(cls, flatten_node, unflatten_node, children)
+    return _register(cls, flatten_node, unflatten_node)
 
 
 def atom(cls: T) -> T:
@@ -93,22 +90,19 @@ def atom(cls: T) -> T:
     Maps pass over it and `torch.func` does not differentiate it; `flatten(..., is_leaf=...)` still
     sees it.
     """
-    return _register(cls, lambda value: ([], value), lambda _, value: value, ())
+    return _register(cls, lambda value: ([], value, ()), lambda _, value: value)
 
 
-def _register(cls: T, flatten_node: Callable, unflatten_node: Callable, entries: tuple) -> T:
-    def flatten_with_entries(value: Any) -> tuple[list, tuple, tuple]:
-        children, context = flatten_node(value)
-        return children, context, entries
-
+def _register(cls: T, flatten_node: Callable, unflatten_node: Callable) -> T:
+    """Register a node; `flatten_node` gives children, context and the children's names."""
     optree.register_pytree_node(
         cls,
-        flatten_with_entries,
+        flatten_node,
         lambda context, values: unflatten_node(values, context),
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )
-    _torch.register_torch_node(cls, flatten_node, unflatten_node)
+    _torch.register_torch_node(cls, lambda value: flatten_node(value)[:2], unflatten_node)
     return cls
 
 
