@@ -140,7 +140,7 @@ class Buffers:
         """An uninitialised tensor: in the smallest free buffer that is large enough, else new."""
         nbytes = prod(shape) * dtype.itemsize
         fits = [raw for raw in self._free if raw.nbytes >= nbytes and raw.device == device]
-        if not fits:
+        if not fits or not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
         raw = min(fits, key=lambda raw: raw.nbytes)
         self._free = [other for other in self._free if other is not raw]

@@ -206,6 +206,19 @@ def test_a_chunk_of_somebody_elses_memory_is_copied():
     assert torch.equal(found, big[:8])
 
 
+def test_buffers_come_back_and_are_few():
+    buffers, cpu = flat.Buffers(keep=2), torch.device("cpu")
+    sizes = [(8,), (2, 32), (16,)]
+    given = [buffers.take(size, torch.float32, cpu) for size in sizes]
+    for tensor in given:
+        buffers.give(tensor)
+    memory = [tensor.data_ptr() for tensor in given]
+    buffers.give(buffers.take((0, 3), torch.float32, cpu))  # nothing is taken for nothing
+    assert buffers.take((60,), torch.float32, cpu).data_ptr() == memory[1]
+    assert buffers.take((8,), torch.float64, cpu).data_ptr() == memory[2], "the smallest that fits"
+    assert buffers.take((8,), torch.float32, cpu).data_ptr() not in memory[1:], "keep=2"
+
+
 def test_optree_sees_our_nodes_only_in_our_namespace():
     assert (
         optree.tree_leaves(NODES["Sharded"](), namespace="") != tree.flatten(NODES["Sharded"]())[0]
