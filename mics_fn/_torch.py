@@ -81,6 +81,16 @@ def inside_torch_func() -> bool:
     return stack is not None
 
 
+def without_torch_func() -> Any:
+    """A block in which new tensors are plain, whatever `torch.func` transforms run around it."""
+    return torch._C._DisableFuncTorch()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data: on meta, or fake."""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor, without importing DTensor."""
     return type(tensor).__name__ == "DTensor"
@@ -111,4 +121,6 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 # Lists of tensors in one kernel: what torch's own optimizers and FSDP2 are made of.
 foreach_copy: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+foreach_add: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+foreach_div: Callable[..., None] = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]

@@ -7,6 +7,7 @@ backwards.
 """
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.flat import Buffers
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.pending import Issued, Pending, Steps
 
 
-def start_all_gather(hierarchy: Hierarchy, chunk: Tensor) -> Pending:
+def start_all_gather(hierarchy: Hierarchy, chunk: Tensor, out: Tensor | None = None) -> Pending:
     """Start gathering equal chunks over the levels of a partition group.
 
     Args:
       hierarchy: levels, outermost first.
       chunk: contiguous; this rank's chunk, any shape.
+      out: where to, contiguous (p, *chunk.shape); default new memory.
 
     Returns:
       A `Pending` whose result is (p, *chunk.shape), in chunk order.
@@ -36,15 +37,21 @@ def start_all_gather(hierarchy: Hierarchy, chunk: Tensor) -> Pending:
     """
     if hierarchy.size == 1 or chunk.numel() == 0:
         out = chunk.expand(hierarchy.size, *chunk.shape)
-    else:
+    elif out is None:
         out = chunk.new_empty(hierarchy.size, *chunk.shape)
+    comms = [level.gather for level in hierarchy.levels if _moves(chunk)]
     steps = _gather_steps(hierarchy, chunk, out)
-    return Pending(steps, keep=(chunk, out), device=chunk.device, purpose="gather")
+    return Pending(steps, comms, keep=(chunk, out), device=chunk.device, purpose="gather")
+
+
+def _moves(tensor: Tensor) -> bool:
+    """Whether there is anything to send."""
+    return bool(tensor.numel()) and not _torch.is_hollow(tensor)
 
 
 def _gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
     mine, start = chunk.unsqueeze(0), hierarchy.chunk
-    if chunk.numel() and not chunk.is_meta:
+    if _moves(chunk):
         for level, coord in zip(hierarchy.levels, hierarchy.coords, strict=True):
             count = mine.shape[0]
             start -= coord * count
@@ -65,47 +72,73 @@ def start_reduce_scatter(hierarchy: Hierarchy, full: Tensor) -> Pending:
 
     Args:
       hierarchy: levels, outermost first; they are walked innermost first.
-      full: contiguous (p, *chunk shape), in chunk order.
+      full: contiguous (p, *chunk shape), in chunk order; overwritten.
 
     Returns:
       A `Pending` whose result has the shape of one chunk: the mean over the group.
 
     Communication: one reduce-scatter a level; (p - 1)/p of full's bytes sent. None if p = 1.
 
-    Memory: on gloo, whose own reduce-scatter moves twice the bytes, a receive buffer as large as
-      `full`.
+    Memory: a second buffer as large as `full`.
     """
-    steps = _scatter_steps(hierarchy, full)
-    return Pending(steps, keep=(full,), device=full.device, purpose="reduce")
+    comms, buffers = scatter_comms(hierarchy, full), hierarchy.buffers
+    spare = buffers.take(full.shape, full.dtype, full.device) if comms else full
+
+    def steps() -> Steps:
+        out = full.new_empty(full.shape[1:]) if comms else full[0]
+        yield from scatter_steps(hierarchy, full, out, spare)
+        if comms:
+            buffers.give(spare)
+        return out
+
+    return Pending(steps(), comms, keep=(full, spare), device=full.device, purpose="reduce")
 
 
-def _scatter_steps(hierarchy: Hierarchy, full: Tensor) -> Steps:
-    if full.numel() and not full.is_meta:
-        levels = zip(reversed(hierarchy.levels), reversed(hierarchy.coords), strict=True)
-        for level, _ in levels:
-            comm = level.reduce
-            parts = full.view(comm.size, -1, *full.shape[1:])
-            full = yield from _mean_scatter(comm, parts, hierarchy.buffers)
-    return full[0]
+def scatter_comms(hierarchy: Hierarchy, full: Tensor) -> list[Comm]:
+    """The communicators that `scatter_steps` uses, in order."""
+    return [level.reduce for level in reversed(hierarchy.levels) if _moves(full)]
 
 
-def _mean_scatter(comm: Comm, parts: Tensor, buffers: Buffers) -> Generator[Issued, None, Tensor]:
-    """One level: parts[j] goes to the rank at place j, which keeps the mean of what it gets."""
-    nbytes = (comm.size - 1) * (parts.nbytes // comm.size)
-    if parts.device.type == "cpu":
-        # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them here
-        # moves half as much, sums in rank order, and rounds 16-bit values once.
-        received = buffers.take(parts.shape, parts.dtype, parts.device)
-        call = _bind(dist.all_to_all_single, received.view(-1), parts.view(-1))
-        yield Issued(comm, "reduce-scatter", nbytes, call)
-        wide = torch.float32 if parts.dtype.itemsize == 2 else parts.dtype
-        mean = received.sum(0, dtype=wide).div_(comm.size).to(parts.dtype)
-        buffers.give(received)
-        return mean
-    out = torch.empty_like(parts[0])
-    call = _bind(_torch.reduce_scatter_single, out.view(-1), parts.view(-1), op=dist.ReduceOp.AVG)
-    yield Issued(comm, "reduce-scatter", nbytes, call)
-    return out
+def scatter_steps(
+    hierarchy: Hierarchy, full: Tensor, out: Tensor, spare: Tensor
+) -> Generator[Issued, None, None]:
+    """Average `full` (p, *chunk shape) over a partition group; this rank's chunk goes to `out`.
+
+    Args:
+      hierarchy: the levels.
+      full: contiguous, in chunk order; overwritten.
+      out: one chunk; written at the end, so that views of it can be handed out before. Where
+        nothing moves it is `full[0]` already.
+      spare: as large as `full`; overwritten.
+    """
+    comms, here, there = scatter_comms(hierarchy, full), full.view(-1), spare.view(-1)
+    for i, comm in enumerate(comms):
+        numel = here.numel() // comm.size
+        if here.device.type == "cpu":
+            # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them
+            # here moves half as much, sums in rank order, and rounds 16-bit values once.
+            received = there[: here.numel()]
+            yield _issue(comm, dist.all_to_all_single, received, here)
+            mean = out.view(-1) if i == len(comms) - 1 else here[:numel]
+            _mean(received.view(comm.size, numel), mean)
+        else:
+            mean = out.view(-1) if i == len(comms) - 1 else there[:numel]
+            yield _issue(comm, _torch.reduce_scatter_single, mean, here, op=dist.ReduceOp.AVG)
+            there = here
+        here = mean
+
+
+def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Issued:
+    """One level of a reduce-scatter: part j of `full` goes to the rank at place j."""
+    nbytes = (comm.size - 1) * (full.nbytes // comm.size)
+    return Issued(comm, "reduce-scatter", nbytes, _bind(fn, out, full, **how))
+
+
+def _mean(parts: Tensor, out: Tensor) -> None:
+    if parts.dtype.itemsize == 2:
+        out.copy_(parts.sum(0, dtype=torch.float32).div_(len(parts)))
+    else:
+        torch.sum(parts, 0, out=out).div_(len(parts))
 
 
 def start_mean(comm: Comm, tensor: Tensor) -> Pending:
@@ -114,16 +147,22 @@ def start_mean(comm: Comm, tensor: Tensor) -> Pending:
     Communication: one all-reduce, 2(r - 1)/r of the tensor's bytes sent by each of r ranks. None if
       r = 1.
     """
-    return Pending(
-        _mean_steps(comm, tensor), keep=(tensor,), device=tensor.device, purpose="reduce"
-    )
+    comms, device = mean_comms(comm, tensor), tensor.device
+    steps = mean_steps(comm, tensor)
+    return Pending(steps, comms, keep=(tensor,), device=device, purpose="reduce")
 
 
-def _mean_steps(comm: Comm, tensor: Tensor) -> Steps:
-    if comm.size > 1 and tensor.numel() and not tensor.is_meta:
+def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
+    """The communicators that `mean_steps` uses: the given one, if there is anything to do."""
+    return [comm] if comm.size > 1 and _moves(tensor) else []
+
+
+def mean_steps(comm: Comm, tensor: Tensor) -> Steps:
+    """Average a contiguous tensor over a communicator, in place."""
+    for used in mean_comms(comm, tensor):
         nbytes = 2 * (comm.size - 1) * tensor.nbytes // comm.size
         call = _bind(dist.all_reduce, tensor.view(-1), op=dist.ReduceOp.AVG)
-        yield Issued(comm, "all-reduce", nbytes, call)
+        yield Issued(used, "all-reduce", nbytes, call)
     return tensor
 
 
@@ -131,7 +170,7 @@ def _bind(fn: Callable, *args: Any, **kwargs: Any) -> Callable:
     return lambda **more: fn(*args, **kwargs, **more)
 
 
-# What follows is control traffic: small, blocking, outside the hot path.
+# What follows is control traffic: small, outside the hot path.
 
 
 def collect(comm: Comm, tensor: Tensor) -> Tensor:
@@ -141,9 +180,19 @@ def collect(comm: Comm, tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().view(-1)
     out = flat.new_empty(comm.size * flat.numel())
     call = _bind(_torch.all_gather_single, out, flat)
-    issued = Issued(comm, "all-gather", (comm.size - 1) * flat.nbytes, call)
-    issued.order() if flat.is_cuda else issued.poll()
+    nbytes = (comm.size - 1) * flat.nbytes
+    _one(comm, lambda: Issued(comm, "all-gather", nbytes, call), (flat, out))
     return out.view(comm.size, *tensor.shape)
+
+
+def _one(comm: Comm, issue: Callable[[], Issued], keep: tuple[Tensor, ...]) -> None:
+    """Issue a single collective in its turn and wait for it."""
+
+    def steps() -> Steps:
+        yield issue()
+        return keep[-1]
+
+    Pending(steps(), [comm], keep=keep, device=keep[-1].device, purpose="reduce").wait()
 
 
 def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
@@ -156,7 +205,8 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
     for comm, source in hops:
         if comm.size > 1:
             call = _bind(dist.broadcast, tensor, src=source)
-            Issued(comm, "broadcast", tensor.nbytes if comm.rank == 0 else 0, call).poll()
+            nbytes = tensor.nbytes if comm.rank == 0 else 0
+            _one(comm, partial(Issued, comm, "broadcast", nbytes, call), (tensor,))
 
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:

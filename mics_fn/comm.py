@@ -1,16 +1,19 @@
 """Communicators: who is in one, this rank's place, what it sent, and how one is made."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
-from mics_fn.flat import Buffers
+from mics_fn.flat import Buffers, Slots
 from mics_fn.topology import fold_ranks
+
+MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
 
 
 class Traffic:
@@ -53,14 +56,17 @@ class Traffic:
 
 @dataclass(eq=False)
 class Life:
-    """Shared by all that one `Groups` holds: whether it was closed, and what it must destroy."""
+    """Shared by all that one `Groups` holds: what is under way, and what it must destroy."""
 
     closed: bool = False
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
+    active: list[Any] = field(default_factory=list)  # `Pending`s under way, oldest first
+    watch: Callable[[], None] = lambda: None  # looks for news of other ranks; see `control`
 
     def close(self) -> None:
         """Destroy what is owned, newest first; again has no effect."""
         self.closed = True
+        self.active.clear()
         while self.owned:
             group = self.owned.pop()
             if _torch.is_alive(group):
@@ -78,6 +84,8 @@ class Comm:
     timeout_s: float
     traffic: Traffic = field(repr=False)
     life: Life = field(repr=False)
+    # `Pending`s that have yet to issue something on it, in the order in which they must.
+    queue: deque[Any] = field(default_factory=deque, repr=False)
 
     @property
     def size(self) -> int:
@@ -133,7 +141,13 @@ class Hierarchy:
     life: Life = field(repr=False)
     partition: Comm = field(repr=False)  # control messages inside the partition group
     agreed: set = field(default_factory=set, repr=False)  # trees that its ranks agreed on before
-    buffers: Buffers = field(default_factory=Buffers, repr=False)  # of its reductions
+    # Memory of what is on its way: in reductions at once, in those that overlap backward, in
+    # gathers, and chunks of reduced gradients.
+    buffers: Buffers = field(default_factory=Buffers, repr=False)
+    slots: Slots = field(default_factory=lambda: Slots(MOST_FULL), repr=False)
+    fetched: Buffers = field(default_factory=Buffers, repr=False)
+    chunks: Buffers = field(default_factory=Buffers, repr=False)
+    control: Any = field(default=None, repr=False)  # `control.Control` of its ranks
 
     @property
     def sizes(self) -> tuple[int, ...]:

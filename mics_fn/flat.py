@@ -9,6 +9,7 @@ Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, le
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,13 +98,14 @@ def pack_full(
     batch: Sequence[int] = (),
     device: torch.device,
     buffers: "Buffers | None" = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel), taken from `buffers`.
+    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel): `out`, or of `buffers`.
 
     A leaf that is None counts as zeros; padding is zero.
     """
     shape = (*batch, bucket.numel)
-    flat = (buffers or Buffers()).take(shape, bucket.dtype, device)
+    flat = (buffers or Buffers()).take(shape, bucket.dtype, device) if out is None else out
     views = split_full(bucket, flat)
     empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]
     empty += [flat.narrow(-1, start, length) for start, length in gaps(bucket)]
@@ -121,8 +123,12 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 class Buffers:
     """Memory that collectives take and give back, so that step after step uses the same.
 
-    Fresh memory of this size would be mapped in anew each time, page by page. At most `keep`
-    buffers wait for their next use; they fit any dtype and shape of at most their size.
+    Fresh memory of this size would be mapped in anew each time, page by page. Buffers that wait for
+    their next use fit any dtype and shape of at most their size. On CUDA one that is given back is
+    next used after what its giver's stream had been given until then.
+
+    Args:
+      keep: how many may wait; None for all.
 
     Example:
       >>> buffers = Buffers()
@@ -130,25 +136,74 @@ class Buffers:
       >>> buffers.give(first)
       >>> buffers.take((5,), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
       True
+      >>> buffers.made
+      1
     """
 
-    def __init__(self, keep: int = 4) -> None:
+    def __init__(self, keep: int | None = None) -> None:
         self.keep = keep
-        self._free: list[Tensor] = []  # 1D, uint8
+        self.made = 0  # buffers that were new
+        self._free: list[tuple[Tensor, Any]] = []  # 1D, uint8; and the event to wait for
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor: in the smallest free buffer that is large enough, else new."""
         nbytes = prod(shape) * dtype.itemsize
-        fits = [raw for raw in self._free if raw.nbytes >= nbytes and raw.device == device]
-        if not fits or not nbytes:
+        fits = [
+            (event is not None and not event.query(), raw.nbytes, i)
+            for i, (raw, event) in enumerate(self._free)
+            if raw.device == device and raw.nbytes >= nbytes
+        ]
+        # One buffer that is still read would make its next user wait; two can take turns.
+        if not nbytes or not fits or (len(fits) == 1 and fits[0][0]):
+            self.made += bool(nbytes)
             return torch.empty(shape, dtype=dtype, device=device)
-        raw = min(fits, key=lambda raw: raw.nbytes)
-        self._free = [other for other in self._free if other is not raw]
+        raw, event = self._free.pop(min(fits)[2])
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
         return raw[:nbytes].view(dtype).view(shape)
 
     def give(self, tensor: Tensor) -> None:
-        """Give back a tensor that nobody reads or writes any more."""
-        if tensor.numel():
-            storage = tensor.untyped_storage()
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._free = sorted([*self._free, raw], key=lambda raw: -raw.nbytes)[: self.keep]
+        """Give back a tensor that nobody reads or writes any more, later work on CUDA excepted."""
+        if not tensor.numel() or _torch.is_hollow(tensor):
+            return
+        storage = tensor.untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        self._free.append((raw, event))
+        if self.keep is not None and len(self._free) > self.keep:
+            self._free.sort(key=lambda waiting: -waiting[0].nbytes)
+            del self._free[self.keep :]
+
+
+class Slots:
+    """A few pairs of buffers that take turns by place: how many there are follows from no clock.
+
+    Args:
+      count: how many pairs.
+
+    Example:
+      >>> slots = Slots(2)
+      >>> pair = slots.pair(4, (3,), torch.float32, torch.device("cpu"))
+      >>> [buffer.shape for buffer in pair], slots.made
+      ([torch.Size([3]), torch.Size([3])], 1)
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.made = count, 0
+        self.users: list[Any] = [None] * count  # whoever was given a pair last
+        self._raw: list[tuple[Tensor, Tensor] | None] = [None] * count
+
+    def pair(
+        self, place: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Two uninitialised tensors, the memory of place `place % count`."""
+        nbytes, at = prod(shape) * dtype.itemsize, place % self.count
+        raw = self._raw[at]
+        if raw is None or raw[0].nbytes < nbytes or raw[0].device != device:
+            # At once as large as any before, so that sizes do not grow step by step.
+            size = max([nbytes, *(pair[0].nbytes for pair in self._raw if pair is not None)])
+            empty = {"dtype": torch.uint8, "device": device}
+            raw = self._raw[at] = (torch.empty(size, **empty), torch.empty(size, **empty))
+            self.made += 1
+        first, second = (buffer[:nbytes].view(dtype).view(shape) for buffer in raw)
+        return first, second

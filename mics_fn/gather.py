@@ -1,6 +1,7 @@
 """`gather`: shards become full tensors. See [Note: adjoint] in `linear` for its gradient."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,13 +9,24 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.agreement import agree
-from mics_fn.errors import LeafError, message
-from mics_fn.leaf import Fixed, Leaf, Tied, dtype_name, is_leaf, owner_index
+from mics_fn.cache import Cache
+from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.fetch import fetch_all
+from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
 from mics_fn.linear import BucketUse, Started, apply, homes_of, put, start, uses_of
+from mics_fn.player import OnDemand, memory_of
+from mics_fn.reduction import GradSum
+from mics_fn.schedule import Schedule
 from mics_fn.tree import Tree
 
 
-def gather(shards: Tree, hierarchy: Any) -> Tree:
+def gather(
+    shards: Tree,
+    hierarchy: Any,
+    *,
+    schedule: Schedule | OnDemand | None = None,
+    into: GradSum | None = None,
+) -> Tree:
     """Rebuild full tensors from shards. Differentiable; the VJP is hop 1.
 
     Args:
@@ -49,10 +61,66 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.3.
     """
+    if into is not None and schedule is None:
+        text = "gather: into= needs a schedule: gradients arrive as buckets are done"
+        raise TreeError(message(text, fix="pass schedule=on_demand()"))
+    if schedule is not None:
+        return defer(shards, hierarchy, schedule, into)[0]
     leaves, spec, uses = _read("gather", shards, hierarchy)
     full = _gather_uses(leaves, uses)
     owner = owner_index(leaves)
     return spec.unflatten([full[owner[i]] for i in range(len(leaves))])
+
+
+def defer(
+    shards: Tree, hierarchy: Any, schedule: Schedule | OnDemand, into: GradSum | None = None
+) -> tuple[Tree, Cache | None]:
+    """`gather` with a schedule, and the cache behind it, which may be closed early."""
+    how = schedule.describe() if isinstance(schedule, OnDemand) else str(schedule)
+    leaves, spec, uses = _read("gather", shards, hierarchy, how)
+    uses = in_order(uses)
+    full: list[Any] = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
+    cache = None
+    if into is not None:
+        trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
+        full = [x.detach().requires_grad_() if i in set(trained) else x for i, x in enumerate(full)]
+        into.expect([full[i] for i in trained], partial(_as_tree, spec, leaves, uses))
+    if uses:
+        control = uses[0].hierarchy.control
+        policy, known = memory_of(schedule, uses, control)
+        cache = Cache(uses, partial(_names_of, spec, uses), known, policy, control, into)
+        put(full, uses, fetch_all(cache, full))
+        cache.start()
+    owner = owner_index(leaves)
+    return spec.unflatten([full[owner[i]] for i in range(len(leaves))]), cache
+
+
+def close(cache: Cache | None) -> None:
+    """End the run of deferred parameters; a tree without any has none."""
+    if cache is not None:
+        cache.close()
+
+
+def in_order(uses: Sequence[BucketUse]) -> list[BucketUse]:
+    """The buckets by their numbers, so that a schedule's bucket 3 is bucket 3 of the tree."""
+    return sorted(uses, key=lambda use: use.bucket.index)
+
+
+def _as_tree(
+    spec: Any, leaves: Sequence[Leaf], uses: Sequence[BucketUse], pieces: dict[int, list[Tensor]]
+) -> Tree:
+    """A tree of shards from the pieces of each bucket; leaves that are not trained stay."""
+    out: list[Any] = list(leaves)
+    for index, values in pieces.items():
+        for i, piece in zip(uses[index].members, values, strict=True):
+            leaf = leaves[i]
+            out[i] = Sharded(piece, uses[index].bucket, getattr(leaf, "slot", 0))
+    return spec.unflatten(out)
+
+
+def _names_of(spec: Any, uses: Sequence[BucketUse], index: int) -> list[str]:
+    paths = tree.spec_paths(spec)
+    return [paths[i].removesuffix(".data") for i in uses[index].members]
 
 
 class PendingTree:
@@ -112,13 +180,15 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
     return PendingTree([started], build)
 
 
-def _read(verb: str, shards: Tree, hierarchy: Any) -> tuple[list[Leaf], Any, list[BucketUse]]:
+def _read(
+    verb: str, shards: Tree, hierarchy: Any, how: str = ""
+) -> tuple[list[Leaf], Any, list[BucketUse]]:
     """Leaves, structure and buckets of a tree of shards, checked and agreed on."""
     leaves, spec = tree.flatten(shards, is_leaf)
     homes = homes_of(verb, "hierarchy", hierarchy, shards)
     check_shards(verb, shards, leaves)
     uses = uses_of(verb, leaves, homes)
-    _agree_on_uses(uses)
+    _agree_on_uses(uses, how)
     return leaves, spec, uses
 
 
@@ -186,14 +256,14 @@ def check_shards(verb: str, shards: Tree, leaves: Sequence[Any]) -> None:
             raise LeafError(message(f"{verb}: {path} is {type(leaf).__name__}, no shard", fix=fix))
 
 
-def _agree_on_uses(uses: Sequence[BucketUse]) -> None:
+def _agree_on_uses(uses: Sequence[BucketUse], how: str) -> None:
     """Compare what ranks are about to gather together, once for each set of leaves."""
     for home in dict.fromkeys(use.hierarchy for use in uses):
         mine = [use for use in uses if use.hierarchy is home]
-        key = tuple((use.bucket, use.missing) for use in mine)
+        key = (how, *((use.bucket, use.missing) for use in mine))
         if key in home.agreed:
             continue
-        facts = []
+        facts = [("schedule", how or "none: all at once")]
         for use in mine:
             # All of the layout, so that no other tree's agreement is mistaken for this one's.
             layout = f"{use.bucket.numel} {dtype_name(use.bucket.dtype)} of {use.bucket.shapes}"

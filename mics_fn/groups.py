@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _torch
 from mics_fn.comm import Comm, Hierarchy, Level, Life, Maker, Traffic
+from mics_fn.control import Control
 from mics_fn.errors import PlanError, message
 from mics_fn.launcher import node_of
 from mics_fn.rendezvous import Fact, Place, meet
@@ -265,9 +266,11 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
             partition = replace(one_level[0].reduce, name="partition")
         else:
             partition = maker.comm("partition", sorted(order))
-        hierarchy = flat = Hierarchy(levels, coords, chunk, device, life, partition)
+        control = _control(maker, partition)
+        shared = {"device": device, "life": life, "partition": partition, "control": control}
+        hierarchy = flat = Hierarchy(levels, coords, chunk, **shared)
         if one_level is not levels:
-            flat = Hierarchy(one_level, (chunk,), chunk, device, life, partition)
+            flat = Hierarchy(one_level, (chunk,), chunk, **shared)
         replicas = maker.comm("replicas", plan.replication_group(position))
     except BaseException:
         life.close()
@@ -286,3 +289,11 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
         traffic=maker.traffic,
         life=life,
     )
+
+
+def _control(maker: Maker, partition: Comm) -> Control:
+    """The messages of a partition group; who waits for a collective looks at them."""
+    store = _torch.default_store() if len(maker.ranks) > 1 else None
+    control = Control(store, maker.key, partition.ranks, maker.rank, maker.timeout_s)
+    maker.life.watch = control.look
+    return control

@@ -157,7 +157,8 @@ def _reduce_scatter(
         full = pack_full(use.bucket, use.by_slot(leaves), buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         pendings.append(start_reduce_scatter(use.hierarchy, parts))
-        packed.append((buffers, full))
+        if use.bucket.parts > 1:  # else the result is a view of it
+            packed.append((buffers, full))
 
     def finish(chunks: list[Tensor]) -> list[Tensor]:
         for buffers, full in packed:  # only now is nothing under way that reads them
@@ -285,11 +286,16 @@ class _Linear(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
+def linear_map(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> list[Tensor]:
+    """Apply a map to one value a member of each use."""
+    return list(_Linear.apply(name, uses, *data))
+
+
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
     """Apply a map to values given by place in the tree; results are by member of each use."""
     if not uses:
         return []
-    return list(_Linear.apply(name, uses, *(values[i] for use in uses for i in use.members)))
+    return linear_map(name, uses, *(values[i] for use in uses for i in use.members))
 
 
 def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:

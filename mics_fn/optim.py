@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mics_fn import tree
 from mics_fn.columns import map_columns
@@ -120,6 +121,9 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
         to = f"opt_step at step {state.step}"
         mark_donated(state.params, "params", to, keep=params)
         mark_donated(state.opt, "opt", to, keep=opt)
+        # torch's optimizers write through Parameters, which count versions of their own; whoever
+        # saved or gathered the old values must see that they are gone.
+        increment_version(tree.flatten(params)[0])
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 

@@ -1,9 +1,10 @@
 """Collectives under way: bounded waits, several levels after each other, several buckets at once.
 
 [Note: order on a communicator] Every rank must issue the collectives of one communicator in the
-same order. A multi-level collective therefore advances only where the program says so, inside
-`wait` or `wait_all`, and `wait_all` never lets a later bucket start a level before an earlier one
-has: buckets follow each other through the levels like a pipeline.
+same order. What is started says at once which communicators it will use, and queues at each of
+them; it issues its next level only when it is the first in that queue. So the order on every
+communicator is the order in which collectives were started, which the program decides, while
+*when* a level is issued may follow the clock: whoever waits for anything pushes everything on.
 
 [Note: buffers in flight] On CUDA each collective runs on a side stream that first waits for the
 current one; `wait` makes the current stream wait for it, and no host waits. Every tensor that a
@@ -12,22 +13,21 @@ out too early; `record_stream` is never needed.
 """
 
 import time
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mics_fn.comm import Comm, Life
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
-from mics_fn.groups import Comm
 
 Steps = Generator["Issued", None, Tensor]
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
+_STALL_S = 1.0  # after this long without a move, and again each time, other ranks are looked at
 
 
 class Issued:
@@ -46,35 +46,22 @@ class Issued:
         """Whether it has finished (or failed), without waiting."""
         return self.work.is_completed()
 
-    def poll(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait on the host, sleeping between looks, so that an interrupt is heard at once.
-
-        Args:
-          until: what to wait for instead of this collective's own end.
-        """
-        started = time.monotonic()
-        while not (until or self.done)():
-            waited = time.monotonic() - started
-            # In proportion to the wait, so that looking costs little time and little delay.
-            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited / 25)))
-            if waited > self.comm.timeout_s:
-                raise CollectiveTimeoutError(
-                    message(
-                        f"{self.op} over '{self.comm.name}' did not finish in "
-                        f"{self.comm.timeout_s:g} s",
-                        [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-                        fix="look for a rank that stopped, or took another way through the program",
-                    )
-                )
-        if until is None:
-            self.order()
-
     def order(self) -> None:
         """On CUDA make the current stream wait for it; on the host raise if it failed."""
         try:
             self.work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
+
+    def late(self) -> CollectiveTimeoutError:
+        """What to raise where it does not finish."""
+        return CollectiveTimeoutError(
+            message(
+                f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
+                [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
+                fix="look for a rank that stopped, or took another way through the program",
+            )
+        )
 
     def _failed(self, error: Exception) -> CollectiveError:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -92,50 +79,99 @@ class Pending:
 
     Args:
       steps: generator that issues one level after the other and returns the result.
+      comms: the communicator of each thing that `steps` will issue, in order.
       keep: every tensor that it reads or writes.
       device: where they live.
       purpose: 'gather' or 'reduce'; each has its own stream on CUDA.
     """
 
     def __init__(
-        self, steps: Steps, *, keep: Sequence[Tensor], device: torch.device, purpose: str
+        self,
+        steps: Steps,
+        comms: Sequence[Comm],
+        *,
+        keep: Sequence[Tensor],
+        device: torch.device,
+        purpose: str,
     ) -> None:
-        self._steps, self._keep = steps, keep
+        self._steps, self._comms, self._keep = steps, comms, keep
         self._issued: Issued | None = None
         self._result: Tensor | None = None
         self._event: Any = None
-        self._device, self._on_stream = device, device.type == "cuda"
-        self.level = 0  # levels issued so far
-        if not self._on_stream:
-            self._advance()
+        self._device = device
+        self.finished = False  # nothing is left to issue or to wait for on the host
+        self.level = 0  # things issued so far
+        for comm in comms:
+            comm.queue.append(self)
+        if device.type == "cuda":
+            self._run_on_stream(_side_stream(device, purpose))
             return
-        side, current = _side_stream(device, purpose), torch.cuda.current_stream(device)
-        side.wait_stream(current)  # the inputs, and the last reader of recycled memory
+        if comms:
+            comms[0].life.active.append(self)
+        self.push()
+
+    def _run_on_stream(self, side: Any) -> None:
+        side.wait_stream(torch.cuda.current_stream(self._device))  # inputs, and last readers
         with torch.cuda.stream(side):
-            self._advance()
             while not self.finished:
+                if self._issued is not None:
+                    self._issued.order()
                 self._advance()
             self._event = side.record_event()
 
+    def push(self) -> bool:
+        """Go on as far as is possible without waiting; whether it moved."""
+        moved = False
+        while not self.finished and (self._issued is None or self._issued.done()):
+            if self.level < len(self._comms) and self._comms[self.level].queue[0] is not self:
+                break  # see [Note: order on a communicator]
+            if self._issued is not None:
+                issued, self._issued = self._issued, None
+                self._guard(issued.order)
+            self._advance()
+            moved = True
+        return moved
+
     def _advance(self) -> None:
-        issued, self._issued = self._issued, None  # nothing is left of one that fails here
-        if issued is not None:
-            issued.order() if self._on_stream else issued.poll()
+        """Issue the next level, or finish."""
         try:
-            self._issued = next(self._steps)
+            self._issued = self._guard(self._steps.__next__)
+            self._comms[self.level].queue.popleft()
             self.level += 1
         except StopIteration as stop:
             self._result = stop.value
+            self.finished = True
 
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to issue or to wait for on the host."""
-        return self._issued is None
+    def _guard(self, step: Callable[[], Any]) -> Any:
+        """Run a step; if it fails, this leaves every queue, so that nothing waits behind it."""
+        try:
+            return step()
+        except StopIteration:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        self.finished, self._issued = True, None
+        for comm in self._comms[self.level :]:
+            comm.queue.remove(self)
+
+    def check_time(self, waited_s: float) -> None:
+        """Give up and raise if what is under way has not moved for longer than it may."""
+        issued = self._issued
+        if issued is not None and waited_s > issued.comm.timeout_s:
+            self._abandon()
+            raise issued.late()
+
+    def passed(self, levels: int) -> bool:
+        """Whether so many levels are over, without waiting."""
+        return self.finished or self.level > levels
 
     def wait(self) -> Tensor:
         """The result, ready for the current stream. Waiting again returns it again."""
-        while not self.finished:
-            self._advance()
+        if not self.finished:
+            wait_until(self._comms[0].life, lambda: self.finished)
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
@@ -146,35 +182,48 @@ class Pending:
 
     def __del__(self) -> None:
         # Buffers must outlive the transfer even when nobody wants the result.
-        if getattr(self, "_issued", None) is not None:
-            warnings.warn("a collective was dropped before wait()", ResourceWarning, stacklevel=2)
-        elif getattr(self, "_event", None) is not None:
+        if getattr(self, "_event", None) is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
-    """Finish several collectives, each level of one overlapping other levels of the next.
+def push_all(life: Life) -> bool:
+    """Push on everything under way, without waiting; whether anything moved."""
+    if not life.active:
+        return False
+    moved = False
+    for pending in list(life.active):
+        moved |= pending.push()
+    life.active[:] = [pending for pending in life.active if not pending.finished]
+    return moved
 
-    See [Note: order on a communicator].
+
+def wait_until(life: Life, done: Callable[[], bool]) -> None:
+    """Push everything on until `done()`, sleeping between looks, so that Ctrl-C is heard at once.
+
+    Raises:
+      CollectiveTimeoutError: nothing moved for the timeout of a collective under way.
     """
-    while waiting := [pending for pending in pendings if not pending.finished]:
-        first = waiting[0]._issued
-        if first is not None:
-            first.poll(until=lambda: any(_may_advance(waiting)))
-        for i in range(len(waiting)):
-            if _may_advance(waiting)[i]:
-                waiting[i]._advance()
+    since = stalled = time.monotonic()
+    while True:
+        if push_all(life):
+            since = stalled = time.monotonic()
+        if done():
+            return
+        if not life.active:
+            raise CollectiveError("a collective is waited for that failed before")
+        now = time.monotonic()
+        if now - stalled > _STALL_S:
+            stalled = now
+            life.watch()
+        for pending in life.active:
+            pending.check_time(now - since)
+        # In proportion to the wait, so that looking costs little time and little delay.
+        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
+
+
+def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
+    """Finish several collectives, each level of one overlapping other levels of the next."""
     return [pending.wait() for pending in pendings]
-
-
-def _may_advance(waiting: Sequence[Pending]) -> list[bool]:
-    """Which have finished their level, and stay behind the one before them."""
-    clear = [True]
-    clear += [a.finished or a.level > b.level for a, b in pairwise(waiting)]
-    return [
-        ok and pending._issued is not None and pending._issued.done()
-        for ok, pending in zip(clear, waiting, strict=True)
-    ]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A model, or a loss function, as one call from full parameters to loss and gradients.
+"""A model, or a loss function, as one call from full parameters to loss and backward.
 
 Modules are read, never changed: parameters are swapped into a copy on meta by `functional_call`.
 """
@@ -18,12 +18,14 @@ from mics_fn.tree import Tree
 Buffers = dict[str, Tensor]
 
 
-class Result(NamedTuple):
-    """What a call gives: the loss, a gradient (or None) for each variable, and the next buffers."""
+Backward = Callable[[Tensor], None]
 
-    loss: Tensor  # 0-dim
-    grads: tuple[Tensor | None, ...]
-    buffers: Buffers
+
+class Result(NamedTuple):
+    """What a call gives."""
+
+    loss: Tensor  # 0-dim, detached
+    buffers: Buffers  # the next ones
 
 
 class FunctionProgram:
@@ -33,10 +35,10 @@ class FunctionProgram:
         self.loss_fn = loss_fn
 
     def __call__(
-        self, params: Tree, buffers: Buffers, batch: Any, variables: list[Tensor]
+        self, params: Tree, buffers: Buffers, batch: Any, backward: Backward | None = None
     ) -> Result:
-        """Loss of a batch, and its gradients with respect to `variables`, which `params` holds."""
-        return Result(*_value_and_grad(self.loss_fn(params, batch), variables), buffers)
+        """Loss of a batch, after `backward` of it."""
+        return Result(_finished(self.loss_fn(params, batch), backward), buffers)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -67,15 +69,13 @@ class ModuleProgram:
         self._step = _Step(self.skeleton, loss or _own_loss)
 
     def __call__(
-        self, params: Tree, buffers: Buffers, batch: Any, variables: list[Tensor]
+        self, params: Tree, buffers: Buffers, batch: Any, backward: Backward | None = None
     ) -> Result:
-        """Loss of a batch, and its gradients with respect to `variables`, which `params` holds."""
+        """Loss of a batch, after `backward` of it while the parameters are swapped in."""
         given = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
-        loss, grads = functional_call(
-            self._step, given, (batch, variables), tie_weights=False, strict=True
-        )
+        loss = functional_call(self._step, given, (batch, backward), tie_weights=False, strict=True)
         # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
-        return Result(loss, grads, {k: given[f"model.{k}"].detach() for k in buffers})
+        return Result(loss, {k: given[f"model.{k}"].detach() for k in buffers})
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -99,8 +99,8 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, batch: Any, variables: list[Tensor]) -> tuple[Tensor, tuple]:
-        return _value_and_grad(self.loss(self.model, batch), variables)
+    def forward(self, batch: Any, backward: Backward | None) -> Tensor:
+        return _finished(self.loss(self.model, batch), backward)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -112,12 +112,11 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.loss
 
 
-def _value_and_grad(loss: Any, variables: list[Tensor]) -> tuple[Tensor, tuple]:
+def _finished(loss: Any, backward: Backward | None) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         text = f"Trainer: the loss has {got}, expected one number"
         raise LeafError(message(text, fix="return a scalar tensor"))
-    value = loss.detach().reshape(())
-    if not variables or not loss.requires_grad:  # nothing trained was used: no gradient at all
-        return value, (None,) * len(variables)
-    return value, torch.autograd.grad(loss, variables, allow_unused=True)
+    if backward is not None:
+        backward(loss)
+    return loss.detach().reshape(())

@@ -1,23 +1,26 @@
 """A short stateful loop around the verbs; all that it does, a hand-written step can do."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import tree
+from mics_fn.agreement import collect_all
 from mics_fn.collectives import mean_over_ranks
-from mics_fn.columns import map_columns
 from mics_fn.errors import TreeError, message
-from mics_fn.gather import gather, unshard
-from mics_fn.grads import scatter_grads, sync_replicas
+from mics_fn.gather import close, defer, unshard
 from mics_fn.groups import Groups
-from mics_fn.leaf import Sharded, is_leaf
+from mics_fn.layout import BUCKET_BYTES
 from mics_fn.optim import TrainState, init_state, opt_step
-from mics_fn.program import Buffers, FunctionProgram, ModuleProgram, Result
+from mics_fn.player import OnDemand, keep_all, on_demand
+from mics_fn.program import Buffers, FunctionProgram, ModuleProgram
+from mics_fn.reduction import GradSum
+from mics_fn.schedule import Schedule
 from mics_fn.sharded import shard
 from mics_fn.tree import Tree
 
@@ -53,14 +56,21 @@ class Trainer:
         is spread) and takes the result, or its `.loss`.
       params: pytree of tensors, with a `loss_fn`.
       accumulate: micro-steps a step; every tensor of a batch is cut in that many along dim 0.
-      replicas, source_rank, frozen, bucket_bytes: as for `shard`.
+      live_bytes: budget for gathered parameters, as for `on_demand`; "auto" is a quarter of the
+        device's memory (of the smallest device; on the CPU a rank's share of it). If all fit, or
+        with None, it is as `keep_all`.
+      prefetch: as for `on_demand`.
+      schedule: a `Schedule` or policy of your own, instead of these two.
+      grad_dtype: of the sum of gradients over micro-steps; default the parameters'.
+      replicas, source_rank, frozen: as for `shard`.
+      bucket_bytes: as for `shard`; default a sixteenth of the parameters, 1 to 25 MiB.
 
-    Communication: building it as `shard`. A step: one gather of the parameters, hop 1 each
-      micro-step, one hop 2; persistent float buffers are averaged over all ranks at the end of each
+    Communication: building it as `shard`. A step: each bucket is gathered once if all fit the
+      budget, else again when it is needed again; hop 1 each micro-step, one hop 2; persistent float buffers are averaged over all ranks at the end of each
       step (integer and non-persistent ones stay as this rank computed them).
 
-    Memory: states of 1/p; within a step the full parameters and the full gradients of one
-      micro-step.
+    Memory: states of 1/p; within a step `live_bytes` and a bucket of gathered parameters, 1/p of
+      the gradients and a few buckets of them in full.
 
     Example:
       >>> groups = make_groups(1)
@@ -79,6 +89,10 @@ class Trainer:
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         params: Tree = None,
         accumulate: int = 1,
+        live_bytes: int | Literal["auto"] | None = "auto",
+        prefetch: int = 4,
+        schedule: Schedule | OnDemand | None = None,
+        grad_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1:
@@ -96,9 +110,21 @@ class Trainer:
             raise TreeError(message("Trainer: a loss_fn needs params=", fix=fix))
         else:
             self._program = FunctionProgram(model)
+        options.setdefault("bucket_bytes", _bucket_bytes(params))
         shards = shard(params, groups, **options)
         homes = tree.spread(groups, params, what="groups", is_value=lambda v: isinstance(v, Groups))
         self._home: Groups = homes[0] if homes else groups
+        if live_bytes == "auto":
+            live_bytes = _quarter_of_memory(self._home)
+        if live_bytes is not None and live_bytes >= _float_bytes(params):
+            live_bytes = None
+        # Evaluation uses parameters in another order than training, so it has a memory of its own.
+        own, self._eval_schedule = (
+            keep_all() if live_bytes is None else on_demand(live_bytes=live_bytes, prefetch=prefetch)
+            for _ in range(2)
+        )
+        self.schedule = schedule or own
+        self.grad_dtype = grad_dtype
         self.state: TrainState = init_state(shards, optimizer, buffers=buffers)
 
     def step(self, batch: Any) -> StepMetrics:
@@ -110,53 +136,30 @@ class Trainer:
         Returns:
           `StepMetrics`; the new state is `self.state`.
 
-        Communication: one gather, hop 1 each micro-step, one hop 2, and the mean of the buffers.
+        Communication: gathers, hop 1 each micro-step, one hop 2, and the mean of the buffers.
 
         Raises:
           TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts.
         """
         started = time.perf_counter()
         batch = _to(batch, self._home.device)
-        state, total, losses = self.state, None, []
-        parts = _cut(batch, self.accumulate)
-        with torch.no_grad():
-            full = gather(state.params, self.groups)
+        parts, state, losses = _cut(batch, self.accumulate), self.state, []
         buffers = {name: value.clone() for name, value in state.buffers.items()}
-        for done, part in enumerate(parts):
-            loss, grads, buffers = self._value_and_grad(full, buffers, part)
-            losses.append(loss)
-            hop1 = scatter_grads(grads, self.groups, like=state.params)
-            del grads
-            # torch may return one tensor as two gradients, so the first sum goes to new memory.
-            total = hop1 if total is None else map_columns(_add, total, hop1, donate=done > 1)
-        del full
-        if self.accumulate > 1:
-            total = map_columns(lambda a: a.div_(self.accumulate), total, donate=True)
-        grads = sync_replicas(total, self.groups, donate=True)
+        total = GradSum(self.accumulate, dtype=self.grad_dtype)
+        full, cache = defer(state.params, self.groups, self.schedule, total)
+        with torch.enable_grad():
+            for part in parts:
+                loss, buffers = self._program(full, buffers, part, total.backward)
+                losses.append(loss)
+        grads = total.grads()
+        close(cache)
         buffers = self._average(buffers)
         self.state = replace(opt_step(state, grads, donate=True), buffers=buffers)
+        total.release()
         samples, tokens = _count(batch)
         n, loss = self._home.world_size, torch.stack(losses).mean()
         seconds = time.perf_counter() - started
         return StepMetrics(self.state.step, loss, samples * n, tokens * n, seconds)
-
-    def _value_and_grad(self, full: Tree, buffers: Buffers, batch: Any) -> Result:
-        """Loss, full gradients as a tree (None where there is none), and the next buffers."""
-        slots, spec = tree.flatten(self.state.params, is_leaf)
-        given: list[Any] = spec.flatten_up_to(full)
-        fresh: dict[int, Tensor] = {}  # tied leaves are one tensor, so they become one variable
-        for slot, value in zip(slots, given, strict=True):
-            if isinstance(slot, Sharded):
-                fresh[id(value)] = value.detach().requires_grad_()
-        values = spec.unflatten([fresh.get(id(value), value) for value in given])
-        with torch.enable_grad():
-            result = self._program(values, buffers, batch, list(fresh.values()))
-        by_id = dict(zip(fresh, result.grads, strict=True))
-        grads = [
-            by_id[id(value)] if isinstance(slot, Sharded) else None
-            for slot, value in zip(slots, given, strict=True)
-        ]
-        return result._replace(grads=spec.unflatten(grads))
 
     def _average(self, buffers: Buffers) -> Buffers:
         """Persistent float buffers become their mean over all ranks, coalesced by dtype."""
@@ -186,7 +189,9 @@ class Trainer:
         batch = _to(batch, self._home.device)
         buffers = {name: value.clone() for name, value in self.state.buffers.items()}
         with torch.no_grad(), self._program.evaluating():
-            loss = self._program(gather(self.state.params, self.groups), buffers, batch, []).loss
+            full, cache = defer(self.state.params, self.groups, self._eval_schedule)
+            loss = self._program(full, buffers, batch).loss
+            close(cache)
         return mean_over_ranks(self._home, loss.clone())
 
     def params(self) -> Tree:
@@ -238,8 +243,26 @@ class Trainer:
         return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]
 
 
-def _add(a: Tensor, b: Tensor) -> None:
-    a.add_(b)
+def _float_bytes(params: Tree) -> int:
+    """Bytes of the full parameters, tied ones once."""
+    leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
+    return sum(x.nbytes for x in leaves.values() if x.is_floating_point())
+
+
+def _bucket_bytes(params: Tree) -> int:
+    """Small enough that a model has buckets to overlap, large enough for the network."""
+    return min(BUCKET_BYTES, max(2**20, _float_bytes(params) // 16))
+
+
+def _quarter_of_memory(home: Groups) -> int:
+    """A quarter of the memory that a rank has, the same number on all ranks."""
+    if home.device.type == "cuda":
+        found = torch.cuda.get_device_properties(home.device).total_memory
+    else:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found //= home.plan.topology.sizes[-1]
+    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
+    return int(min(other.item() for other in collect_all(home, mine).values()))
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -1,0 +1,144 @@
+"""The buckets of one gathered tree: their chunks, what is live, and the memory they lie in."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.collectives import start_all_gather
+from mics_fn.control import Control
+from mics_fn.deferred import Cell
+from mics_fn.errors import DonatedError, GroupsError, message
+from mics_fn.flat import pack_chunk
+from mics_fn.linear import BucketUse, deal
+from mics_fn.pending import Pending, push_all
+from mics_fn.player import Known, OnDemand, Player, sizes_of
+from mics_fn.reduction import GradSum, Reduction
+
+
+class Cache:
+    """Makes buckets live, as its player says, and gives their memory back.
+
+    Args:
+      uses: the buckets.
+      names: of each bucket the names of its leaves, for people.
+      known, policy: as for `Player`.
+      control: of the partition group.
+      into: where gradients go; None if they are the result of backward.
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[BucketUse],
+        names: Callable[[int], Sequence[str]],
+        known: Known,
+        policy: OnDemand,
+        control: Control,
+        into: GradSum | None = None,
+    ) -> None:
+        self.uses, self.into = uses, into
+        self.ids: tuple[int, ...] = ()
+        self.cells = [Cell(i, names) for i in range(len(uses))]
+        # The player outlives the cache, and must not keep its buffers.
+        self._name = partial(_title, names)
+        self.player = Player(known, policy, sizes_of(uses), control, self._name)
+        if into is not None:
+            into.bind(uses, self.player.order)
+        self.reduction: Reduction | None = None  # of the backward pass under way
+        self._chunks: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._coming: dict[int, Pending] = {}
+        self._buffers: dict[int, Tensor] = {}
+        self._closed = False
+
+    def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
+        """Take the data of some buckets, one piece a member; copied unless they are one chunk."""
+        for index, (use, data) in zip(
+            indexes, deal([self.uses[i] for i in indexes], pieces), strict=True
+        ):
+            slots, device = use.by_slot(data), data[0].device
+            chunk = pack_chunk(use.bucket, use.hierarchy.chunk, slots, device=device).detach()
+            self._chunks[index], self._versions[index] = chunk, _version(chunk)
+
+    def device(self, index: int) -> torch.device:
+        """Where a bucket's tensors live."""
+        return self._chunks[index].device
+
+    def start(self) -> None:
+        """All chunks are loaded: fetch what the policy wants before any use."""
+        with _torch.without_torch_func():
+            for action in self.player.start():
+                self._fetch(action.buckets[0])
+
+    def begin_pass(self) -> Reduction:
+        """Where this backward pass brings its gradients."""
+        if self.into is not None:
+            return self.into
+        if self.reduction is None:
+            self.reduction = Reduction(self.uses, self.player.order)
+        return self.reduction
+
+    def touch(self, ids: tuple[int, ...]) -> None:
+        """Make these buckets live, all at once; see `deferred.Source`."""
+        if self._closed:
+            text = "a gathered parameter is used after its step ended"
+            raise GroupsError(message(text, fix="gather again"))
+        for i in ids:
+            if _version(self._chunks[i]) != self._versions[i]:
+                text = f"{self._name(i)} was changed after it was gathered"
+                raise DonatedError(message(text, fix="gather again after an update"))
+        with _torch.without_torch_func():
+            for action in self.player.use(ids):
+                (index,) = action.buckets
+                self._fetch(index) if action.kind == "fetch" else self._drop(index)
+            for i in ids:
+                if self.cells[i].full is None:
+                    full = self._coming.pop(i).wait().view(-1)
+                    self.cells[i].fill(full, _torch.is_hollow(full))
+        self.ids = ids
+        push_all(self.uses[ids[0]].hierarchy.life)
+
+    def _fetch(self, index: int) -> None:
+        use, chunk = self.uses[index], self._chunks[index]
+        out = None
+        if use.bucket.parts > 1 and chunk.numel():
+            shape, pool = (use.bucket.parts, *chunk.shape), use.hierarchy.fetched
+            out = chunk.new_empty(shape) if _torch.is_hollow(chunk) else None
+            if out is None:
+                out = self._buffers[index] = pool.take(shape, chunk.dtype, chunk.device)
+        self._coming[index] = start_all_gather(use.hierarchy, chunk, out)
+
+    def _drop(self, index: int) -> None:
+        coming = self._coming.pop(index, None)
+        if coming is not None:  # fetched for a use that did not come
+            coming.wait()
+        self.cells[index].clear()
+        buffer = self._buffers.pop(index, None)
+        if buffer is not None:
+            with _torch.without_torch_func():
+                self.uses[index].hierarchy.fetched.give(buffer)
+
+    def close(self) -> None:
+        """The run is over: buckets are dropped, and using its tensors is an error from now on."""
+        if not self._closed:
+            for action in self.player.end():
+                self._drop(action.buckets[0])
+            self._closed = True
+
+    def __del__(self) -> None:
+        # The tensors of the tree are gone. Memory that is still being written to is left alone.
+        for index in list(getattr(self, "_buffers", ())):
+            if index not in self._coming:
+                self._drop(index)
+
+
+def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
+    """A bucket in words."""
+    found = names(index)
+    return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"
+
+
+def _version(chunk: Tensor) -> int:
+    return 0 if chunk.is_inference() else chunk._version

@@ -1,0 +1,271 @@
+"""Parameters without data: a tensor that asks for its bucket at the op that needs it.
+
+[Note: deferred parameters] A `Deferred` is a wrapper subclass: shape, dtype, strides and device,
+and where in which bucket its elements lie. Autograd saves the wrapper and not the weight, so
+nothing holds a gathered weight between forward and backward; the backward op that needs it asks
+again. This happens below autograd, in `__torch_dispatch__`, so it needs no hooks and works under
+`torch.func`. A view of a deferred tensor is computed on its metadata alone and is deferred itself;
+so is a cast, which is repeated where it is needed instead of being kept. Any other op gets plain
+tensors, views of the bucket, and what it returns is plain.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mics_fn.errors import LeafError, message
+from mics_fn.leaf import dtype_name
+
+aten = torch.ops.aten
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
+
+
+class Cell:
+    """One bucket as deferred tensors see it."""
+
+    __slots__ = ("_names", "full", "high", "ids", "low", "views")
+
+    def __init__(self, index: int, names: Callable[[int], Sequence[str]]) -> None:
+        self.ids = (index,)
+        self._names = names
+        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
+        self.views: dict[Geometry, Tensor] = {}
+        self.low, self.high = 1, 0  # addresses of `full`
+
+    def fill(self, full: Tensor, hollow: bool) -> None:
+        """The bucket is here; views of what was here before are forgotten."""
+        self.full, self.views = full, {}
+        if not hollow:
+            self.low = full.data_ptr()
+            self.high = self.low + full.nbytes
+
+    def names(self) -> Sequence[str]:
+        """Names of its leaves, for people."""
+        return self._names(self.ids[0])
+
+    def clear(self) -> None:
+        """The bucket is gone."""
+        self.full, self.views = None, {}
+        self.low, self.high = 1, 0
+
+
+class Source(Protocol):
+    """What makes buckets live."""
+
+    ids: tuple[int, ...]  # the buckets that the op before needed
+
+    def touch(self, ids: tuple[int, ...]) -> None:
+        """Make these buckets live, all at once."""
+        ...
+
+
+class Deferred(torch.Tensor):
+    """A full parameter, or a view or cast of one, that is fetched where an op needs it.
+
+    Its shape, strides, dtype, device and text never communicate; ops on it do.
+    """
+
+    _source: Source
+    _cell: Cell
+    _origin: int  # where its leaf begins in the bucket
+    _where: Geometry  # in the bucket
+    _cast: torch.dtype | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls: type,
+        source: Source,
+        cell: Cell,
+        geometry: Geometry,
+        origin: int,
+        like: "_Like",
+    ) -> Any:
+        size, stride, offset = geometry
+        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            cls, size, strides=stride, storage_offset=offset, dtype=like[0], device=like[1]
+        )
+        self._source, self._cell, self._origin = source, cell, origin
+        self._where = (size, stride, origin + offset)
+        self._cast = like[2]
+        return self
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        state = "live" if self._cell.full is not None else "not here"
+        where = f"bucket {self._cell.ids[0]}, {state}"
+        return f"Deferred(shape={tuple(self.shape)}, {dtype_name(self.dtype)}, {where})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.detach().clone()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        handle = _HANDLERS.get(func)
+        if handle is None:
+            handle = _HANDLERS[func] = _handler(func)
+        return handle(func, args, kwargs or {})
+
+
+_Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, dtype of the cast
+
+
+def _plain(deferred: Deferred) -> Tensor:
+    """Its value; its bucket is live."""
+    cell, where = deferred._cell, deferred._where
+    view = cell.views.get(where)
+    if view is None:
+        if cell.full is None:
+            raise RuntimeError("a bucket is not live where an op needs it")
+        view = cell.views[where] = cell.full.as_strided(*where)
+    return view if deferred._cast is None else view.to(deferred._cast)
+
+
+def _bring(found: Sequence[Deferred]) -> None:
+    """Make all that an op needs live at once: fetching one bucket must not drop another."""
+    first = found[0]
+    source, ids = first._source, first._cell.ids
+    if len(found) > 1 and any(d._cell is not first._cell for d in found):
+        sources = {id(d._source): d._source for d in found}
+        for key, source in sources.items():
+            numbers = sorted({d._cell.ids[0] for d in found if id(d._source) == key})
+            ids = tuple(numbers)
+            if source.ids != ids:
+                source.touch(ids)
+    elif source.ids != ids:
+        source.touch(ids)
+
+
+def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
+    for value in values:
+        kind = type(value)
+        if kind is Deferred:
+            found.append(value)
+        elif kind is list or kind is tuple:
+            _search(value, found)
+    return found
+
+
+def _replace(value: Any) -> Any:
+    kind = type(value)
+    if kind is Deferred:
+        return _plain(value)
+    if kind is list or kind is tuple:
+        return kind([_replace(each) for each in value])
+    return value
+
+
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an op on plain tensors."""
+    found = _search(args, [])
+    if kwargs:
+        _search(kwargs.values(), found)
+    _bring(found)
+    args = tuple([_replace(value) for value in args])
+    if kwargs:
+        kwargs = {name: _replace(value) for name, value in kwargs.items()}
+    return _own(func(*args, **kwargs), found)
+
+
+def _own(out: Any, found: Sequence[Deferred]) -> Any:
+    """What an op returns, in memory of its own: some ops return their input as it is."""
+    if type(out) is Tensor:
+        at = out.data_ptr() if out.numel() else 0
+        for deferred in found:
+            if deferred._cell.low <= at < deferred._cell.high:
+                return out.clone()
+        return out
+    if type(out) is tuple or type(out) is list:
+        return type(out)([_own(each, found) for each in out])
+    return out
+
+
+_GEOMETRY: dict[Hashable, list[tuple[Geometry, torch.dtype]] | tuple[Geometry, torch.dtype]] = {}
+_MOST_GEOMETRIES = 20_000  # slices at changing places would grow it without end
+
+
+def _view(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A view of a deferred tensor, by its metadata alone."""
+    deferred = args[0]
+    if type(deferred) is not Deferred:
+        return _compute(func, args, kwargs)
+    size, stride, at = deferred._where
+    offset, dtype = at - deferred._origin, deferred.dtype
+    rest = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
+    key = (func, size, stride, offset, dtype, rest, tuple(kwargs.items()) if kwargs else ())
+    found = _GEOMETRY.get(key)
+    if found is None:
+        if len(_GEOMETRY) >= _MOST_GEOMETRIES:
+            _GEOMETRY.clear()
+        extent = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+        base = torch.empty(extent, dtype=dtype, device="meta")
+        meta = func(base.as_strided(size, stride, offset), *args[1:], **kwargs)
+        several = isinstance(meta, list | tuple)
+        found = [_geometry(m) for m in meta] if several else _geometry(meta)
+        _GEOMETRY[key] = found
+    if type(found) is list:
+        same = all(kind == dtype for _, kind in found)
+        return [_like(deferred, g) for g, _ in found] if same else _compute(func, args, kwargs)
+    geometry, kind = found
+    return _like(deferred, geometry) if kind == dtype else _compute(func, args, kwargs)
+
+
+def _geometry(meta: Tensor) -> tuple[Geometry, torch.dtype]:
+    return (tuple(meta.shape), meta.stride(), int(meta.storage_offset())), meta.dtype
+
+
+def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = None) -> Deferred:
+    """A deferred tensor elsewhere in the same bucket."""
+    cast = cast or deferred._cast
+    like = (cast or deferred.dtype, deferred.device, cast)
+    return Deferred(deferred._source, deferred._cell, geometry, deferred._origin, like)
+
+
+def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A cast to another float dtype stays deferred; anything else is computed."""
+    deferred, dtype = args[0], kwargs.get("dtype")
+    others = [name for name, value in kwargs.items() if value is not None and name != "dtype"]
+    if dtype is None or not dtype.is_floating_point or others or deferred._cast is not None:
+        return _compute(func, args, kwargs)
+    size, stride, at = deferred._where
+    if deferred.numel() == 0 or not deferred.is_contiguous():
+        return _compute(func, args, kwargs)  # a copy is dense, so its strides may differ
+    return _like(deferred, (size, stride, at - deferred._origin), dtype)
+
+
+def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An op that writes: to other tensors it may."""
+    targets = [
+        kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    written = _search(targets, [])
+    if written:
+        names = ", ".join(written[0]._cell.names()[:3])
+        text = f"{func}: writes to a gathered parameter, one of bucket {written[0]._cell.ids[0]}"
+        lines = [f"shape {tuple(written[0].shape)}; the bucket holds {names}"]
+        fix = "change parameters between steps, in the shards; or write to a clone()"
+        raise LeafError(message(text, lines, fix))
+    return _compute(func, args, kwargs)
+
+
+# Views that their schemas do not tell of.
+_HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
+    aten._unsafe_view.default: _view,
+    aten._reshape_alias.default: _view,
+    aten._to_copy.default: _to_copy,
+    # Asked of the halves of a dual tensor: a deferred one stands for memory of its own.
+    aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
+}
+
+
+def _handler(func: Any) -> Callable[[Any, tuple, dict], Any]:
+    if func.is_view:
+        return _view
+    return _refuse if func._schema.is_mutable else _compute

@@ -1,0 +1,199 @@
+"""The autograd side of deferred parameters: what fetches forward, reduces backward.
+
+[Note: join and fetch] The pieces of all buckets pass one `_Join` node and then a `_Fetch` node for
+each bucket, whose outputs are the deferred parameters. In backward each `_Fetch` runs as soon as
+the gradients of its bucket are complete, because its sequence number is the highest that autograd
+knows, and starts hop 1; what it passes on has no values yet. `_Join` runs when all of them have,
+reduces the buckets that got no gradient, waits, and passes everything on: nobody downstream ever
+sees a gradient that is not there. `_Start` and `_Wait` are these two halves as differentiable maps,
+so that second derivatives are those of the reduce-scatter; see [Note: adjoint] in `linear`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn.cache import Cache
+from mics_fn.deferred import Deferred
+from mics_fn.errors import LeafError, message
+from mics_fn.linear import BucketUse, deal, linear_map
+from mics_fn.reduction import Reduction
+
+_FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
+
+
+def _no_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
+    text = "gather: shards are batched by vmap, and a schedule fetches one model at a time"
+    raise LeafError(message(text, fix="leave schedule= out under vmap over shards"))
+
+
+class _Join(torch.autograd.Function):
+    """All pieces, as they are; in backward the end of hop 1. See [Note: join and fetch]."""
+
+    @staticmethod
+    def forward(cache: Cache, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        cache.load(trained, pieces)  # here they are plain tensors, whatever torch.func does around
+        return tuple(piece.view_as(piece) for piece in pieces)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.cache, ctx.trained = inputs[:2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
+        cache: Cache = ctx.cache
+        if cache.into is not None:  # gradients went there
+            return (None, None, *(None for _ in grads))
+        reduction, cache.reduction = cache.begin_pass(), None
+        uses = [cache.uses[i] for i in ctx.trained]
+        dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
+        for i in reduction.missing():
+            if all(grad is None for grad in dealt[i]):
+                dealt[i] = list(_Start.apply(reduction, i, *dealt[i]))
+        reduction.end_of_pass()
+        return (None, None, *_Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i])))
+
+    @staticmethod
+    def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return tuple(None if t is None else t.view_as(t) for t in tangents)
+
+    vmap = staticmethod(_no_batch)
+
+
+class _Fetch(torch.autograd.Function):
+    """One bucket: its pieces become deferred parameters. See [Note: join and fetch]."""
+
+    @staticmethod
+    def forward(cache: Cache, index: int, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(parameters(cache, index))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.cache, ctx.index = inputs[:2]
+        ctx.set_materialize_grads(False)
+        ctx._set_sequence_nr(_FIRST)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
+        cache: Cache = ctx.cache
+        cache.player.reduce(ctx.index)
+        if cache.into is not None:
+            cache.into.add(ctx.index, grads)
+            return (None, None, *(None for _ in grads))
+        return (None, None, *_Start.apply(cache.begin_pass(), ctx.index, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        # Tangents are rare and used once: they are gathered at once. Views of a dual tensor want
+        # both its parts laid out alike, so each tangent gets memory of its own.
+        found = linear_map("gather", [ctx.cache.uses[ctx.index]], *tangents)
+        return tuple(tangent.clone() for tangent in found)
+
+    vmap = staticmethod(_no_batch)
+
+
+class _Start(torch.autograd.Function):
+    """Hop 1 of one bucket, started: full gradients become pieces that have no values yet."""
+
+    @staticmethod
+    def forward(reduction: Reduction, index: int, *grads: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(reduction.add(index, grads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.use = inputs[0].uses[inputs[1]]
+        ctx.given = [value is not None for value in inputs[2:]]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
+        found = linear_map("gather", [ctx.use], *cotangents)
+        kept = (g if given else None for g, given in zip(found, ctx.given, strict=True))
+        return (None, None, *kept)
+
+    @staticmethod
+    def jvp(ctx: Any, _reduction: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return tuple(linear_map("scatter", [ctx.use], *tangents))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, reduction: Reduction, index: int, *grads: Any) -> tuple:  # pyright: ignore
+        front = [
+            g if g is None or dim is None else g.movedim(dim, 0)
+            for g, dim in zip(grads, in_dims[2:], strict=True)
+        ]
+        front = [
+            g.expand(info.batch_size, *g.shape) if g is not None and dim is None else g
+            for g, dim in zip(front, in_dims[2:], strict=True)
+        ]
+        reduction.skip(index)
+        found = linear_map("scatter", [reduction.uses[index]], *front)
+        return tuple(found), (0,) * len(found)
+
+
+class _Wait(torch.autograd.Function):
+    """Pieces, as they are, once all reductions of the pass are done."""
+
+    @staticmethod
+    def forward(reduction: Reduction, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        reduction.wait()
+        return tuple(piece.view_as(piece) for piece in pieces)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
+        return (None, *cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _reduction: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return tuple(None if t is None else t.view_as(t) for t in tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, reduction: Reduction, *pieces: Any) -> tuple:  # pyright: ignore
+        return _Wait.apply(reduction, *pieces), in_dims[1:]
+
+
+def parameters(cache: Cache, index: int) -> list[Deferred]:
+    """The leaves of a bucket as deferred tensors, one a member; nothing is fetched."""
+    bucket, cell = cache.uses[index].bucket, cache.cells[index]
+    like = (bucket.dtype, cache.device(index), None)
+    made = [
+        Deferred(cache, cell, (shape, _dense_strides(shape), 0), offset, like)
+        for shape, offset in zip(bucket.shapes, bucket.offsets, strict=True)
+    ]
+    return cache.uses[index].by_member(made)
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
+    """Deferred parameters for every leaf of a tree, differentiable where the bucket is trained.
+
+    Args:
+      cache: new; its chunks are loaded here.
+      data: the pieces, by place in the tree.
+
+    Returns:
+      One deferred tensor a member of each bucket, by bucket.
+    """
+    uses: Sequence[BucketUse] = cache.uses
+    trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
+    frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
+    cache.load(frozen, [data[i] for index in frozen for i in uses[index].members])
+    pieces = [data[i] for index in trained for i in uses[index].members]
+    joined = deal([uses[i] for i in trained], _Join.apply(cache, trained, *pieces) if pieces else ())
+    found: dict[int, Sequence[Any]] = {index: parameters(cache, index) for index in frozen}
+    for index, (_, values) in zip(trained, joined, strict=True):
+        found[index] = _Fetch.apply(cache, index, *values)
+    return [value for index in range(len(uses)) for value in found[index]]

@@ -1,0 +1,339 @@
+"""One run of a model through a schedule: what to fetch and drop at each use, known ahead or not.
+
+[Note: recording] The first run knows nothing: it fetches a bucket at its first touch, drops the
+least recently used one where the budget asks for room, and writes down the order of use. What it
+wrote is the future of the next run, as long as the model does the same again. When it does not, the
+run goes on as a first run from there, and what it writes down replaces what was known.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from mics_fn.control import Control
+from mics_fn.errors import PlanError, message
+from mics_fn.schedule import Action, Schedule, plan
+
+Planner = Callable[[Schedule, Sequence[int]], Schedule]
+
+
+@dataclass(eq=False)
+class Known:
+    """What earlier runs found out about one tree under one policy."""
+
+    schedule: Schedule | None = None  # what the next run follows
+    order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
+    firsts: tuple[int, ...] | None = None  # buckets by their first use, for `keep_all`; likewise
+    last: "Player | None" = None  # its record may be news
+    warned: bool = False
+
+
+@dataclass(eq=False)
+class OnDemand:
+    """A policy: buckets are fetched where they are needed, and ahead once their order is known.
+
+    Made by `on_demand`. It remembers what it learned of each tree, so keep one for each program:
+    training and evaluation use parameters in different orders.
+    """
+
+    live_bytes: int | None
+    prefetch: int
+    planner: Planner | None = None
+    at_once: bool = False  # fetch everything when gathered
+    known: dict[Hashable, Known] = field(default_factory=dict, repr=False)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What the next run will follow, of the tree that was learned last; None before."""
+        found = [known.schedule for known in self.known.values() if known.schedule is not None]
+        return found[-1] if found else None
+
+    def plan(self, record: Schedule, sizes: Sequence[int]) -> Schedule:
+        """A schedule for what was recorded."""
+        if self.planner is not None:
+            planned = self.planner(record, sizes)
+            planned.check(sizes)
+            return planned
+        return plan(record, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
+
+    def describe(self) -> str:
+        """The facts that must be the same on every rank."""
+        if self.at_once:
+            return "keep_all()"
+        own = self.planner is not None and getattr(self.planner, "__qualname__", "a function")
+        return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}, plan={own})"
+
+
+def on_demand(
+    *, live_bytes: int | None = None, prefetch: int = 4, plan: Planner | None = None
+) -> OnDemand:
+    """The policy of `Trainer`: fetch at first touch, then ahead, under a budget of live bytes.
+
+    Args:
+      live_bytes: how many bytes of gathered buckets stay live; None for all (each bucket is
+        fetched once a run: ZeRO-2's traffic), 0 for one at a time (ZeRO-3's memory), and all
+        between. What a single op needs is always allowed, and a bucket more for fetching ahead.
+      prefetch: buckets that may be on their way ahead of their use, once the order is known.
+      plan: makes a schedule from a recorded one and the buckets' sizes in bytes, instead of
+        `mics_fn.plan`.
+
+    Returns:
+      An `OnDemand`, for `gather(..., schedule=)` and `Trainer`. It remembers what it saw.
+
+    Communication: none here. Runs with it: before each fetch that no schedule foresaw one message
+      of some hundred bytes to the store of torch.distributed.
+
+    Memory: none here.
+
+    Raises:
+      PlanError: a number is negative.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> policy = on_demand(live_bytes=0)
+      >>> shards = shard({"w": torch.ones(2), "b": torch.ones(3)}, groups, bucket_bytes=8)
+      >>> def loss_fn(shards):
+      ...     full = gather(shards, groups.hierarchy, schedule=policy)
+      ...     return full["w"].sum() * full["b"].sum()
+      >>> for _ in range(2):
+      ...     grads = torch.func.grad(loss_fn)(shards)
+      >>> print(policy.schedule)
+      fetch 1; fetch 0; use 1; drop 1; use 0; drop 0; reduce 0; reduce 1
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 4; Belady, IBM Systems
+      Journal, 1966.
+    """
+    for name, value in (("live_bytes", live_bytes), ("prefetch", prefetch)):
+        if value is not None and value < 0:
+            fix = "0 keeps one bucket; None keeps all" if name == "live_bytes" else "give 0 or more"
+            raise PlanError(message(f"on_demand: {name}={value}", fix=fix))
+    return OnDemand(live_bytes, prefetch, plan)
+
+
+def keep_all() -> OnDemand:
+    """A policy that fetches every bucket as soon as it is gathered, and keeps all to the end.
+
+    Nothing waits before the first use, and buckets that come later arrive meanwhile, in the order
+    in which the first run used them. As no fetch depends on what the model does, ranks may use
+    different parameters.
+
+    Returns:
+      An `OnDemand`, for `gather(..., schedule=)` and `Trainer`.
+
+    Communication: none here. A run with it gathers each bucket once.
+
+    Memory: none here. A run with it holds the full parameters.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard([torch.ones(2)], groups)
+      >>> gather(shards, groups, schedule=keep_all())[0] + 1
+      tensor([2., 2.])
+    """
+    return OnDemand(None, 0, at_once=True)
+
+
+class Player:
+    """Follows a schedule, or records one; knows which buckets are live, and moves no data.
+
+    Args:
+      known: what earlier runs learned; what this one learns goes there.
+      policy: makes schedules, and has the budget.
+      sizes: bytes of each bucket.
+      control: to agree with the other ranks.
+      name: text of a bucket, for errors.
+    """
+
+    def __init__(
+        self,
+        known: Known,
+        policy: OnDemand,
+        sizes: Sequence[int],
+        control: Control,
+        name: Callable[[int], str],
+    ) -> None:
+        settle(known, policy, sizes, control)
+        self.known, self.policy, self.sizes = known, policy, sizes
+        self.uses: list[tuple[int, ...]] = []
+        self.events: list[Action] = []  # uses and reductions as they happened
+        self.live: dict[int, None] = {}  # least recently used first
+        self.live_bytes = self.peak_bytes = 0
+        self.following = known.schedule is not None
+        self.left = self.ended = False
+        self._actions = () if known.schedule is None else known.schedule.actions
+        self._next = 0  # of these actions
+        self._control, self._name = control, name
+        self._digest = sha256()
+        self.number = control.begin(self)
+        known.last = self
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """In which order buckets are reduced: the same on every rank, whatever is ready."""
+        return self.known.order or tuple(reversed(range(len(self.sizes))))
+
+    def start(self) -> list[Action]:
+        """What to fetch before anything is used."""
+        if not self.policy.at_once:
+            return []
+        order = self.known.firsts or range(len(self.sizes))
+        return [self._apply(Action("fetch", (i,))) for i in order]
+
+    def use(self, ids: tuple[int, ...]) -> list[Action]:
+        """What to fetch and drop before an op that needs these buckets."""
+        k = len(self.uses)
+        self.uses.append(ids)
+        self.events.append(Action("use", ids))
+        if self.policy.at_once:
+            return []
+        if self.following:
+            found = self._until(ids)
+            if found is not None:
+                return [self._apply(action) for action in found]
+            self._leave(k, self.place_of(k))
+        self._digest.update(repr(ids).encode())
+        for i in ids:
+            if i in self.live:
+                del self.live[i]
+                self.live[i] = None
+        return self._on_demand(k, ids)
+
+    def reduce(self, index: int) -> None:
+        """A bucket's gradients are complete."""
+        self.events.append(Action("reduce", (index,)))
+
+    def _until(self, ids: tuple[int, ...]) -> list[Action] | None:
+        """The schedule's actions up to the use that happens now; None if it has another one."""
+        found = []
+        for place in range(self._next, len(self._actions)):
+            action = self._actions[place]
+            if action.kind == "use":
+                if action.buckets != ids:
+                    return None
+                self._next = place + 1
+                return found
+            if action.kind in ("fetch", "drop"):
+                found.append(action)
+        return None
+
+    def _apply(self, action: Action) -> Action:
+        (index,) = action.buckets
+        if action.kind == "fetch":
+            self.live[index] = None
+            self.live_bytes += self.sizes[index]
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        else:
+            del self.live[index]
+            self.live_bytes -= self.sizes[index]
+        return action
+
+    def _on_demand(self, k: int, ids: tuple[int, ...]) -> list[Action]:
+        """Fetch what is missing, after dropping what was used longest ago."""
+        done, budget = [], self.policy.live_bytes
+        for i in ids:
+            if i in self.live:
+                continue
+            while budget is not None and self.live_bytes + self.sizes[i] > budget:
+                victim = next((b for b in self.live if b not in ids), None)
+                if victim is None:
+                    break
+                done.append(self._apply(Action("drop", (victim,))))
+            # See [Note: the same way] in `control`.
+            way = f"{self.place_of(k)}, after {self._digest.hexdigest()[:16]}"
+            self._control.same(f"{self.number}/{k}/{i}", way)
+            done.append(self._apply(Action("fetch", (i,))))
+        return done
+
+    def place_of(self, k: int) -> str:
+        """Step k of this run in words."""
+        if k >= len(self.uses):
+            return f"ends after {len(self.uses)} uses of buckets"
+        return f"use {k} of this run is of {' and '.join(map(self._name, self.uses[k]))}"
+
+    def place(self, k: int) -> str | None:
+        """As `control.Way` says."""
+        reached = len(self.uses) > k or self.ended
+        return self.place_of(k) if reached and not self.left else None
+
+    def _leave(self, k: int, text: str) -> None:
+        self.left = True
+        self._control.leave(self.number, k, text)
+        self.following = False
+        for used in self.uses[: k + 1]:
+            self._digest.update(repr(used).encode())
+        if not self.known.warned:
+            self.known.warned = True
+            text = f"gather: the order of use changed: {text}. Buckets are fetched on demand"
+            warnings.warn(f"{text} until it repeats; this is said once", stacklevel=2)
+
+    def end(self) -> list[Action]:
+        """The run is over: what is left to drop."""
+        rest = self._actions[self._next :] if self.following and not self.ended else ()
+        if any(action.kind == "use" for action in rest):
+            self._leave(len(self.uses), self.place_of(len(self.uses)))
+        self.ended = True
+        return [Action("drop", (i,)) for i in self.live]
+
+    @property
+    def record(self) -> Schedule:
+        """What happened, as a schedule without fetches."""
+        return Schedule(tuple(self.events))
+
+
+def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Control) -> None:
+    """Learn from the last run, if there was one that did not follow a schedule to its end."""
+    last, known.last = known.last, None
+    if last is None:
+        return
+    last.end()
+    if last.following or not last.uses:
+        return
+    if not policy.at_once:
+        uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
+        control.same(f"{last.number}/end", f"{last.place_of(len(last.uses))}, in all {uses}")
+        known.schedule = policy.plan(last.record, sizes)
+    if known.order is None:
+        # Replicas reduce together too, so one rank's order is everybody's, for good.
+        reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]
+        rest = reversed(range(len(sizes)))
+        known.order = _adopted(control, f"order/{last.number}", [*reduced, *rest])
+        used = [i for ids in last.uses for i in ids]
+        known.firsts = _adopted(control, f"firsts/{last.number}", [*used, *range(len(sizes))])
+
+
+def _adopted(control: Control, event: str, order: Sequence[int]) -> tuple[int, ...]:
+    """An order of buckets, each at its first place; that of whichever rank is here first."""
+    text = control.adopt(event, " ".join(map(str, dict.fromkeys(order))))
+    return tuple(map(int, text.split()))
+
+
+def memory_of(
+    schedule: Schedule | OnDemand, uses: Sequence[Any], control: Control
+) -> tuple[OnDemand, Known]:
+    """The policy behind `schedule=`, and what it knows of a tree.
+
+    Raises:
+      PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
+    """
+    key = tuple((use.bucket, use.missing) for use in uses)
+    if isinstance(schedule, OnDemand):
+        return schedule, schedule.known.setdefault(key, Known())
+    if not isinstance(schedule, Schedule):
+        text = f"gather: schedule={schedule!r:.60} is no schedule"
+        raise PlanError(message(text, fix="pass a Schedule, on_demand(...) or None"))
+    if (schedule, key) not in control.fixed:
+        sizes = sizes_of(uses)
+        schedule.check(sizes)
+        # Where the model does otherwise, buckets are fetched on demand in as much memory.
+        policy = OnDemand(schedule.peak_bytes(sizes), 0, lambda record, sizes: schedule)
+        order = tuple(dict.fromkeys(schedule.reduces))
+        whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]
+        control.fixed[schedule, key] = policy, Known(schedule, order if whole else None)
+    return control.fixed[schedule, key]
+
+
+def sizes_of(uses: Sequence[Any]) -> list[int]:
+    """Bytes that each bucket takes where it is live; a rank that holds it all takes none."""
+    return [use.bucket.nbytes if use.bucket.parts > 1 else 0 for use in uses]

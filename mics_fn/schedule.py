@@ -1,0 +1,299 @@
+"""A schedule is data: in which order one step fetches, uses, drops and reduces its buckets.
+
+A bucket is a number here, its size a number of bytes. An `Action` is a kind and the buckets it is
+about: `fetch` gathers a bucket (an all-gather), `use` is an op that needs its buckets live, `drop`
+frees one, `reduce` takes its gradients to their shards (a reduce-scatter). A `Schedule` is a tuple
+of actions, from the first use of forward to the last reduction of backward, over all micro-steps:
+    fetch 0; fetch 1; use 0; use 0+1; drop 1; reduce 1; drop 0; reduce 0  # ";" or a new line
+What was recorded in a run is a schedule of uses and reductions alone; `plan` adds the rest.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate, zip_longest
+from typing import Literal, NamedTuple, cast
+
+from mics_fn.errors import PlanError, message, name_ranks
+
+Kind = Literal["fetch", "use", "drop", "reduce"]
+Uses = Sequence[tuple[int, ...]]  # the buckets of each
+Around = tuple[list[list[int]], list[list[int]]]  # what to fetch before each, and to drop after it
+_COLLECTIVE = ("fetch", "reduce")  # ranks must issue these in the same order
+_CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # of the live bytes, in sizes
+_TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
+_EXPECTED = "expected fetch, drop or reduce and one bucket, or use and ascending buckets"
+_LINE_CHARS = 92  # leaves room for an indent
+
+
+class Action(NamedTuple):
+    """One thing done to a bucket; its `str` is its text, as in "fetch 3" or "use 1+2"."""
+
+    kind: Kind
+    buckets: tuple[int, ...]  # one; of a use one or more, ascending
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'+'.join(map(str, self.buckets))}"
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """Actions in order; compared and hashed by value. Its `str` is canonical, `parse` reads it.
+
+    Raises:
+      PlanError: an action has an unknown kind, or other buckets than its kind can have.
+
+    Example:
+      >>> Schedule.parse("fetch 0; fetch 1; use 0+1  # a comment")
+      Schedule(3 actions, 2 buckets)
+    """
+
+    actions: tuple[Action, ...]  # any iterable of them is taken
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", tuple(self.actions))
+        for i, action in enumerate(self.actions):
+            formed = isinstance(action, Action) and isinstance(action.buckets, tuple)
+            if not formed or _action(str(action)) != action:
+                raise PlanError(message(f"Schedule: actions[{i}] is {action!r}", [_EXPECTED]))
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """Read the text form; `parse(str(schedule))` equals `schedule`.
+
+        Raises:
+          PlanError: a part is no action; with its line and its number.
+        """
+        actions: list[Action] = []
+        for line, whole in enumerate(text.split("\n"), 1):
+            for part in filter(None, map(str.strip, whole.partition("#")[0].split(";"))):
+                action = _action(part)
+                if action is None:
+                    what = f"Schedule.parse: line {line}: actions[{len(actions)}] is {part!r}"
+                    raise PlanError(message(what, [_EXPECTED], "write it as in 'use 1+2; drop 1'"))
+                actions.append(action)
+        return cls(tuple(actions))
+
+    @property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """The buckets of each use, in order."""
+        return tuple(action.buckets for action in self.actions if action.kind == "use")
+
+    @property
+    def fetches(self) -> tuple[int, ...]:
+        """The fetched buckets, in order; one that is fetched twice is there twice."""
+        return tuple(action.buckets[0] for action in self.actions if action.kind == "fetch")
+
+    @property
+    def reduces(self) -> tuple[int, ...]:
+        """The reduced buckets, in order."""
+        return tuple(action.buckets[0] for action in self.actions if action.kind == "reduce")
+
+    def fetched_bytes(self, sizes: Sequence[int]) -> int:
+        """Bytes of full buckets that are fetched, each as often as it is."""
+        return sum(sizes[bucket] for bucket in self.fetches)
+
+    def peak_bytes(self, sizes: Sequence[int]) -> int:
+        """Most bytes live at once; a bucket is live from its fetch to its drop."""
+        changes = (_CHANGE[kind] * sizes[buckets[0]] for kind, buckets in self.actions)
+        return max(accumulate(changes, initial=0))
+
+    def check(self, sizes: Sequence[int], *, live_bytes: int | None = None) -> None:
+        """Refuse what cannot be run.
+
+        Args:
+          sizes: bytes of each bucket.
+          live_bytes: as given to `plan`: this and the largest bucket's bytes may be live at once,
+            or what one use needs where that is more. None: any number.
+
+        Raises:
+          PlanError: a use or drop of what is not live, a fetch of what is, or too many live bytes.
+        """
+        _check_buckets("Schedule.check", self, sizes)
+        needs = (sum(sizes[bucket] for bucket in buckets) for buckets in self.uses)
+        limit = sum(sizes) if live_bytes is None else live_bytes + max(sizes, default=0)
+        most = max([limit, *needs])
+        live: set[int] = set()
+        nbytes = 0
+        for i, action in enumerate(self.actions):
+            change, first = _CHANGE[action.kind], action.buckets[0]
+            nbytes += change * sizes[first]
+            wrong = [f"bucket {b} is not live; fetch it" for b in action.buckets if b not in live]
+            if action.kind == "fetch":
+                wrong = [] if wrong else [f"bucket {first} is live; drop it before"]
+                wrong += [f"{nbytes} bytes would be live, of at most {most}"] * (nbytes > most)
+            if wrong and action.kind != "reduce":
+                raise PlanError(message(f"Schedule.check: actions[{i}] is '{action}'", wrong))
+            if change:
+                live.symmetric_difference_update(action.buckets)
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for action in map(str, self.actions):
+            if lines and len(lines[-1]) + len(action) + 2 <= _LINE_CHARS:
+                lines[-1] += f"; {action}"
+            else:
+                lines.append(action)
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        buckets = {bucket for action in self.actions for bucket in action.buckets}
+        return f"Schedule({len(self.actions)} actions, {len(buckets)} buckets)"
+
+
+def first_difference(schedules: Sequence[Schedule]) -> str:
+    """Where ranks would first issue different collectives, in words.
+
+    Args:
+      schedules: one a rank, from rank 0 on.
+
+    Returns:
+      The place and what each rank does there; empty where all fetch and reduce alike.
+
+    Communication: none.
+
+    Memory: the texts of all collective actions.
+
+    Example:
+      >>> first_difference([Schedule.parse("fetch 0; use 0"), Schedule.parse("fetch 1")])
+      'collective 0: fetch 0 on rank 0, fetch 1 on rank 1'
+    """
+    ways = [[str(a) for a in schedule.actions if a.kind in _COLLECTIVE] for schedule in schedules]
+    for number, texts in enumerate(zip_longest(*ways, fillvalue="none")):
+        if len(set(texts)) > 1:
+            ranks = {t: [i for i, u in enumerate(texts) if u == t] for t in dict.fromkeys(texts)}
+            parts = [f"{text} on {name_ranks(who)}" for text, who in ranks.items()]
+            return f"collective {number}: {', '.join(parts)}"
+    return ""
+
+
+def plan(
+    record: Schedule, sizes: Sequence[int], *, live_bytes: int | None, prefetch: int = 2
+) -> Schedule:
+    """Add fetches and drops to a record, knowing all that follows.
+
+    Args:
+      record: uses and reductions as they happened; fetches and drops in it do not count.
+      sizes: bytes of each bucket.
+      live_bytes: buckets stay live for a later use while they fit in this. None: all do, and each
+        is fetched once. 0: one at a time. What one use needs is always fetched.
+      prefetch: buckets that may be on their way ahead of their use. With it, as many bytes as the
+        largest bucket has may be live above `live_bytes`.
+
+    Returns:
+      A schedule with the record's uses and reductions that passes `check`; nothing is live at its
+      end. Without `prefetch`, and with buckets of one size, none has fewer fetches (Belady, 1966);
+      a larger `prefetch` never has more.
+
+    Communication: none.
+
+    Memory: some ints an action.
+
+    Raises:
+      PlanError: a bucket without a size, or a negative number.
+
+    Example:
+      >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")
+      >>> print(plan(record, [8, 8, 8], live_bytes=8, prefetch=1))
+      fetch 0; fetch 1; use 0; drop 0; fetch 2; use 1; use 2; drop 2; fetch 0; use 1; drop 1
+      reduce 1; use 0; drop 0; reduce 0
+    """
+    _check_buckets("plan", record, sizes)
+    if min(live_bytes or 0, prefetch) < 0:
+        raise PlanError(f"plan: live_bytes={live_bytes}, prefetch={prefetch}: one is less than 0")
+    limit = sum(sizes) if live_bytes is None else live_bytes
+    around = zip(*_fetch_ahead(record.uses, sizes, limit, prefetch), strict=True)
+    actions: list[Action] = []
+    for action in record.actions:
+        if action.kind == "use":
+            fetched, dropped = next(around)
+            actions += [Action("fetch", (bucket,)) for bucket in fetched]
+            actions += [action, *(Action("drop", (bucket,)) for bucket in sorted(dropped))]
+        elif action.kind == "reduce":
+            actions.append(action)
+    return Schedule(tuple(actions))
+
+
+# [Note: planning] `_stays` decides from where to where each bucket is live. Where room is needed,
+# the one whose next use is farthest ahead goes, and goes right after its last use before that. Then
+# `_fetch_ahead` moves fetches to earlier places, in the same order, so what is live depends only on
+# the place and on how many fetches are done: one that was not moved finds its room as it was. None
+# is added, and where one comes right after the drop of its bucket, neither is done. A larger
+# `prefetch` is never behind a smaller one, so it meets all those drops too.
+
+
+def _stays(uses: Uses, sizes: Sequence[int], limit: int) -> Around:
+    """What to do if nothing is fetched ahead."""
+    later: dict[int, list[int]] = {}  # bucket -> its uses to come, the next one last
+    for k in reversed(range(len(uses))):
+        for bucket in uses[k]:
+            later.setdefault(bucket, []).append(k)
+    before, after = [[] for _ in uses], [[] for _ in uses]
+    live: dict[int, int] = {}  # bucket -> its last use so far
+    heap: list[tuple[int, int]] = []  # (-next use, bucket) of live ones, and some of old
+    nbytes = 0
+    for k, buckets in enumerate(uses):
+        for bucket in [b for b in buckets if b not in live]:
+            while nbytes + sizes[bucket] > limit and heap and -heap[0][0] > k:
+                coming, victim = heappop(heap)
+                if victim in live and later[victim][-1] == -coming:
+                    after[live.pop(victim)].append(victim)
+                    nbytes -= sizes[victim]
+            before[k].append(bucket)
+            live[bucket] = k
+            nbytes += sizes[bucket]
+        for bucket in buckets:
+            live[bucket] = later[bucket].pop()
+            if not later[bucket]:
+                after[live.pop(bucket)].append(bucket)
+                nbytes -= sizes[bucket]
+            elif sizes[bucket]:  # dropping an empty one makes no room
+                heappush(heap, (-later[bucket][-1], bucket))
+    return before, after
+
+
+def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) -> Around:
+    """What to do if up to `prefetch` buckets are fetched ahead."""
+    needed, after = _stays(uses, sizes, limit)
+    queue = [(k, bucket) for k, buckets in enumerate(needed) for bucket in buckets]
+    most = limit + (max(sizes, default=0) if prefetch else 0)
+    before: list[list[int]] = [[] for _ in uses]
+    live: set[int] = set()
+    waiting: set[int] = set()  # fetched ahead and not used yet
+    place = nbytes = 0
+    for k, buckets in enumerate(uses):
+        waiting.difference_update(buckets)
+        while place < len(queue):
+            due, bucket = queue[place]
+            kept = k > 0 and bucket in after[k - 1]  # by not dropping it
+            blocked = bucket in live or (len(waiting) >= prefetch and not kept)
+            if due > k and (blocked or nbytes + sizes[bucket] > most):
+                break
+            if kept:
+                after[k - 1].remove(bucket)
+            else:
+                before[k].append(bucket)
+                waiting.update([bucket] if due > k else ())
+            live.add(bucket)
+            nbytes += sizes[bucket]
+            place += 1
+        live.difference_update(after[k])
+        nbytes -= sum(sizes[bucket] for bucket in after[k])
+    return before, after
+
+
+def _action(text: str) -> Action | None:
+    """The action that a text says; None if it says none."""
+    if found := _TEXT.fullmatch(text):
+        kind, buckets = cast(Kind, found[1]), tuple(map(int, found[2].split("+")))
+        if len(buckets) == 1 or (kind == "use" and list(buckets) == sorted(set(buckets))):
+            return Action(kind, buckets)
+    return None
+
+
+def _check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
+    for i, action in enumerate(schedule.actions):
+        if action.buckets[-1] >= len(sizes):  # they ascend
+            why = f"bucket {action.buckets[-1]} is none of the {len(sizes)} with a size"
+            raise PlanError(message(f"{where}: actions[{i}] is '{action}'", [why]))

@@ -1,0 +1,419 @@
+"""Deferred parameters as tensors: what communicates, what stays deferred, what is refused."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, TREES, Layout, groups_of, plain_values, poison, random, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.deferred import Deferred
+from mics_fn.errors import DonatedError, GroupsError, LeafError, TreeError
+from mics_fn.gather import defer
+
+PAIR = Layout((2,), 2)
+
+
+def deferred_weight(groups, value, **options):
+    policy = mf.on_demand(**options)
+    shards = mf.shard({"w": value, "other": torch.ones(300)}, groups, bucket_bytes=8)
+    return mf.gather(shards, groups, schedule=policy)["w"]
+
+
+def nothing_sent(groups):
+    return not any(name.startswith("gather") for name in groups.traffic.snapshot())
+
+
+# Law 1, deferred: what an op gets is what was sharded, bit for bit, with NaN in all padding.
+
+
+def round_trip(layout, name, dtype):
+    groups = groups_of(layout)
+    want = plain_values(TREES[name](dtype, 11))
+    for bucket_bytes, live in [(25 * 2**20, None), (40, 0), (40, 100)]:
+        policy = mf.on_demand(live_bytes=live)
+        shards = poison(mf.shard(TREES[name](dtype, 11), groups, bucket_bytes=bucket_bytes))
+        for route in (groups.hierarchy, groups.flat, groups):  # on demand, then twice ahead
+            full = mf.gather(shards, route, schedule=policy)
+            leaves, spec = tree.flatten(full)
+            assert [tuple(x.shape) for x in leaves] == [x.shape for x in tree.flatten(want)[0]]
+            same_bits(spec.unflatten([x.detach().clone() for x in leaves]), want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", TREES)
+def test_an_op_gets_what_was_sharded(ranks, layout, name):
+    for dtype in (torch.float32, torch.bfloat16):
+        ranks(layout.world_size).run(round_trip, layout, name, dtype)
+
+
+# What a deferred tensor is.
+
+VIEWS = {
+    "t": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+    "view": lambda w: w.view(2, 12),
+    "flatten": lambda w: w.flatten(),
+    "reshape": lambda w: w.reshape(3, 8),
+    "transpose": lambda w: w.transpose(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "movedim": lambda w: w.movedim(0, 1),
+    "select": lambda w: w[1],
+    "slice": lambda w: w[1:3, ::2],
+    "narrow": lambda w: w.narrow(1, 1, 3),
+    "expand": lambda w: w.unsqueeze(0).expand(5, 4, 6),
+    "squeeze": lambda w: w.unsqueeze(1).squeeze(1),
+    "diagonal": lambda w: w.diagonal(),
+    "unfold": lambda w: w.unfold(1, 2, 2),
+    "as_strided": lambda w: w.as_strided((2, 2), (6, 1), 3),
+    "twice": lambda w: w.t()[1:4].t(),
+    "detach": lambda w: w.detach(),
+    "alias": lambda w: torch.ops.aten.alias(w),
+    "lists": lambda w: w.split(3, 1)[1],
+    "chunk": lambda w: w.chunk(2)[1],
+    "unbind": lambda w: w.unbind()[2],
+    "unflatten": lambda w: w.unflatten(1, (2, 3)),
+    "cast": lambda w: w.to(torch.bfloat16),
+    "cast view": lambda w: w.half().t(),
+}
+
+
+def views(layout):
+    groups = groups_of(layout)
+    value = random(1, 4, 6)
+    for name, view in VIEWS.items():
+        groups.traffic.clear()
+        w = deferred_weight(groups, value)
+        out = view(w)
+        assert type(out) is Deferred, name
+        assert nothing_sent(groups), name
+        want = view(value)
+        about = (out.shape, out.dtype, out.stride(), out.storage_offset())
+        assert about == (want.shape, want.dtype, want.stride(), want.storage_offset()), name
+        assert torch.equal(out + 0, want + 0), name
+        (grad,) = torch.autograd.grad((want_g := value.clone().requires_grad_()).sum() * 0, want_g)
+        assert grad.sum() == 0
+    # other kinds of views give values of their own
+    w = deferred_weight(groups, value)
+    bits = w.detach().view(torch.int32)
+    assert type(bits) is torch.Tensor
+    assert torch.equal(bits, value.view(torch.int32))
+
+
+def test_a_view_is_deferred_and_right(ranks):
+    ranks(2).run(views, PAIR)
+
+
+def metadata(layout):
+    groups = groups_of(layout)
+    value = random(1, 4, 6)
+    shards = mf.shard({"w": value}, groups)
+    variable = tree.map_leaves(lambda x: x.requires_grad_(), shards)
+    groups.traffic.clear()
+    w = mf.gather(variable, groups, schedule=mf.on_demand())["w"]
+    assert (w.shape, w.dtype, w.ndim, w.numel(), len(w)) == ((4, 6), torch.float32, 2, 24, 4)
+    assert w.device == value.device
+    assert (w.is_leaf, w.requires_grad, w.is_contiguous(), w.is_floating_point()) == (
+        (False, True, True, True)
+    )
+    assert w.element_size() == 4 and w.size(1) == 6 and w.stride(0) == 6  # noqa: PT018
+    assert w.detach().requires_grad is False
+    assert isinstance(w, torch.Tensor)
+    assert f"{w}" == repr(w) == "Deferred(shape=(4, 6), float32, bucket 0, not here)"
+    assert nothing_sent(groups)
+    assert torch.equal(w, value)
+    assert repr(w) == "Deferred(shape=(4, 6), float32, bucket 0, live)"
+    assert type(copy.deepcopy(w.detach())) is torch.Tensor
+    return groups.traffic.snapshot()["gather rank"][0]
+
+
+def test_metadata_never_communicates(ranks):
+    assert ranks(2).run(metadata, PAIR) == [1, 1]
+
+
+WRITES = {
+    "mul_": lambda w: w.mul_(2),
+    "zero_": lambda w: w.zero_(),
+    "copy_": lambda w: w.copy_(torch.zeros(4, 6)),
+    "of a view": lambda w: w.t().add_(1),
+    "setitem": lambda w: w.__setitem__(0, 1.0),
+    "out=": lambda w: torch.add(torch.ones(4, 6), 1, out=w),
+    "init": lambda w: nn.init.normal_(w),
+    "foreach": lambda w: torch._foreach_add_([torch.ones(2), w], 1.0),
+}
+
+
+def writes(layout):
+    groups = groups_of(layout)
+    value = random(1, 4, 6)
+    for name, write in WRITES.items():
+        w = deferred_weight(groups, value).detach()
+        with pytest.raises(LeafError, match=r"writes to a gathered parameter.*bucket 1\n.*\['w'\]"):
+            write(w)
+        assert torch.equal(w, value), name
+    other = torch.zeros(4, 6)
+    other.copy_(w)  # writing to something else is none of its business
+    torch.add(w, 1, out=other)
+    assert torch.equal(other, value + 1)
+    return True
+
+
+def test_writing_to_one_is_refused(ranks):
+    ranks(2).run(writes, PAIR)
+
+
+def no_alias(layout):
+    """Ops that may return their input as it is must not hand out the bucket's memory."""
+    groups = groups_of(layout)
+    value = random(1, 4, 6)
+    w = deferred_weight(groups, value).detach()
+    same = {
+        "dropout": torch.native_dropout(w, 0.5, False)[0],
+        "contiguous": w.t().contiguous(),
+        "clone": w.clone(),
+        "to": w.to(torch.float64).to(torch.float32) + 0,
+        "nan_to_num": w.nan_to_num(),
+        "real": torch.real(w) + 0,
+    }
+    for out in same.values():
+        assert type(out) is torch.Tensor
+        out.zero_()
+    assert torch.equal(w, value)
+
+
+def test_results_never_share_a_buckets_memory(ranks):
+    ranks(2).run(no_alias, PAIR)
+    ranks(1).run(no_alias, Layout((1,), 1))
+
+
+def lists(layout):
+    groups = groups_of(layout)
+    values = {k: random(i, 3, 4) for i, k in enumerate("abc")}
+    shards = mf.shard(values, groups, bucket_bytes=8)  # a bucket each
+    for live in (None, 0):
+        policy = mf.on_demand(live_bytes=live)
+        for _ in range(2):
+            full = mf.gather(shards, groups, schedule=policy)
+            few, want = list(full.values()), list(values.values())
+            assert torch.equal(torch.cat(few), torch.cat(want))
+            assert torch.equal(torch.stack([few[2], values["a"], few[1]], dim=1), torch.stack([want[2], want[0], want[1]], dim=1))
+            norms = torch._foreach_norm(few)
+            assert all(torch.equal(n, w.norm()) for n, w in zip(norms, want, strict=True))
+            index = [torch.tensor([0, 2]), None]
+            picked = torch.ops.aten.index(full["b"].detach(), index)
+            assert torch.equal(picked, values["b"][[0, 2]])
+            assert torch.equal(torch.addmm(few[0][:, :3], few[1], few[2].t(), beta=0.5), torch.addmm(want[0][:, :3], want[1], want[2].t(), beta=0.5))
+        assert policy.schedule is not None and (0, 1, 2) in policy.schedule.uses  # noqa: PT018
+
+
+def test_an_op_on_several_buckets_has_them_all(ranks):
+    ranks(2).run(lists, PAIR)
+
+
+# Memory.
+
+
+class Stack(nn.Module):
+    """Blocks of one bucket each."""
+
+    def __init__(self, blocks, width=8):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+BLOCK_BYTES = (8 * 8 + 8) * 4
+
+
+def make_stack(groups, blocks=6):
+    torch.manual_seed(0)
+    model = Stack(blocks)
+    params = dict(model.named_parameters())
+    return model, mf.shard(params, groups, bucket_bytes=BLOCK_BYTES)
+
+
+def big_tensors(numel):
+    """Plain tensors alive anywhere that hold at least so many elements."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in gc.get_objects():
+            if type(value) is torch.Tensor and value.device.type == "cpu" and value.numel():
+                storage = value.untyped_storage()
+                if storage.nbytes() >= numel * 4:
+                    found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def nothing_between(layout):
+    """After forward only what the budget allows is alive, though autograd has saved every weight."""
+    groups = groups_of(layout)
+    width = 128
+    torch.manual_seed(0)
+    model = Stack(5, width)
+    params = dict(model.named_parameters())
+    shards = mf.shard(params, groups, bucket_bytes=(width + 1) * width * 4)
+    variables = tree.map_leaves(lambda x: x.requires_grad_(), shards)
+    del model, params
+    skeleton = Stack(5, width).to("meta")
+    groups.hierarchy.fetched.__init__(None)
+    gc.collect()
+    before = set(big_tensors(width * width))
+    full, cache = defer(variables, groups, mf.on_demand(live_bytes=0))
+    loss = functional_call(skeleton, full, (torch.ones(2, width),)).sum()
+    pool = {raw.data_ptr() for raw, _ in groups.hierarchy.fetched._free}
+    live = [cell for cell in cache.cells if cell.full is not None]
+    assert len(live) == 1, "one bucket may stay"
+    mine = {cell.full.data_ptr() for cell in live}
+    alive = set(big_tensors(width * width)) - before
+    assert alive <= pool | mine, "a full parameter is alive between forward and backward"
+    assert len(pool | mine) <= 2
+    torch.autograd.grad(loss, tree.flatten(variables)[0])
+    del loss, full, cache
+    assert len(groups.hierarchy.fetched._free) <= 2, "buffers go back when the tensors are gone"
+
+
+@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 4)], ids=str)
+def test_no_full_parameter_is_alive_between_forward_and_backward(ranks, layout):
+    ranks(layout.world_size).run(nothing_between, layout)
+
+
+def peaks(layout, live, prefetch, accumulate):
+    groups = groups_of(layout)
+    torch.manual_seed(0)
+    model = Stack(6)
+    trainer = mf.Trainer(
+        model,
+        mf.sgd(0.1),
+        groups,
+        loss=lambda m, x: m(x).square().mean(),
+        accumulate=accumulate,
+        live_bytes=live,
+        prefetch=prefetch,
+        bucket_bytes=BLOCK_BYTES,
+    )
+    size = max(b.nbytes for b in {x.bucket for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]})
+    route = groups.hierarchy
+    pools, made, found = (route.fetched, route.slots, route.chunks), [], []
+    for _ in range(4):
+        trainer.step(torch.ones(12, 8))
+        (known,) = trainer.schedule.known.values()
+        found.append(known.last.peak_bytes)
+        made.append((*(pool.made for pool in pools),))
+    assert made[1] == made[2] == made[3], f"later steps allocate for communication: {made}"
+    if live is not None:
+        assert trainer.schedule.schedule.peak_bytes([size] * 6) == found[-1]
+    limit = 6 * size if live is None else live + size
+    assert max(found) <= limit, (found, limit)
+    return found
+
+
+@pytest.mark.parametrize("live", [None, 0, 3 * BLOCK_BYTES])
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_live_bytes_stay_within_the_budget(ranks, live, prefetch, accumulate):
+    ranks(2).run(peaks, PAIR, live, prefetch, accumulate)
+    ranks(4).run(peaks, Layout((2, 2), 4), live, prefetch, accumulate)
+
+
+# Ends and misuse.
+
+
+def ends(layout):
+    groups = groups_of(layout)
+    model, shards = make_stack(groups, 2)
+    full, cache = defer(shards, groups, mf.on_demand())
+    cache.close()
+    with pytest.raises(GroupsError, match="used after its step ended\n  fix: gather again"):
+        full["blocks.0.weight"].sum()
+    state = mf.init_state(shards, mf.sgd(0.1))
+    full = mf.gather(state.params, groups, schedule=mf.on_demand())
+    grads = tree.map_leaves(torch.zeros_like, state.params)
+    mf.opt_step(state, tree.map_leaves(lambda x: x + 1, grads), donate=True)
+    with pytest.raises(DonatedError, match=r"bucket 0 .*blocks.0.weight.* was changed after"):
+        full["blocks.0.weight"].sum()
+    with pytest.raises(mf.PlanError, match="schedule='all' is no schedule"):
+        mf.gather(shards, groups, schedule="all")
+    total = mf.GradSum()
+    with pytest.raises(TreeError, match=r"0 of 1 passes are done\n  fix: gather"):
+        total.backward(torch.ones(()))
+    _, shards = make_stack(groups, 2)
+    full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    with pytest.raises(TreeError, match="in use by another gather"):
+        mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    with pytest.raises(TreeError, match="0 of 1 passes are done"):
+        total.grads()
+    with pytest.raises(TreeError, match="into= needs a schedule"):
+        mf.gather(shards, groups, into=mf.GradSum())
+    del model
+
+
+def test_misuse_is_told(ranks):
+    ranks(2).run(ends, PAIR)
+    with pytest.raises(ValueError, match="micro_steps=0"):
+        mf.GradSum(0)
+    with pytest.raises(mf.PlanError, match="live_bytes=-1"):
+        mf.on_demand(live_bytes=-1)
+    with pytest.raises(mf.PlanError, match="prefetch=-2"):
+        mf.on_demand(prefetch=-2)
+
+
+# Any program of uses.
+
+
+def any_program(layout, sizes, program, live, prefetch, passes):
+    groups = groups_of(layout)
+    values = [random(i, n, dtype=torch.float64) for i, n in enumerate(sizes)]
+    shards = mf.shard(values, groups, bucket_bytes=1)
+    policy = mf.on_demand(live_bytes=live, prefetch=prefetch)
+    rank = dist.get_rank()
+
+    def loss(full):
+        total = torch.ones((), dtype=torch.float64)
+        for used in program:
+            total = torch.sin(total * sum((full[i] * (i + rank + 1)).mean() for i in used))
+        return total
+
+    plain = [v.clone().requires_grad_() for v in values]
+    want = torch.autograd.grad(loss(plain), plain, materialize_grads=True)
+    for w in want:
+        dist.all_reduce(w)
+    for _ in range(passes):
+        total = mf.GradSum()
+        full, cache = defer(shards, groups, policy, total)
+        total.backward(loss(full))
+        cache.close()
+        assert cache.player.following == (_ > 0)
+        got = mf.unshard(total.grads(), groups)
+        for g, w in zip(got, want, strict=True):
+            close = (g - w / layout.world_size).abs() <= 1e-12 * (1 + w.abs())
+            assert close.all()
+
+
+@pytest.mark.limit(300)
+@settings(max_examples=50)
+@given(
+    layout=st.sampled_from([Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    live=st.sampled_from([None, 0, 40, 100]),
+    prefetch=st.integers(0, 4),
+    data=st.data(),
+)
+def test_any_program_of_uses(ranks, layout, sizes, live, prefetch, data):
+    bucket = st.integers(0, len(sizes) - 1)
+    uses = st.lists(bucket, min_size=1, max_size=3, unique=True)
+    program = data.draw(st.lists(uses, min_size=1, max_size=8))
+    ranks(layout.world_size).run(any_program, layout, sizes, program, live, prefetch, 3)
