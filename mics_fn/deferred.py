@@ -102,6 +102,14 @@ class Deferred(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.detach().clone()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy as an array."""
+        return (self.detach() if force else self).clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values as lists."""
+        return self.detach().clone().tolist()
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

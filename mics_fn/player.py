@@ -164,6 +164,7 @@ class Player:
         self.left = self.ended = False
         self._actions = () if known.schedule is None else known.schedule.actions
         self._next = 0  # of these actions
+        self._agreed = 0  # fetches that no schedule foresaw
         self._control, self._name = control, name
         self._digest = sha256()
         self.number = control.begin(self)
@@ -242,7 +243,8 @@ class Player:
                 done.append(self._apply(Action("drop", (victim,))))
             # See [Note: the same way] in `control`.
             way = f"{self.place_of(k)}, after {self._digest.hexdigest()[:16]}"
-            self._control.same(f"{self.number}/{k}/{i}", way)
+            self._control.same(f"{self.number}/{self._agreed}", way)
+            self._agreed += 1
             done.append(self._apply(Action("fetch", (i,))))
         return done
 

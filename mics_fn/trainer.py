@@ -151,8 +151,8 @@ class Trainer:
             for part in parts:
                 loss, buffers = self._program(full, buffers, part, total.backward)
                 losses.append(loss)
-        grads = total.grads()
         close(cache)
+        grads = total.grads()
         buffers = self._average(buffers)
         self.state = replace(opt_step(state, grads, donate=True), buffers=buffers)
         total.release()

@@ -1,0 +1,397 @@
+"""Runs through a schedule: orders that are pinned, that change, and that differ between ranks."""
+
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, drop_groups, groups_of, random
+from torch import nn
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.errors import DesyncError
+from mics_fn.gather import defer
+from mics_fn.reduction import Reduction
+
+PAIR = Layout((2,), 2)
+WIDE = Layout((2, 2), 4)
+WIDTH = 8
+BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+TWO_BLOCKS = 2 * (BLOCK_BYTES + 32)  # with padding for four ranks
+
+
+class Blocks(nn.Module):
+    """One bucket a block; a batch says which blocks run."""
+
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, x, skip=(), order=None):
+        for i in order or range(len(self.blocks)):
+            if i not in skip:
+                x = torch.tanh(self.blocks[i](x))
+        return x
+
+
+def make_trainer(groups, blocks=4, **options):
+    torch.manual_seed(0)
+    return mf.Trainer(
+        Blocks(blocks),
+        mf.sgd(0.1),
+        groups,
+        loss=lambda model, batch: model(batch["x"], **batch["how"]).square().mean(),
+        bucket_bytes=BLOCK_BYTES,
+        **options,
+    )
+
+
+def batch_of(rank, **how):
+    return {"x": random(rank, 4, WIDTH), "how": how}
+
+
+def twin(steps, ranks, blocks=4):
+    """A single process over all ranks' batches; `steps` says for each how the model runs."""
+    torch.manual_seed(0)
+    model = Blocks(blocks)
+    for how in steps:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for rank in range(ranks):
+            (model(random(rank, 4, WIDTH), **how).square().mean() / ranks).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return dict(model.named_parameters())
+
+
+def same_params(trainer, want):
+    # gradients of order one, re-associated sums of some hundred terms, a few steps of 0.1
+    for name, value in trainer.params().items():
+        assert torch.allclose(value, want[name], rtol=0, atol=1e-5), name
+
+
+# The collectives of a small model, pinned.
+
+
+class Log:
+    """What is started, in order, as 'gather 2' or 'reduce 0'."""
+
+    def __init__(self, monkeypatch):
+        from mics_fn import cache
+
+        self.events, real_fetch, real_start = [], cache.Cache._fetch, Reduction._start
+
+        def fetch(self_, index):
+            self.events.append(f"gather {index}")
+            return real_fetch(self_, index)
+
+        def start(self_, index, *rest):
+            self.events.append(f"reduce {index}")
+            return real_start(self_, index, *rest)
+
+        monkeypatch.setattr(cache.Cache, "_fetch", fetch)
+        monkeypatch.setattr(Reduction, "_start", start)
+
+
+def pinned(layout, live, prefetch, accumulate, want):
+    groups = groups_of(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        trainer = make_trainer(groups, live_bytes=live, prefetch=prefetch, accumulate=accumulate)
+        found = []
+        for _ in range(4):
+            log.events.clear()
+            groups.traffic.clear()
+            batch = batch_of(dist.get_rank())
+            batch["x"] = batch["x"][:1].repeat(accumulate, 1)
+            trainer.step(batch)
+            found.append((" ".join(log.events), groups.traffic.snapshot()))
+    assert found[1] == found[2] == found[3], "step 2 issues the same collectives as step 3"
+    assert found[2][0] == want
+    gathers = want.count("gather")
+    levels = [f"gather {level.name}" for level in groups.hierarchy.levels]
+    for level in levels:
+        assert found[2][1][level][0] == gathers
+    hop2 = found[2][1].get("replicas", (0, 0))[0]
+    assert hop2 == (4 if groups.num_replicas > 1 else 0), "one hop 2 a bucket and step"
+
+
+PINNED = {
+    (None, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 reduce 2 reduce 1 reduce 0",
+    (0, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 gather 2 reduce 2 gather 1 reduce 1 "
+    "reduce 0",
+    (TWO_BLOCKS, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 reduce 2 gather 1 "
+    "reduce 1 reduce 0",
+    (None, 0, 2): "gather 0 gather 1 gather 2 gather 3" + " reduce 3 reduce 2 reduce 1 reduce 0" * 2,
+}
+
+
+@pytest.mark.parametrize(("live", "prefetch", "accumulate"), PINNED)
+def test_the_collectives_of_a_step_are_pinned(ranks, live, prefetch, accumulate):
+    """The first block's weight is not needed in backward: its input has no gradient."""
+    want = PINNED[live, prefetch, accumulate]
+    for layout in (PAIR, Layout((2, 2), 2), WIDE):
+        ranks(layout.world_size).run(pinned, layout, live, prefetch, accumulate, want)
+
+
+def early(layout):
+    """Hop 1 of a bucket starts while backward still runs, under autograd and under torch.func."""
+    groups = groups_of(layout)
+    events = []
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(i, x, w):
+            return x * w
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.i = inputs[0]
+            ctx.save_for_backward(*inputs[1:])
+
+        @staticmethod
+        def backward(ctx, grad):
+            events.append(f"backward {ctx.i}")
+            x, w = ctx.saved_tensors
+            return None, grad * w, grad * x
+
+    def loss(shards):
+        full = mf.gather(shards, groups, schedule=policy)
+        x = torch.ones(6)
+        for i, w in enumerate(full):
+            x = Mark.apply(i, x, w)
+        return x.sum()
+
+    shards = mf.shard([random(i, 6) for i in range(3)], groups, bucket_bytes=8)
+    leaves, spec = tree.flatten(shards)
+    with pytest.MonkeyPatch.context() as patch:
+        log = Log(patch)
+        log.events = events
+        for live in (None, 0):
+            policy = mf.on_demand(live_bytes=live)
+            for _ in range(2):
+                torch.func.grad(loss)(shards)
+                variables = [x.detach().requires_grad_() for x in leaves]
+                torch.autograd.grad(loss(spec.unflatten(variables)), variables)
+    steps = [e for e in events if not e.startswith("gather")]
+    once = "backward 2,reduce 2,backward 1,reduce 1,backward 0,reduce 0".split(",")
+    assert steps == once * 8
+
+
+def test_hop_1_overlaps_backward(ranks):
+    ranks(2).run(early, PAIR)
+
+
+# Orders that change, on all ranks alike.
+
+
+def changing(layout, live, ways):
+    groups = groups_of(layout)
+    trainer = make_trainer(groups, live_bytes=live)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for how in ways:
+            trainer.step(batch_of(dist.get_rank(), **how))
+    same_params(trainer, twin(ways, layout.world_size))
+    return [str(w.message) for w in caught if "order of use changed" in str(w.message)]
+
+
+SKIP, BACKWARDS = {"skip": (1,)}, {"order": (3, 2, 1, 0)}
+WAYS = {
+    "skips a block": [{}, {}, {}, SKIP, SKIP, {}, {}],
+    "alternates": [{}, SKIP, {}, SKIP, {}],
+    "turns round": [{}, {}, BACKWARDS, BACKWARDS, {}],
+    "ends early": [{}, {}, {"skip": (3,)}, {"skip": (2, 3)}, {}],
+    "goes on longer": [{"skip": (2, 3)}, {"skip": (2, 3)}, {}, {}],
+    "uses one twice": [{}, {}, {"order": (0, 1, 0, 2, 3)}, {}],
+}
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("live", [0, TWO_BLOCKS, None])
+def test_an_order_that_changes_is_right_and_told_once(ranks, live, ways):
+    for layout in (PAIR, WIDE):
+        for told in ranks(layout.world_size).run(changing, layout, live, ways):
+            if live is None:
+                assert told == []
+            else:
+                assert len(told) == 1
+                assert "is said once" in told[0]
+
+
+# Orders that differ between ranks.
+
+
+def differing(layout, live, ways, odd_rank, odd_way):
+    drop_groups()
+    groups = groups_of(layout, timeout_s=30.0)
+    trainer = make_trainer(groups, live_bytes=live)
+    rank = dist.get_rank()
+    for how in ways:
+        trainer.step(batch_of(rank, **how))
+    started = time.monotonic()
+    try:
+        for _ in range(2):  # an order that ends early is missed at the next step at the latest
+            trainer.step(batch_of(rank, **(odd_way if rank == odd_rank else {})))
+    except DesyncError as error:
+        return str(error), time.monotonic() - started
+    finally:
+        drop_groups()
+    return "no error", 0.0
+
+
+ODD = {
+    "first step": ([], SKIP, ("bucket 1", "bucket 2")),
+    "later": ([{}, {}], SKIP, ("bucket 1", "bucket 2")),
+    "ends early": ([{}, {}], {"skip": (3,)}, ("bucket 3", "bucket 1")),  # 2 is current already
+    "turns round": ([{}, {}], BACKWARDS, ("bucket 0", "bucket 3")),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize(("layout", "odd_rank"), [(PAIR, 0), (PAIR, 1), (WIDE, 2)], ids=str)
+def test_ranks_on_different_ways_are_told_who_and_where(ranks, case, layout, odd_rank):
+    ways, odd_way, buckets = ODD[case]
+    found = ranks(layout.world_size).run(differing, layout, 0, ways, odd_rank, odd_way)
+    for text, seconds in found:
+        assert text.startswith("gather: ranks take different ways through the model")
+        assert f"rank {odd_rank}" in text
+        for bucket in buckets:
+            assert f"{bucket} (['blocks.{bucket[-1]}" in text
+        assert seconds < 15, "within a bounded time"
+    assert len({text for text, _ in found}) == 1, "the same words everywhere"
+
+
+def uneven(layout, accumulate):
+    """With everything kept, ranks may use different parameters."""
+    groups = groups_of(layout)
+    trainer = make_trainer(groups, live_bytes=None, accumulate=accumulate)
+    rank = dist.get_rank()
+    for _ in range(3):
+        batch = batch_of(rank, **(SKIP if rank % 2 else {}))
+        trainer.step(batch)
+    return {k: v.sum().item() for k, v in trainer.params().items()}
+
+
+def test_what_is_kept_may_be_used_unevenly(ranks):
+    for layout in (PAIR, WIDE, Layout((2, 2), 2)):
+        found = ranks(layout.world_size).run(uneven, layout, 1)
+        assert all(each == found[0] for each in found)
+
+
+# Schedules and policies of one's own.
+
+
+def own_schedules(layout):
+    groups = groups_of(layout)
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    shards = mf.shard(dict(Blocks(3).named_parameters()), groups, bucket_bytes=BLOCK_BYTES)
+    policy = mf.on_demand(live_bytes=0)
+    skeleton = Blocks(3).to("meta")
+
+    def grads_with(schedule):
+        total = mf.GradSum()
+        full, cache = defer(shards, groups, schedule, total)
+        loss = torch.func.functional_call(skeleton, full, (random(rank, 4, WIDTH),))
+        total.backward(loss.square().mean())
+        cache.close()
+        return mf.unshard(total.grads(), groups), cache.player
+
+    want, _ = grads_with(policy)
+    want, player = grads_with(policy)
+    assert player.following
+    text = str(policy.schedule)
+    again = mf.Schedule.parse(text)
+    assert again == policy.schedule
+    own = mf.Schedule.parse(
+        "fetch 2; fetch 0; use 0; fetch 1; use 1; use 2; drop 0; drop 2; use 1; drop 1"
+    )
+    wrong = mf.Schedule.parse("fetch 0; fetch 1; use 1; use 0; drop 0; drop 1")
+    by_hand = mf.on_demand(plan=lambda record, sizes: mf.plan(record, sizes, live_bytes=0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for schedule, follows in [(again, 2), (own, 2), (wrong, 0), (by_hand, 1), (mf.keep_all(), 0)]:
+            followed = 0
+            for _ in range(2):
+                got, player = grads_with(schedule)
+                followed += player.following
+                for name, value in want.items():
+                    assert torch.equal(got[name], value), "a schedule never changes numbers"
+            assert followed == follows, str(schedule)
+    assert sum("order of use changed" in str(w.message) for w in caught) == 1
+    with pytest.raises(mf.PlanError, match=r"actions\[0\] is 'use 0'"):
+        grads_with(mf.Schedule.parse("use 0"))
+    with pytest.raises(mf.PlanError, match="bucket"):
+        grads_with(mf.Schedule.parse("fetch 7; use 7"))
+
+
+def test_schedules_of_ones_own(ranks):
+    ranks(2).run(own_schedules, PAIR)
+    ranks(4).run(own_schedules, WIDE)
+
+
+def different_schedules(layout):
+    drop_groups()
+    groups = groups_of(layout)
+    shards = mf.shard([torch.ones(4)], groups)
+    try:
+        mf.gather(shards, groups, schedule=mf.on_demand(live_bytes=dist.get_rank()))
+    except DesyncError as error:
+        return str(error)
+    finally:
+        drop_groups()
+
+
+def test_ranks_with_different_schedules_are_told(ranks):
+    for text in ranks(2).run(different_schedules, PAIR):
+        assert "first difference: schedule" in text
+        assert "rank 0: schedule on_demand(live_bytes=0, prefetch=4" in text
+
+
+def mixed_gathers(layout):
+    """Gathers at once, deferred ones, and their transfers may be under way together."""
+    groups = groups_of(layout)
+    first = mf.shard([random(i, 40) for i in range(4)], groups, bucket_bytes=8)
+    second = mf.shard([random(i + 9, 50) for i in range(3)], groups, bucket_bytes=8)
+    keep, policy = mf.keep_all(), mf.on_demand(live_bytes=0)
+    for _ in range(4):
+        a = mf.gather(first, groups, schedule=keep)  # all under way
+        b = mf.start_gather(second, groups)
+        c = mf.gather(second, groups, schedule=policy)
+        assert torch.equal(mf.gather(second, groups)[1], random(10, 50))
+        for i in (2, 0, 1):
+            assert torch.equal(a[i] + c[i][:40], random(i, 40) + random(i + 9, 50)[:40])
+        assert torch.equal(a[3], random(3, 40))
+        assert torch.equal(b.wait()[2], random(11, 50))
+
+
+def test_gathers_of_all_kinds_mix(ranks):
+    for layout in (PAIR, WIDE, Layout((2, 2, 2), 8)):
+        ranks(layout.world_size).run(mixed_gathers, layout)
+
+
+def wider_sum(layout):
+    """Small gradients after a large one: bf16 loses them, a float32 sum does not."""
+    groups = groups_of(layout)
+    shards = mf.shard({"w": torch.ones(6, dtype=torch.bfloat16)}, groups)
+    found = []
+    for dtype in (None, torch.float32):
+        total = mf.GradSum(9, dtype=dtype)
+        full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+        for x in [256.0] + [0.5] * 8:
+            total.backward((full["w"] * x).sum())
+        found.append(mf.unshard(total.grads(), groups)["w"][0].item())
+    return found
+
+
+def test_gradients_may_be_summed_in_a_wider_dtype(ranks):
+    nearest = torch.tensor(260 / 9).bfloat16().item()
+    lost = torch.tensor(256 / 9).bfloat16().item()
+    assert nearest != lost
+    for layout in (PAIR, Layout((2, 2), 2), Layout((2, 2), 1)):
+        for found in ranks(layout.world_size).run(wider_sum, layout):
+            assert found == [lost, nearest]

@@ -1,0 +1,299 @@
+"""Schedules as values: text, checks, bytes; and plans, against twins that try everything."""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import combinations, groupby, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mics_fn.errors import PlanError
+from mics_fn.schedule import Action, Schedule, first_difference, plan
+
+BUCKETS = 6
+
+numbers = st.integers(0, BUCKETS - 1)
+several = st.sets(numbers, min_size=1, max_size=3).map(lambda found: tuple(sorted(found)))
+uses = st.builds(Action, st.just("use"), numbers.map(lambda bucket: (bucket,)) | several)
+singles = st.builds(
+    Action, st.sampled_from(["fetch", "drop", "reduce"]), numbers.map(lambda bucket: (bucket,))
+)
+reduces = singles.filter(lambda action: action.kind == "reduce")
+records = st.lists(uses | uses | reduces, max_size=30).map(lambda found: Schedule(tuple(found)))
+anything = st.lists(uses | singles, max_size=60).map(lambda found: Schedule(tuple(found)))
+
+
+class Case(NamedTuple):
+    """What a plan is made from."""
+
+    record: Schedule
+    sizes: list[int]
+    live_bytes: int | None
+    prefetch: int
+
+    def plan(self) -> Schedule:
+        live_bytes, prefetch = self.live_bytes, self.prefetch
+        return plan(self.record, self.sizes, live_bytes=live_bytes, prefetch=prefetch)
+
+
+all_sizes = st.lists(st.integers(0, 9), min_size=BUCKETS, max_size=BUCKETS)
+budgets = st.none() | st.integers(0, 40)
+cases = st.builds(Case, records, all_sizes, budgets, st.integers(0, 4))
+
+
+def replay(schedule: Schedule, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Play a schedule to its end: peak and fetched bytes, and most buckets that waited at once."""
+    live: list[int] = []
+    fresh: set[int] = set()  # not used since their fetch
+    peak = fetched = ahead = 0
+    for kind, buckets in schedule.actions:
+        if kind == "fetch":
+            live += buckets
+            fresh.update(buckets)
+            fetched += sizes[buckets[0]]
+        elif kind == "drop":
+            live.remove(buckets[0])
+        elif kind == "use":
+            assert set(buckets) <= set(live)
+            fresh -= set(buckets)
+            ahead = max(ahead, len(fresh))
+        assert len(live) == len(set(live))
+        peak = max(peak, sum(sizes[bucket] for bucket in live))
+    assert live == []
+    return peak, fetched, ahead
+
+
+def fewest_fetches(uses: Sequence[tuple[int, ...]], room: int) -> int:
+    """By trying everything: before a fetch any buckets may go that its use does not need."""
+
+    @cache
+    def best(k: int, live: frozenset[int]) -> int:
+        if k == len(uses):
+            return 0
+        needed = frozenset(uses[k])
+        missing = len(needed - live)
+        if not missing:
+            return best(k + 1, live)
+        spare = max(0, room - len(needed))  # a use may need more than there is room for
+        kept = [keep for n in range(spare + 1) for keep in combinations(live - needed, n)]
+        return missing + min(best(k + 1, needed | set(keep)) for keep in kept)
+
+    return best(0, frozenset())
+
+
+@given(cases)
+def test_a_plan_does_what_was_recorded_and_passes_its_check(case: Case) -> None:
+    planned, record, sizes = case.plan(), case.record, case.sizes
+    happened = (action for action in planned.actions if action.kind in ("use", "reduce"))
+    assert tuple(happened) == record.actions
+    assert (planned.uses, planned.reduces) == (record.uses, record.reduces)
+    assert case._replace(record=planned).plan() == planned
+    planned.check(sizes, live_bytes=case.live_bytes)
+    peak, fetched, ahead = replay(planned, sizes)
+    assert (planned.peak_bytes(sizes), planned.fetched_bytes(sizes)) == (peak, fetched)
+    assert ahead <= case.prefetch
+    if case.live_bytes is not None:
+        needs = [sum(sizes[bucket] for bucket in buckets) for buckets in record.uses]
+        assert peak <= max([case.live_bytes + (max(sizes) if case.prefetch else 0), *needs])
+
+
+@given(cases)
+def test_a_bucket_is_dropped_right_after_a_use_of_it(case: Case) -> None:
+    used: set[int] = set()
+    for kind, buckets in case.plan().actions:
+        if kind == "drop":
+            assert used.issuperset(buckets)
+        else:
+            used = set(buckets) if kind == "use" else set()
+
+
+@given(st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), max_size=11), st.integers(0, 5))
+def test_no_plan_on_demand_has_fewer_fetches(found: list[set[int]], room: int) -> None:
+    record = Schedule(tuple(Action("use", tuple(sorted(buckets))) for buckets in found))
+    planned = plan(record, [7] * 5, live_bytes=7 * room, prefetch=0)
+    assert len(planned.fetches) == fewest_fetches(record.uses, room)
+
+
+@given(cases)
+def test_fetching_ahead_only_moves_fetches_or_saves_them(case: Case) -> None:
+    found = [case._replace(prefetch=prefetch).plan().fetches for prefetch in range(5)]
+    for fewer, more in pairwise(found):
+        left = iter(fewer)
+        assert all(bucket in left for bucket in more)  # in the same order
+
+
+@given(cases)
+def test_without_a_limit_each_bucket_is_fetched_once(case: Case) -> None:
+    planned = case._replace(live_bytes=None).plan()
+    first = dict.fromkeys(bucket for buckets in case.record.uses for bucket in buckets)
+    assert planned.fetches == tuple(first)
+    planned.check(case.sizes)
+    planned.check(case.sizes, live_bytes=planned.peak_bytes(case.sizes))
+
+
+@given(st.lists(numbers, max_size=30), st.booleans())
+def test_with_room_for_one_bucket_it_stays_until_another_is_used(order: list[int], some: bool):
+    record = Schedule(tuple(Action("use", (bucket,)) for bucket in order))
+    planned = plan(record, [8] * BUCKETS, live_bytes=8 * some, prefetch=0)
+    assert planned.fetches == tuple(bucket for bucket, _ in groupby(order))
+    assert planned.peak_bytes([8] * BUCKETS) == (8 if order else 0)
+
+
+READ = {
+    "on demand": (
+        ("use 0; use 1; reduce 1; use 0", [8, 8], 8, 0),
+        "fetch 0; use 0; drop 0; fetch 1; use 1; drop 1; reduce 1; fetch 0; use 0; drop 0",
+    ),
+    "bucket 0 is kept, not fetched again": (
+        ("use 0; use 1; use 0", [8, 8], 8, 1),
+        "fetch 0; fetch 1; use 0; use 1; drop 1; use 0; drop 0",
+    ),
+    "bucket 0 is kept, though as many are on their way as may be": (
+        ("use 0; use 1; use 2; use 1; use 0", [8, 8, 8], 16, 1),
+        "fetch 0; fetch 1; use 0; fetch 2; use 1; use 2; drop 2; use 1; drop 1; use 0; drop 0",
+    ),
+    "there is room for bucket 0 twice": (
+        ("use 0; use 0; use 1; use 0", [1, 1, 9], 1, 2),
+        "fetch 0; fetch 1; use 0; use 0; use 1; drop 1; use 0; drop 0",
+    ),
+    "drops ascend": (
+        ("use 0+1; use 2; use 0; use 1", [1, 1, 2], 2, 0),
+        "fetch 0; fetch 1; use 0+1; drop 0; drop 1; fetch 2; use 2; drop 2; fetch 0; use 0; "
+        "drop 0\nfetch 1; use 1; drop 1",
+    ),
+    "an empty bucket is not dropped for room": (
+        ("use 0; use 1; use 2; use 1; use 0", [0, 8, 8], 8, 0),
+        "fetch 0; use 0; fetch 1; use 1; drop 1; fetch 2; use 2; drop 2; fetch 1; use 1; drop 1\n"
+        "use 0; drop 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("made_from", "planned"), READ.values(), ids=READ)
+def test_a_plan_as_it_reads(made_from: tuple[str, list[int], int, int], planned: str):
+    text, sizes, live_bytes, prefetch = made_from
+    assert str(Case(Schedule.parse(text), sizes, live_bytes, prefetch).plan()) == planned
+
+
+@pytest.mark.limit(30)
+def test_a_long_record_is_planned_in_time():
+    layers = [*range(500), *reversed(range(500))] * 10
+    actions = [[Action("use", (i,)), Action("reduce", (i,))] for i in layers]
+    record = Schedule(tuple(sum(actions, [])))
+    start = time.perf_counter()
+    planned = plan(record, [8] * 500, live_bytes=8 * 250, prefetch=4)
+    assert time.perf_counter() - start < 5.0
+    assert len(planned.fetches) < 7000
+
+
+def test_plan_refuses_negative_numbers_and_buckets_without_a_size():
+    with pytest.raises(PlanError, match="live_bytes=-1"):
+        plan(Schedule(()), [], live_bytes=-1)
+    with pytest.raises(PlanError, match="prefetch=-2"):
+        plan(Schedule(()), [], live_bytes=None, prefetch=-2)
+    with pytest.raises(PlanError, match=r"plan: actions\[1\] is 'use 0\+2'\n.*2 is none of the 2"):
+        plan(Schedule.parse("use 0; use 0+2"), [8, 8], live_bytes=None)
+
+
+@given(anything)
+def test_text_and_value_say_the_same(schedule: Schedule) -> None:
+    text = str(schedule)
+    read = Schedule.parse(text)
+    assert read == schedule
+    assert hash(read) == hash(schedule)
+    assert str(read) == text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+@given(st.text("fetchusdroplc 0123+;#\n", max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with suppress(PlanError):
+        schedule = Schedule.parse(text)
+        assert str(Schedule.parse(str(schedule))) == str(schedule)
+
+
+def test_parse_takes_comments_blanks_and_line_ends():
+    text = "  # a step\n\nfetch 0;;fetch\t1 ;  # both; drop 0\r\n use 0 + 1\ndrop 007"
+    assert str(Schedule.parse(text)) == "fetch 0; fetch 1; use 0+1; drop 7"
+    assert Schedule.parse(" ;\n# nothing") == Schedule(())
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["fetch", "load 3", "fetch 1+2", "use 2+1", "use 1+1", "use 1+", "drop -1", "use 1 2", "Use 1"],
+)
+def test_parse_names_what_it_cannot_read(part: str):
+    with pytest.raises(PlanError) as caught:
+        Schedule.parse(f"fetch 0; use 0\nreduce 0; {part}; drop 0")
+    assert f"line 2: actions[3] is {part!r}" in str(caught.value)
+    assert "expected fetch, drop or reduce and one bucket" in str(caught.value)
+
+
+MALFORMED: list[Any] = [
+    *[("load", (1,)), ("fetch", ()), ("fetch", (0, 1)), ("fetch", 0)],
+    *[("use", (1, 0)), ("use", (-1,)), ("use", (True,)), ("use", [1])],
+]
+
+
+@pytest.mark.parametrize("action", [("use", (1,)), *(Action(*parts) for parts in MALFORMED)])
+def test_a_schedule_takes_only_actions(action: Any):
+    with pytest.raises(PlanError, match=r"Schedule: actions\[1\] is .*\n  expected"):
+        Schedule((Action("fetch", (1,)), action))
+
+
+def test_repr_is_short_and_actions_may_be_any_iterable():
+    actions = [Action("fetch", (3,)), Action("use", (3,)), Action("drop", (3,))] * 100
+    schedule = Schedule(actions)  # pyright: ignore[reportArgumentType]
+    assert repr(schedule) == "Schedule(300 actions, 1 buckets)"
+    assert schedule.actions == tuple(actions)
+    assert schedule.fetches == (3,) * 100
+
+
+@given(cases.filter(lambda case: case.record.uses), st.data())
+def test_a_fetch_less_or_a_drop_more_is_refused(case: Case, data: st.DataObject) -> None:
+    actions = list(case.plan().actions)
+    if data.draw(st.booleans()):
+        fetches = [i for i, action in enumerate(actions) if action.kind == "fetch"]
+        del actions[data.draw(st.sampled_from(fetches))]
+    else:
+        place = data.draw(st.integers(0, len(actions)))
+        actions.insert(place, Action("drop", (data.draw(numbers),)))
+    with pytest.raises(PlanError, match=r"Schedule\.check: actions\["):
+        Schedule(tuple(actions)).check(case.sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("use 0; reduce 0", "actions[0] is 'use 0'\n  bucket 0 is not live; fetch it"),
+        ("fetch 1; use 0+1+2", "actions[1] is 'use 0+1+2'\n  bucket 0 is not live; fetch it\n"),
+        ("fetch 1; drop 1; use 1", "actions[2] is 'use 1'\n  bucket 1 is not live; fetch it"),
+        ("fetch 1; drop 1; drop 1", "actions[2] is 'drop 1'\n  bucket 1 is not live; fetch it"),
+        ("fetch 1; use 1; fetch 1", "actions[2] is 'fetch 1'\n  bucket 1 is live; drop it before"),
+        ("fetch 2; use 2+3", "actions[1] is 'use 2+3'\n  bucket 3 is none of the 3 with a size"),
+        ("fetch 0; fetch 1; fetch 2", "actions[2] is 'fetch 2'\n  24 bytes would be live"),
+    ],
+)
+def test_check_names_what_cannot_be_done(text: str, shown: str):
+    with pytest.raises(PlanError) as caught:
+        Schedule.parse(text).check([8, 8, 8], live_bytes=8)
+    assert f"Schedule.check: {shown}" in str(caught.value)
+
+
+def test_check_allows_what_one_use_needs_and_reductions_anywhere():
+    schedule = Schedule.parse("reduce 2; fetch 0; fetch 1; fetch 2; use 0+1+2; reduce 0; reduce 0")
+    schedule.check([8, 8, 8], live_bytes=0)
+    Schedule(()).check([])
+
+
+def test_the_first_difference_between_ranks_is_named():
+    one = Schedule.parse("fetch 0; use 0; drop 0; reduce 0")
+    other = Schedule.parse("fetch 0; use 0; use 0; reduce 0; drop 0")
+    assert first_difference([one, other, one]) == first_difference([]) == ""
+    texts = ["fetch 0; fetch 1", "fetch 0; use 0; reduce 0", "fetch 0", "fetch 0; drop 0; fetch 1"]
+    shown = first_difference([Schedule.parse(text) for text in texts])
+    assert shown == "collective 1: fetch 1 on ranks 0, 3, reduce 0 on rank 1, none on rank 2"
