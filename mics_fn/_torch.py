@@ -91,6 +91,11 @@ def is_hollow(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
+def fake_mode_of(value: Any) -> Any:
+    """The mode that a fake tensor belongs to; None for anything else."""
+    return value.fake_mode if type(value).__name__ == "FakeTensor" else None
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor, without importing DTensor."""
     return type(tensor).__name__ == "DTensor"

@@ -14,7 +14,8 @@ from mics_fn.errors import DonatedError, GroupsError, message
 from mics_fn.flat import pack_chunk
 from mics_fn.linear import BucketUse, deal
 from mics_fn.pending import Pending, push_all
-from mics_fn.player import Known, OnDemand, Player, sizes_of
+from mics_fn.player import Player, sizes_of
+from mics_fn.policy import Known, OnDemand
 from mics_fn.reduction import GradSum, Reduction
 
 

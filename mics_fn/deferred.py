@@ -10,7 +10,7 @@ tensors, views of the bucket, and what it returns is plain.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Deferred(torch.Tensor):
     _where: Geometry  # in the bucket
     _cast: torch.dtype | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @staticmethod
     def __new__(
@@ -111,7 +111,7 @@ class Deferred(torch.Tensor):
         return self.detach().clone().tolist()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # pyright: ignore
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         handle = _HANDLERS.get(func)
@@ -193,8 +193,16 @@ def _own(out: Any, found: Sequence[Deferred]) -> Any:
     return out
 
 
-_GEOMETRY: dict[Hashable, list[tuple[Geometry, torch.dtype]] | tuple[Geometry, torch.dtype]] = {}
-_MOST_GEOMETRIES = 20_000  # slices at changing places would grow it without end
+class _Views(NamedTuple):
+    """What a view op makes of a tensor, by metadata alone."""
+
+    several: bool  # it gives a list
+    same_dtype: bool
+    geometries: list[Geometry]
+
+
+_VIEWS: dict[Hashable, _Views] = {}
+_MOST_VIEWS = 20_000  # slices at changing places would grow it without end
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -206,25 +214,25 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     offset, dtype = at - deferred._origin, deferred.dtype
     rest = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
     key = (func, size, stride, offset, dtype, rest, tuple(kwargs.items()) if kwargs else ())
-    found = _GEOMETRY.get(key)
+    found = _VIEWS.get(key)
     if found is None:
-        if len(_GEOMETRY) >= _MOST_GEOMETRIES:
-            _GEOMETRY.clear()
+        if len(_VIEWS) >= _MOST_VIEWS:
+            _VIEWS.clear()
         extent = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
-        base = torch.empty(extent, dtype=dtype, device="meta")
-        meta = func(base.as_strided(size, stride, offset), *args[1:], **kwargs)
-        several = isinstance(meta, list | tuple)
-        found = [_geometry(m) for m in meta] if several else _geometry(meta)
-        _GEOMETRY[key] = found
-    if type(found) is list:
-        same = all(kind == dtype for _, kind in found)
-        return [_like(deferred, g) for g, _ in found] if same else _compute(func, args, kwargs)
-    geometry, kind = found
-    return _like(deferred, geometry) if kind == dtype else _compute(func, args, kwargs)
+        base = torch.empty(extent, dtype=dtype, device="meta").as_strided(size, stride, offset)
+        out = func(base, *args[1:], **kwargs)
+        found = _VIEWS[key] = _views(out, dtype)
+    if not found.same_dtype:
+        return _compute(func, args, kwargs)
+    made = [_like(deferred, geometry) for geometry in found.geometries]
+    return made if found.several else made[0]
 
 
-def _geometry(meta: Tensor) -> tuple[Geometry, torch.dtype]:
-    return (tuple(meta.shape), meta.stride(), int(meta.storage_offset())), meta.dtype
+def _views(out: Any, dtype: torch.dtype) -> _Views:
+    several = isinstance(out, list | tuple)
+    metas = list(out) if several else [out]
+    geometries = [(tuple(m.shape), m.stride(), int(m.storage_offset())) for m in metas]
+    return _Views(several, all(m.dtype == dtype for m in metas), geometries)
 
 
 def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = None) -> Deferred:

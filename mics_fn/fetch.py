@@ -192,7 +192,9 @@ def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
     frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
     cache.load(frozen, [data[i] for index in frozen for i in uses[index].members])
     pieces = [data[i] for index in trained for i in uses[index].members]
-    joined = deal([uses[i] for i in trained], _Join.apply(cache, trained, *pieces) if pieces else ())
+    joined = deal(
+        [uses[i] for i in trained], _Join.apply(cache, trained, *pieces) if pieces else ()
+    )
     found: dict[int, Sequence[Any]] = {index: parameters(cache, index) for index in frozen}
     for index, (_, values) in zip(trained, joined, strict=True):
         found[index] = _Fetch.apply(cache, index, *values)

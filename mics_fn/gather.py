@@ -10,11 +10,13 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.agreement import agree
 from mics_fn.cache import Cache
+from mics_fn.control import Control
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.fetch import fetch_all
 from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
 from mics_fn.linear import BucketUse, Started, apply, homes_of, put, start, uses_of
-from mics_fn.player import OnDemand, memory_of
+from mics_fn.player import describe, memory_of
+from mics_fn.policy import OnDemand
 from mics_fn.reduction import GradSum
 from mics_fn.schedule import Schedule
 from mics_fn.tree import Tree
@@ -74,31 +76,22 @@ def gather(
 
 def defer(
     shards: Tree, hierarchy: Any, schedule: Schedule | OnDemand, into: GradSum | None = None
-) -> tuple[Tree, Cache | None]:
+) -> tuple[Tree, Cache]:
     """`gather` with a schedule, and the cache behind it, which may be closed early."""
-    how = schedule.describe() if isinstance(schedule, OnDemand) else str(schedule)
-    leaves, spec, uses = _read("gather", shards, hierarchy, how)
+    leaves, spec, uses = _read("gather", shards, hierarchy, describe(schedule))
     uses = in_order(uses)
     full: list[Any] = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
-    cache = None
+    control = uses[0].hierarchy.control if uses else Control()
+    policy, known = memory_of(schedule, uses, control)
+    cache = Cache(uses, partial(names_of, spec, uses), known, policy, control, into)
     if into is not None:
         trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
         full = [x.detach().requires_grad_() if i in set(trained) else x for i, x in enumerate(full)]
         into.expect([full[i] for i in trained], partial(_as_tree, spec, leaves, uses))
-    if uses:
-        control = uses[0].hierarchy.control
-        policy, known = memory_of(schedule, uses, control)
-        cache = Cache(uses, partial(_names_of, spec, uses), known, policy, control, into)
-        put(full, uses, fetch_all(cache, full))
-        cache.start()
+    put(full, uses, fetch_all(cache, full))
+    cache.start()
     owner = owner_index(leaves)
     return spec.unflatten([full[owner[i]] for i in range(len(leaves))]), cache
-
-
-def close(cache: Cache | None) -> None:
-    """End the run of deferred parameters; a tree without any has none."""
-    if cache is not None:
-        cache.close()
 
 
 def in_order(uses: Sequence[BucketUse]) -> list[BucketUse]:
@@ -118,7 +111,8 @@ def _as_tree(
     return spec.unflatten(out)
 
 
-def _names_of(spec: Any, uses: Sequence[BucketUse], index: int) -> list[str]:
+def names_of(spec: Any, uses: Sequence[BucketUse], index: int) -> list[str]:
+    """The paths of a bucket's leaves."""
     paths = tree.spec_paths(spec)
     return [paths[i].removesuffix(".data") for i in uses[index].members]
 

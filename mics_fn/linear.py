@@ -68,6 +68,14 @@ def uses_of(
     verb: str, leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]
 ) -> list[BucketUse]:
     """The buckets of a tree; two trees of equal layout in one give two uses of equal buckets."""
+    uses = grouped(leaves, homes)
+    for use in uses:
+        _check_home(verb, use, homes)
+    return uses
+
+
+def grouped(leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]) -> list[BucketUse]:
+    """Leaves by bucket, each bucket once unless a slot occurs again."""
     found: dict[Bucket, list[dict[int, int]]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tied) or leaf.bucket is None:
@@ -82,7 +90,6 @@ def uses_of(
         for slots in every:
             index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
             uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index))
-            _check_home(verb, uses[-1], homes)
     return uses
 
 

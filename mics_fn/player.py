@@ -7,132 +7,14 @@ run goes on as a first run from there, and what it writes down replaces what was
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
 from mics_fn.control import Control
 from mics_fn.errors import PlanError, message
-from mics_fn.schedule import Action, Schedule, plan
-
-Planner = Callable[[Schedule, Sequence[int]], Schedule]
-
-
-@dataclass(eq=False)
-class Known:
-    """What earlier runs found out about one tree under one policy."""
-
-    schedule: Schedule | None = None  # what the next run follows
-    order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
-    firsts: tuple[int, ...] | None = None  # buckets by their first use, for `keep_all`; likewise
-    last: "Player | None" = None  # its record may be news
-    warned: bool = False
-
-
-@dataclass(eq=False)
-class OnDemand:
-    """A policy: buckets are fetched where they are needed, and ahead once their order is known.
-
-    Made by `on_demand`. It remembers what it learned of each tree, so keep one for each program:
-    training and evaluation use parameters in different orders.
-    """
-
-    live_bytes: int | None
-    prefetch: int
-    planner: Planner | None = None
-    at_once: bool = False  # fetch everything when gathered
-    known: dict[Hashable, Known] = field(default_factory=dict, repr=False)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """What the next run will follow, of the tree that was learned last; None before."""
-        found = [known.schedule for known in self.known.values() if known.schedule is not None]
-        return found[-1] if found else None
-
-    def plan(self, record: Schedule, sizes: Sequence[int]) -> Schedule:
-        """A schedule for what was recorded."""
-        if self.planner is not None:
-            planned = self.planner(record, sizes)
-            planned.check(sizes)
-            return planned
-        return plan(record, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
-
-    def describe(self) -> str:
-        """The facts that must be the same on every rank."""
-        if self.at_once:
-            return "keep_all()"
-        own = self.planner is not None and getattr(self.planner, "__qualname__", "a function")
-        return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}, plan={own})"
-
-
-def on_demand(
-    *, live_bytes: int | None = None, prefetch: int = 4, plan: Planner | None = None
-) -> OnDemand:
-    """The policy of `Trainer`: fetch at first touch, then ahead, under a budget of live bytes.
-
-    Args:
-      live_bytes: how many bytes of gathered buckets stay live; None for all (each bucket is
-        fetched once a run: ZeRO-2's traffic), 0 for one at a time (ZeRO-3's memory), and all
-        between. What a single op needs is always allowed, and a bucket more for fetching ahead.
-      prefetch: buckets that may be on their way ahead of their use, once the order is known.
-      plan: makes a schedule from a recorded one and the buckets' sizes in bytes, instead of
-        `mics_fn.plan`.
-
-    Returns:
-      An `OnDemand`, for `gather(..., schedule=)` and `Trainer`. It remembers what it saw.
-
-    Communication: none here. Runs with it: before each fetch that no schedule foresaw one message
-      of some hundred bytes to the store of torch.distributed.
-
-    Memory: none here.
-
-    Raises:
-      PlanError: a number is negative.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> policy = on_demand(live_bytes=0)
-      >>> shards = shard({"w": torch.ones(2), "b": torch.ones(3)}, groups, bucket_bytes=8)
-      >>> def loss_fn(shards):
-      ...     full = gather(shards, groups.hierarchy, schedule=policy)
-      ...     return full["w"].sum() * full["b"].sum()
-      >>> for _ in range(2):
-      ...     grads = torch.func.grad(loss_fn)(shards)
-      >>> print(policy.schedule)
-      fetch 1; fetch 0; use 1; drop 1; use 0; drop 0; reduce 0; reduce 1
-
-    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 4; Belady, IBM Systems
-      Journal, 1966.
-    """
-    for name, value in (("live_bytes", live_bytes), ("prefetch", prefetch)):
-        if value is not None and value < 0:
-            fix = "0 keeps one bucket; None keeps all" if name == "live_bytes" else "give 0 or more"
-            raise PlanError(message(f"on_demand: {name}={value}", fix=fix))
-    return OnDemand(live_bytes, prefetch, plan)
-
-
-def keep_all() -> OnDemand:
-    """A policy that fetches every bucket as soon as it is gathered, and keeps all to the end.
-
-    Nothing waits before the first use, and buckets that come later arrive meanwhile, in the order
-    in which the first run used them. As no fetch depends on what the model does, ranks may use
-    different parameters.
-
-    Returns:
-      An `OnDemand`, for `gather(..., schedule=)` and `Trainer`.
-
-    Communication: none here. A run with it gathers each bucket once.
-
-    Memory: none here. A run with it holds the full parameters.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> shards = shard([torch.ones(2)], groups)
-      >>> gather(shards, groups, schedule=keep_all())[0] + 1
-      tensor([2., 2.])
-    """
-    return OnDemand(None, 0, at_once=True)
+from mics_fn.policy import Known, OnDemand
+from mics_fn.schedule import Action, Schedule
 
 
 class Player:
@@ -311,20 +193,31 @@ def _adopted(control: Control, event: str, order: Sequence[int]) -> tuple[int, .
     return tuple(map(int, text.split()))
 
 
+def describe(schedule: Any) -> str:
+    """The facts of a schedule or policy that must be the same on every rank.
+
+    Raises:
+      PlanError: it is neither.
+    """
+    if isinstance(schedule, OnDemand):
+        return schedule.describe()
+    if not isinstance(schedule, Schedule):
+        text = f"gather: schedule={schedule!r:.60} is no schedule"
+        raise PlanError(message(text, fix="pass a Schedule, on_demand(...) or None"))
+    return str(schedule)
+
+
 def memory_of(
     schedule: Schedule | OnDemand, uses: Sequence[Any], control: Control
 ) -> tuple[OnDemand, Known]:
     """The policy behind `schedule=`, and what it knows of a tree.
 
     Raises:
-      PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
+      PlanError: it names buckets that the tree lacks, or uses one that is not live.
     """
     key = tuple((use.bucket, use.missing) for use in uses)
     if isinstance(schedule, OnDemand):
         return schedule, schedule.known.setdefault(key, Known())
-    if not isinstance(schedule, Schedule):
-        text = f"gather: schedule={schedule!r:.60} is no schedule"
-        raise PlanError(message(text, fix="pass a Schedule, on_demand(...) or None"))
     if (schedule, key) not in control.fixed:
         sizes = sizes_of(uses)
         schedule.check(sizes)

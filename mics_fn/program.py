@@ -77,6 +77,11 @@ class ModuleProgram:
         # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
         return Result(loss, {k: given[f"model.{k}"].detach() for k in buffers})
 
+    def take_params(self) -> dict[str, Tensor]:
+        """The parameters by name, once: nothing here keeps them alive afterwards."""
+        params, self.params = self.params, {}
+        return params
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode; afterwards every module is in the mode it was in."""

@@ -11,6 +11,7 @@ buckets' memory whatever the size of the model, and how much follows from no clo
 """
 
 from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -231,6 +232,7 @@ class GradSum(Reduction):
             raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
         self.micro_steps, self.dtype = micro_steps, dtype
         self._variables: list[Tensor] | None = None
+        self._pass = 0
 
     def expect(self, variables: list[Tensor], build: Callable[[dict[int, list]], Tree]) -> None:
         """Called by `gather`: what to differentiate, and how pieces become a tree."""
@@ -265,8 +267,7 @@ class GradSum(Reduction):
         Communication: waits for what `backward` started.
         """
         if self._variables is None or self._pass != self.micro_steps:
-            passes = f"{self._pass if self._variables is not None else 0} of {self.micro_steps}"
-            text = f"GradSum.grads: {passes} passes are done"
+            text = f"GradSum.grads: {self._pass} of {self.micro_steps} passes are done"
             raise TreeError(message(text, fix="call backward for each micro-step first"))
         self.wait()
         return self._build({index: self._pieces(index) for index in self._totals})

@@ -231,7 +231,7 @@ def _stays(uses: Uses, sizes: Sequence[int], limit: int) -> Around:
             later.setdefault(bucket, []).append(k)
     before, after = [[] for _ in uses], [[] for _ in uses]
     live: dict[int, int] = {}  # bucket -> its last use so far
-    heap: list[tuple[int, int]] = []  # (-next use, bucket) of live ones, and some of old
+    heap: list[tuple[int, int]] = []  # (-next use, bucket) of live ones, and outdated ones
     nbytes = 0
     for k, buckets in enumerate(uses):
         for bucket in [b for b in buckets if b not in live]:

@@ -13,11 +13,11 @@ from mics_fn import tree
 from mics_fn.agreement import collect_all
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.errors import TreeError, message
-from mics_fn.gather import close, defer, unshard
+from mics_fn.gather import defer, unshard
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES
 from mics_fn.optim import TrainState, init_state, opt_step
-from mics_fn.player import OnDemand, keep_all, on_demand
+from mics_fn.policy import OnDemand, keep_all, on_demand
 from mics_fn.program import Buffers, FunctionProgram, ModuleProgram
 from mics_fn.reduction import GradSum
 from mics_fn.schedule import Schedule
@@ -66,8 +66,9 @@ class Trainer:
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, 1 to 25 MiB.
 
     Communication: building it as `shard`. A step: each bucket is gathered once if all fit the
-      budget, else again when it is needed again; hop 1 each micro-step, one hop 2; persistent float buffers are averaged over all ranks at the end of each
-      step (integer and non-persistent ones stay as this rank computed them).
+      budget, else again when it is needed again; hop 1 each micro-step, one hop 2; persistent
+      float buffers are averaged over all ranks at the end (integer and non-persistent ones stay as
+      this rank computed them).
 
     Memory: states of 1/p; within a step `live_bytes` and a bucket of gathered parameters, 1/p of
       the gradients and a few buckets of them in full.
@@ -102,7 +103,7 @@ class Trainer:
         buffers: Buffers = {}
         if isinstance(model, nn.Module):
             self._program = ModuleProgram(model, loss)
-            params, buffers = self._program.params, self._program.buffers
+            params, buffers = self._program.take_params(), self._program.buffers
             place = {f"[{name!r}]": i for i, name in enumerate(params)}
             options.setdefault("order", lambda path: place[path])
         elif params is None:
@@ -120,7 +121,9 @@ class Trainer:
             live_bytes = None
         # Evaluation uses parameters in another order than training, so it has a memory of its own.
         own, self._eval_schedule = (
-            keep_all() if live_bytes is None else on_demand(live_bytes=live_bytes, prefetch=prefetch)
+            keep_all()
+            if live_bytes is None
+            else on_demand(live_bytes=live_bytes, prefetch=prefetch)
             for _ in range(2)
         )
         self.schedule = schedule or own
@@ -151,7 +154,7 @@ class Trainer:
             for part in parts:
                 loss, buffers = self._program(full, buffers, part, total.backward)
                 losses.append(loss)
-        close(cache)
+        cache.close()
         grads = total.grads()
         buffers = self._average(buffers)
         self.state = replace(opt_step(state, grads, donate=True), buffers=buffers)
@@ -191,7 +194,7 @@ class Trainer:
         with torch.no_grad(), self._program.evaluating():
             full, cache = defer(self.state.params, self.groups, self._eval_schedule)
             loss = self._program(full, buffers, batch).loss
-            close(cache)
+            cache.close()
         return mean_over_ranks(self._home, loss.clone())
 
     def params(self) -> Tree:

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +13,38 @@ import torch
 
 from mics_fn.__main__ import main
 from mics_fn.comm import Comm, Life, Traffic
-from mics_fn.lab import bench_bytes
-from mics_fn.lab.bench_bytes import Counters, RankBytes, leaves_node, read_counters
-from mics_fn.lab.bench_measure import PEAK_STEPS, Peer, Turns, nbytes, ratio, spread, take_turns
+from mics_fn.errors import PlanError
+from mics_fn.lab import bench_bytes, bench_links, bench_memory
+from mics_fn.lab.bench_bytes import RankBytes, leaves_node
+from mics_fn.lab.bench_links import Counters, Rate, read_counters, read_rates, sent_bytes
+from mics_fn.lab.bench_measure import (
+    PEAK_STEPS,
+    Peer,
+    Setting,
+    Turns,
+    nbytes,
+    ratio,
+    spread,
+    take_turns,
+)
+from mics_fn.lab.bench_memory import memory_bytes, peak_bytes, peak_growth, reset_peak
+from mics_fn.lab.bench_peers import PEERS
 from mics_fn.lab.gpt import GPT, GPTConfig
 
 TINY = ["--dim", "16", "--heads", "2", "--blocks", "1", "--vocab", "256", "--context", "8"]
 ROOT = Path(bench_bytes.__file__).parents[2]
 MODEL = GPT(GPTConfig(256, context=8, dim=16, num_heads=2, num_blocks=1))
 NUM_PARAMS = sum(p.numel() for p in MODEL.parameters())
+CPU = torch.device("cpu")
+TOGETHER = [name for name, kind in PEERS.items() if kind.together]
+
+# A cluster whose links never change, but which writes down who asked for what.
+LINKS = """
+import os
+def set_rate(rate):
+    with open(os.environ["ASKED"] + os.environ["RANK"], "a") as file:
+        print(rate, file=file)
+"""
 
 # Launched ranks import torch first, all of them on the cores of one machine.
 pytestmark = pytest.mark.limit(300)
@@ -53,34 +75,95 @@ def test_step(tmp_path: Path) -> None:
     assert figures["params"] == NUM_PARAMS
     alone, together = figures["alone"], figures["together"]
     assert (alone["ranks"], together["ranks"]) == (1, 4)
-    names = [[peer["name"] for peer in part["peers"]] for part in (alone, together)]
-    assert names[0] == ["Trainer, p = 1", "plain torch loop"]
-    assert names[1] == ["Trainer, p = 2", "FSDP2, default", "FSDP2, gathers once"]
-    for part in (alone, together):
-        ours = part["peers"][0]
-        for peer in part["peers"]:
-            check_peer(peer, ours, rounds=2, steps_taken=2 + 2 * 2 + PEAK_STEPS)
-    # Parameters and two moments of four bytes each; what p ranks share is a p-th, and padding.
-    full, half = alone["peers"][0]["held_bytes"], together["peers"][0]["held_bytes"]
-    assert 12 * NUM_PARAMS <= full <= 12 * NUM_PARAMS + 2000
-    assert 6 * NUM_PARAMS <= half <= 6 * NUM_PARAMS + 2000
-    assert all(name in printed for name in names[0] + names[1])
+    titles = {peer["name"]: peer["title"] for peer in alone["peers"]}
+    assert titles == {
+        "keep": "Trainer p=1, keep",
+        "zero3": "Trainer p=1, one bucket",
+        "fsdp2": "FSDP2 p=1, default",
+        "fsdp2-keep": "FSDP2 p=1, keep",
+        "plain": "plain torch loop",
+    }
+    assert [peer["name"] for peer in together["peers"]] == list(titles)[:-1]
+    for part, p in ((alone, 1), (together, 2)):
+        (at,) = part["rates"]
+        assert (at["rate"], at["steps"], part["ours"]) == ("as-is", 2, ["keep", "zero3"])
+        check_rate(at, part["ours"], rounds=2)
+        check_peers_agree(part, steps_taken=2 + 2 * 2 + PEAK_STEPS, p=p)
+        assert all(f"{peer['name']}: {peer['title']}" in printed for peer in part["peers"])
+    assert "CPU keep/it" in printed.split("world 4")[0]
+    assert "a node sends" in printed.split("world 4")[1]
 
 
-def check_peer(peer: dict, ours: dict, *, rounds: int, steps_taken: int) -> None:
-    seconds = peer["seconds_by_round"]
-    assert len(seconds) == rounds
-    assert min(seconds) > 0
-    assert peer["seconds"]["median"] == statistics.median(seconds)
-    assert (peer["seconds"]["least"], peer["seconds"]["most"]) == (min(seconds), max(seconds))
-    by_round = [a / b for a, b in zip(ours["seconds_by_round"], seconds, strict=True)]
-    assert peer["trainer_ratio"] == spread(by_round)._asdict()
-    assert len(peer["losses"]) == steps_taken
-    assert peer["losses"][-1] < peer["losses"][0]
-    # The same batches from the same parameters: only the order of sums differs.
-    assert peer["losses"] == pytest.approx(ours["losses"], rel=1e-5)
-    assert peer["largest_loss_gap"] <= 1e-5
-    assert peer["peak_bytes"] is None or peer["peak_bytes"] >= 0
+def test_step_with_every_peer_at_several_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_links.py").write_text(LINKS)
+    monkeypatch.setenv("MICS_FN_LINKS", "toy_links")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    peers = [",".join(TOGETHER[:3]), *TOGETHER[3:]]
+    argv = ["step", "--skip-alone", "--rounds", "2", "--warmup", "1", "--peers", *peers]
+    figures, printed = run_bench(tmp_path, *argv, "--rates", "unshaped:2,1gbit", "--steps", "1")
+    part = figures["together"]
+    assert figures["alone"] is None
+    assert [peer["name"] for peer in part["peers"]] == TOGETHER
+    assert [(at["rate"], at["steps"]) for at in part["rates"]] == [("unshaped", 2), ("1gbit", 1)]
+    for at in part["rates"]:
+        check_rate(at, ["keep", "zero3", "wide-keep", "wide-zero3"], rounds=2)
+        assert f"links {at['rate']}: 2 rounds of {at['steps']} steps" in printed
+    check_peers_agree(part, steps_taken=1 + 2 * (2 + 1) + PEAK_STEPS, p=2)
+    # Before the first step, in each round, and to look at memory in the end.
+    for rank in range(4):
+        asked = (tmp_path / f"asked{rank}").read_text().split()
+        assert asked == ["unshaped", *["unshaped", "1gbit"] * 2, "unshaped"]
+
+
+def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
+    """The times at one rate agree with each other."""
+    seconds = {peer["name"]: peer["seconds_by_round"] for peer in at["peers"]}
+    for peer in at["peers"]:
+        own = seconds[peer["name"]]
+        assert len(own) == rounds
+        assert min(own) > 0
+        assert peer["seconds"] == spread(own)._asdict()
+        others = [name for name in ours if name != peer["name"]]
+        over = {name: ratio(seconds[name], own)._asdict() for name in others}
+        assert peer["over_it"] == over
+        assert list(peer["cpu_over_it"]) == others
+        assert peer["node_bytes"] is None  # the nodes are pretended ones
+        assert peer["largest_loss_gap"] <= 1e-5
+
+
+def check_peers_agree(part: dict, *, steps_taken: int, p: int) -> None:
+    """All went through the same steps, and hold what they should."""
+    first = part["peers"][0]
+    for peer in part["peers"]:
+        assert len(peer["losses"]) == part["steps_taken"] == steps_taken
+        assert min(peer["losses"]) < peer["losses"][0]
+        # The same batches from the same parameters: only the order of sums differs.
+        assert peer["losses"] == pytest.approx(first["losses"], rel=1e-5)
+        assert peer["largest_loss_gap"] <= 1e-5
+        assert peer["peak_bytes"] is None or peer["peak_bytes"] >= 0
+        # Parameters and two moments of four bytes each; shared by so many ranks, and padding.
+        share = {"wide": part["ranks"], "ddp": 1}.get(peer["name"].split("-")[0], p)
+        share = part["ranks"] if "full" in peer["name"] else share
+        assert 12 * NUM_PARAMS / share <= peer["held_bytes"] <= 12 * NUM_PARAMS / share + 2000
+
+
+def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
+    argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
+    figures, printed = run_bench(tmp_path, *argv)
+    assert (figures["params"], figures["config"]["alone"]) == (NUM_PARAMS, False)
+    (peer,) = figures["peers"]
+    full, parts = 4 * NUM_PARAMS, peer["formula"]
+    assert peer["title"] == "Trainer p=2, one bucket"
+    assert 3 * full / 2 <= parts["states"] <= 3 * full / 2 + 2000
+    assert 0 < parts["parameters"] <= full + 2000
+    assert parts["gradients"] == pytest.approx(parts["parameters"] + full / 2, abs=2000)
+    assert peer["formula_bytes"] == sum(parts.values())
+    assert peer["before_bytes"] > 50e6  # torch is loaded
+    assert peer["used_bytes"] is None or 0 <= peer["used_bytes"] < 100e6
+    assert "used/formula" in printed
 
 
 def test_opt(tmp_path: Path) -> None:
@@ -161,14 +244,48 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--dim", "10", "--heads", "4"], "--dim 10 is no multiple of --heads 4"),
         (["bytes", "--ranks", "6", "--node-size", "4"], "4"),
         (["opt", "--json", "no/such/folder/f.json"], "there is no folder no/such/folder"),
+        (["step", "--peers", "keep,fsdp"], "there is no peer fsdp\n  fix: choose from keep zero3"),
+        (["step", "--peers", "keep", "keep"], "one is named twice"),
+        (["step", "--peers", "plain", "--skip-alone"], "none of these is measured with 4 ranks"),
+        (
+            ["step", "--peers", "ddp", "--ranks", "1"],
+            "choose from keep zero3 fsdp2 fsdp2-keep plain",
+        ),
+        (["step", "--rates", "200mbits"], "200mbits is no rate"),
+        (["step", "--rates", "1gbit:0"], "1gbit:0 is no rate"),
+        (["step", "--rates", "1gbit,as-is"], "as-is comes alone"),
+        (["step", "--rates", "1gbit"], "MICS_FN_LINKS=no_such_module: No module named"),
     ],
 )
 def test_bad_sizes_are_refused_before_a_rank_starts(
     argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr("mics_fn.lab.bench_measure.launch", None)
+    monkeypatch.setenv("MICS_FN_LINKS", "no_such_module")
     assert main(["bench", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_can_not_set_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MICS_FN_LINKS", "json")
+    with pytest.raises(PlanError, match="MICS_FN_LINKS=json: it has no set_rate\n  fix: "):
+        read_rates(["1gbit"], 5)
+    monkeypatch.setattr(json, "set_rate", print, raising=False)
+    assert read_rates(["1gbit", "unshaped:3"], 5) == (Rate("1gbit", 5), Rate("unshaped", 3))
+
+
+def test_memory_is_not_measured_in_a_job_or_at_rates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MICS_FN_LINKS", "json")
+    monkeypatch.setattr(json, "set_rate", print, raising=False)
+    assert main(["bench", "step", "--rss", "--rates", "1gbit"]) == 2
+    assert "--rss with --rates" in capsys.readouterr().err
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (job | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "step", "--rss"]) == 2
+    assert "--rss in a job" in capsys.readouterr().err
 
 
 def test_other_ranks_than_the_job_has(
@@ -185,12 +302,48 @@ def test_peers_take_turns_and_each_begins() -> None:
     order = []
     peers = [Peer(name, lambda step, n=name: order.append((n, step)), lambda: 7) for name in "ab"]
     turns = Turns(rounds=2, steps=1, warmup=1)
-    laps = take_turns(peers, turns, device=torch.device("cpu"))
+    laps = take_turns(peers, turns, device=CPU)
     assert [name for name, _ in order] == list("ab" + "ab" + "ba" + "aa" + "bb")
-    assert [step for name, step in order if name == "b"] == list(range(turns.all_steps))
+    assert [step for name, step in order if name == "b"] == list(range(turns.all_steps()))
     assert [(lap.name, lap.held_bytes) for lap in laps] == [("a", 7), ("b", 7)]
-    assert [len(lap.seconds) for lap in laps] == [2, 2]
+    assert [(len(lap.seconds), lap.sent_bytes) for lap in laps] == [(2, [None, None])] * 2
     assert nbytes({"x": torch.zeros(3), "y": [1, torch.zeros(2, dtype=torch.int8)]}) == 14
+
+
+def test_peers_take_turns_under_each_setting() -> None:
+    seen: list[str] = []
+    peers = [Peer(name, lambda step, n=name: seen.append(n), lambda: 7) for name in "ab"]
+    settings = [Setting(steps, lambda s=steps: seen.append(f"{s}:")) for steps in (2, 1)]
+    turns = Turns(rounds=2, steps=5, warmup=1)
+    fence = iter(range(100))
+    laps = take_turns(
+        peers,
+        turns,
+        device=CPU,
+        fence=lambda: next(fence),
+        settings=settings,
+        gauge=lambda: 6 * len([name for name in seen if name in "ab"]),
+    )
+    assert "".join(seen) == "2:ab" + "2:aabb1:ab" + "2:bbaa1:ba" + "2:aabb"
+    assert turns.all_steps(2, 1) == len([name for name in seen if name == "a"])
+    assert [lap.sent_bytes for lap in laps] == [[6] * 4] * 2  # a step
+    assert next(fence) == 4 * 2 * (1 + 2 * 2 + 1)  # twice before a turn, twice after
+
+
+def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = reset_peak(CPU)
+    if before is not None:
+        assert peak_growth(lambda: torch.ones(8_000_000), CPU) >= 30e6  # type: ignore[operator]
+        assert (peak_bytes(CPU) or 0) >= before + 30e6
+    monkeypatch.setattr(bench_memory, "STATUS", tmp_path / "status")
+    assert memory_bytes(CPU) is None
+    (tmp_path / "status").write_text("VmHWM:\t    50 kB\nVmRSS:\t    40 kB\n")
+    assert (memory_bytes(CPU), peak_bytes(CPU)) == (40 * 1024, 50 * 1024)
+    monkeypatch.setattr(bench_memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    assert reset_peak(CPU) is None
+    done: list[int] = []
+    assert peak_growth(lambda: done.append(1), CPU) is None
+    assert done == [1]
 
 
 def test_what_leaves_a_node() -> None:
@@ -206,15 +359,16 @@ def test_what_leaves_a_node() -> None:
 def test_counters_of_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "Inter-| Receive | Transmit\n face |bytes\n  eth0: 1 2 0 0 0 0 0 0 300 4 0 0 0 0 0 0\n"
     (tmp_path / "dev").write_text(text)
-    monkeypatch.setattr(bench_bytes, "NET_DEV", tmp_path / "dev")
+    monkeypatch.setattr(bench_links, "NET_DEV", tmp_path / "dev")
     snmp = "Ip: Forwarding\nIp: 1\nTcp: OutSegs RetransSegs InErrs\nTcp: 70 5 0\nUdp: A\nUdp: 1\n"
     (tmp_path / "snmp").write_text(snmp)
-    monkeypatch.setattr(bench_bytes, "SNMP", tmp_path / "snmp")
+    monkeypatch.setattr(bench_links, "SNMP", tmp_path / "snmp")
     assert read_counters("eth0") == Counters(300, 4, 5)
+    assert (sent_bytes("eth0"), sent_bytes(None)) == (300, None)
     assert read_counters("eth1") is None
-    monkeypatch.setattr(bench_bytes, "SNMP", tmp_path / "nothing")
+    monkeypatch.setattr(bench_links, "SNMP", tmp_path / "nothing")
     assert read_counters("eth0") == Counters(300, 4, 0)
-    monkeypatch.setattr(bench_bytes, "NET_DEV", tmp_path / "nothing")
+    monkeypatch.setattr(bench_links, "NET_DEV", tmp_path / "nothing")
     assert read_counters("eth0") is None
 
 

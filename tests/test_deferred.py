@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn import _torch, tree
 from mics_fn.deferred import Deferred
 from mics_fn.errors import DonatedError, GroupsError, LeafError, TreeError
 from mics_fn.gather import defer
@@ -100,8 +100,6 @@ def views(layout):
         about = (out.shape, out.dtype, out.stride(), out.storage_offset())
         assert about == (want.shape, want.dtype, want.stride(), want.storage_offset()), name
         assert torch.equal(out + 0, want + 0), name
-        (grad,) = torch.autograd.grad((want_g := value.clone().requires_grad_()).sum() * 0, want_g)
-        assert grad.sum() == 0
     # other kinds of views give values of their own
     w = deferred_weight(groups, value)
     bits = w.detach().view(torch.int32)
@@ -148,7 +146,7 @@ WRITES = {
     "setitem": lambda w: w.__setitem__(0, 1.0),
     "out=": lambda w: torch.add(torch.ones(4, 6), 1, out=w),
     "init": lambda w: nn.init.normal_(w),
-    "foreach": lambda w: torch._foreach_add_([torch.ones(2), w], 1.0),
+    "foreach": lambda w: _torch.foreach_add([torch.ones(2), w], 1.0),
 }
 
 
@@ -205,13 +203,14 @@ def lists(layout):
             full = mf.gather(shards, groups, schedule=policy)
             few, want = list(full.values()), list(values.values())
             assert torch.equal(torch.cat(few), torch.cat(want))
-            assert torch.equal(torch.stack([few[2], values["a"], few[1]], dim=1), torch.stack([want[2], want[0], want[1]], dim=1))
-            norms = torch._foreach_norm(few)
+            stacked = torch.stack([few[2], values["a"], few[1]], dim=1)
+            assert torch.equal(stacked, torch.stack([want[2], want[0], want[1]], dim=1))
+            norms = _torch.foreach_norm(few)
             assert all(torch.equal(n, w.norm()) for n, w in zip(norms, want, strict=True))
-            index = [torch.tensor([0, 2]), None]
-            picked = torch.ops.aten.index(full["b"].detach(), index)
+            picked = torch.ops.aten.index(full["b"].detach(), [torch.tensor([0, 2]), None])
             assert torch.equal(picked, values["b"][[0, 2]])
-            assert torch.equal(torch.addmm(few[0][:, :3], few[1], few[2].t(), beta=0.5), torch.addmm(want[0][:, :3], want[1], want[2].t(), beta=0.5))
+            a, b = (torch.addmm(x[:, :3], y, z.t(), beta=0.5) for x, y, z in (few, want))
+            assert torch.equal(a, b)
         assert policy.schedule is not None and (0, 1, 2) in policy.schedule.uses  # noqa: PT018
 
 
@@ -259,7 +258,7 @@ def big_tensors(numel):
 
 
 def nothing_between(layout):
-    """After forward only what the budget allows is alive, though autograd has saved every weight."""
+    """After forward only what the budget allows is alive, though autograd saved every weight."""
     groups = groups_of(layout)
     width = 128
     torch.manual_seed(0)
@@ -277,7 +276,7 @@ def nothing_between(layout):
     pool = {raw.data_ptr() for raw, _ in groups.hierarchy.fetched._free}
     live = [cell for cell in cache.cells if cell.full is not None]
     assert len(live) == 1, "one bucket may stay"
-    mine = {cell.full.data_ptr() for cell in live}
+    mine = {cell.low for cell in live}
     alive = set(big_tensors(width * width)) - before
     assert alive <= pool | mine, "a full parameter is alive between forward and backward"
     assert len(pool | mine) <= 2
@@ -305,17 +304,26 @@ def peaks(layout, live, prefetch, accumulate):
         prefetch=prefetch,
         bucket_bytes=BLOCK_BYTES,
     )
-    size = max(b.nbytes for b in {x.bucket for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]})
+    size = max(
+        b.nbytes
+        for b in {
+            x.bucket
+            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]
+        }
+    )
     route = groups.hierarchy
     pools, made, found = (route.fetched, route.slots, route.chunks), [], []
+    policy = trainer.schedule
+    assert isinstance(policy, mf.OnDemand)
     for _ in range(4):
         trainer.step(torch.ones(12, 8))
-        (known,) = trainer.schedule.known.values()
+        (known,) = policy.known.values()
         found.append(known.last.peak_bytes)
         made.append((*(pool.made for pool in pools),))
     assert made[1] == made[2] == made[3], f"later steps allocate for communication: {made}"
     if live is not None:
-        assert trainer.schedule.schedule.peak_bytes([size] * 6) == found[-1]
+        assert policy.schedule is not None
+        assert policy.schedule.peak_bytes([size] * 6) == found[-1]
     limit = 6 * size if live is None else live + size
     assert max(found) <= limit, (found, limit)
     return found
@@ -346,7 +354,7 @@ def ends(layout):
     with pytest.raises(DonatedError, match=r"bucket 0 .*blocks.0.weight.* was changed after"):
         full["blocks.0.weight"].sum()
     with pytest.raises(mf.PlanError, match="schedule='all' is no schedule"):
-        mf.gather(shards, groups, schedule="all")
+        mf.gather(shards, groups, schedule="all")  # pyright: ignore
     total = mf.GradSum()
     with pytest.raises(TreeError, match=r"0 of 1 passes are done\n  fix: gather"):
         total.backward(torch.ones(()))

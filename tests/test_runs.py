@@ -63,7 +63,7 @@ def twin(steps, ranks, blocks=4):
             (model(random(rank, 4, WIDTH), **how).square().mean() / ranks).backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.1 * p.grad
+                p.sub_(p.grad, alpha=0.1)  # pyright: ignore
     return dict(model.named_parameters())
 
 
@@ -125,7 +125,8 @@ PINNED = {
     "reduce 0",
     (TWO_BLOCKS, 0, 1): "gather 0 gather 1 gather 2 gather 3 reduce 3 reduce 2 gather 1 "
     "reduce 1 reduce 0",
-    (None, 0, 2): "gather 0 gather 1 gather 2 gather 3" + " reduce 3 reduce 2 reduce 1 reduce 0" * 2,
+    (None, 0, 2): "gather 0 gather 1 gather 2 gather 3"
+    + " reduce 3 reduce 2 reduce 1 reduce 0" * 2,
 }
 
 
@@ -177,7 +178,7 @@ def early(layout):
                 variables = [x.detach().requires_grad_() for x in leaves]
                 torch.autograd.grad(loss(spec.unflatten(variables)), variables)
     steps = [e for e in events if not e.startswith("gather")]
-    once = "backward 2,reduce 2,backward 1,reduce 1,backward 0,reduce 0".split(",")
+    once = ["backward 2", "reduce 2", "backward 1", "reduce 1", "backward 0", "reduce 0"]
     assert steps == once * 8
 
 
@@ -314,7 +315,13 @@ def own_schedules(layout):
     by_hand = mf.on_demand(plan=lambda record, sizes: mf.plan(record, sizes, live_bytes=0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for schedule, follows in [(again, 2), (own, 2), (wrong, 0), (by_hand, 1), (mf.keep_all(), 0)]:
+        for schedule, follows in [
+            (again, 2),
+            (own, 2),
+            (wrong, 0),
+            (by_hand, 1),
+            (mf.keep_all(), 0),
+        ]:
             followed = 0
             for _ in range(2):
                 got, player = grads_with(schedule)

@@ -1,6 +1,7 @@
 """`python -m mics_fn bench`: steps against plain torch and FSDP2, and the traffic of a step."""
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -10,9 +11,12 @@ from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError
 from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
+from mics_fn.lab.bench_links import AS_IS, LINKS, read_rates
 from mics_fn.lab.bench_measure import Turns, num_ranks, on_ranks
 from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
-from mics_fn.lab.bench_step import StepConfig, measure_step, render_step
+from mics_fn.lab.bench_peers import DEFAULT_PEERS, PEERS, StepConfig, check_peers
+from mics_fn.lab.bench_rss import check_rss, render_rss, run_rss
+from mics_fn.lab.bench_step import measure_step, render_step
 from mics_fn.lab.gpt import GPTConfig
 from mics_fn.launcher import read_launch
 from mics_fn.topology import Topology, plan_groups
@@ -25,7 +29,7 @@ class Bench(NamedTuple):
 
     summary: str
     config: Callable[[argparse.Namespace, int], Any]
-    measure: Callable[[Any], dict]
+    run: Callable[[Any, int], dict]  # with a config, on so many ranks
     render: Callable[[dict, Any], str]
 
 
@@ -57,6 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sizes = {"nargs": "+", "default": []} if name == "bytes" else {}
         default = "all that fit" if name == "bytes" else "node size"
         add("--partition-size", type=_count, help=f"(default {default})", **sizes)
+        if name == "step":
+            _add_step_flags(one)
+
+
+def _add_step_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
+    lists: dict[str, Any] = {"nargs": "+", "type": _names}
+    text = f"what to compare, of {names}; those that make sense in each world (default {default})"
+    add("--peers", default=[DEFAULT_PEERS], help=text, metavar="NAME", **lists)
+    text = (
+        "of the links between nodes, such as unshaped:5 1gbit:3 200mbit:1, with the steps of a turn"
+    )
+    text += f"; the first for warm-up too. A module that {LINKS} names sets them (default {AS_IS})"
+    add("--rates", default=[(AS_IS,)], help=text, metavar="RATE", **lists)
+    add("--skip-alone", action="store_true", help="no comparison in a world of one")
+    add("--rss", action="store_true", help="memory instead of time, each peer in fresh processes")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -67,11 +88,13 @@ def main(args: argparse.Namespace) -> int:
         LaunchError: a rank failed.
     """
     bench = BENCHES[args.bench]
+    if args.bench == "step" and args.rss:
+        bench = RSS
     if args.json is not None and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
     ranks = 1 if args.bench == "opt" else num_ranks(args.ranks, DEFAULT_RANKS)
     config = bench.config(args, ranks)
-    figures = on_ranks(bench.measure, ranks, config)
+    figures = bench.run(config, ranks)
     if figures:
         print("\n" + bench.render(figures, config), flush=True)
         if args.json is not None:
@@ -92,6 +115,15 @@ def _bytes_and_more(text: str) -> int:
     if value < 256:
         raise argparse.ArgumentTypeError(f"{text} is less than the 256 values of a byte")
     return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """One word of a list whose words are separated by spaces or commas."""
+    return tuple(filter(None, text.split(",")))
+
+
+def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
+    return lambda config, ranks: on_ranks(measure, ranks, config)
 
 
 def _model(args: argparse.Namespace) -> GPTConfig:
@@ -117,15 +149,22 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     node_size = _node_size(args, ranks)
     partition_size = args.partition_size or node_size
     plan_groups(Topology.of(ranks, node_size), partition_size)
-    return StepConfig(
+    config = StepConfig(
         node_size=node_size,
         partition_size=partition_size,
         turns=Turns(args.rounds, args.steps, args.warmup),
+        peers=tuple(itertools.chain(*args.peers)),
+        rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
+        alone=not (args.skip_alone or args.rss),
         accumulate=args.accumulate,
         sequences=args.sequences,
         device=args.device,
         model=_model(args),
     )
+    check_peers(config, ranks)
+    if args.rss:
+        check_rss(config)
+    return config
 
 
 def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
@@ -158,19 +197,21 @@ BENCHES = {
     "step": Bench(
         "whole steps: Trainer against a plain torch loop, and against FSDP2",
         _step_config,
-        measure_step,
+        _on_ranks(measure_step),
         render_step,
     ),
     "opt": Bench(
         "optimizer steps: opt_step on flat shards against torch's fused AdamW",
         _opt_config,
-        measure_opt,
+        _on_ranks(measure_opt),
         render_opt,
     ),
     "bytes": Bench(
         "bytes of a step at each level: ledger, formula, and what leaves a node",
         _bytes_config,
-        measure_bytes,
+        _on_ranks(measure_bytes),
         render_bytes,
     ),
 }
+
+RSS = Bench("the memory of a rank", _step_config, run_rss, render_rss)

@@ -1,10 +1,7 @@
 """`bench bytes`: what a step sends at each level, by ledger, by formula, and on the wire."""
 
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +11,13 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.groups import Comm
 from mics_fn.lab import gpt
+from mics_fn.lab.bench_links import HEADER_BYTES, Counters, count_wire, node_interface
 from mics_fn.lab.bench_measure import between, of_all_ranks, say, spread, start, synchronize
 from mics_fn.lab.report import step_bytes, table
 from mics_fn.lab.text import load_text
 from mics_fn.leaf import Sharded, is_leaf
 from mics_fn.topology import Topology, valid_partition_sizes
 
-HEADER_BYTES = 66  # of one packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
-NET_DEV = Path("/proc/net/dev")
-SNMP = Path("/proc/net/snmp")
 TEXT_BYTES = 500_000
 
 
@@ -49,14 +44,6 @@ class BytesConfig:
     sequences: int = 1
     device: str = "auto"
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
-
-
-class Counters(NamedTuple):
-    """What a network interface has sent so far, and TCP segments that went twice."""
-
-    nbytes: int
-    packets: int
-    resent: int
 
 
 class RankBytes(NamedTuple):
@@ -144,66 +131,6 @@ def leaves_node(comm: Comm, node_size: int) -> bool:
     """
     following = comm.ranks[(comm.rank + 1) % comm.size]
     return following // node_size != comm.ranks[comm.rank] // node_size
-
-
-def node_interface(node_size: int) -> str | None:
-    """The network interface whose counters tell what leaves this node; None if there is none.
-
-    It is the one that gloo is told to use. Pretended nodes share one machine's interface, and what
-    they send to each other never reaches it: then there is nothing to count.
-    """
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        mine = (kernel, os.stat("/proc/self/ns/net").st_ino)
-    except OSError:
-        mine = None
-    seen = of_all_ranks((mine, name != "lo" and read_counters(name) is not None))
-    nodes = [seen[i : i + node_size] for i in range(0, len(seen), node_size)]
-    own = [{place for place, _ in node} for node in nodes]
-    apart = all(len(places) == 1 for places in own) and len(set.union(*own)) == len(nodes)
-    counted = all(readable and place is not None for place, readable in seen)
-    return name if len(nodes) > 1 and apart and counted else None
-
-
-def read_counters(interface: str) -> Counters | None:
-    """What an interface of this network namespace has sent; None if there is no such one."""
-    if not NET_DEV.exists():
-        return None
-    for line in NET_DEV.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name.strip() == interface:
-            columns = rest.split()
-            return Counters(int(columns[8]), int(columns[9]), _resent())
-    return None
-
-
-def _resent() -> int:
-    """TCP segments that this network namespace sent again; 0 where that is not known."""
-    names, values = [], []
-    if SNMP.exists():
-        lines = [line.split() for line in SNMP.read_text().splitlines()]
-        names, values = [line for line in lines if line[:1] == ["Tcp:"]][:2]
-    return int(dict(zip(names, values, strict=True)).get("RetransSegs", 0))
-
-
-def count_wire(work: Callable[[], None], interface: str | None) -> Counters | None:
-    """Do the work on all ranks, and see what left this node meanwhile."""
-
-    def look() -> Counters | None:
-        if dist.is_initialized():
-            dist.barrier()
-        seen = None if interface is None else read_counters(interface)
-        if dist.is_initialized():
-            dist.barrier()  # nobody may go on before all have looked
-        return seen
-
-    before = look()
-    work()
-    after = look()
-    if before is None or after is None:
-        return None
-    return Counters(*(late - early for late, early in zip(after, before, strict=True)))
 
 
 def _summarize(

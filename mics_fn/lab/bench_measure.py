@@ -6,10 +6,10 @@ round equally often, and a ratio is taken inside each round, between neighbours 
 reported is the median over rounds with the least and the most beside it. CPU time is reported too:
 where ranks share cores, with each other or with strangers, it says how much work a step is, while
 the time on the clock says who got a core.
+
+Where links can be slowed down, each round has a turn of every peer at every rate.
 """
 
-import contextlib
-import ctypes
 import os
 import statistics
 import sys
@@ -25,6 +25,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import PlanError, message
+from mics_fn.lab.bench_memory import peak_growth
 from mics_fn.lab.launch import launch
 from mics_fn.launcher import read_launch
 
@@ -74,19 +75,22 @@ class Peer(NamedTuple):
         name: as the table shows it.
         step: takes one step; called with the number of the step, counted from 0.
         held_bytes: parameters and optimizer state on this rank.
+        needs: bytes of a step beyond those, by formula: what for -> bytes.
     """
 
     name: str
     step: Callable[[int], Any]
     held_bytes: Callable[[], int]
+    needs: dict[str, float] = {}
 
 
 class Laps(NamedTuple):
-    """What `take_turns` found of one peer on one rank."""
+    """What `take_turns` found of one peer on one rank; turns round by round, then by setting."""
 
     name: str
-    seconds: list[float]  # a step, for each round
+    seconds: list[float]  # a step, for each turn
     cpu_seconds: list[float]  # the same, of all threads of the process
+    sent_bytes: list[float | None]  # a step, by the gauge
     held_bytes: int
     peak_bytes: int | None  # most memory in a step beyond that before it; None if unknown
     results: list[Any]  # of each step
@@ -106,13 +110,23 @@ class Turns:
     steps: int = 5
     warmup: int = 2
 
-    @property
-    def all_steps(self) -> int:
-        """How many steps each peer takes, those that show its memory included."""
-        return self.warmup + self.rounds * self.steps + PEAK_STEPS
+    def all_steps(self, *steps: int) -> int:
+        """How many steps each peer takes, those that show its memory included.
+
+        Args:
+            steps: of a turn under each setting; default as `steps`.
+        """
+        return self.warmup + self.rounds * sum(steps or (self.steps,)) + PEAK_STEPS
 
     def __str__(self) -> str:
         return f"{self.rounds} rounds of {self.steps} steps in turns, median (least-most)"
+
+
+class Setting(NamedTuple):
+    """Something that every round has a turn of each peer under, such as the rate of the links."""
+
+    steps: int  # of a turn
+    put: Callable[[], Any] = lambda: None  # puts it in force
 
 
 def take_turns(
@@ -121,6 +135,8 @@ def take_turns(
     *,
     device: torch.device,
     fence: Callable[[], Any] = lambda: None,
+    settings: Sequence[Setting] = (),
+    gauge: Callable[[], int | None] = lambda: None,
 ) -> list[Laps]:
     """Time peers in turns, then look at the memory of each.
 
@@ -128,31 +144,38 @@ def take_turns(
         peers: what to compare; each takes the same steps in the same order.
         turns: how long.
         device: where they work.
-        fence: called before each turn; makes the ranks start together.
+        fence: called around each turn; makes the ranks start together.
+        settings: in each round everyone has a turn under each of these, with steps of its own;
+            warm-up and memory are under the first. () is none in particular.
+        gauge: bytes sent so far, by what counts them.
 
     Returns:
         For each peer what was measured.
     """
-    laps = [Laps(peer.name, [], [], 0, None, []) for peer in peers]
+    laps = [Laps(peer.name, [], [], [], 0, None, []) for peer in peers]
 
-    def turn(i: int, count: int) -> tuple[float, float]:
-        """Clock and CPU seconds of some steps."""
-        fence()
-        synchronize(device)
-        started, cpu_started = time.perf_counter(), time.process_time()
-        for _ in range(count):
-            laps[i].results.append(peers[i].step(len(laps[i].results)))
-        synchronize(device)
-        return time.perf_counter() - started, time.process_time() - cpu_started
+    def turn(i: int, steps: int) -> Timed:
+        def work() -> None:
+            for _ in range(steps):
+                laps[i].results.append(peers[i].step(len(laps[i].results)))
 
+        return timed(work, device=device, fence=fence, gauge=gauge)
+
+    settings = settings or [Setting(turns.steps)]
+    settings[0].put()
     for i in range(len(peers)):
         turn(i, turns.warmup)
     for number in range(turns.rounds):
-        for place in range(len(peers)):
-            i = (number + place) % len(peers)
-            took, cpu_took = turn(i, turns.steps)
-            laps[i].seconds.append(took / turns.steps)
-            laps[i].cpu_seconds.append(cpu_took / turns.steps)
+        for setting in settings:
+            setting.put()
+            for place in range(len(peers)):
+                i = (number + place) % len(peers)
+                found = turn(i, setting.steps)
+                laps[i].seconds.append(found.seconds / setting.steps)
+                laps[i].cpu_seconds.append(found.cpu_seconds / setting.steps)
+                sent = found.sent_bytes
+                laps[i].sent_bytes.append(None if sent is None else sent / setting.steps)
+    settings[0].put()
     peaks = [peak_growth(lambda i=i: turn(i, PEAK_STEPS), device) for i in range(len(peers))]
     return [
         lap._replace(held_bytes=peer.held_bytes(), peak_bytes=peak)
@@ -160,39 +183,44 @@ def take_turns(
     ]
 
 
+class Timed(NamedTuple):
+    """What some work took."""
+
+    seconds: float
+    cpu_seconds: float  # of all threads of the process
+    sent_bytes: int | None  # by the gauge
+
+
+def timed(
+    work: Callable[[], Any],
+    *,
+    device: torch.device,
+    fence: Callable[[], Any],
+    gauge: Callable[[], int | None],
+) -> Timed:
+    """Do some work between fences, and see what it took."""
+
+    def look() -> int | None:
+        fence()
+        seen = gauge()
+        fence()  # nobody may go on before all have looked
+        return seen
+
+    before = look()
+    synchronize(device)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    work()
+    synchronize(device)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    after = look()
+    sent = None if before is None or after is None else after - before
+    return Timed(seconds, cpu_seconds, sent)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak_growth(work: Callable[[], Any], device: torch.device) -> int | None:
-    """By how many bytes memory grows at most while `work` runs; None where that can not be seen.
-
-    On the CPU this is resident memory, so it holds what the allocator keeps for later too.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - before
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # so that memory freed by another peer is not reused
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak begins again at what is resident now
-    except OSError:
-        work()
-        return None
-    before = _status_bytes("VmRSS")
-    work()
-    return max(0, _status_bytes("VmHWM") - before)
-
-
-def _status_bytes(name: str) -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(name + ":"))
-    return int(line.split()[1]) * 1024
 
 
 def nbytes(values: Any) -> int:

@@ -1,0 +1,165 @@
+"""The links between nodes: what leaves a node, and links whose rate can be changed.
+
+[Note: link rates] The bench can not make a link slower; a cluster can. One that is able to offers
+an importable module with a function `set_rate(rate)`, which every rank calls while all are idle,
+and which returns on rank 0 once the rate is in force. The variable MICS_FN_LINKS names the module.
+"""
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from mics_fn.errors import PlanError, message
+from mics_fn.lab.bench_measure import Setting, of_all_ranks
+
+HEADER_BYTES = 66  # of one packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
+NET_DEV = Path("/proc/net/dev")
+SNMP = Path("/proc/net/snmp")
+LINKS = "MICS_FN_LINKS"
+DEFAULT_LINKS = "rigmark"
+AS_IS = "as-is"
+
+
+class Counters(NamedTuple):
+    """What a network interface has sent so far, and TCP segments that went twice."""
+
+    nbytes: int
+    packets: int
+    resent: int
+
+
+class Rate(NamedTuple):
+    """The rate of the links between nodes, and the steps of a turn at it."""
+
+    name: str  # as-is, unshaped, 200mbit
+    steps: int
+
+
+def node_interface(node_size: int) -> str | None:
+    """The network interface whose counters tell what leaves this node; None if there is none.
+
+    It is the one that gloo is told to use. Pretended nodes share one machine's interface, and what
+    they send to each other never reaches it: then there is nothing to count.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        mine = (kernel, os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        mine = None
+    seen = of_all_ranks((mine, name != "lo" and read_counters(name) is not None))
+    nodes = [seen[i : i + node_size] for i in range(0, len(seen), node_size)]
+    own = [{place for place, _ in node} for node in nodes]
+    apart = all(len(places) == 1 for places in own) and len(set.union(*own)) == len(nodes)
+    counted = all(readable and place is not None for place, readable in seen)
+    return name if len(nodes) > 1 and apart and counted else None
+
+
+def read_counters(interface: str) -> Counters | None:
+    """What an interface of this network namespace has sent; None if there is no such one."""
+    if not NET_DEV.exists():
+        return None
+    for line in NET_DEV.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() == interface:
+            columns = rest.split()
+            return Counters(int(columns[8]), int(columns[9]), _resent())
+    return None
+
+
+def _resent() -> int:
+    """TCP segments that this network namespace sent again; 0 where that is not known."""
+    names, values = [], []
+    if SNMP.exists():
+        lines = [line.split() for line in SNMP.read_text().splitlines()]
+        names, values = [line for line in lines if line[:1] == ["Tcp:"]][:2]
+    return int(dict(zip(names, values, strict=True)).get("RetransSegs", 0))
+
+
+def sent_bytes(interface: str | None) -> int | None:
+    """Bytes that this node has sent so far; None without an interface of its own."""
+    found = None if interface is None else read_counters(interface)
+    return None if found is None else found.nbytes
+
+
+def count_wire(work: Callable[[], None], interface: str | None) -> Counters | None:
+    """Do the work on all ranks, and see what left this node meanwhile."""
+
+    def look() -> Counters | None:
+        if dist.is_initialized():
+            dist.barrier()
+        seen = None if interface is None else read_counters(interface)
+        if dist.is_initialized():
+            dist.barrier()  # nobody may go on before all have looked
+        return seen
+
+    before = look()
+    work()
+    after = look()
+    if before is None or after is None:
+        return None
+    return Counters(*(late - early for late, early in zip(after, before, strict=True)))
+
+
+def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:
+    """Rates of links as they are written: 200mbit, or 200mbit:2 for turns of 2 steps.
+
+    Args:
+        words: one for each rate.
+        steps: of a turn where a word does not say.
+
+    Raises:
+        PlanError: a word is no rate, or nothing here can set it. See [Note: link rates].
+
+    >>> read_rates(["as-is"], 5)
+    (Rate(name='as-is', steps=5),)
+    """
+    text = f"--rates {' '.join(words)}"
+    found = []
+    for word in words:
+        match = re.fullmatch(rf"({AS_IS}|unshaped|\d+(?:\.\d+)?[kmg]bit)(?::([1-9]\d*))?", word)
+        if match is None:
+            fix = f"write 200mbit, 1gbit, unshaped or {AS_IS}, and :3 behind for turns of 3 steps"
+            raise PlanError(message(f"{text}: {word} is no rate", fix=fix))
+        found.append(Rate(match[1], int(match[2] or steps)))
+    names = [rate.name for rate in found]
+    if AS_IS in names and len(names) > 1:
+        fix = f"leave {AS_IS} out: nothing here knows what the links were like before"
+        raise PlanError(message(f"{text}: {AS_IS} comes alone", fix=fix))
+    if AS_IS not in names:
+        _links(text)
+    return tuple(found)
+
+
+def settings_of(rates: Sequence[Rate]) -> list[Setting]:
+    """Rates with what every rank calls to put them in force."""
+    if rates[0].name == AS_IS:
+        return [Setting(rates[0].steps)]
+    links = _links(rates[0].name)
+
+    def put(name: str) -> None:
+        dist.barrier()
+        links.set_rate(name)
+        dist.barrier()
+
+    return [Setting(rate.steps, partial(put, rate.name)) for rate in rates]
+
+
+def _links(asked: str) -> Any:
+    """The module that sets rates."""
+    name = os.environ.get(LINKS, DEFAULT_LINKS)
+    fix = f"measure on a cluster that can, and let {LINKS} name its module; or leave --rates out"
+    what = f"{asked}: nothing here sets the rate of a link"
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise PlanError(message(what, [f"{LINKS}={name}: {error}"], fix)) from None
+    if not callable(getattr(module, "set_rate", None)):
+        raise PlanError(message(what, [f"{LINKS}={name}: it has no set_rate"], fix))
+    return module

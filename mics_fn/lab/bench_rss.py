@@ -1,0 +1,155 @@
+"""`bench step --rss`: the memory of a rank that runs one peer and nothing else.
+
+[Note: resident memory] Peers that take turns in one process share its memory, so here each has
+processes of its own, and what it grows by counts from after a few steps of a tiny model: then all
+code is loaded. Glibc keeps freed blocks for later, of up to 32 MB each, so that the most that is
+resident is more than the most that is used at once. Both are measured, in processes of their own:
+"resident" with the allocator as everyone has it, "used" with one that gives blocks back at once.
+"""
+
+import contextlib
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mics_fn.errors import PlanError, message
+from mics_fn.lab import gpt
+from mics_fn.lab.bench_links import AS_IS
+from mics_fn.lab.bench_measure import in_job, say, start
+from mics_fn.lab.bench_memory import give_back_at_once, memory_bytes, peak_bytes, reset_peak
+from mics_fn.lab.bench_peers import PEERS, StepConfig, make_model, make_stage, own_group, phases
+from mics_fn.lab.launch import launch
+from mics_fn.lab.report import human_bytes, table
+
+TINY_STEPS = 2
+LEGEND = """\
+Each peer ran alone in fresh processes, twice; figures are those of the fullest rank. before: what
+was resident once all code was loaded; the others count from there. resident: the most in the steps.
+used: the same with an allocator that gives freed memory back at once. formula: states and what a
+step needs at the least: gathered parameters (all, or two units), and gradients (this rank's part,
+and two units in full). used to start: building the model, which holds it in full, and warm-up."""
+
+
+class Run(NamedTuple):
+    """One peer in processes of its own."""
+
+    config: StepConfig
+    name: str
+    tight: bool  # whether freed memory is given back at once
+
+
+def check_rss(config: StepConfig) -> None:
+    """Refuse a job: its processes can not be started afresh for each peer.
+
+    Raises:
+        PlanError: this process is part of one, or there are rates, which memory does not have.
+    """
+    if config.rates[0].name != AS_IS:
+        raise PlanError(
+            message("--rss with --rates: memory does not depend on them", fix="drop one")
+        )
+    if in_job():
+        fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
+        raise PlanError(message("--rss in a job: it needs fresh processes for each peer", fix=fix))
+
+
+def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
+    """Measure one peer after the other, each on ranks of its own."""
+    names = phases(replace(config, alone=False), ranks)[ranks]
+    params = sum(p.numel() for p in make_model(config, torch.device("meta")).parameters())
+    peers = []
+    for name in names:
+        say(f"{name}: alone in fresh processes, twice ...")
+        found = [launch(measure_rss, ranks, Run(config, name, tight)) for tight in (False, True)]
+        peers.append(_figures(name, *found))
+    return {"params": params, "peers": peers}
+
+
+def measure_rss(run: Run) -> dict[str, Any]:
+    """The memory of one peer, as one rank of several."""
+    config, turns = run.config, run.config.turns
+    device = start(config.device)
+    if run.tight:
+        give_back_at_once()
+    tiny = gpt.GPTConfig(256, config.model.context, dim=16, num_heads=2, num_blocks=1)
+    _take_steps(run._replace(config=replace(config, model=tiny)), device, TINY_STEPS, 0)
+    gc.collect()
+    before = reset_peak(device)
+    found = _take_steps(run, device, turns.warmup, turns.rounds * turns.steps)
+    return {"before": memory_bytes(device) if before is None else before, **found}
+
+
+def _take_steps(run: Run, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
+    """Build the peer, and see the most that there was until warm-up ended, and after it."""
+    with contextlib.ExitStack() as closing:
+        own = own_group() if dist.get_world_size() == 1 else None
+        stage = make_stage(run.config, device, closing, own=own, steps=warmup + steps)
+        peer = PEERS[run.name].build(stage)
+        for number in range(warmup):
+            peer.step(number)
+        dist.barrier()
+        first = peak_bytes(device)
+        known = reset_peak(device) is not None
+        for number in range(warmup, warmup + steps):
+            peer.step(number)
+        return {
+            "title": peer.name,
+            "start": first,
+            "steps": peak_bytes(device) if known else None,
+            "held": peer.held_bytes(),
+            "needs": peer.needs,
+        }
+
+
+def _figures(name: str, usual: Sequence[dict], tight: Sequence[dict]) -> dict[str, Any]:
+    formula = {"states": max(rank["held"] for rank in tight), **tight[0]["needs"]}
+    return {
+        "name": name,
+        "title": tight[0]["title"],
+        "before_bytes": max(rank["before"] or 0 for rank in usual),
+        "resident_bytes": _grown(usual, "steps"),
+        "used_bytes": _grown(tight, "steps"),
+        "used_to_start_bytes": _grown(tight, "start"),
+        "formula": formula,
+        "formula_bytes": sum(formula.values()),
+    }
+
+
+def _grown(ranks: Sequence[dict], key: str) -> int | None:
+    """By how much the fullest rank grew; None where that can not be seen."""
+    if any(rank[key] is None or rank["before"] is None for rank in ranks):
+        return None
+    return max(rank[key] - rank["before"] for rank in ranks)
+
+
+def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
+    """The figures as a table."""
+    heads = ("", "before", "resident", "used", "formula", "used/formula")
+    rows: list[tuple[str, ...]] = [
+        (*heads, "= states", "+ parameters", "+ gradients", "used to start")
+    ]
+    for peer in figures["peers"]:
+        parts, used = peer["formula"], peer["used_bytes"]
+        rows.append(
+            (
+                f"{peer['name']}: {peer['title']}",
+                *(_bytes(peer[key]) for key in ("before_bytes", "resident_bytes", "used_bytes")),
+                human_bytes(peer["formula_bytes"]),
+                "-" if used is None else f"{used / peer['formula_bytes']:.2f}",
+                *(human_bytes(parts[key]) for key in ("states", "parameters", "gradients")),
+                _bytes(peer["used_to_start_bytes"]),
+            )
+        )
+    title = (
+        f"memory of a rank, {figures['params']:,} parameters, accumulate {config.accumulate}, nodes"
+        f" of {config.node_size}, p = {config.partition_size}"
+    )
+    return f"{table(title, rows)}\n\n{LEGEND}"
+
+
+def _bytes(value: float | None) -> str:
+    return "-" if value is None else human_bytes(value)

@@ -1,0 +1,78 @@
+"""`record`: the order of use without data is that of a real step."""
+
+import pytest
+import torch
+from cases import Layout, groups_of, random
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+import mics_fn as mf
+
+PAIR = Layout((2,), 2)
+
+
+def make():
+    torch.manual_seed(0)
+    embed = nn.Embedding(7, 6)
+    return nn.Sequential(
+        embed, nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), nn.Linear(6, 7)
+    )
+
+
+def recorded(layout):
+    groups = groups_of(layout)
+    model = make()
+    params = {**dict(model.named_parameters()), "steps": torch.tensor(3)}
+    model.requires_grad_(False)
+    params["2.bias"].requires_grad_(False)
+    for name, value in params.items():
+        if value.is_floating_point() and name != "2.bias":
+            value.requires_grad_(True)
+    shards = mf.shard(params, groups, bucket_bytes=200)
+    skeleton = make().to("meta")
+
+    def loss_fn(full, batch):
+        values = {k: v for k, v in full.items() if k != "steps"}
+        return functional_call(skeleton, values, (batch,)).square().mean()
+
+    tokens = torch.arange(6).view(2, 3)
+    groups.traffic.clear()
+    hollow = mf.record(loss_fn, shards, tokens)
+    fake = mf.record(loss_fn, shards, FakeTensorMode().from_tensor(tokens))
+    assert groups.traffic.snapshot() == {}, "nothing is sent without groups"
+    real = mf.record(loss_fn, shards, tokens, groups=groups)
+    assert groups.traffic.snapshot()["gather rank"][0] > 1
+    assert hollow == real, (str(hollow), str(real))
+    assert fake.uses == real.uses
+    frozen = {x.bucket.index for x in shards.values() if isinstance(x, mf.Fixed) and x.bucket}
+    assert len(frozen) == 1
+    assert not frozen & set(hollow.reduces)
+    sizes = [0] * (max(i for ids in hollow.uses for i in ids) + 1)
+    for leaf in shards.values():
+        if leaf.bucket is not None:
+            sizes[leaf.bucket.index] = leaf.bucket.nbytes
+    schedule = mf.plan(hollow, sizes, live_bytes=0)
+    total = mf.GradSum()
+    full = mf.gather(shards, groups, schedule=schedule, into=total)
+    total.backward(loss_fn(full, tokens))
+    return str(hollow)
+
+
+def test_a_record_without_data_is_that_of_a_real_step(ranks):
+    first, second = ranks(2).run(recorded, PAIR)
+    assert first == second
+    assert ranks(1).run(recorded_alone)
+
+
+def recorded_alone():
+    groups = mf.make_groups(1, ranks=[0])
+    shards = mf.shard({"a": random(0, 3), "b": random(1, 3)}, groups, bucket_bytes=8)
+    assert mf.record(lambda full, x: full["a"].sum() * x, shards, torch.ones(())).uses == ((0,),)
+    assert mf.record(lambda full, x: x.sum(), shards, torch.ones(2)) == mf.Schedule(())
+    with pytest.raises(RuntimeError) as caught:
+        mf.record(lambda full, x: full["a"].sum().item(), shards, torch.ones(2))
+    assert "pass groups= to record a real step" in caught.value.__notes__[0]
+    with pytest.raises(mf.LeafError, match="no shard"):
+        mf.record(lambda full, x: x, {"a": torch.ones(2)}, torch.ones(2))
+    return True
