@@ -14,6 +14,7 @@ from mics_fn.errors import OptimizerError as OptimizerError
 from mics_fn.errors import PlanError as PlanError
 from mics_fn.errors import TreeError as TreeError
 from mics_fn.gather import PendingTree as PendingTree
+from mics_fn.gather import bucket_sizes as bucket_sizes
 from mics_fn.gather import gather as gather
 from mics_fn.gather import start_gather as start_gather
 from mics_fn.gather import unshard as unshard

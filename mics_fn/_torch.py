@@ -81,6 +81,26 @@ def inside_torch_func() -> bool:
     return stack is not None
 
 
+def wrapper_without_data(cls: type, geometry: tuple, dtype: torch.dtype, device: Any) -> Any:
+    """A tensor of a subclass that has metadata only; asking for its memory raises.
+
+    Args:
+      cls: the subclass.
+      geometry: size, strides and storage offset.
+      dtype, device: as it shows them.
+    """
+    size, stride, offset = geometry
+    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+        cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+# For a tensor subclass whose ops are ordinary ones until they reach `__torch_dispatch__`.
+no_torch_function: Any = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+
 def without_torch_func() -> Any:
     """A block in which new tensors are plain, whatever `torch.func` transforms run around it."""
     return torch._C._DisableFuncTorch()  # pyright: ignore[reportAttributeAccessIssue]

@@ -42,8 +42,11 @@ class Cache:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
         self.cells = [Cell(i, names) for i in range(len(uses))]
+        self._control = control
         # The player outlives the cache, and must not keep its buffers.
         self._name = partial(_title, names)
+        for cell in self.cells:
+            cell.stays = policy.at_once
         self.player = Player(known, policy, sizes_of(uses), control, self._name)
         if into is not None:
             into.bind(uses, self.player.order)
@@ -127,6 +130,8 @@ class Cache:
             for action in self.player.end():
                 self._drop(action.buckets[0])
             self._closed = True
+            if self._chunks and self.device(min(self._chunks)).type == "cuda":
+                self._control.look()  # here no host waits for a collective, and would look then
 
     def __del__(self) -> None:
         # The tensors of the tree are gone. Memory that is still being written to is left alone.

@@ -117,15 +117,34 @@ def scatter_steps(
         if here.device.type == "cpu":
             # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them
             # here moves half as much, sums in rank order, and rounds 16-bit values once.
-            received = there[: here.numel()]
-            yield _issue(comm, dist.all_to_all_single, received, here)
             mean = out.view(-1) if i == len(comms) - 1 else here[:numel]
-            _mean(received.view(comm.size, numel), mean)
+            yield from _exchange(comm, here.view(comm.size, numel), there[: here.numel()], mean)
         else:
             mean = out.view(-1) if i == len(comms) - 1 else there[:numel]
             yield _issue(comm, _torch.reduce_scatter_single, mean, here, op=dist.ReduceOp.AVG)
             there = here
         here = mean
+
+
+def _exchange(
+    comm: Comm, parts: Tensor, received: Tensor, mean: Tensor
+) -> Generator[Issued, None, None]:
+    """Part j goes to the rank at place j; what comes is averaged, perhaps in part 0's memory."""
+    received = received.view(parts.shape)
+    if comm.size != 2:
+        yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
+        return _mean(received, mean)
+    # Of two parts only one travels, and the mean is one pass over both.
+    own, other = comm.rank, 1 - comm.rank
+    sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
+    call = _bind(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
+    yield Issued(comm, "reduce-scatter", parts[other].nbytes, call)
+    halves = [parts[0], received[1]] if own == 0 else [received[0], parts[1]]
+    if mean.dtype.itemsize == 2:
+        mean.copy_(torch.lerp(halves[0].float(), halves[1].float(), 0.5))
+    else:
+        torch.lerp(halves[0], halves[1], 0.5, out=mean)
+    return None
 
 
 def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Issued:

@@ -129,8 +129,8 @@ class Control:
             by_text.setdefault(text, []).append(rank)
         lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
         fix = (
-            "let all ranks of a partition group use parameters in one order "
-            "(or keep everything live with a schedule that fetches all buckets first)"
+            "let all ranks of a partition group use parameters in one order, "
+            "or pass schedule=keep_all(), which lets them differ"
         )
         text = message("gather: ranks take different ways through the model", lines, fix)
         if self._store is not None:

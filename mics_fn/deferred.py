@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mics_fn import _torch
 from mics_fn.errors import LeafError, message
 from mics_fn.leaf import dtype_name
 
@@ -26,7 +27,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset;
 class Cell:
     """One bucket as deferred tensors see it."""
 
-    __slots__ = ("_names", "full", "high", "ids", "low", "views")
+    __slots__ = ("_names", "full", "high", "ids", "low", "stays", "views")
 
     def __init__(self, index: int, names: Callable[[int], Sequence[str]]) -> None:
         self.ids = (index,)
@@ -34,6 +35,7 @@ class Cell:
         self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
         self.views: dict[Geometry, Tensor] = {}
         self.low, self.high = 1, 0  # addresses of `full`
+        self.stays = False  # once it is live it stays so: further uses need not be told
 
     def fill(self, full: Tensor, hollow: bool) -> None:
         """The bucket is here; views of what was here before are forgotten."""
@@ -74,7 +76,7 @@ class Deferred(torch.Tensor):
     _where: Geometry  # in the bucket
     _cast: torch.dtype | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    __torch_function__ = _torch.no_torch_function
 
     @staticmethod
     def __new__(
@@ -86,9 +88,7 @@ class Deferred(torch.Tensor):
         like: "_Like",
     ) -> Any:
         size, stride, offset = geometry
-        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
-            cls, size, strides=stride, storage_offset=offset, dtype=like[0], device=like[1]
-        )
+        self = _torch.wrapper_without_data(cls, geometry, like[0], like[1])
         self._source, self._cell, self._origin = source, cell, origin
         self._where = (size, stride, origin + offset)
         self._cast = like[2]
@@ -101,6 +101,14 @@ class Deferred(torch.Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.detach().clone()
+
+    def __tensor_flatten__(self) -> Any:
+        """Asked by `torch.compile`, which would trace through the fetch."""
+        text = "torch.compile: a deferred parameter enters a compiled region"
+        fix = "gather without schedule= around compiled code, or clone() parameters before it"
+        raise LeafError(message(text, fix=fix))
+
+    __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy as an array."""
@@ -145,7 +153,7 @@ def _bring(found: Sequence[Deferred]) -> None:
             ids = tuple(numbers)
             if source.ids != ids:
                 source.touch(ids)
-    elif source.ids != ids:
+    elif source.ids != ids and not (first._cell.stays and first._cell.full is not None):
         source.touch(ids)
 
 
@@ -170,26 +178,39 @@ def _replace(value: Any) -> Any:
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an op on plain tensors."""
-    found = _search(args, [])
-    if kwargs:
-        _search(kwargs.values(), found)
+    cell = source = None
+    for value in args:
+        kind = type(value)
+        if kind is Deferred:
+            if cell is None:
+                cell, source = value._cell, value._source
+            elif value._cell is not cell:
+                break
+        elif kind is list and value and type(value[0]) is not int:
+            break
+    else:
+        if cell is not None and source is not None and not kwargs:  # nearly always
+            if source.ids != cell.ids and not (cell.stays and cell.full is not None):
+                source.touch(cell.ids)
+            plain = [_plain(value) if type(value) is Deferred else value for value in args]
+            return _own(func(*plain), (cell,))
+    found = _search((*args, *kwargs.values()), [])
     _bring(found)
     args = tuple([_replace(value) for value in args])
-    if kwargs:
-        kwargs = {name: _replace(value) for name, value in kwargs.items()}
-    return _own(func(*args, **kwargs), found)
+    kwargs = {name: _replace(value) for name, value in kwargs.items()}
+    return _own(func(*args, **kwargs), {d._cell for d in found})
 
 
-def _own(out: Any, found: Sequence[Deferred]) -> Any:
+def _own(out: Any, cells: Iterable[Cell]) -> Any:
     """What an op returns, in memory of its own: some ops return their input as it is."""
-    if type(out) is Tensor:
-        at = out.data_ptr() if out.numel() else 0
-        for deferred in found:
-            if deferred._cell.low <= at < deferred._cell.high:
+    kind = type(out)
+    if kind is Tensor:
+        at = out.data_ptr()
+        for cell in cells:
+            if cell.low <= at < cell.high and out.numel():
                 return out.clone()
-        return out
-    if type(out) is tuple or type(out) is list:
-        return type(out)([_own(each, found) for each in out])
+    elif kind is tuple or kind is list:
+        return kind([_own(each, cells) for each in out])
     return out
 
 
@@ -235,6 +256,15 @@ def _views(out: Any, dtype: torch.dtype) -> _Views:
     return _Views(several, all(m.dtype == dtype for m in metas), geometries)
 
 
+def _transpose(func: Any, args: tuple, kwargs: dict) -> Any:
+    """As `_view`, for what every linear layer does, in both directions."""
+    deferred: Deferred = args[0]
+    size, stride, at = deferred._where
+    if len(size) != 2:
+        return _view(func, args, kwargs)
+    return _like(deferred, (size[::-1], stride[::-1], at - deferred._origin))
+
+
 def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = None) -> Deferred:
     """A deferred tensor elsewhere in the same bucket."""
     cast = cast or deferred._cast
@@ -271,11 +301,12 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
     return _compute(func, args, kwargs)
 
 
-# Views that their schemas do not tell of.
+# What is more than its schema tells.
 _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
     aten._unsafe_view.default: _view,
     aten._reshape_alias.default: _view,
     aten._to_copy.default: _to_copy,
+    aten.t.default: _transpose,
     # Asked of the halves of a dual tensor: a deferred one stands for memory of its own.
     aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
 }

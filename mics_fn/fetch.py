@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mics_fn import _torch
 from mics_fn.cache import Cache
 from mics_fn.deferred import Deferred
 from mics_fn.errors import LeafError, message
@@ -158,6 +159,28 @@ class _Wait(torch.autograd.Function):
         return _Wait.apply(reduction, *pieces), in_dims[1:]
 
 
+class _QuickJoin(torch.autograd.Function):
+    """`_Join` outside of torch.func, where binding arguments would cost more than all the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
+        _Join.setup_context(ctx, inputs, None)
+        return _Join.forward(*inputs)
+
+    backward, jvp = _Join.backward, _Join.jvp
+
+
+class _QuickFetch(torch.autograd.Function):
+    """`_Fetch` likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
+        _Fetch.setup_context(ctx, inputs, None)
+        return _Fetch.forward(*inputs)
+
+    backward, jvp = _Fetch.backward, _Fetch.jvp
+
+
 def parameters(cache: Cache, index: int) -> list[Deferred]:
     """The leaves of a bucket as deferred tensors, one a member; nothing is fetched."""
     bucket, cell = cache.uses[index].bucket, cache.cells[index]
@@ -192,10 +215,10 @@ def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
     frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
     cache.load(frozen, [data[i] for index in frozen for i in uses[index].members])
     pieces = [data[i] for index in trained for i in uses[index].members]
-    joined = deal(
-        [uses[i] for i in trained], _Join.apply(cache, trained, *pieces) if pieces else ()
-    )
+    inside = _torch.inside_torch_func()
+    join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
+    joined = deal([uses[i] for i in trained], join.apply(cache, trained, *pieces) if pieces else ())
     found: dict[int, Sequence[Any]] = {index: parameters(cache, index) for index in frozen}
     for index, (_, values) in zip(trained, joined, strict=True):
-        found[index] = _Fetch.apply(cache, index, *values)
+        found[index] = fetch.apply(cache, index, *values)
     return [value for index in range(len(uses)) for value in found[index]]

@@ -14,8 +14,8 @@ from mics_fn.control import Control
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.fetch import fetch_all
 from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
-from mics_fn.linear import BucketUse, Started, apply, homes_of, put, start, uses_of
-from mics_fn.player import describe, memory_of
+from mics_fn.linear import BucketUse, Started, apply, grouped, homes_of, put, start, uses_of
+from mics_fn.player import describe, memory_of, sizes_of
 from mics_fn.policy import OnDemand
 from mics_fn.reduction import GradSum
 from mics_fn.schedule import Schedule
@@ -35,6 +35,10 @@ def gather(
       shards: tree of shards (`Sharded`, `Fixed`, `Tied` leaves).
       hierarchy: the route: `groups.hierarchy`, `groups.flat`, or `groups`; or a prefix pytree of
         these, or a function from path to one.
+      schedule: None gathers now. A `Schedule` or a policy (`on_demand`, `keep_all`) gives deferred
+        tensors: each fetches its bucket at the op that needs it, in forward and in backward.
+      into: a `GradSum` that takes the gradients instead of the result of backward; needs a schedule
+        and `groups`.
 
     Returns:
       The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied
@@ -44,15 +48,19 @@ def gather(
 
     Communication: one all-gather a level and bucket; each rank receives (p - 1)/p of the full
       bytes. Its VJP is one reduce-scatter a level and bucket. None if p = 1. A tree that is new to
-      the groups is agreed on once (32 bytes).
+      the groups is agreed on once (32 bytes). With a schedule each bucket is gathered as often as
+      it is fetched, its reduce-scatter starts when its gradients are complete, and before a fetch
+      that no schedule foresaw one small message goes to the store of torch.distributed.
 
     Memory: the full tree, until the caller drops it; its VJP four buffers of a bucket at most.
-      With p = 1 nothing: full tensors are views of the shards.
+      With p = 1 nothing: full tensors are views of the shards. With a schedule what it keeps live.
 
     Raises:
       PlanError: the groups are not those that the tree was sharded with.
       DonatedError: a shard was given away earlier.
-      DesyncError: ranks gather different trees.
+      DesyncError: ranks gather different trees, or use deferred parameters in different orders.
+      LeafError: an op writes to a deferred parameter.
+      TreeError: `into` without a schedule, or used twice.
 
     Example:
       >>> groups = make_groups(1)
@@ -92,6 +100,31 @@ def defer(
     cache.start()
     owner = owner_index(leaves)
     return spec.unflatten([full[owner[i]] for i in range(len(leaves))]), cache
+
+
+def bucket_sizes(shards: Tree) -> list[int]:
+    """Bytes that each bucket of a tree takes where it is live, by the numbers that schedules use.
+
+    Args:
+      shards: tree of shards.
+
+    Returns:
+      One number a bucket; 0 for one whose shards are whole, in a group of one rank.
+
+    Communication: none.
+
+    Memory: none.
+
+    Raises:
+      LeafError: a leaf is no shard.
+
+    Example:
+      >>> bucket_sizes(shard([torch.ones(6)], make_groups(1)))
+      [0]
+    """
+    leaves, _ = tree.flatten(shards, is_leaf)
+    check_shards("bucket_sizes", shards, leaves)
+    return sizes_of(in_order(grouped(leaves, [None] * len(leaves))))
 
 
 def in_order(uses: Sequence[BucketUse]) -> list[BucketUse]:

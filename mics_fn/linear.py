@@ -74,7 +74,7 @@ def uses_of(
     return uses
 
 
-def grouped(leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]) -> list[BucketUse]:
+def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
     """Leaves by bucket, each bucket once unless a slot occurs again."""
     found: dict[Bucket, list[dict[int, int]]] = {}
     for i, leaf in enumerate(leaves):
@@ -180,8 +180,7 @@ def _reduce_scatter_in_turns(
 ) -> list[Tensor]:
     """At most two buckets under way, so that as many buffers serve a model of any size."""
     like = _like(uses, data, full=True)
-    under_way: deque[Started] = deque()
-    out = []
+    under_way, out = deque[Started](), []
     for use, leaves in deal(uses, data):
         if len(under_way) == 2:
             out += under_way.popleft().wait()

@@ -124,7 +124,7 @@ class Player:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
             # See [Note: the same way] in `control`.
-            way = f"{self.place_of(k)}, after {self._digest.hexdigest()[:16]}"
+            way = f"{self.place_of(k)} (way so far: {self._digest.hexdigest()[:8]})"
             self._control.same(f"{self.number}/{self._agreed}", way)
             self._agreed += 1
             done.append(self._apply(Action("fetch", (i,))))
@@ -176,8 +176,10 @@ def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Contro
         return
     if not policy.at_once:
         uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
-        control.same(f"{last.number}/end", f"{last.place_of(len(last.uses))}, in all {uses}")
+        control.same(f"{last.number}/end", f"{last.place_of(len(last.uses))}, (all of it: {uses})")
         known.schedule = policy.plan(last.record, sizes)
+        planned = sha256(str(known.schedule).encode()).hexdigest()[:16]
+        control.same(f"{last.number}/plan", f"made a schedule that differs ({planned})")
     if known.order is None:
         # Replicas reduce together too, so one rank's order is everybody's, for good.
         reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]

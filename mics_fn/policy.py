@@ -53,8 +53,9 @@ class OnDemand:
         """The facts that must be the same on every rank."""
         if self.at_once:
             return "keep_all()"
-        own = self.planner is not None and getattr(self.planner, "__qualname__", "a function")
-        return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}, plan={own})"
+        # Functions do not compare between ranks; what they plan does, once it is planned.
+        own = "" if self.planner is None else ", plan=a function"
+        return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}{own})"
 
 
 def on_demand(

@@ -169,7 +169,7 @@ def first_difference(schedules: Sequence[Schedule]) -> str:
 
 
 def plan(
-    record: Schedule, sizes: Sequence[int], *, live_bytes: int | None, prefetch: int = 2
+    record: Schedule, sizes: Sequence[int], *, live_bytes: int | None, prefetch: int = 4
 ) -> Schedule:
     """Add fetches and drops to a record, knowing all that follows.
 

@@ -111,10 +111,10 @@ class Trainer:
             raise TreeError(message("Trainer: a loss_fn needs params=", fix=fix))
         else:
             self._program = FunctionProgram(model)
-        options.setdefault("bucket_bytes", _bucket_bytes(params))
-        shards = shard(params, groups, **options)
         homes = tree.spread(groups, params, what="groups", is_value=lambda v: isinstance(v, Groups))
         self._home: Groups = homes[0] if homes else groups
+        options.setdefault("bucket_bytes", _bucket_bytes(params, self._home))
+        shards = shard(params, groups, **options)
         if live_bytes == "auto":
             live_bytes = _quarter_of_memory(self._home)
         if live_bytes is not None and live_bytes >= _float_bytes(params):
@@ -252,8 +252,10 @@ def _float_bytes(params: Tree) -> int:
     return sum(x.nbytes for x in leaves.values() if x.is_floating_point())
 
 
-def _bucket_bytes(params: Tree) -> int:
+def _bucket_bytes(params: Tree, home: Groups) -> int:
     """Small enough that a model has buckets to overlap, large enough for the network."""
+    if home.world_size == 1:
+        return BUCKET_BYTES
     return min(BUCKET_BYTES, max(2**20, _float_bytes(params) // 16))
 
 

@@ -78,7 +78,7 @@ def test_step(tmp_path: Path) -> None:
     titles = {peer["name"]: peer["title"] for peer in alone["peers"]}
     assert titles == {
         "keep": "Trainer p=1, keep",
-        "zero3": "Trainer p=1, one bucket",
+        "zero3": "Trainer p=1, two buckets",
         "fsdp2": "FSDP2 p=1, default",
         "fsdp2-keep": "FSDP2 p=1, keep",
         "plain": "plain torch loop",
@@ -156,7 +156,7 @@ def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
     assert (figures["params"], figures["config"]["alone"]) == (NUM_PARAMS, False)
     (peer,) = figures["peers"]
     full, parts = 4 * NUM_PARAMS, peer["formula"]
-    assert peer["title"] == "Trainer p=2, one bucket"
+    assert peer["title"] == "Trainer p=2, two buckets"
     assert 3 * full / 2 <= parts["states"] <= 3 * full / 2 + 2000
     assert 0 < parts["parameters"] <= full + 2000
     assert parts["gradients"] == pytest.approx(parts["parameters"] + full / 2, abs=2000)
@@ -164,6 +164,18 @@ def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
     assert peer["before_bytes"] > 50e6  # torch is loaded
     assert peer["used_bytes"] is None or 0 <= peer["used_bytes"] < 100e6
     assert "used/formula" in printed
+
+
+def test_touch(tmp_path: Path) -> None:
+    argv = ["touch", "--rounds", "3", "--steps", "2", "--layers", "4"]
+    figures, printed = run_bench(tmp_path, *argv)
+    assert figures["touches"] == 12
+    names = [peer["name"] for peer in figures["peers"]]
+    assert names == ["plain", "in one bucket", "a bucket each"]
+    for peer in figures["peers"]:
+        found = peer["microseconds_a_touch"]
+        assert found["least"] <= found["median"] <= found["most"]
+    assert "12 touches a step" in printed
 
 
 def test_opt(tmp_path: Path) -> None:

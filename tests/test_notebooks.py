@@ -28,7 +28,19 @@ EXPECTED = {
         "gathered: (8, 6, 5) equal within 1e-6: True",
         "the two agree within 1e-6: True",
     ],
+    "2_schedules.ipynb": [
+        "both runs give the same: True",
+        "planned as followed: True",
+        "live_bytes: 0: sent 170,880 bytes, same gradients: True",
+        "live_bytes: None: sent 102,528 bytes, same gradients: True",
+        "259 buckets, 26.6 GB",
+        "4 micro-steps: 213 GB with 0.8 GB at once",
+        "at once 68,352 bytes, fetched 307,584, sent 153,792",
+        "bucket 3 is not live; fetch it",
+        "rank 1: use 2 of this run is of bucket 3",
+    ],
 }
+PICTURES = {"1_shard_and_gather.ipynb": 1, "2_schedules.ipynb": 2}
 
 
 def printed(notebook: Any) -> list[str]:
@@ -89,7 +101,7 @@ def test_it_runs_and_prints_what_it_shows(name: str, tmp_path: Path):
     assert "False" not in "\n".join(text)
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     assert not [out for out in outputs if out.get("name") == "stderr"]
-    assert sum("image/png" in out.get("data", {}) for out in outputs) == 1
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == PICTURES[name]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

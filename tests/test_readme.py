@@ -19,32 +19,37 @@ from mics_fn.launcher import read_launch
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-BY_HAND, WITH_TRAINER = (code for language, code in FENCES if language == "python")
+BY_HAND, WITH_TRAINER, WITH_BUDGET = (code for language, code in FENCES if language == "python")
 SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
 
 
 def run_readme() -> dict:
-    """Both blocks of code on this rank, and what they leave."""
+    """All blocks of code on this rank, and what they leave."""
     names: dict = {}
     exec(compile(BY_HAND, "README: by hand", "exec"), names)
     first = names["loss"]
     state, groups = names["state"], names["groups"]
     by_hand = mf.unshard(state.params, groups)
     exec(compile(WITH_TRAINER, "README: Trainer", "exec"), names)
+    full = names["full"]
+    exec(compile(WITH_BUDGET, "README: Memory and schedules", "exec"), names)
+    fetches = names["policy"].schedule.fetches
     found = {
         "groups": groups.describe(),
         "step": state.step,
         "loss": first.item(),
         "history": [m.loss.item() for m in names["history"]],
         "by_hand": by_hand,
-        "full": names["full"],
+        "full": full,
+        "budget": mf.unshard(names["state"].params, groups),
+        "again": len(fetches) - len(set(fetches)),
     }
     groups.close()
     return found
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_its_code_trains_and_both_ways_agree(n: int, ranks):
+def test_its_code_trains_and_all_ways_agree(n: int, ranks):
     found = ranks(n).run(run_readme)
     assert {one["groups"] for one in found} == {
         f"n={n} p={n} levels={f'rank:{n}' if n > 1 else 'none'}"
@@ -52,11 +57,13 @@ def test_its_code_trains_and_both_ways_agree(n: int, ranks):
     for one in found:
         assert one["step"] == len(one["history"]) == 20
         assert one["history"][-1] < 0.8 * one["history"][0]
-        for name, value in one["full"].items():
-            assert torch.equal(value, found[0]["full"][name]), name
-            assert torch.equal(one["by_hand"][name], found[0]["by_hand"][name]), name
-            # The same mathematics; `Trainer` may add up the same numbers in another order.
-            torch.testing.assert_close(value, one["by_hand"][name], rtol=1e-4, atol=1e-5)
+        assert (one["again"] > 0) == (n > 1)  # the budget is below the model; one rank holds it all
+        for name, by_hand in one["by_hand"].items():
+            assert torch.equal(by_hand, found[0]["by_hand"][name]), name
+            for way in ("full", "budget"):
+                assert torch.equal(one[way][name], found[0][way][name]), name
+                # The same mathematics, which may add up the same numbers in another order.
+                torch.testing.assert_close(one[way][name], by_hand, rtol=1e-4, atol=1e-5)
     mean = sum(one["loss"] for one in found) / n
     assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
 
@@ -82,6 +89,13 @@ def test_its_code_equals_one_process_on_all_samples(ranks):
     found = ranks(4).run(run_readme)[0]["by_hand"]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_its_schedule_is_a_plan_of_its_uses():
+    (text,) = (code for language, code in FENCES if language == "text")
+    schedule = mf.Schedule.parse(text)
+    assert str(schedule) == text.strip()
+    assert mf.plan(schedule, [8, 8, 8], live_bytes=8) == schedule
 
 
 def test_its_script_runs_under_torchrun(tmp_path: Path):

@@ -17,6 +17,7 @@ from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
 from mics_fn.lab.bench_peers import DEFAULT_PEERS, PEERS, StepConfig, check_peers
 from mics_fn.lab.bench_rss import check_rss, render_rss, run_rss
 from mics_fn.lab.bench_step import measure_step, render_step
+from mics_fn.lab.bench_touch import TouchConfig, measure_touch, render_touch
 from mics_fn.lab.gpt import GPTConfig
 from mics_fn.launcher import read_launch
 from mics_fn.topology import Topology, plan_groups
@@ -49,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add("--warmup", type=_count, default=2, help="steps before measuring (default 2)")
         if name != "bytes":
             add("--rounds", type=_count, default=5, help="turns of each (default 5)")
+        if name == "touch":
+            add("--steps", type=_count, default=50, help="steps of a turn (default 50)")
+            add("--layers", type=_count, default=64, help="linear layers (default 64)")
+            continue
         if name == "opt":
             add("--steps", type=_count, default=10, help="steps of a turn (default 10)")
             add("--small-leaves", type=_count, default=2000, help="of the second tree (2000)")
@@ -92,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
         bench = RSS
     if args.json is not None and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
-    ranks = 1 if args.bench == "opt" else num_ranks(args.ranks, DEFAULT_RANKS)
+    ranks = 1 if args.bench in ("opt", "touch") else num_ranks(args.ranks, DEFAULT_RANKS)
     config = bench.config(args, ranks)
     figures = bench.run(config, ranks)
     if figures:
@@ -184,6 +189,11 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
     )
 
 
+def _touch_config(args: argparse.Namespace, ranks: int) -> TouchConfig:
+    turns = Turns(args.rounds, args.steps, args.warmup)
+    return TouchConfig(turns=turns, layers=args.layers, device=args.device)
+
+
 def _opt_config(args: argparse.Namespace, ranks: int) -> OptConfig:
     return OptConfig(
         turns=Turns(args.rounds, args.steps, args.warmup),
@@ -205,6 +215,12 @@ BENCHES = {
         _opt_config,
         _on_ranks(measure_opt),
         render_opt,
+    ),
+    "touch": Bench(
+        "host time that a deferred weight costs an op",
+        _touch_config,
+        _on_ranks(measure_touch),
+        render_touch,
     ),
     "bytes": Bench(
         "bytes of a step at each level: ledger, formula, and what leaves a node",

@@ -113,22 +113,30 @@ def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
     return gpt.GPT(config.model).to(device)
 
 
-def _trainer(stage: Stage, *, wide: bool, live_bytes: int | None) -> Peer:
-    """`Trainer`, with a partition group as asked for or of all ranks."""
+def _trainer(stage: Stage, *, wide: bool, keep: bool) -> Peer:
+    """`Trainer`, with a partition group as asked for or of all ranks.
+
+    It keeps all gathered parameters, or has a budget of two buckets, which is ZeRO-3's memory: one
+    in use, one that comes next, and the one more that `live_bytes` allows.
+    """
     config, p = stage.config, stage.world_size if wide else stage.partition_size
     if stage.own is not None:
         groups = mf.make_groups(1, ranks=[dist.get_rank()], device=stage.device)
     else:
         groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
     stage.closing.enter_context(groups)
+    model = make_model(config, stage.device)
+    # Few parameters are larger than a bucket, and such a one is a bucket alone.
+    largest = max(parameter.nbytes for parameter in model.parameters())
     trainer = mf.Trainer(
-        make_model(config, stage.device),
+        model,
         mf.adamw(config.lr),
         groups,
         loss=gpt.loss,
         accumulate=config.accumulate,
-        live_bytes=live_bytes,
+        live_bytes=None if keep else 2 * largest,
     )
+    del model
     joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
 
     def held() -> int:
@@ -136,8 +144,8 @@ def _trainer(stage: Stage, *, wide: bool, live_bytes: int | None) -> Peer:
 
     leaves, _ = tree.flatten(trainer.state.params, is_leaf)
     buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
-    needs = _needs([bucket.nbytes for bucket in buckets], p, keep=live_bytes is None)
-    name = f"Trainer p={p}, {'keep' if live_bytes is None else 'one bucket'}"
+    needs = _needs([bucket.nbytes for bucket in buckets], p, 3, keep=keep)
+    name = f"Trainer p={p}, {'keep' if keep else 'two buckets'}"
     return Peer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
 
 
@@ -178,7 +186,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     blocks = [sum(x.numel() * x.itemsize for x in block.parameters()) for block in model.blocks]
     whole = sum(x.numel() * x.itemsize for x in model.parameters())
     name = f"FSDP2 {'full, ' if full else ''}p={p}, {'keep' if keep else 'default'}"
-    needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep)
+    needs = _needs([*blocks, whole - sum(blocks)], p, 2, keep=keep)
     return _torch_loop(name, stage, model, begin, needs)
 
 
@@ -233,17 +241,17 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in local)
 
 
-def _needs(units: Iterable[int], p: int, *, keep: bool) -> dict[str, float]:
+def _needs(units: Iterable[int], p: int, live: int, *, keep: bool) -> dict[str, float]:
     """What a step needs beyond states, at the least, where parameters travel in such units.
 
-    Gathered parameters: all, or the unit in use and the next one. Gradients: this rank's part of
+    Gathered parameters: all, or the few that are live at once. Gradients: this rank's part of
     all, and two full units, one that is made while the other is reduced.
     """
     ordered = sorted(units, reverse=True)
-    total, two = sum(ordered), sum(ordered[:2])
+    total, two, few = sum(ordered), sum(ordered[:2]), sum(ordered[:live])
     if p == 1:  # what is gathered are the states themselves
         return {"parameters": 0, "gradients": total}
-    return {"parameters": total if keep else two, "gradients": total / p + two}
+    return {"parameters": total if keep else few, "gradients": total / p + two}
 
 
 class Kind(NamedTuple):
@@ -256,10 +264,10 @@ class Kind(NamedTuple):
 
 
 PEERS = {
-    "keep": Kind(partial(_trainer, wide=False, live_bytes=None), ours=True),
-    "zero3": Kind(partial(_trainer, wide=False, live_bytes=0), ours=True),
-    "wide-keep": Kind(partial(_trainer, wide=True, live_bytes=None), ours=True, alone=False),
-    "wide-zero3": Kind(partial(_trainer, wide=True, live_bytes=0), ours=True, alone=False),
+    "keep": Kind(partial(_trainer, wide=False, keep=True), ours=True),
+    "zero3": Kind(partial(_trainer, wide=False, keep=False), ours=True),
+    "wide-keep": Kind(partial(_trainer, wide=True, keep=True), ours=True, alone=False),
+    "wide-zero3": Kind(partial(_trainer, wide=True, keep=False), ours=True, alone=False),
     "fsdp2": Kind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": Kind(partial(_fsdp2, full=False, keep=True)),
     "fsdp2-full": Kind(partial(_fsdp2, full=True, keep=False), alone=False),
