@@ -18,6 +18,7 @@ from mics_fn.gather import bucket_sizes as bucket_sizes
 from mics_fn.gather import gather as gather
 from mics_fn.gather import start_gather as start_gather
 from mics_fn.gather import unshard as unshard
+from mics_fn.grad_sum import GradSum as GradSum
 from mics_fn.grads import reduce_grads as reduce_grads
 from mics_fn.grads import scatter_grads as scatter_grads
 from mics_fn.grads import start_scatter_grads as start_scatter_grads
@@ -43,7 +44,6 @@ from mics_fn.ready import lion as lion
 from mics_fn.ready import sgd as sgd
 from mics_fn.ready import warmup_cosine as warmup_cosine
 from mics_fn.recording import record as record
-from mics_fn.reduction import GradSum as GradSum
 from mics_fn.schedule import Action as Action
 from mics_fn.schedule import Schedule as Schedule
 from mics_fn.schedule import first_difference as first_difference

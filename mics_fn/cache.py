@@ -11,12 +11,14 @@ from mics_fn.collectives import start_all_gather
 from mics_fn.control import Control
 from mics_fn.deferred import Cell
 from mics_fn.errors import DonatedError, GroupsError, message
-from mics_fn.flat import pack_chunk
+from mics_fn.flat import Buffers, pack_chunk
+from mics_fn.grad_sum import GradSum
 from mics_fn.linear import BucketUse, deal
 from mics_fn.pending import Pending, push_all
 from mics_fn.player import Player, sizes_of
 from mics_fn.policy import Known, OnDemand
-from mics_fn.reduction import GradSum, Reduction
+from mics_fn.reduction import Reduction
+from mics_fn.schedule import Schedule
 
 
 class Cache:
@@ -130,8 +132,24 @@ class Cache:
             for action in self.player.end():
                 self._drop(action.buckets[0])
             self._closed = True
+            schedule = self.player.settle()
+            if schedule is not None:
+                self._provide(schedule)
             if self._chunks and self.device(min(self._chunks)).type == "cuda":
                 self._control.look()  # here no host waits for a collective, and would look then
+
+    def _provide(self, schedule: Schedule) -> None:
+        """Have the memory that a new schedule needs, so that no step has to make any."""
+        held: dict[int, tuple[Buffers, Tensor]] = {}
+        for action in schedule.actions:
+            index = action.buckets[0]
+            use, chunk = self.uses[index], self._chunks[index]
+            if action.kind == "fetch" and use.bucket.parts > 1:
+                pool, shape = use.hierarchy.fetched, (use.bucket.parts, *chunk.shape)
+                held[index] = pool, pool.take(shape, chunk.dtype, chunk.device)
+            elif action.kind == "drop" and index in held:
+                pool, buffer = held.pop(index)
+                pool.give(buffer)
 
     def __del__(self) -> None:
         # The tensors of the tree are gone. Memory that is still being written to is left alone.

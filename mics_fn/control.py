@@ -37,6 +37,7 @@ class Control:
       ranks: global ranks of the partition group.
       rank: this one.
       timeout_s: bound in seconds of each wait.
+      job_size: ranks of the whole job.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Control:
         ranks: Sequence[int] = (),
         rank: int = 0,
         timeout_s: float = 300.0,
+        job_size: int = 1,
     ) -> None:
+        self.job_size = job_size
         self._store = store if len(ranks) > 1 else None
         self._shared, self._all = store, f"{key}/all"
         self._key = f"{key}/way/{min(ranks, default=0)}"
@@ -55,9 +58,9 @@ class Control:
         self._ways: list[Way] = []
         self._runs = 0
 
-    def begin(self, way: Way) -> int:
+    def begin(self, way: Way, least: int = 0) -> int:
         """Begin a run; the n-th on one rank is the n-th on the others. Returns its number."""
-        self._runs += 1
+        self._runs = max(self._runs + 1, least)
         self._ways = [*self._ways[-1:], way]
         return self._runs
 
@@ -137,3 +140,43 @@ class Control:
             self._store.compare_set(f"{self._key}/trouble", "", text)
             self._hear()
         raise DesyncError(text)
+
+
+class Controls(Control):
+    """Those of a tree whose leaves live on several groups: its ranks agree in each of them."""
+
+    def __init__(self, parts: Sequence[Control]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def begin(self, way: Way, least: int = 0) -> int:
+        """The same number in each."""
+        number = max(part.begin(way, least) for part in self._parts)
+        for part in self._parts:
+            part._runs = number
+        return number
+
+    def same(self, event: str, text: str) -> None:
+        """In each."""
+        for part in self._parts:
+            part.same(event, text)
+
+    def leave(self, number: int, k: int, text: str) -> None:
+        """In each."""
+        for part in self._parts:
+            part.leave(number, k, text)
+
+    def look(self) -> None:
+        """In each."""
+        for part in self._parts:
+            part.look()
+
+    def adopt(self, event: str, text: str) -> str:
+        """In the groups that span most of the job."""
+        return max(self._parts, key=lambda part: part.job_size).adopt(event, text)
+
+
+def together(controls: Sequence[Control]) -> Control:
+    """The control of a tree, from that of each of its buckets."""
+    distinct = list(dict.fromkeys(controls))
+    return distinct[0] if len(distinct) == 1 else Controls(distinct) if distinct else Control()

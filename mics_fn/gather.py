@@ -10,14 +10,14 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.agreement import agree
 from mics_fn.cache import Cache
-from mics_fn.control import Control
+from mics_fn.control import together
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.fetch import fetch_all
+from mics_fn.grad_sum import GradSum
 from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
 from mics_fn.linear import BucketUse, Started, apply, grouped, homes_of, put, start, uses_of
 from mics_fn.player import describe, memory_of, sizes_of
 from mics_fn.policy import OnDemand
-from mics_fn.reduction import GradSum
 from mics_fn.schedule import Schedule
 from mics_fn.tree import Tree
 
@@ -89,7 +89,7 @@ def defer(
     leaves, spec, uses = _read("gather", shards, hierarchy, describe(schedule))
     uses = in_order(uses)
     full: list[Any] = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
-    control = uses[0].hierarchy.control if uses else Control()
+    control = together([use.hierarchy.control for use in uses])
     policy, known = memory_of(schedule, uses, control)
     cache = Cache(uses, partial(names_of, spec, uses), known, policy, control, into)
     if into is not None:

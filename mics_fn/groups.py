@@ -294,6 +294,8 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
 def _control(maker: Maker, partition: Comm) -> Control:
     """The messages of a partition group; who waits for a collective looks at them."""
     store = _torch.default_store() if len(maker.ranks) > 1 else None
-    control = Control(store, maker.key, partition.ranks, maker.rank, maker.timeout_s)
+    control = Control(
+        store, maker.key, partition.ranks, maker.rank, maker.timeout_s, len(maker.ranks)
+    )
     maker.life.watch = control.look
     return control

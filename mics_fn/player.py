@@ -43,7 +43,7 @@ class Player:
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = self.peak_bytes = 0
         self.following = known.schedule is not None
-        self.left = self.ended = False
+        self.left = self.ended = self.settled = False
         self._actions = () if known.schedule is None else known.schedule.actions
         self._next = 0  # of these actions
         self._agreed = 0  # fetches that no schedule foresaw
@@ -160,6 +160,12 @@ class Player:
         self.ended = True
         return [Action("drop", (i,)) for i in self.live]
 
+    def settle(self) -> Schedule | None:
+        """Learn from this run now, and not when the next one begins; the new schedule, if any."""
+        before = self.known.schedule
+        settle(self.known, self.policy, self.sizes, self._control)
+        return None if self.known.schedule is before else self.known.schedule
+
     @property
     def record(self) -> Schedule:
         """What happened, as a schedule without fetches."""
@@ -168,10 +174,11 @@ class Player:
 
 def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Control) -> None:
     """Learn from the last run, if there was one that did not follow a schedule to its end."""
-    last, known.last = known.last, None
-    if last is None:
+    last: Player | None = known.last
+    if last is None or last.settled:
         return
     last.end()
+    last.settled = True
     if last.following or not last.uses:
         return
     if not policy.at_once:

@@ -15,11 +15,11 @@ from mics_fn.comm import Hierarchy, Life
 from mics_fn.control import Control
 from mics_fn.fetch import fetch_all
 from mics_fn.gather import check_shards, defer, in_order, names_of
+from mics_fn.grad_sum import GradSum
 from mics_fn.layout import pieces
 from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, is_leaf, owner_index
 from mics_fn.linear import grouped, put
 from mics_fn.policy import Known, OnDemand
-from mics_fn.reduction import GradSum
 from mics_fn.schedule import Schedule
 from mics_fn.tree import Tree
 

@@ -10,19 +10,20 @@ they stay until hop 1 is done; who comes next to that slot waits. So full gradie
 buckets' memory whatever the size of the model, and how much follows from no clock.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import mean_comms, mean_steps, scatter_comms, scatter_steps
-from mics_fn.errors import TreeError, message
 from mics_fn.flat import Buffers, pack_full, split_chunk
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.linear import BucketUse, replicas_of
 from mics_fn.pending import Pending, Steps, push_all, wait_until
-from mics_fn.tree import Tree
+
+_Ready = tuple[list[Tensor | None], Tensor | None]  # full gradients, and where the mean goes
+_STARTED: _Ready = ([], None)
 
 
 class Reduction:
@@ -50,7 +51,7 @@ class Reduction:
         self._begin()
 
     def _begin(self) -> None:
-        self._ready: dict[int, tuple[list[Tensor | None], Tensor | None]] = {}
+        self._ready: dict[int, _Ready] = {}
         self._place = 0  # in the order
 
     @property
@@ -62,15 +63,18 @@ class Reduction:
         """A bucket's full gradients are there, one a member.
 
         Returns:
-          Its pieces, one a member. They have values only after `end` and `wait`.
+          Its pieces, one a member, unless they are only added to a sum. They have values only
+          after `end` and `wait`.
         """
         use = self.uses[index]
         values = [_dense(grad) for grad in grads]
-        if _alone(use):
-            return self._add_alone(index, values)
+        if alone(use):
+            return self._addalone(index, values)
         out = self._out(use, values)
         self._ready[index] = (values, out)
         self._issue()
+        if out is None:
+            return []
         return use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, out))
 
     def missing(self) -> list[int]:
@@ -90,7 +94,7 @@ class Reduction:
 
     def skip(self, index: int) -> None:
         """A bucket is reduced by other means in this pass."""
-        self._ready[index] = ([], None)
+        self._ready[index] = _STARTED
         self._issue()
 
     def wait(self) -> None:
@@ -99,24 +103,27 @@ class Reduction:
             pending.wait()
         self._pendings = []
 
-    def _out(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor:
-        """Where the mean goes: one chunk."""
+    def _out(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
+        """Where the mean goes: one chunk; None where it stays in the slot, to be added to a sum."""
         bucket, device = use.bucket, use.hierarchy.device
         if self.micro_steps is not None:
+            if self._pass or self.dtype not in (None, bucket.dtype):
+                return None
             return use.hierarchy.chunks.take((bucket.chunk,), bucket.dtype, device)
         device = next((v.device for v in values if v is not None), device)
         return torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
 
-    def _add_alone(self, index: int, values: list[Tensor | None]) -> list[Tensor]:
+    def _addalone(self, index: int, values: list[Tensor | None]) -> list[Tensor]:
         """One rank: the gradient is its own mean, and nothing is packed."""
         use, pieces = self.uses[index], []
         zeros = {"dtype": use.bucket.dtype, "device": use.hierarchy.device}
         numels = use.by_member([n for n, i in zip(use.bucket.numels, use.index, strict=True)])
         for numel, value in zip(numels, values, strict=True):
             pieces.append(torch.zeros(numel, **zeros) if value is None else value.reshape(numel))
-        self._ready[index] = ([], None)
+        self._ready[index] = _STARTED
         if self.micro_steps is not None:
-            self._sum(index, pieces, self.last, own=False)
+            # torch may hand out one tensor as two gradients: a sum needs memory of its own.
+            self._sum(index, pieces, self.last, own=self.micro_steps == 1)
         self._issue()
         return pieces
 
@@ -127,48 +134,51 @@ class Reduction:
             ready = self._ready.get(index)
             if ready is None:
                 return
-            self._ready[index] = ([], None)  # so that the full gradients are not kept
-            values, out = ready
-            if out is not None:
-                self._start(index, values, out)
+            self._ready[index] = _STARTED  # so that the full gradients are not kept
+            if ready is not _STARTED:
+                self._start(index, *ready)
             self._place += 1
 
-    def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor) -> None:
+    def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
         use = self.uses[index]
         route, bucket = use.hierarchy, use.bucket
+        device = route.device if out is None else out.device
         push_all(route.life)
         slot = self._place % route.slots.count
-        if bucket.parts == 1:  # the chunk is all of it, and is packed where it stays
-            pair = (out, out)
+        if out is not None and bucket.parts == 1:
+            pair, slot = (out, out), None  # the chunk is all of it, and is packed where it stays
         else:
             _until_free(route, slot)
-            pair = route.slots.pair(slot, (bucket.numel,), bucket.dtype, out.device)
-        pack_full(bucket, use.by_slot(values), device=out.device, out=pair[0])
+            pair = route.slots.pair(slot, (bucket.numel,), bucket.dtype, device)
+        pack_full(bucket, use.by_slot(values), device=device, out=pair[0])
         parts = [buffer.view(bucket.parts, -1) for buffer in pair]
         comms = scatter_comms(route, parts[0])
+        if out is None:  # NCCL reads one buffer of the pair and writes the other, in turns
+            out = pair[len(comms) % 2 if device.type == "cuda" else 0][: bucket.chunk]
         if self.last:
             comms += mean_comms(replicas_of(use), out)
         steps = self._steps(index, parts, out, slot)
-        device = out.device
         pending = Pending(steps, comms, keep=(*pair, out), device=device, purpose="reduce")
         self._pendings.append(pending)
-        if bucket.parts > 1 and device.type != "cuda":
+        if slot is not None and device.type != "cuda":
             route.slots.users[slot] = pending
 
-    def _steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int) -> Steps:
+    def _steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
         """Hop 1, the sum over passes, and in the last pass hop 2."""
         use, last = self.uses[index], self.last  # as they are when this is started
+        first = self._pass == 0
+        own = first and self.dtype in (None, out.dtype)  # then it is no slot's memory
 
         def steps() -> Steps:
             yield from scatter_steps(use.hierarchy, parts[0], out, parts[1])
-            if out.is_cuda:  # from here on the slot is free
+            total = out
+            if self.micro_steps is not None:
+                (total,) = self._sum(index, [out], last, own=own)
+            if out.is_cuda and slot is not None:  # from here on the slot is free
                 event = torch.cuda.current_stream(out.device).record_event()
                 use.hierarchy.slots.users[slot] = event
-            if self.micro_steps is None:
-                return out
-            (total,) = self._sum(index, [out], last, own=True)
-            chunks = use.hierarchy.chunks
-            self._given.append((chunks, out)) if total is out else chunks.give(out)
+            if first and self.micro_steps is not None:
+                self._given.append((use.hierarchy.chunks, total))
             if last:
                 yield from mean_steps(replicas_of(use), total)
             return total
@@ -186,104 +196,21 @@ class Reduction:
         """
         total = self._totals.get(index)
         if total is None:
-            # torch may hand out one tensor as two gradients: a sum needs memory of its own.
-            copy = not own and self.micro_steps != 1
-            total = [v.to(self.dtype or v.dtype, copy=copy) for v in values]
-            self._totals[index] = total
+            total = self._totals[index] = values if own else self._copies(index, values)
         elif values:
             _torch.foreach_add(total, [v.to(t.dtype) for v, t in zip(values, total, strict=True)])
         if last and values and self.micro_steps != 1:
             _torch.foreach_div(total, self.micro_steps)
         return total
 
-
-class GradSum(Reduction):
-    """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
-
-    Hop 1 of a bucket starts when its gradients are complete and overlaps the rest of backward; in
-    the last pass hop 2 of the bucket follows at once. Nothing waits before `grads`.
-
-    Args:
-      micro_steps: passes of the step.
-      dtype: of the sum over passes; default that of the gradients.
-
-    Communication: none here; see `backward`.
-
-    Memory: this rank's shards of the gradients, and a few buckets in full.
-
-    Raises:
-      ValueError: `micro_steps` is no positive int.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> shards = shard({"w": torch.ones(2)}, groups)
-      >>> total = GradSum(micro_steps=2)
-      >>> full = gather(shards, groups, schedule=on_demand(), into=total)
-      >>> for x in (1.0, 3.0):
-      ...     total.backward((full["w"] * x).sum())
-      >>> total.grads()["w"].data
-      tensor([2., 2.])
-
-    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
-    """
-
-    def __init__(self, micro_steps: int = 1, *, dtype: torch.dtype | None = None) -> None:
-        if not isinstance(micro_steps, int) or micro_steps < 1:
-            raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
-        self.micro_steps, self.dtype = micro_steps, dtype
-        self._variables: list[Tensor] | None = None
-        self._pass = 0
-
-    def expect(self, variables: list[Tensor], build: Callable[[dict[int, list]], Tree]) -> None:
-        """Called by `gather`: what to differentiate, and how pieces become a tree."""
-        if self._variables is not None:
-            text = "gather: into= is in use by another gather"
-            raise TreeError(message(text, fix="make a new GradSum for each step"))
-        self._variables, self._build = variables, build
-
-    def backward(self, loss: Tensor) -> None:
-        """Run one pass of backward; its gradients are added to the sum.
-
-        Args:
-          loss: one number, of this rank's samples of the micro-step.
-
-        Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
-          hop 2 as well.
-        """
-        if self._variables is None or self._pass == self.micro_steps:
-            passes = f"{self._pass} of {self.micro_steps} passes are done"
-            fix = "gather(..., into=) first, and give micro_steps= as many passes as there are"
-            raise TreeError(message(f"GradSum.backward: {passes}", fix=fix))
-        if loss.requires_grad and self._variables:
-            torch.autograd.grad(loss, self._variables, allow_unused=True)
-        self.end()
-
-    def grads(self) -> Tree:
-        """The gradient of the mean loss over passes and ranks, as a tree of shards.
-
-        Returns:
-          A tree for `opt_step`; valid until `release`.
-
-        Communication: waits for what `backward` started.
-        """
-        if self._variables is None or self._pass != self.micro_steps:
-            text = f"GradSum.grads: {self._pass} of {self.micro_steps} passes are done"
-            raise TreeError(message(text, fix="call backward for each micro-step first"))
-        self.wait()
-        return self._build({index: self._pieces(index) for index in self._totals})
-
-    def _pieces(self, index: int) -> list[Tensor]:
-        use, dtype = self.uses[index], self.uses[index].bucket.dtype
-        total = [t if t.dtype is dtype else t.to(dtype) for t in self._totals[index]]
-        if _alone(use):
-            return total
-        return use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, total[0]))
-
-    def release(self) -> None:
-        """Nobody reads the gradients any more: their memory serves the next step."""
-        for buffers, tensor in self._given:
-            buffers.give(tensor)
-        self._given, self._totals = [], {}
+    def _copies(self, index: int, values: list[Tensor]) -> list[Tensor]:
+        """The values in memory of the sum's own, in its dtype."""
+        use = self.uses[index]
+        if alone(use):
+            return [v.to(self.dtype or v.dtype, copy=True) for v in values]
+        pool, (value,) = use.hierarchy.chunks, values
+        total = pool.take(value.shape, self.dtype or value.dtype, value.device)
+        return [total.copy_(value)]
 
 
 def _until_free(route: Hierarchy, slot: int) -> None:
@@ -297,7 +224,7 @@ def _until_free(route: Hierarchy, slot: int) -> None:
         torch.cuda.current_stream(route.device).wait_event(user)
 
 
-def _alone(use: BucketUse) -> bool:
+def alone(use: BucketUse) -> bool:
     """Whether this rank's gradient is the mean already."""
     lonely = not isinstance(use.home, Groups) or use.home.replicas.size == 1
     return use.hierarchy.size == 1 and lonely

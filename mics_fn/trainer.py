@@ -14,12 +14,12 @@ from mics_fn.agreement import collect_all
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.errors import TreeError, message
 from mics_fn.gather import defer, unshard
+from mics_fn.grad_sum import GradSum
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES
 from mics_fn.optim import TrainState, init_state, opt_step
 from mics_fn.policy import OnDemand, keep_all, on_demand
 from mics_fn.program import Buffers, FunctionProgram, ModuleProgram
-from mics_fn.reduction import GradSum
 from mics_fn.schedule import Schedule
 from mics_fn.sharded import shard
 from mics_fn.tree import Tree

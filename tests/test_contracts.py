@@ -151,12 +151,14 @@ def test_hops_are_means(ranks, layout, dtype):
 # Law 3: the VJP is the adjoint.
 
 
-def adjoint(layout, name):
+def adjoint(layout, name, live):
     groups = groups_of(layout)
+    policy = None if live is None else mf.on_demand(live_bytes=live)
     n, p, rank = layout.world_size, layout.partition_size, dist.get_rank()
     shards = mf.shard(TREES[name](torch.float64, 5), groups)
     full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
-        lambda s: tree.flatten(mf.gather(s, groups.hierarchy))[0], shards
+        lambda s: [x + 0 for x in tree.flatten(mf.gather(s, groups.hierarchy, schedule=policy))[0]],
+        shards,
     )
     y = tree.map_leaves(lambda x: random(77 + rank, *x.shape, dtype=torch.float64), full)
     (back,) = vjp(y)
@@ -176,8 +178,9 @@ def adjoint(layout, name):
 
 @every_layout
 @pytest.mark.parametrize("name", ["plain", "nested", "odd", "tied"])
-def test_vjp_is_the_adjoint(ranks, layout, name):
-    ranks(layout.world_size).run(adjoint, layout, name)
+@pytest.mark.parametrize("live", [None, 0])
+def test_vjp_is_the_adjoint(ranks, layout, name, live):
+    ranks(layout.world_size).run(adjoint, layout, name, live)
 
 
 # Law 5: replicas hold the same bits, whatever each rank was seeded with.

@@ -320,7 +320,9 @@ def peaks(layout, live, prefetch, accumulate):
         (known,) = policy.known.values()
         found.append(known.last.peak_bytes)
         made.append((*(pool.made for pool in pools),))
-    assert made[1] == made[2] == made[3], f"later steps allocate for communication: {made}"
+    assert made[0] == made[1] == made[2] == made[3], (
+        f"later steps allocate for communication: {made}"
+    )
     if live is not None:
         assert policy.schedule is not None
         assert policy.schedule.peak_bytes([size] * 6) == found[-1]

@@ -176,8 +176,11 @@ def second_order(layout, live):
 
     want = mean(grad(lambda p: dot(grad(plain_loss)(p, batch), v))(params))
     close(full(grad(lambda s: dot(grad(loss)(s, batch), v_shards))(shards)), want)
+    *_, loss, _ = setting(layout, live)  # another program, so another memory of its order
     forward_over_reverse = jvp(lambda s: grad(loss)(s, batch), (shards,), (v_shards,))[1]
     close(full(forward_over_reverse), want)
+
+    *_, loss, _ = setting(layout, live)
 
     def synced(s):  # through hop 2 as well: it must not be a silent zero either
         return dot(mf.reduce_grads(grad(loss)(s, batch), groups), v_shards)

@@ -402,3 +402,32 @@ def test_gradients_may_be_summed_in_a_wider_dtype(ranks):
     for layout in (PAIR, Layout((2, 2), 2), Layout((2, 2), 1)):
         for found in ranks(layout.world_size).run(wider_sum, layout):
             assert found == [lost, nearest]
+
+
+# Leaves on several groups.
+
+
+def experts_elsewhere(layout, live, steps):
+    """Two blocks on partition groups, two on every rank for itself: one run agrees in both."""
+    dense, alone = groups_of(layout), groups_of(Layout(layout.sizes, 1))
+    torch.manual_seed(0)
+    trainer = mf.Trainer(
+        Blocks(4),
+        mf.sgd(0.1),
+        lambda path: alone if "blocks.0" in path or "blocks.2" in path else dense,
+        loss=lambda model, batch: model(batch["x"], **batch["how"]).square().mean(),
+        bucket_bytes=BLOCK_BYTES,
+        live_bytes=live,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for how in steps:
+            trainer.step(batch_of(dist.get_rank(), **how))
+    same_params(trainer, twin(steps, layout.world_size))
+
+
+@pytest.mark.parametrize("live", [None, 0])
+@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 2), WIDE], ids=str)
+def test_leaves_on_several_groups(ranks, layout, live):
+    steps = [{}, {}, SKIP, BACKWARDS, {}]
+    ranks(layout.world_size).run(experts_elsewhere, layout, live, steps)

@@ -175,6 +175,13 @@ def test_equals_a_single_process(ranks, layout, accumulate, optimizer):
     compare(ranks, layout, accumulate, torch.float64, optimizer)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("live_bytes", [0, 600])
+def test_equals_a_single_process_on_any_budget(ranks, layout, live_bytes):
+    options = {"live_bytes": live_bytes, "bucket_bytes": 200}
+    compare(ranks, layout, 2, torch.float64, "adamw", **options)
+
+
 @pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
 def test_equals_a_single_process_in_fp32(ranks, layout):
     compare(ranks, layout, 2, torch.float32, "sgd")

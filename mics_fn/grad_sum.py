@@ -1,0 +1,100 @@
+"""`GradSum`: the gradients of a whole step, micro-step by micro-step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mics_fn.errors import TreeError, message
+from mics_fn.flat import split_chunk
+from mics_fn.reduction import Reduction, alone
+from mics_fn.tree import Tree
+
+
+class GradSum(Reduction):
+    """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
+
+    Hop 1 of a bucket starts when its gradients are complete and overlaps the rest of backward; in
+    the last pass hop 2 of the bucket follows at once. Nothing waits before `grads`.
+
+    Args:
+      micro_steps: passes of the step.
+      dtype: of the sum over passes; default that of the gradients.
+
+    Communication: none here; see `backward`.
+
+    Memory: this rank's shards of the gradients, and a few buckets in full.
+
+    Raises:
+      ValueError: `micro_steps` is no positive int.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> total = GradSum(micro_steps=2)
+      >>> full = gather(shards, groups, schedule=on_demand(), into=total)
+      >>> for x in (1.0, 3.0):
+      ...     total.backward((full["w"] * x).sum())
+      >>> total.grads()["w"].data
+      tensor([2., 2.])
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
+    """
+
+    def __init__(self, micro_steps: int = 1, *, dtype: torch.dtype | None = None) -> None:
+        if not isinstance(micro_steps, int) or micro_steps < 1:
+            raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
+        self.micro_steps, self.dtype = micro_steps, dtype
+        self._variables: list[Tensor] | None = None
+        self._pass = 0
+
+    def expect(self, variables: list[Tensor], build: Callable[[dict[int, list]], Tree]) -> None:
+        """Called by `gather`: what to differentiate, and how pieces become a tree."""
+        if self._variables is not None:
+            text = "gather: into= is in use by another gather"
+            raise TreeError(message(text, fix="make a new GradSum for each step"))
+        self._variables, self._build = variables, build
+
+    def backward(self, loss: Tensor) -> None:
+        """Run one pass of backward; its gradients are added to the sum.
+
+        Args:
+          loss: one number, of this rank's samples of the micro-step.
+
+        Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
+          hop 2 as well.
+        """
+        if self._variables is None or self._pass == self.micro_steps:
+            passes = f"{self._pass} of {self.micro_steps} passes are done"
+            fix = "gather(..., into=) first, and give micro_steps= as many passes as there are"
+            raise TreeError(message(f"GradSum.backward: {passes}", fix=fix))
+        if loss.requires_grad and self._variables:
+            torch.autograd.grad(loss, self._variables, allow_unused=True)
+        self.end()
+
+    def grads(self) -> Tree:
+        """The gradient of the mean loss over passes and ranks, as a tree of shards.
+
+        Returns:
+          A tree for `opt_step`; valid until `release`.
+
+        Communication: waits for what `backward` started.
+        """
+        if self._variables is None or self._pass != self.micro_steps:
+            text = f"GradSum.grads: {self._pass} of {self.micro_steps} passes are done"
+            raise TreeError(message(text, fix="call backward for each micro-step first"))
+        self.wait()
+        return self._build({index: self._pieces(index) for index in self._totals})
+
+    def _pieces(self, index: int) -> list[Tensor]:
+        use, dtype = self.uses[index], self.uses[index].bucket.dtype
+        total = [t if t.dtype is dtype else t.to(dtype) for t in self._totals[index]]
+        if alone(use):
+            return total
+        return use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, total[0]))
+
+    def release(self) -> None:
+        """Nobody reads the gradients any more: their memory serves the next step."""
+        for buffers, tensor in self._given:
+            buffers.give(tensor)
+        self._given, self._totals = [], {}
