@@ -131,7 +131,7 @@ class Cache:
         if not self._closed:
             for action in self.player.end():
                 self._drop(action.buckets[0])
-            self._closed = True
+            self._closed, self.ids = True, ()
             schedule = self.player.settle()
             if schedule is not None:
                 self._provide(schedule)

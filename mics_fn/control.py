@@ -11,11 +11,15 @@ finds who left, and both raise an error that says so. While all follow a schedul
 
 import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, message, name_ranks
 from mics_fn.rendezvous import Store
+
+_RUNS_KEPT = 4  # ranks are never that far apart: every run has collectives
 
 
 class Way(Protocol):
@@ -57,19 +61,29 @@ class Control:
         self.fixed: dict[Any, Any] = {}  # what is known of schedules that came without a policy
         self._ways: list[Way] = []
         self._runs = 0
+        self._written: deque[list[str]] = deque([[]], maxlen=_RUNS_KEPT)
 
     def begin(self, way: Way, least: int = 0) -> int:
         """Begin a run; the n-th on one rank is the n-th on the others. Returns its number."""
         self._runs = max(self._runs + 1, least)
         self._ways = [*self._ways[-1:], way]
+        if self._store is not None:
+            # What was said in runs long past is of no use, and a store has to hold it in memory.
+            past = self._written[0] if len(self._written) == _RUNS_KEPT else []
+            for key in past:
+                with suppress(RuntimeError, NotImplementedError):
+                    self._store.delete_key(key)
+            self._written.append([])
         return self._runs
 
     def same(self, event: str, text: str) -> None:
         """Raise DesyncError if another rank came to this event with another text; never waits."""
         if self._store is None:
             return
-        mine = json.dumps([self._rank, text])
-        first = json.loads(self._store.compare_set(f"{self._key}/{event}", "", mine))
+        mine, key = json.dumps([self._rank, text]), f"{self._key}/{event}"
+        first = json.loads(self._store.compare_set(key, "", mine))
+        if first[0] == self._rank:
+            self._written[-1].append(key)
         if first[1] != text:
             self._tell({first[0]: first[1], self._rank: text})
 
@@ -89,6 +103,7 @@ class Control:
         if self._store is None:
             return
         self._store.set(self._left(number, self._rank), json.dumps([k, text]))
+        self._written[-1].append(self._left(number, self._rank))
         others = {rank: self._left(number, rank) for rank in self._ranks}
         deadline, pause_s = time.monotonic() + self._timeout_s, 0.001
         while not self._store.check(list(others.values())):

@@ -349,6 +349,11 @@ def ends(layout):
     cache.close()
     with pytest.raises(GroupsError, match="used after its step ended\n  fix: gather again"):
         full["blocks.0.weight"].sum()
+    full, cache = defer(shards, groups, mf.on_demand())
+    full["blocks.0.weight"].sum()
+    cache.close()
+    with pytest.raises(GroupsError, match="used after its step ended"):
+        full["blocks.0.weight"].sum()
     state = mf.init_state(shards, mf.sgd(0.1))
     full = mf.gather(state.params, groups, schedule=mf.on_demand())
     grads = tree.map_leaves(torch.zeros_like, state.params)
