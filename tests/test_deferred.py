@@ -174,7 +174,14 @@ def no_alias(layout):
     groups = groups_of(layout)
     value = random(1, 4, 6)
     w = deferred_weight(groups, value).detach()
+    library = torch.library.Library("mics_fn_test", "FRAGMENT")
+    library.define(f"same_{layout.world_size}(Tensor x) -> (Tensor, Tensor[])")
+    # Against torch's rules, and met all the same.
+    library.impl(f"same_{layout.world_size}", lambda x: (x, [x[1:], x + 1]), "CPU")
+    out, several = getattr(torch.ops.mics_fn_test, f"same_{layout.world_size}")(w)
     same = {
+        "custom": out,
+        "custom list": several[0],
         "dropout": torch.native_dropout(w, 0.5, False)[0],
         "contiguous": w.t().contiguous(),
         "clone": w.clone(),
