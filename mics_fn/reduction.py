@@ -69,7 +69,7 @@ class Reduction:
         use = self.uses[index]
         values = [_dense(grad) for grad in grads]
         if alone(use):
-            return self._addalone(index, values)
+            return self._add_alone(index, values)
         out = self._out(use, values)
         self._ready[index] = (values, out)
         self._issue()
@@ -113,7 +113,7 @@ class Reduction:
         device = next((v.device for v in values if v is not None), device)
         return torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
 
-    def _addalone(self, index: int, values: list[Tensor | None]) -> list[Tensor]:
+    def _add_alone(self, index: int, values: list[Tensor | None]) -> list[Tensor]:
         """One rank: the gradient is its own mean, and nothing is packed."""
         use, pieces = self.uses[index], []
         zeros = {"dtype": use.bucket.dtype, "device": use.hierarchy.device}
