@@ -30,6 +30,10 @@ from mics_fn.groups import make_groups as make_groups
 from mics_fn.leaf import Fixed as Fixed
 from mics_fn.leaf import Sharded as Sharded
 from mics_fn.leaf import Tied as Tied
+from mics_fn.loss_scale import LossScale as LossScale
+from mics_fn.loss_scale import dynamic_scale as dynamic_scale
+from mics_fn.loss_scale import no_scale as no_scale
+from mics_fn.loss_scale import static_scale as static_scale
 from mics_fn.optim import TrainState as TrainState
 from mics_fn.optim import Transform as Transform
 from mics_fn.optim import chain as chain
@@ -38,6 +42,7 @@ from mics_fn.optim import opt_step as opt_step
 from mics_fn.policy import OnDemand as OnDemand
 from mics_fn.policy import keep_all as keep_all
 from mics_fn.policy import on_demand as on_demand
+from mics_fn.precision import Policy as Policy
 from mics_fn.ready import adam as adam
 from mics_fn.ready import adamw as adamw
 from mics_fn.ready import lion as lion

@@ -63,6 +63,16 @@ def register_torch_node(
     )
 
 
+def flatten(values: Any) -> tuple[list, Any]:
+    """Leaves and structure by torch's own pytree, where other libraries register their classes."""
+    return torch_pytree.tree_flatten(values)
+
+
+def unflatten(leaves: list, spec: Any) -> Any:
+    """The value that `flatten` took apart, with other leaves."""
+    return torch_pytree.tree_unflatten(leaves, spec)
+
+
 def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
     """Let a torch optimizer make its initial state for `group` without taking a step."""
     init = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
