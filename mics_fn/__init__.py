@@ -1,5 +1,6 @@
 """MiCS sharded data-parallel training as plain functions on values."""
 
+from mics_fn import placement as placement
 from mics_fn.clip import clip_by_global_norm as clip_by_global_norm
 from mics_fn.clip import clip_by_value as clip_by_value
 from mics_fn.clip import global_norm as global_norm

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.collectives import start_all_gather
+from mics_fn.collectives import start_fetch
 from mics_fn.control import Control
 from mics_fn.deferred import Cell
 from mics_fn.errors import DonatedError, GroupsError, message
-from mics_fn.flat import Buffers, pack_chunk
+from mics_fn.flat import pack_chunk
 from mics_fn.grad_sum import GradSum
 from mics_fn.linear import BucketUse, deal
 from mics_fn.pending import Pending, push_all
@@ -57,6 +57,7 @@ class Cache:
         self._versions: dict[int, int] = {}
         self._coming: dict[int, Pending] = {}
         self._buffers: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `comm`
         self._closed = False
 
     def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
@@ -107,14 +108,29 @@ class Cache:
         push_all(self.uses[ids[0]].hierarchy.life)
 
     def _fetch(self, index: int) -> None:
+        route, chunk = self.uses[index].hierarchy, self._chunks[index]
+        held_numel, out_numel = self._needs(index)
+        chunk = self._held.get(index, chunk)
+        if held_numel and index not in self._held:
+            self._held[index] = self._take(index, held_numel)
+        if out_numel:
+            self._buffers[index] = self._take(index, out_numel)
+        held, out = self._held.get(index), self._buffers.get(index)
+        self._coming[index] = start_fetch(route, chunk, held, out)
+
+    def _needs(self, index: int) -> tuple[int, int]:
+        """Elements that a bucket's fetch writes: what is held for the run, and all of it."""
         use, chunk = self.uses[index], self._chunks[index]
-        out = None
-        if use.bucket.parts > 1 and chunk.numel():
-            shape, pool = (use.bucket.parts, *chunk.shape), use.hierarchy.fetched
-            out = chunk.new_empty(shape) if _torch.is_hollow(chunk) else None
-            if out is None:
-                out = self._buffers[index] = pool.take(shape, chunk.dtype, chunk.device)
-        self._coming[index] = start_all_gather(use.hierarchy, chunk, out)
+        outer, inner = use.hierarchy.split(use.hierarchy.hold)
+        held = use.bucket.numel // inner.size if outer.size > 1 else 0
+        moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
+        return held, use.bucket.numel if moves else 0
+
+    def _take(self, index: int, numel: int) -> Tensor:
+        use, chunk = self.uses[index], self._chunks[index]
+        if _torch.is_hollow(chunk):
+            return chunk.new_empty(numel, dtype=use.bucket.compute)
+        return use.hierarchy.fetched.take((numel,), use.bucket.compute, chunk.device)
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
@@ -135,27 +151,35 @@ class Cache:
             schedule = self.player.settle()
             if schedule is not None:
                 self._provide(schedule)
+            self._give_held()
             if self._chunks and self.device(min(self._chunks)).type == "cuda":
                 self._control.look()  # here no host waits for a collective, and would look then
 
     def _provide(self, schedule: Schedule) -> None:
         """Have the memory that a new schedule needs, so that no step has to make any."""
-        held: dict[int, tuple[Buffers, Tensor]] = {}
+        taken: dict[int, Tensor] = {}
         for action in schedule.actions:
             index = action.buckets[0]
-            use, chunk = self.uses[index], self._chunks[index]
-            if action.kind == "fetch" and use.bucket.parts > 1:
-                pool, shape = use.hierarchy.fetched, (use.bucket.parts, *chunk.shape)
-                held[index] = pool, pool.take(shape, chunk.dtype, chunk.device)
-            elif action.kind == "drop" and index in held:
-                pool, buffer = held.pop(index)
-                pool.give(buffer)
+            if action.kind == "fetch":
+                held, out = self._needs(index)
+                if held and index not in self._held:
+                    self._held[index] = self._take(index, held)
+                if out:
+                    taken[index] = self._take(index, out)
+            elif action.kind == "drop" and index in taken:
+                self.uses[index].hierarchy.fetched.give(taken.pop(index))
 
     def __del__(self) -> None:
         # The tensors of the tree are gone. Memory that is still being written to is left alone.
         for index in list(getattr(self, "_buffers", ())):
             if index not in self._coming:
                 self._drop(index)
+        self._give_held()
+
+    def _give_held(self) -> None:
+        for index in list(getattr(self, "_held", ())):
+            if index not in self._coming:
+                self.uses[index].hierarchy.fetched.give(self._held.pop(index))
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.pending import Issued, Pending, Steps
+from mics_fn.precision import mean_factors
 
 
 def start_all_gather(hierarchy: Hierarchy, chunk: Tensor, out: Tensor | None = None) -> Pending:
@@ -35,21 +36,58 @@ def start_all_gather(hierarchy: Hierarchy, chunk: Tensor, out: Tensor | None = N
 
     Memory: the result; no staging copy.
     """
-    if hierarchy.size == 1 or chunk.numel() == 0:
+    if chunk.numel() == 0 or (hierarchy.size == 1 and out is None):
         out = chunk.expand(hierarchy.size, *chunk.shape)
     elif out is None:
         out = chunk.new_empty(hierarchy.size, *chunk.shape)
-    comms = [level.gather for level in hierarchy.levels if _moves(chunk)]
-    steps = _gather_steps(hierarchy, chunk, out)
+    comms = gather_comms(hierarchy, chunk)
+    steps = gather_steps(hierarchy, chunk, out)
     return Pending(steps, comms, keep=(chunk, out), device=chunk.device, purpose="gather")
 
 
-def _moves(tensor: Tensor) -> bool:
-    """Whether there is anything to send."""
-    return bool(tensor.numel()) and not _torch.is_hollow(tensor)
+def start_fetch(
+    hierarchy: Hierarchy, chunk: Tensor, held: Tensor | None, out: Tensor | None
+) -> Pending:
+    """Start a gather whose outer levels are kept for a later one; see [Note: placements].
+
+    Args:
+      hierarchy: the levels; the first `hold` of them end in `held`.
+      chunk: contiguous and flat; this rank's.
+      held: what comes over those, in the dtype that travels; None where there are none. It is
+        `chunk` itself in a later fetch, which goes over the other levels alone.
+      out: 1D, the whole bucket, in the dtype that travels; None where that is `held`, or `chunk`.
+
+    Returns:
+      A `Pending` whose result is the whole bucket.
+
+    Communication: as `start_all_gather`.
+    """
+    outer, inner = hierarchy.split(hierarchy.hold)
+    both = ((outer, held), (inner, out))
+    parts = [(route, to) for route, to in both if to is not None and to is not chunk]
+    comms = [comm for route, _ in parts for comm in gather_comms(route, chunk)]
+
+    def steps() -> Steps:
+        mine = chunk
+        for route, target in parts:
+            view = target.view(route.size, target.numel() // route.size)
+            if mine.dtype != target.dtype or route.size == 1:
+                mine = view[route.chunk].copy_(mine)  # cast before it is sent
+            yield from gather_steps(route, mine, view)
+            mine = target
+        return mine
+
+    keep = (chunk, *(target for _, target in parts))
+    return Pending(steps(), comms, keep=keep, device=chunk.device, purpose="gather")
 
 
-def _gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
+def gather_comms(hierarchy: Hierarchy, chunk: Tensor) -> list[Comm]:
+    """The communicators that `gather_steps` uses, in order."""
+    return [level.gather for level in hierarchy.levels if _moves(chunk)]
+
+
+def gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
+    """Gather chunks to `out` (p, *chunk.shape), which may hold this rank's chunk already."""
     mine, start = chunk.unsqueeze(0), hierarchy.chunk
     if _moves(chunk):
         for level, coord in zip(hierarchy.levels, hierarchy.coords, strict=True):
@@ -67,12 +105,15 @@ def _gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
     return out
 
 
-def start_reduce_scatter(hierarchy: Hierarchy, full: Tensor) -> Pending:
+def start_reduce_scatter(
+    hierarchy: Hierarchy, full: Tensor, dtype: torch.dtype | None = None
+) -> Pending:
     """Start averaging over a partition group; each rank keeps its own chunk.
 
     Args:
       hierarchy: levels, outermost first; they are walked innermost first.
       full: contiguous (p, *chunk shape), in chunk order; overwritten.
+      dtype: of the result; default that of `full`, which is what travels.
 
     Returns:
       A `Pending` whose result has the shape of one chunk: the mean over the group.
@@ -85,11 +126,11 @@ def start_reduce_scatter(hierarchy: Hierarchy, full: Tensor) -> Pending:
     spare = buffers.take(full.shape, full.dtype, full.device) if comms else full
 
     def steps() -> Steps:
-        out = full.new_empty(full.shape[1:]) if comms else full[0]
+        out = full.new_empty(full.shape[1:], dtype=dtype) if comms else full[0]
         yield from scatter_steps(hierarchy, full, out, spare)
         if comms:
             buffers.give(spare)
-        return out
+        return out.to(dtype or full.dtype)
 
     return Pending(steps(), comms, keep=(full, spare), device=full.device, purpose="reduce")
 
@@ -107,23 +148,32 @@ def scatter_steps(
     Args:
       hierarchy: the levels.
       full: contiguous, in chunk order; overwritten.
-      out: one chunk; written at the end, so that views of it can be handed out before. Where
-        nothing moves it is `full[0]` already.
+      out: one chunk, of any float dtype; written at the end, so that views of it can be handed out
+        before. Where nothing moves it is `full[0]` already.
       spare: as large as `full`; overwritten.
     """
     comms, here, there = scatter_comms(hierarchy, full), full.view(-1), spare.view(-1)
     for i, comm in enumerate(comms):
         numel = here.numel() // comm.size
-        if here.device.type == "cpu":
+        if here.device.type == "cpu" or comm.fixed_order:
             # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them
             # here moves half as much, sums in rank order, and rounds 16-bit values once.
             mean = out.view(-1) if i == len(comms) - 1 else here[:numel]
             yield from _exchange(comm, here.view(comm.size, numel), there[: here.numel()], mean)
         else:
-            mean = out.view(-1) if i == len(comms) - 1 else there[:numel]
-            yield _issue(comm, _torch.reduce_scatter_single, mean, here, op=dist.ReduceOp.AVG)
+            direct = i == len(comms) - 1 and out.dtype == full.dtype
+            mean = out.view(-1) if direct else there[:numel]
+            before, after = mean_factors(full.dtype, comm.size)
+            if before != 1.0:  # see `mean_factors`
+                here.mul_(before)
+            op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
+            yield _issue(comm, _torch.reduce_scatter_single, mean, here, op=op)
+            if before != 1.0:
+                mean.mul_(after)
             there = here
         here = mean
+    if comms and here.data_ptr() != out.data_ptr():
+        out.view(-1).copy_(here)
 
 
 def _exchange(
@@ -140,8 +190,10 @@ def _exchange(
     call = _bind(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
     yield Issued(comm, "reduce-scatter", parts[other].nbytes, call)
     halves = [parts[0], received[1]] if own == 0 else [received[0], parts[1]]
-    if mean.dtype.itemsize == 2:
+    if parts.dtype.itemsize == 2:  # summed in float32, whatever travels
         mean.copy_(torch.lerp(halves[0].float(), halves[1].float(), 0.5))
+    elif mean.dtype != parts.dtype:
+        mean.copy_(torch.lerp(halves[0], halves[1], 0.5))
     else:
         torch.lerp(halves[0], halves[1], 0.5, out=mean)
     return None
@@ -154,39 +206,72 @@ def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how:
 
 
 def _mean(parts: Tensor, out: Tensor) -> None:
-    if parts.dtype.itemsize == 2:
-        out.copy_(parts.sum(0, dtype=torch.float32).div_(len(parts)))
+    if parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
     else:
         torch.sum(parts, 0, out=out).div_(len(parts))
 
 
-def start_mean(comm: Comm, tensor: Tensor) -> Pending:
+def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Pending:
     """Start averaging a contiguous tensor over a communicator, in place.
 
-    Communication: one all-reduce, 2(r - 1)/r of the tensor's bytes sent by each of r ranks. None if
-      r = 1.
+    Args:
+      comm: over whom.
+      tensor: contiguous.
+      wire: dtype that travels; default the tensor's.
+
+    Communication: one all-reduce, 2(r - 1)/r of its bytes in `wire` sent by each of r ranks.
     """
-    comms, device = mean_comms(comm, tensor), tensor.device
-    steps = mean_steps(comm, tensor)
-    return Pending(steps, comms, keep=(tensor,), device=device, purpose="reduce")
+    comms, steps = mean_comms(comm, tensor), mean_steps(comm, tensor, wire)
+    return Pending(steps, comms, keep=(tensor,), device=tensor.device, purpose="reduce")
 
 
 def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
     """The communicators that `mean_steps` uses: the given one, if there is anything to do."""
-    return [comm] if comm.size > 1 and _moves(tensor) else []
+    calls = 2 if comm.fixed_order else 1
+    return [comm] * calls if comm.size > 1 and _moves(tensor) else []
 
 
-def mean_steps(comm: Comm, tensor: Tensor) -> Steps:
-    """Average a contiguous tensor over a communicator, in place."""
-    for used in mean_comms(comm, tensor):
-        nbytes = 2 * (comm.size - 1) * tensor.nbytes // comm.size
-        call = _bind(dist.all_reduce, tensor.view(-1), op=dist.ReduceOp.AVG)
-        yield Issued(used, "all-reduce", nbytes, call)
+def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Steps:
+    """Average a contiguous tensor over a communicator, in place; see `start_mean`."""
+    wire, comms = wire or tensor.dtype, mean_comms(comm, tensor)
+    if len(comms) > 1:
+        yield from _mean_in_order(comm, tensor, wire)
+    elif comms:
+        before, after = mean_factors(wire, comm.size)
+        if before == 1.0:
+            sent, op = tensor.to(wire), dist.ReduceOp.AVG
+        else:
+            sent, op = (tensor * before).to(wire), dist.ReduceOp.SUM
+        nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
+        yield Issued(comm, "all-reduce", nbytes, _bind(dist.all_reduce, sent.view(-1), op=op))
+        if sent is not tensor:
+            tensor.copy_(sent)
+        if before != 1.0:
+            tensor.mul_(after)
     return tensor
+
+
+def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[Issued, None, None]:
+    """An all-reduce as an exchange of parts, sums in rank order here, and an all-gather."""
+    numel = tensor.numel()
+    parts = tensor.new_zeros((comm.size, -(-numel // comm.size)), dtype=wire)
+    parts.view(-1)[:numel].copy_(tensor.view(-1))
+    received, mean = torch.empty_like(parts), parts.new_empty(parts.shape[1])
+    yield from _exchange(comm, parts, received, mean)
+    call = _bind(_torch.all_gather_single, received.view(-1), mean)
+    yield Issued(comm, "all-gather", (comm.size - 1) * mean.nbytes, call)
+    tensor.view(-1).copy_(received.view(-1)[:numel])
 
 
 def _bind(fn: Callable, *args: Any, **kwargs: Any) -> Callable:
     return lambda **more: fn(*args, **kwargs, **more)
+
+
+def _moves(tensor: Tensor) -> bool:
+    """Whether there is anything to send."""
+    return bool(tensor.numel()) and not _torch.is_hollow(tensor)
 
 
 # What follows is control traffic: small, outside the hot path.

@@ -2,7 +2,8 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.flat import Buffers, Slots
-from mics_fn.topology import fold_ranks
+from mics_fn.topology import chunk_of, fold_ranks
 
 MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
 
@@ -86,6 +87,7 @@ class Comm:
     life: Life = field(repr=False)
     # `Pending`s that have yet to issue something on it, in the order in which they must.
     queue: deque[Any] = field(default_factory=deque, repr=False)
+    fixed_order: bool = False  # reductions add up in the order of `ranks`, whatever the backend
 
     @property
     def size(self) -> int:
@@ -148,6 +150,31 @@ class Hierarchy:
     fetched: Buffers = field(default_factory=Buffers, repr=False)
     chunks: Buffers = field(default_factory=Buffers, repr=False)
     control: Any = field(default=None, repr=False)  # `control.Control` of its ranks
+    # [Note: placements] Shards are cut over all levels. What a run gathered over the first `hold`
+    # levels it keeps to its end, so that it gathers only over the others again; and of a step's
+    # gradients only the sum over micro-steps is reduced over the first `late` levels.
+    hold: int = 0
+    late: int = 0
+
+    @cached_property
+    def _splits(self) -> dict[int, tuple["Hierarchy", "Hierarchy"]]:
+        return {}
+
+    def split(self, count: int) -> tuple["Hierarchy", "Hierarchy"]:
+        """The outermost `count` levels, and the others, as routes of their own."""
+        if count not in self._splits:
+            whole = replace(self, hold=0, late=0)
+            halves = (slice(0, count), slice(count, None))
+            self._splits[count] = tuple(  # pyright: ignore[reportArgumentType]
+                replace(
+                    whole,
+                    levels=self.levels[half],
+                    coords=self.coords[half],
+                    chunk=chunk_of(self.coords[half], self.sizes[half]),
+                )
+                for half in halves
+            )
+        return self._splits[count]
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ class _QuickFetch(torch.autograd.Function):
 def parameters(cache: Cache, index: int) -> list[Deferred]:
     """The leaves of a bucket as deferred tensors, one a member; nothing is fetched."""
     bucket, cell = cache.uses[index].bucket, cache.cells[index]
-    like = (bucket.dtype, cache.device(index), None)
+    like = (bucket.compute, cache.device(index), None)
     made = [
         Deferred(cache, cell, (shape, _dense_strides(shape), 0), offset, like)
         for shape, offset in zip(bucket.shapes, bucket.offsets, strict=True)

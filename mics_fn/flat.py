@@ -63,7 +63,7 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
             return None
         if first is None:
             base, first = _torch.storage_id(tensor), tensor
-            if tensor.untyped_storage().nbytes() != bucket.chunk * bucket.dtype.itemsize:
+            if tensor.untyped_storage().nbytes() != bucket.chunk * tensor.itemsize:
                 return None
         elif _torch.storage_id(tensor) != base:
             return None
@@ -77,15 +77,18 @@ def pack_chunk(
     *,
     batch: Sequence[int] = (),
     device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Pieces, by slot, as one chunk (*batch, bucket.chunk): a view if it can be one, else a copy.
 
-    A piece that is None counts as zeros; padding of a copy is zero.
+    A piece that is None counts as zeros; padding of a copy is zero. `dtype` is that of the shards
+    unless given.
     """
+    dtype = dtype or bucket.dtype
     found = whole_chunk(bucket, chunk, data)
     if found is not None:
-        return found
-    flat = torch.zeros((*batch, bucket.chunk), dtype=bucket.dtype, device=device)
+        return found.to(dtype)
+    flat = torch.zeros((*batch, bucket.chunk), dtype=dtype, device=device)
     views = split_chunk(bucket, chunk, flat)
     _copy([(v, d) for v, d in zip(views, data, strict=True) if d is not None and d.numel()])
     return flat
@@ -97,15 +100,17 @@ def pack_full(
     *,
     batch: Sequence[int] = (),
     device: torch.device,
+    dtype: torch.dtype | None = None,
     buffers: "Buffers | None" = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Full leaves, by slot, copied to one buffer (*batch, bucket.numel): `out`, or of `buffers`.
 
-    A leaf that is None counts as zeros; padding is zero.
+    A leaf that is None counts as zeros; padding is zero. `dtype` is that of the shards unless
+    given.
     """
-    shape = (*batch, bucket.numel)
-    flat = (buffers or Buffers()).take(shape, bucket.dtype, device) if out is None else out
+    shape, dtype = (*batch, bucket.numel), dtype or bucket.dtype
+    flat = (buffers or Buffers()).take(shape, dtype, device) if out is None else out
     views = split_full(bucket, flat)
     empty = [v for v, leaf in zip(views, leaves, strict=True) if leaf is None]
     empty += [flat.narrow(-1, start, length) for start, length in gaps(bucket)]

@@ -1,6 +1,7 @@
 """`gather`: shards become full tensors. See [Note: adjoint] in `linear` for its gradient."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,14 +103,15 @@ def defer(
     return spec.unflatten([full[owner[i]] for i in range(len(leaves))]), cache
 
 
-def bucket_sizes(shards: Tree) -> list[int]:
+def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
     """Bytes that each bucket of a tree takes where it is live, by the numbers that schedules use.
 
     Args:
       shards: tree of shards.
+      groups: as for `gather`; only those of a placement that keeps copies matter.
 
     Returns:
-      One number a bucket; 0 for one whose shards are whole, in a group of one rank.
+      One number a bucket; 0 for one that is whole, in a group of one rank or as a kept copy.
 
     Communication: none.
 
@@ -124,7 +126,10 @@ def bucket_sizes(shards: Tree) -> list[int]:
     """
     leaves, _ = tree.flatten(shards, is_leaf)
     check_shards("bucket_sizes", shards, leaves)
-    return sizes_of(in_order(grouped(leaves, [None] * len(leaves))))
+    homes: list[Any] = [None] * len(leaves)
+    if groups is not None:
+        homes = homes_of("bucket_sizes", "groups", groups, shards)
+    return sizes_of(in_order(grouped(leaves, homes)))
 
 
 def in_order(uses: Sequence[BucketUse]) -> list[BucketUse]:
@@ -226,7 +231,7 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
         if use.bucket.parts == 1:
             for i, shape in zip(use.index, use.bucket.shapes, strict=True):
                 if i is not None:
-                    piece = data[i]
+                    piece = data[i].to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
     return full
@@ -252,7 +257,8 @@ def unshard(shards: Tree, hierarchy: Any) -> Tree:
       hierarchy: as for `gather`.
 
     Returns:
-      The tree with full tensors; each has its own storage, tied leaves are one tensor.
+      The tree with full tensors in the dtypes of the shards; each has its own storage, tied leaves
+      are one tensor.
 
     Communication: as `gather`.
 
@@ -266,6 +272,7 @@ def unshard(shards: Tree, hierarchy: Any) -> Tree:
       [tensor([0., 1., 2.])]
     """
     leaves, spec, uses = _read("unshard", shards, hierarchy)
+    uses = [replace(use, bucket=use.bucket.exact) for use in uses]
     out: list[Any] = [leaf.data.clone() if isinstance(leaf, Fixed) else None for leaf in leaves]
     for use in uses:
         full = _gather_uses(leaves, [use])
@@ -287,13 +294,16 @@ def _agree_on_uses(uses: Sequence[BucketUse], how: str) -> None:
     """Compare what ranks are about to gather together, once for each set of leaves."""
     for home in dict.fromkeys(use.hierarchy for use in uses):
         mine = [use for use in uses if use.hierarchy is home]
-        key = (how, *((use.bucket, use.missing) for use in mine))
+        key = (how, home.hold, home.late, *((use.bucket, use.missing) for use in mine))
         if key in home.agreed:
             continue
         facts = [("schedule", how or "none: all at once")]
+        facts += [("placement", f"{home.hold} levels kept, {home.late} late")]
         for use in mine:
             # All of the layout, so that no other tree's agreement is mistaken for this one's.
-            layout = f"{use.bucket.numel} {dtype_name(use.bucket.dtype)} of {use.bucket.shapes}"
+            dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
+            names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
+            layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
             facts.append((f"bucket {use.bucket.index}", layout))
             facts += [
                 (f"bucket {use.bucket.index}[{slot}]", str(shape))

@@ -19,7 +19,7 @@ class GradSum(Reduction):
 
     Args:
       micro_steps: passes of the step.
-      dtype: of the sum over passes; default that of the gradients.
+      dtype: of the sum over passes; default the bucket's `accumulate`, at least float32.
 
     Communication: none here; see `backward`.
 

@@ -202,7 +202,9 @@ def _full_grads(like: Tree, slots: Sequence[Any], given: Sequence[Any]) -> list[
 
 def _fits(grad: Any, slot: Sharded) -> bool:
     """Whether it is an ordinary gradient of the leaf; the rare rest is looked at closely."""
-    return isinstance(grad, Tensor) and grad.shape == slot.shape and grad.dtype is slot.dtype
+    if not isinstance(grad, Tensor) or grad.shape != slot.shape:
+        return False
+    return grad.dtype is slot.dtype or grad.dtype is slot.bucket.compute
 
 
 def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
@@ -218,8 +220,10 @@ def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
     if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
         text = f"{path()}: shape {tuple(grad.shape)}, expected {slot.shape}"
         raise TreeError(message(text, fix="pass the gradient of the full parameter"))
-    if grad.dtype != slot.dtype:
-        text = f"{path()}: {dtype_name(grad.dtype)}, expected {dtype_name(slot.dtype)}"
+    allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
+    if grad.dtype not in allowed:
+        names = " or ".join(map(dtype_name, allowed))
+        text = f"{path()}: {dtype_name(grad.dtype)}, expected {names}"
         raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
 
 
@@ -229,7 +233,7 @@ def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     if grad is None:
         flat = torch.zeros(numel, dtype=slot.dtype, device=device)
     else:
-        flat = grad.reshape((*grad.shape[: grad.ndim - len(slot.shape)], numel))
+        flat = grad.reshape((*grad.shape[: grad.ndim - len(slot.shape)], numel)).to(slot.dtype)
     return Sharded(flat, slot.bucket, slot.slot)
 
 

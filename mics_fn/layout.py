@@ -9,7 +9,7 @@ Between and after leaves lies padding: it is never part of a leaf, so it never r
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
@@ -29,12 +29,15 @@ class Bucket:
 
     Args:
       index: its place among the buckets of its tree.
-      dtype: of all its leaves.
+      dtype: of the shards of all its leaves.
       parts: chunks it is cut into: the size p of the partition group.
       shapes: the leaves' full shapes, in the order in which they lie.
       offsets: where each leaf begins, in elements.
       numel: length of the buffer in elements, padding included; a multiple of `parts`.
       trainable: whether its leaves get gradients.
+      compute: dtype of the full leaves, which is also what travels in a gather; default `dtype`.
+      reduce: dtype in which gradients travel; default `dtype`.
+      accumulate: dtype of their sum over micro-steps; default `reduce`, but at least float32.
     """
 
     index: int
@@ -44,6 +47,16 @@ class Bucket:
     offsets: tuple[int, ...]
     numel: int
     trainable: bool = True
+    compute: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+    reduce: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+    accumulate: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "compute", self.compute or self.dtype)
+        put(self, "reduce", self.reduce or self.dtype)
+        least = torch.promote_types(self.reduce, torch.float32)
+        put(self, "accumulate", self.accumulate or least)
 
     @property
     def chunk(self) -> int:
@@ -52,8 +65,14 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full buffer, padding included."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of the full buffer where it is gathered, padding included."""
+        return self.numel * self.compute.itemsize
+
+    @cached_property
+    def exact(self) -> "Bucket":
+        """The same place, in which nothing travels in another dtype than the shards have."""
+        plain = replace(self, compute=self.dtype, reduce=self.dtype)
+        return self if plain == self else _one_of(plain)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -85,6 +104,10 @@ class Piece(NamedTuple):
     origin: int  # in the flattened leaf
 
 
+# Dtypes of a leaf where it is not at home, as in `Bucket`: compute, reduce, accumulate.
+Travel = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
+
+
 class LeafSpec(NamedTuple):
     """What the planner needs to know of a leaf."""
 
@@ -94,6 +117,7 @@ class LeafSpec(NamedTuple):
     parts: int
     trainable: bool
     place: Hashable  # leaves of different groups share no bucket
+    travel: Travel = (None, None, None)
 
 
 def plan_buckets(
@@ -131,7 +155,7 @@ def plan_buckets(
     closed: list[list[int]] = []
     for i in ranked:
         leaf = leaves[i]
-        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.place)
+        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.place, leaf.travel)
         nbytes = prod(leaf.shape) * leaf.dtype.itemsize
         if kind not in open_buckets or open_bytes[kind] + nbytes > bucket_bytes:
             open_buckets[kind], open_bytes[kind] = [], 0
@@ -147,7 +171,9 @@ def plan_buckets(
 
 def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
     first = leaves[0]
-    align = max(1, ALIGN_BYTES // first.dtype.itemsize)
+    compute, reduce, accumulate = first.travel
+    smallest = min(dtype.itemsize for dtype in (first.dtype, compute, reduce) if dtype)
+    align = max(1, ALIGN_BYTES // smallest)
     offsets, end = [], 0
     for leaf in leaves:
         offsets.append(end)
@@ -161,6 +187,9 @@ def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
         offsets=tuple(offsets),
         numel=-(-end // whole) * whole,
         trainable=first.trainable,
+        compute=compute or first.dtype,
+        reduce=reduce or first.dtype,
+        accumulate=accumulate,  # pyright: ignore[reportArgumentType]
     )
     return _one_of(bucket)
 

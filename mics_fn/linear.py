@@ -140,7 +140,8 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
         route = use.hierarchy
-        chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **like)
+        how = {"dtype": use.bucket.compute, **like}  # cast before it is sent
+        chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
         pendings.append(start_all_gather(route, chunk))
 
     def finish(found: list[Tensor]) -> list[Tensor]:
@@ -160,10 +161,10 @@ def _reduce_scatter(
     like = _like(uses, data, full=True) if like is None else like
     pendings, packed = [], []
     for use, leaves in deal(uses, data):
-        buffers = use.hierarchy.buffers
-        full = pack_full(use.bucket, use.by_slot(leaves), buffers=buffers, **like)
+        buffers, dtype = use.hierarchy.buffers, use.bucket.reduce
+        full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
-        pendings.append(start_reduce_scatter(use.hierarchy, parts))
+        pendings.append(start_reduce_scatter(use.hierarchy, parts, use.bucket.dtype))
         if use.bucket.parts > 1:  # else the result is a view of it
             packed.append((buffers, full))
 
@@ -193,13 +194,13 @@ def replica_mean(
 ) -> Started:
     pendings, like = [], _like(uses, data, full=False)
     for use, given in deal(uses, data):
-        pieces, route = use.by_slot(given), use.hierarchy
-        chunk = whole_chunk(use.bucket, route.chunk, pieces)
+        pieces, place = use.by_slot(given), use.hierarchy.chunk
+        chunk = whole_chunk(use.bucket, place, pieces)
         if chunk is None:
-            chunk = pack_chunk(use.bucket, route.chunk, pieces, **like)
+            chunk = pack_chunk(use.bucket, place, pieces, **like)
         elif not in_place:
             chunk = chunk.clone()
-        pendings.append(start_mean(replicas_of(use), chunk))
+        pendings.append(start_mean(replicas_of(use), chunk, use.bucket.reduce))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 
 
@@ -247,10 +248,7 @@ _TRANSPOSED = {"gather": "scatter", "scatter": "gather", "mean": "mean"}  # [Not
 
 
 class _Linear(torch.autograd.Function):
-    """One of the maps, differentiable any number of times, in both modes and under vmap.
-
-    See [Note: adjoint].
-    """
+    """One of the maps, differentiable in both modes and under vmap. See [Note: adjoint]."""
 
     @staticmethod
     def forward(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore

@@ -239,5 +239,11 @@ def memory_of(
 
 
 def sizes_of(uses: Sequence[Any]) -> list[int]:
-    """Bytes that each bucket takes where it is live; a rank that holds it all takes none."""
-    return [use.bucket.nbytes if use.bucket.parts > 1 else 0 for use in uses]
+    """Bytes that each bucket takes where it is live; none if it is a view of what is there."""
+    found = []
+    for use in uses:
+        route, bucket = use.home and use.hierarchy, use.bucket
+        inner = bucket.parts if route is None else route.split(route.hold)[1].size
+        cast = inner == bucket.parts and bucket.compute != bucket.dtype
+        found.append(bucket.nbytes if inner > 1 or cast else 0)
+    return found

@@ -115,8 +115,9 @@ class _HollowCache(Cache):
     """Buckets without data are there at once."""
 
     def _fetch(self, index: int) -> None:
-        chunk, parts = self._chunks[index], self.uses[index].bucket.parts
-        self._coming[index] = _Here(chunk.new_empty(parts * chunk.numel()))  # pyright: ignore
+        bucket = self.uses[index].bucket
+        full = self._chunks[index].new_empty(bucket.numel, dtype=bucket.compute)
+        self._coming[index] = _Here(full)  # pyright: ignore
 
 
 class _Here:

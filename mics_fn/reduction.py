@@ -19,6 +19,7 @@ from mics_fn import _torch
 from mics_fn.collectives import mean_comms, mean_steps, scatter_comms, scatter_steps
 from mics_fn.flat import Buffers, pack_full, split_chunk
 from mics_fn.groups import Groups, Hierarchy
+from mics_fn.layout import Bucket
 from mics_fn.linear import BucketUse, replicas_of
 from mics_fn.pending import Pending, Steps, push_all, wait_until
 
@@ -63,8 +64,8 @@ class Reduction:
         """A bucket's full gradients are there, one a member.
 
         Returns:
-          Its pieces, one a member, unless they are only added to a sum. They have values only
-          after `end` and `wait`.
+          Its pieces, one a member, unless they are added to a sum. They have values only after
+          `end` and `wait`.
         """
         use = self.uses[index]
         values = [_dense(grad) for grad in grads]
@@ -73,7 +74,7 @@ class Reduction:
         out = self._out(use, values)
         self._ready[index] = (values, out)
         self._issue()
-        if out is None:
+        if out is None or self.micro_steps is not None:
             return []
         return use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, out))
 
@@ -103,27 +104,42 @@ class Reduction:
             pending.wait()
         self._pendings = []
 
+    def _dtype(self, bucket: Bucket) -> torch.dtype:
+        """Of what comes out of hop 1: of the sum over passes, if there is one."""
+        if self.micro_steps is None:
+            return bucket.dtype
+        if self.dtype is not None or self.micro_steps > 1:
+            return self.dtype or bucket.accumulate
+        return torch.promote_types(bucket.dtype, bucket.reduce)  # there is nothing to add
+
     def _out(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
-        """Where the mean goes: one chunk; None where it stays in the slot, to be added to a sum."""
-        bucket, device = use.bucket, use.hierarchy.device
-        if self.micro_steps is not None:
-            if self._pass or self.dtype not in (None, bucket.dtype):
-                return None
-            return use.hierarchy.chunks.take((bucket.chunk,), bucket.dtype, device)
-        device = next((v.device for v in values if v is not None), device)
-        return torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
+        """Where the mean goes; None where it stays in the slot, to be added to a sum."""
+        bucket, route = use.bucket, use.hierarchy
+        if self.micro_steps is None:
+            device = next((v.device for v in values if v is not None), route.device)
+            return torch.empty(bucket.chunk, dtype=bucket.dtype, device=device)
+        if self._pass:
+            return None
+        shape = (bucket.numel // self._now(route).size,)
+        return route.chunks.take(shape, self._dtype(bucket), route.device)
+
+    def _now(self, route: Hierarchy) -> Hierarchy:
+        """The levels that are reduced in every pass."""
+        return route if self.micro_steps is None else route.split(route.late)[1]
 
     def _add_alone(self, index: int, values: list[Tensor | None]) -> list[Tensor]:
         """One rank: the gradient is its own mean, and nothing is packed."""
         use, pieces = self.uses[index], []
-        zeros = {"dtype": use.bucket.dtype, "device": use.hierarchy.device}
-        numels = use.by_member([n for n, i in zip(use.bucket.numels, use.index, strict=True)])
-        for numel, value in zip(numels, values, strict=True):
-            pieces.append(torch.zeros(numel, **zeros) if value is None else value.reshape(numel))
+        device, dtype = use.hierarchy.device, self._dtype(use.bucket)
+        for numel, value in zip(use.by_member(use.bucket.numels), values, strict=True):
+            empty = value is None
+            zeros = torch.zeros(numel, dtype=dtype, device=device) if empty else None
+            # torch may hand out one tensor as two gradients: a sum needs memory of its own.
+            summed = self.micro_steps is not None and self.micro_steps > 1 and not self._pass
+            pieces.append(zeros if empty else value.reshape(numel).to(dtype, copy=summed))
         self._ready[index] = _STARTED
         if self.micro_steps is not None:
-            # torch may hand out one tensor as two gradients: a sum needs memory of its own.
-            self._sum(index, pieces, self.last, own=self.micro_steps == 1)
+            self._sum(index, pieces, self.last)
         self._issue()
         return pieces
 
@@ -142,20 +158,22 @@ class Reduction:
     def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
         use = self.uses[index]
         route, bucket = use.hierarchy, use.bucket
-        device = route.device if out is None else out.device
+        device, now = route.device if out is None else out.device, self._now(route)
         push_all(route.life)
         slot = self._place % route.slots.count
-        if out is not None and bucket.parts == 1:
-            pair, slot = (out, out), None  # the chunk is all of it, and is packed where it stays
+        if out is not None and now.size == 1:
+            pair, slot = (out, out), None  # nothing is scattered: it is packed where it stays
         else:
-            _until_free(route, slot)
-            pair = route.slots.pair(slot, (bucket.numel,), bucket.dtype, device)
+            _until_free(route, slot, len(now.levels))
+            pair = route.slots.pair(slot, (bucket.numel,), bucket.reduce, device)
         pack_full(bucket, use.by_slot(values), device=device, out=pair[0])
-        parts = [buffer.view(bucket.parts, -1) for buffer in pair]
-        comms = scatter_comms(route, parts[0])
+        parts = [buffer.view(now.size, -1) for buffer in pair]
+        comms = scatter_comms(now, parts[0])
         if out is None:  # NCCL reads one buffer of the pair and writes the other, in turns
-            out = pair[len(comms) % 2 if device.type == "cuda" else 0][: bucket.chunk]
+            at = len(comms) % 2 if device.type == "cuda" else 0
+            out = pair[at][: bucket.numel // now.size]
         if self.last:
+            comms += scatter_comms(route.split(route.late)[0], out)
             comms += mean_comms(replicas_of(use), out)
         steps = self._steps(index, parts, out, slot)
         pending = Pending(steps, comms, keep=(*pair, out), device=device, purpose="reduce")
@@ -164,62 +182,60 @@ class Reduction:
             route.slots.users[slot] = pending
 
     def _steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
-        """Hop 1, the sum over passes, and in the last pass hop 2."""
+        """Hop 1, the sum over passes, and in the last pass what is late, and hop 2."""
         use, last = self.uses[index], self.last  # as they are when this is started
-        first = self._pass == 0
-        own = first and self.dtype in (None, out.dtype)  # then it is no slot's memory
+        route, now = use.hierarchy, self._now(use.hierarchy)
 
         def steps() -> Steps:
-            yield from scatter_steps(use.hierarchy, parts[0], out, parts[1])
+            yield from scatter_steps(now, parts[0], out, parts[1])
             total = out
             if self.micro_steps is not None:
-                (total,) = self._sum(index, [out], last, own=own)
+                (total,) = self._sum(index, [out], last)
             if out.is_cuda and slot is not None:  # from here on the slot is free
                 event = torch.cuda.current_stream(out.device).record_event()
-                use.hierarchy.slots.users[slot] = event
-            if first and self.micro_steps is not None:
-                self._given.append((use.hierarchy.chunks, total))
+                route.slots.users[slot] = event
             if last:
-                yield from mean_steps(replicas_of(use), total)
+                (total,) = self._totals[index] = [(yield from self._late_steps(use, total))]
+                self._given.append((route.chunks, total))
+                yield from mean_steps(replicas_of(use), total, use.bucket.reduce)
             return total
 
         return steps()
 
-    def _sum(self, index: int, values: list[Tensor], last: bool, *, own: bool) -> list[Tensor]:
-        """Add to the total; in the last pass it becomes the mean over passes.
+    def _late_steps(self, use: BucketUse, total: Tensor) -> Steps:
+        """Hop 1 over the levels that wait for the last pass."""
+        route, bucket = use.hierarchy, use.bucket
+        late, _ = route.split(route.late)
+        if late.size == 1:
+            return total
+        full = total
+        if total.dtype != bucket.reduce:
+            full = route.buffers.take(total.shape, bucket.reduce, total.device).copy_(total)
+        spare = route.buffers.take(full.shape, full.dtype, full.device)
+        mine = route.chunks.take((bucket.chunk,), total.dtype, total.device)
+        yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
+        route.buffers.give(spare)
+        (route.chunks if full is total else route.buffers).give(full)
+        if full is not total:
+            route.chunks.give(total)
+        return mine
 
-        Args:
-          index: the bucket.
-          values: what to add.
-          last: whether this is the last pass.
-          own: whether nobody else has these values, so that the first may become the total.
-        """
-        total = self._totals.get(index)
-        if total is None:
-            total = self._totals[index] = values if own else self._copies(index, values)
-        elif values:
-            _torch.foreach_add(total, [v.to(t.dtype) for v, t in zip(values, total, strict=True)])
+    def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
+        """Add to the total, or make it; in the last pass it becomes the mean over passes."""
+        total = self._totals.setdefault(index, values)
+        if total is not values:
+            _torch.foreach_add(total, values)
         if last and values and self.micro_steps != 1:
             _torch.foreach_div(total, self.micro_steps)
         return total
 
-    def _copies(self, index: int, values: list[Tensor]) -> list[Tensor]:
-        """The values in memory of the sum's own, in its dtype."""
-        use = self.uses[index]
-        if alone(use):
-            return [v.to(self.dtype or v.dtype, copy=True) for v in values]
-        pool, (value,) = use.hierarchy.chunks, values
-        total = pool.take(value.shape, self.dtype or value.dtype, value.device)
-        return [total.copy_(value)]
 
-
-def _until_free(route: Hierarchy, slot: int) -> None:
+def _until_free(route: Hierarchy, slot: int, levels: int) -> None:
     """Wait for the slot's last user; see [Note: gradients in flight]."""
     user = route.slots.users[slot]
     if isinstance(user, Pending):
-        hop1 = len(route.levels)
-        if not user.passed(hop1):
-            wait_until(route.life, lambda: user.passed(hop1))
+        if not user.passed(levels):
+            wait_until(route.life, lambda: user.passed(levels))
     elif user is not None:
         torch.cuda.current_stream(route.device).wait_event(user)
 

@@ -15,6 +15,7 @@ from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
 from mics_fn.leaf import Fixed, Leaf, Nothing, Sharded, Tied, dtype_name, is_leaf
 from mics_fn.linear import require_groups
+from mics_fn.precision import Policy, policy_of
 from mics_fn.tree import Tree
 
 
@@ -25,6 +26,7 @@ def shard(
     replicas: Literal["check", "broadcast"] = "check",
     source_rank: int | None = None,
     frozen: Callable[[str], bool] | None = None,
+    precision: Policy | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
 ) -> Tree:
@@ -39,6 +41,8 @@ def shard(
         `source_rank`.
       source_rank: global rank whose values count with 'broadcast'; default the first of the groups.
       frozen: further leaves to freeze, by path (written from the root `''`).
+      precision: a `Policy` or its text: the dtype of the shards, and those in which `gather` sends
+        and gives full tensors and gradients are reduced; default the tensors' own.
       bucket_bytes: the most that travels in one collective, a single larger leaf excepted.
       order: sort key of a path, for the order of leaves in buckets; default by path, numbers as
         numbers.
@@ -69,7 +73,8 @@ def shard(
     require_groups("shard", "groups", groups)
     if replicas not in ("check", "broadcast"):
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
-    plan = _plan("shard", "params", params, groups, frozen, bucket_bytes, order)
+    layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
+    plan = _plan("shard", "params", params, groups, layout)
     _agree_on(plan)
     if replicas == "check":
         _check_values(plan)
@@ -86,7 +91,7 @@ def layout_of(verb: str, root: str, values: Tree, groups: Any) -> Tree:
     Communication: as `shard`, without values.
     """
     require_groups(verb, "groups", groups)
-    plan = _plan(verb, root, values, groups, None, BUCKET_BYTES, None)
+    plan = _plan(verb, root, values, groups, Layout())
     _agree_on(plan)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in plan.leaves]
     return _assemble(plan._replace(leaves=meta), dict.fromkeys(plan.homes))
@@ -101,6 +106,15 @@ def _assemble(plan: "_Plan", sources: dict[Groups, int | None]) -> Tree:
             out[i] = Fixed(_replicated(leaf, plan.homes[i], sources[plan.homes[i]]))
     shards = plan.spec.unflatten([out[i] for i in range(len(plan.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
+
+
+class Layout(NamedTuple):
+    """How leaves become buckets: the options of `shard`."""
+
+    frozen: Callable[[str], bool] | None = None
+    precision: Policy = Policy()
+    bucket_bytes: int = BUCKET_BYTES
+    order: Callable[[str], object] | None = None
 
 
 class _Plan(NamedTuple):
@@ -120,9 +134,7 @@ def _plan(
     root: str,
     params: Tree,
     groups: Any,
-    frozen: Callable[[str], bool] | None,
-    bucket_bytes: int,
-    order: Callable[[str], object] | None,
+    layout: Layout,
 ) -> _Plan:
     leaves, spec = tree.flatten(params, is_leaf)
     bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
@@ -140,18 +152,20 @@ def _plan(
     _check_ties(verb, owners, paths, homes)
     places = {home: place for place, home in enumerate(dict.fromkeys(homes))}
     floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
+    dtypes = {i: layout.precision.dtypes(bare[i], leaves[i].dtype) for i in floats}
     specs = [
         LeafSpec(
             path=bare[i],
             shape=tuple(leaves[i].shape),
-            dtype=leaves[i].dtype,
+            dtype=dtypes[i].param,
             parts=homes[i].partition_size,
-            trainable=not _is_frozen(leaves[i], bare[i], frozen),
+            trainable=not _is_frozen(leaves[i], bare[i], layout.frozen),
             place=(places[homes[i]], leaves[i].is_meta),
+            travel=dtypes[i][1:],
         )
         for i in floats
     ]
-    slots = plan_buckets(specs, bucket_bytes=bucket_bytes, order=order)
+    slots = plan_buckets(specs, bucket_bytes=layout.bucket_bytes, order=layout.order)
     by_leaf = dict(zip(floats, slots, strict=True))
     return _Plan(verb, spec, leaves, paths, homes, owners, by_leaf)
 
@@ -276,6 +290,9 @@ def _agree_on(plan: _Plan) -> None:
                 elif i in plan.slots:
                     bucket, slot = plan.slots[i]
                     text += "" if bucket.trainable else " frozen"
+                    travel = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
+                    if len({leaf.dtype, *travel}) > 1:
+                        text += f" as {'/'.join(map(dtype_name, travel))}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
                 facts.append((plan.paths[i], text))
         agree(home, plan.verb, facts)

@@ -34,12 +34,17 @@ COLLECTIVES = re.compile(
 
 
 def public_names() -> dict[str, object]:
-    """What `import mics_fn` offers; submodules are not part of that."""
-    return {
+    """What `import mics_fn` offers; of submodules only the placements are part of that."""
+    found: dict[str, object] = {
         name: value
         for name, value in vars(mics_fn).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
+    placements = vars(mics_fn.placement)
+    functions = {name: value for name, value in placements.items() if inspect.isfunction(value)}
+    mine = {name: fn for name, fn in functions.items() if fn.__module__ == "mics_fn.placement"}
+    found.update({f"placement.{name}": fn for name, fn in mine.items() if name[0] != "_"})
+    return found
 
 
 def public_functions() -> dict[str, Callable]:

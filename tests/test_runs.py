@@ -390,11 +390,11 @@ def test_gathers_of_all_kinds_mix(ranks):
 
 
 def wider_sum(layout):
-    """Small gradients after a large one: bf16 loses them, a float32 sum does not."""
+    """Small gradients after a large one: a sum in bf16 loses them, one in float32 does not."""
     groups = groups_of(layout)
     shards = mf.shard({"w": torch.ones(6, dtype=torch.bfloat16)}, groups)
     found = []
-    for dtype in (None, torch.float32):
+    for dtype in (torch.bfloat16, None):
         total = mf.GradSum(9, dtype=dtype)
         full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
         for x in [256.0] + [0.5] * 8:
@@ -403,7 +403,7 @@ def wider_sum(layout):
     return found
 
 
-def test_gradients_may_be_summed_in_a_wider_dtype(ranks):
+def test_gradients_are_summed_in_a_dtype_of_their_own(ranks):
     nearest = torch.tensor(260 / 9).bfloat16().item()
     lost = torch.tensor(256 / 9).bfloat16().item()
     assert nearest != lost
