@@ -28,6 +28,9 @@ from mics_fn.groups import Groups as Groups
 from mics_fn.groups import Hierarchy as Hierarchy
 from mics_fn.groups import init_distributed as init_distributed
 from mics_fn.groups import make_groups as make_groups
+from mics_fn.guard import Guard as Guard
+from mics_fn.guard import Verdict as Verdict
+from mics_fn.guard import norm_spike as norm_spike
 from mics_fn.leaf import Fixed as Fixed
 from mics_fn.leaf import Sharded as Sharded
 from mics_fn.leaf import Tied as Tied

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
-from mics_fn.columns import map_columns
+from mics_fn.columns import map_columns, writable
 from mics_fn.errors import LeafError, OptimizerError, message
 from mics_fn.groups import Groups
 from mics_fn.leaf import Sharded, is_leaf
@@ -26,7 +26,8 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
 
     Returns:
       A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
-      it.
+      it. Squares are added in float32 at least, so it is infinite only where a gradient is, or
+      where float32 ends.
 
     Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank
       order, so that replicas get the same bits.
@@ -53,11 +54,60 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
             raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
     totals = []
     for home, pieces in by_home.items():
-        held = [piece for piece in pieces if piece.numel()]
-        norms = _torch.foreach_norm(held, 2) if held else ()
+        norms: list[Tensor] = []
+        # The norm of a float16 tensor can be above what float16 holds, though no element is.
+        for dtype, narrow in ((torch.float32, True), (None, False)):
+            held = [x for x in pieces if x.numel() and (x.itemsize < 4) is narrow]
+            norms += _torch.foreach_norm(held, 2, dtype) if held else ()
         here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
         totals.append(collect(home.partition, here).sum(0))
     return torch.stack(totals).sum().sqrt() if totals else torch.zeros((), dtype=torch.float64)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of this norm by."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def limited(
+    grads: Tree,
+    factor: Tensor | float = 1.0,
+    max_value: float | None = None,
+    *,
+    donate: bool = False,
+) -> Tree:
+    """Gradients times a factor, then clamped, in one pass; the very tree if there is none to do.
+
+    Args:
+      grads: tree of shards.
+      factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
+      max_value: elements are clamped to [-max_value, max_value].
+      donate: write into the chunks of `grads`, which are gone afterwards.
+
+    Memory: a copy of the shards; with `donate` only of those that are no whole chunks.
+    """
+
+    def limit(grad: Tensor) -> None:
+        if not isinstance(factor, Tensor):
+            if factor != 1.0:
+                grad.mul_(factor)
+        elif grad.itemsize < 4:
+            # In float16 a factor would be off by 1e-3, or 0.
+            grad.copy_(grad.float().mul_(factor.float()))
+        else:
+            grad.mul_(factor.to(grad.dtype))
+        if max_value is not None:
+            grad.clamp_(-max_value, max_value)
+
+    if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
+        return grads
+    return map_columns(limit, writable(grads) if donate else grads, donate=donate)
+
+
+def check_limit(verb: str, name: str, value: float) -> None:
+    """Raise OptimizerError unless a limit is above 0."""
+    if not value > 0:
+        raise OptimizerError(f"{verb}: {name}={value} must be above 0")
 
 
 def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
@@ -81,12 +131,10 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
       >>> groups = make_groups(1)
       >>> optimizer = chain(clip_by_global_norm(1.0, groups), sgd(0.1))
     """
-    if not max_norm > 0:
-        raise OptimizerError(f"clip_by_global_norm: max_norm={max_norm} must be above 0")
+    check_limit("clip_by_global_norm", "max_norm", max_norm)
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        factor = (max_norm / (global_norm(grads, groups) + 1e-6)).clamp(max=1.0)
-        return map_columns(lambda g: g.mul_(factor.to(g.dtype)), grads), state
+        return limited(grads, clip_factor(global_norm(grads, groups), max_norm)), state
 
     return from_update(lambda params: (), update)
 
@@ -110,10 +158,9 @@ def clip_by_value(max_value: float) -> Transform:
     Example:
       >>> optimizer = chain(clip_by_value(0.5), sgd(0.1))
     """
-    if not max_value > 0:
-        raise OptimizerError(f"clip_by_value: max_value={max_value} must be above 0")
+    check_limit("clip_by_value", "max_value", max_value)
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        return map_columns(lambda g: g.clamp_(-max_value, max_value), grads), state
+        return limited(grads, max_value=max_value), state
 
     return from_update(lambda params: (), update)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mics_fn import _torch, tree
+from mics_fn.leaf import Sharded, is_leaf
 from mics_fn.tree import Tree
 
 
@@ -122,6 +123,29 @@ def fresh(shards: Tree) -> Tree:
             for i in members:
                 out[i] = pieces[i].detach().clone()
     return spec.unflatten(out)
+
+
+def writable(shards: Tree) -> Tree:
+    """The tree for in-place work: whole chunks as they are, copies of all other pieces.
+
+    What is no chunk may lie in somebody's memory beside other values, or twice in the tree: with
+    one rank pieces are views of what autograd gave.
+    """
+    leaves, spec = tree.flatten(shards, is_leaf)
+    held = [leaf for leaf in leaves if isinstance(leaf, Sharded)]
+    pieces = [leaf.data for leaf in held]
+    for members in _by_storage(pieces):
+        whole = all(_storage_numel(pieces[i]) == held[i].bucket.chunk for i in members)
+        if not (whole and _is_flat(pieces, members)):
+            for i in members:
+                pieces[i] = pieces[i].detach().clone()
+    given = iter(pieces)
+    return spec.unflatten(
+        [
+            Sharded(next(given), leaf.bucket, leaf.slot) if isinstance(leaf, Sharded) else leaf
+            for leaf in leaves
+        ]
+    )
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:

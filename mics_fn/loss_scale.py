@@ -131,7 +131,7 @@ def static_scale(scale: float) -> LossScale:
       >>> scale.unscale([scale.scale(torch.tensor(3.0))])
       [tensor(3.)]
     """
-    _require("static_scale", "scale", scale, scale > 0, "finite and above 0")
+    require("static_scale", "scale", scale, scale > 0, "finite and above 0")
     return LossScale("static", float(scale))
 
 
@@ -181,16 +181,17 @@ def dynamic_scale(
       3.2.
     """
     verb = "dynamic_scale"
-    _require(verb, "factor", factor, factor > 1, "finite and above 1")
+    require(verb, "factor", factor, factor > 1, "finite and above 1")
     for name, count in (("interval", interval), ("hysteresis", hysteresis)):
-        _require(verb, name, count, type(count) is int and count >= 1, "an int of at least 1")
-    _require(verb, "min", min, min > 0, "finite and above 0")
-    _require(verb, "init", init, init >= min, f"finite and at least min={min}")
-    _require(verb, "max", max, max >= init, f"finite and at least init={init}")
+        require(verb, name, count, type(count) is int and count >= 1, "an int of at least 1")
+    require(verb, "min", min, min > 0, "finite and above 0")
+    require(verb, "init", init, init >= min, f"finite and at least min={min}")
+    require(verb, "max", max, max >= init, f"finite and at least init={init}")
     numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
     return LossScale("dynamic", *numbers, credits=hysteresis)
 
 
-def _require(verb: str, name: str, value: float, good: bool, expected: str) -> None:
+def require(verb: str, name: str, value: float, good: bool, expected: str) -> None:
+    """Raise PlanError unless a number is finite and good."""
     if not good or not math.isfinite(value):
         raise PlanError(f"{verb}: {name}={value}, expected {expected}")

@@ -1,0 +1,226 @@
+"""What is done with gradients between their reduction and the update: unscale, judge, clip."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mics_fn.clip import check_limit, clip_factor, global_norm, limited
+from mics_fn.collectives import collect
+from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
+from mics_fn.groups import Groups, Hierarchy
+from mics_fn.leaf import donate as mark_donated
+from mics_fn.linear import homes_of
+from mics_fn.loss_scale import LossScale, no_scale, require
+from mics_fn.tree import Tree
+
+
+@dataclass(frozen=True)
+class NormSpike:
+    """A watch for gradients whose norm is far above those before; made by `norm_spike`.
+
+    Args:
+      factor, window, warmup, action: as for `norm_spike`.
+      norms: of the last steps that were taken, oldest first.
+    """
+
+    factor: float
+    window: int
+    warmup: int
+    action: Literal["skip", "report"]
+    norms: tuple[float, ...] = field(default=(), repr=False)
+
+    def look(self, norm: float) -> tuple[bool, "NormSpike"]:
+        """Whether a norm is a spike, and the watch of the next step."""
+        if not math.isfinite(norm):
+            return False, self
+        # Where half of the norms were 0 everything would be a spike, for ever.
+        usual = median(self.norms) if len(self.norms) >= self.warmup else 0.0
+        spike = 0.0 < usual * self.factor < norm
+        if spike and self.action == "skip":
+            return True, self
+        return spike, replace(self, norms=(*self.norms, norm)[-self.window :])
+
+
+def norm_spike(
+    factor: float = 10.0,
+    *,
+    window: int = 100,
+    warmup: int = 20,
+    action: Literal["skip", "report"] = "skip",
+) -> NormSpike:
+    """A watch for `Guard`: a norm above `factor` times the median of the last ones is a spike.
+
+    If norms stay that high, "skip" refuses every step: then look at `Verdict.spike`, and go on with
+    a new watch.
+
+    Args:
+      factor: above 1.
+      window: norms that are remembered, of steps that were taken.
+      warmup: norms that have to be known before one can be a spike; at most `window`.
+      action: "skip" refuses the step, and its norm is not remembered; "report" only says so.
+
+    Returns:
+      A value with `look(norm) -> (is_spike, next)`.
+
+    Communication: none.
+
+    Memory: `window` floats on the host.
+
+    Raises:
+      PlanError: a number is out of its range, or `action` is something else.
+
+    Example:
+      >>> watch = norm_spike(factor=3.0, warmup=2)
+      >>> for norm in (1.0, 2.0, 9.0, 2.5):
+      ...     spike, watch = watch.look(norm)
+      ...     print(spike, watch.norms)
+      False (1.0,)
+      False (1.0, 2.0)
+      True (1.0, 2.0)
+      False (1.0, 2.0, 2.5)
+    """
+    require("norm_spike", "factor", factor, factor > 1, "finite and above 1")
+    for name, count in (("window", window), ("warmup", warmup)):
+        good = type(count) is int and count >= 1
+        require("norm_spike", name, count, good, "an int of at least 1")
+    require("norm_spike", "warmup", warmup, warmup <= window, f"at most window={window}")
+    if action not in ("skip", "report"):
+        raise PlanError(f"norm_spike: action={action!r}, expected 'skip' or 'report'")
+    return NormSpike(float(factor), window, warmup, action)
+
+
+class Verdict(NamedTuple):
+    """What `Guard.judge` found, and what it made of the gradients.
+
+    Args:
+      grads: unscaled and clipped; as they were given if the step is refused.
+      norm: 0-dim float64 tensor on the device: the L2 norm of the unscaled, unclipped gradient, as
+        `global_norm` gives it. None if the guard needs none: without `max_norm`, where nothing is
+        decided.
+      finite: whether the norm was finite on all ranks; None where nobody looked.
+      spike: whether it was a spike.
+      accept: whether to take the step; the same on all ranks.
+      next: the guard of the next step, also after a refused one.
+    """
+
+    grads: Tree
+    norm: Tensor | None
+    finite: bool | None
+    spike: bool
+    accept: bool
+    next: "Guard"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is done with gradients after both hops and before the update, as a value.
+
+    Args:
+      scale: the scale of the loss, which the gradients are divided by.
+      max_norm: gradients are scaled so that their global norm is at most this.
+      max_value: then each element is clamped to [-max_value, max_value].
+      spike: a watch made by `norm_spike`.
+      check: refuse steps whose gradient is not finite; with a scale or a watch they always are.
+
+    Raises:
+      OptimizerError: a limit is not above 0, or `scale` or `spike` is something else.
+
+    Example:
+      >>> groups, guard = make_groups(1), Guard(dynamic_scale(8.0), max_norm=1.0)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), sgd(0.5))
+      >>> def loss_fn(shards):
+      ...     return guard.scale.scale(gather(shards, groups)["w"].sum())
+      >>> grads = reduce_grads(torch.func.grad(loss_fn)(state.params), groups)
+      >>> verdict = guard.judge(grads, groups)
+      >>> if verdict.accept:
+      ...     state = opt_step(state, verdict.grads)
+      >>> guard = verdict.next
+      >>> verdict.norm, state.params["w"].data
+      (tensor(1.4142, dtype=torch.float64), tensor([0.6464, 0.6464]))
+    """
+
+    scale: LossScale = no_scale()
+    max_norm: float | None = None
+    max_value: float | None = None
+    spike: NormSpike | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
+            if limit is not None:
+                check_limit("Guard", name, limit)
+        if not isinstance(self.scale, LossScale):
+            fix = "make one with no_scale, static_scale or dynamic_scale"
+            raise OptimizerError(message(f"Guard: scale={self.scale!r} is no LossScale", fix=fix))
+        if not isinstance(self.spike, NormSpike | None):
+            fix = "make one with norm_spike"
+            raise OptimizerError(message(f"Guard: spike={self.spike!r} is no watch", fix=fix))
+
+    @property
+    def decides(self) -> bool:
+        """Whether it may refuse a step: then the host waits once a step, else never."""
+        return self.scale.checks or self.spike is not None or bool(self.check)
+
+    @torch.no_grad()
+    def judge(self, grads: Tree, groups: Any, donate: bool = False) -> Verdict:
+        """Unscale and clip gradients, and decide whether to step on them.
+
+        Args:
+          grads: tree of shards, both hops done, of a loss that `scale` of this very guard scaled.
+          groups: as for `shard`. Where leaves have different groups, one of them has all the ranks.
+          donate: write into the chunks of `grads`, which can not be used again if there was
+            something to write.
+
+        Returns:
+          A `Verdict`; the same decision on all ranks, also where replicas differ.
+
+        Communication: `global_norm`, unless nothing needs it; and for a decision all-gathers of 8
+          bytes: over the replication group, with several groups over each of theirs.
+
+        Memory: a copy of the gradients' shards, none with `donate` or where nothing is to do.
+
+        Raises:
+          LeafError: a leaf is a full tensor.
+          GroupsError: a hierarchy is given, which does not say who the replicas are.
+        """
+        homes = dict.fromkeys(homes_of("Guard.judge", "groups", groups, grads))
+        if not self.decides and self.max_norm is None:
+            return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)
+        norm = global_norm(grads, groups) / self.scale.value
+        factor = clip_factor(norm, self.max_norm or math.inf)
+        if not self.decides:
+            return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
+        # One transfer for both numbers.
+        times, highest = torch.stack([factor, _highest(norm, homes)]).tolist()
+        finite, spike, watch = math.isfinite(highest), False, self.spike
+        if watch is not None:
+            spike, watch = watch.look(highest)
+        after = replace(self, scale=self.scale.adjust(finite), spike=watch)
+        if not finite or (spike and watch and watch.action == "skip"):
+            return Verdict(grads, norm, finite, spike, False, after)
+        out = self._limited(grads, times / self.scale.value, donate)
+        return Verdict(out, norm, finite, spike, True, after)
+
+    def _limited(self, grads: Tree, factor: Tensor | float, donate: bool) -> Tree:
+        out = limited(grads, factor, self.max_value, donate=donate)
+        if donate and out is not grads:
+            mark_donated(grads, "grads", "Guard.judge", keep=out)
+        return out
+
+
+def _highest(norm: Tensor, homes: Iterable[Groups | Hierarchy]) -> Tensor:
+    """The highest norm on any rank, and infinite if one is not finite."""
+    highest, homes = torch.where(norm.isfinite(), norm, math.inf), list(homes)
+    for home in homes:
+        if not isinstance(home, Groups):
+            fix = "pass groups"
+            raise GroupsError(message("Guard.judge: got a hierarchy, needs groups", fix=fix))
+        # Inside the partition groups of one tree `global_norm` gave all the same bits.
+        for comm in (home.partition, home.replicas) if len(homes) > 1 else (home.replicas,):
+            highest = collect(comm, highest).amax()
+    return highest
