@@ -22,7 +22,8 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     Args:
       grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
         replicated leaves do not count.
-      groups: as for `shard`.
+      groups: as for `shard`; several have the same ranks, else each rank gets the norm of those
+        leaves that it holds a part of.
 
     Returns:
       A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for

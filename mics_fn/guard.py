@@ -172,7 +172,8 @@ class Guard:
 
         Args:
           grads: tree of shards, both hops done, of a loss that `scale` of this very guard scaled.
-          groups: as for `shard`. Where leaves have different groups, one of them has all the ranks.
+          groups: as for `shard`. Where leaves have different groups, one of them has all the ranks,
+            and for `max_norm` all do, as `global_norm` says.
           donate: write into the chunks of `grads`, which can not be used again if there was
             something to write.
 
