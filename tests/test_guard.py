@@ -510,11 +510,13 @@ def test_a_donation_writes_to_nothing_else():
     out = mf.Guard(max_value=0.5).judge(grads, groups, donate=True).grads
     assert flat[4:6].tolist() + flat[10:].tolist() == [1.0] * 4
     assert out["a"].data.tolist() + out["b"].data.tolist() == [0.5] * 8
-    same = torch.ones(4)
-    grads = mf.reduce_grads({"a": same, "b": same}, groups, like=like)
     guard = mf.Guard(mf.static_scale(2.0))
-    out = guard.judge(grads, groups, donate=True).grads
-    assert [x.data.tolist() for x in out.values()] == [[0.5] * 4] * 2, "scaled once"
+    alone = mf.shard({k: torch.zeros(4) for k in "ab"}, groups, bucket_bytes=1)
+    for layout in (like, alone):
+        same = torch.ones(4)
+        grads = mf.reduce_grads({"a": same, "b": same}, groups, like=layout)
+        out = guard.judge(grads, groups, donate=True).grads
+        assert [x.data.tolist() for x in out.values()] == [[0.5] * 4] * 2, "scaled once"
     grads = mf.reduce_grads({"a": torch.ones(1).expand(4), "b": torch.ones(4)}, groups, like=like)
     out = guard.judge(grads, groups, donate=True).grads
     assert out["a"].data.tolist() == [0.5] * 4
