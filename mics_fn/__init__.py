@@ -1,6 +1,8 @@
 """MiCS sharded data-parallel training as plain functions on values."""
 
 from mics_fn import placement as placement
+from mics_fn.access import get as get
+from mics_fn.access import set as set
 from mics_fn.clip import clip_by_global_norm as clip_by_global_norm
 from mics_fn.clip import clip_by_value as clip_by_value
 from mics_fn.clip import global_norm as global_norm
@@ -58,6 +60,8 @@ from mics_fn.schedule import Schedule as Schedule
 from mics_fn.schedule import first_difference as first_difference
 from mics_fn.schedule import plan as plan
 from mics_fn.sharded import shard as shard
+from mics_fn.summary import Summary as Summary
+from mics_fn.summary import summary as summary
 from mics_fn.topology import Plan as Plan
 from mics_fn.topology import Topology as Topology
 from mics_fn.topology import plan_groups as plan_groups

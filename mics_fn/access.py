@@ -1,0 +1,250 @@
+"""`get` and `set`: one leaf of a sharded value by its path, for people at a prompt."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.address import Leaves, leaves_of
+from mics_fn.agreement import checksum
+from mics_fn.collectives import start_all_gather
+from mics_fn.errors import GroupsError, LeafError, PlanError, message
+from mics_fn.flat import pack_chunk, split_chunk, whole_chunk
+from mics_fn.groups import Groups, Hierarchy
+from mics_fn.layout import Bucket, pieces
+from mics_fn.leaf import Fixed, dtype_name, is_leaf
+from mics_fn.linear import grouped
+from mics_fn.tree import Tree
+
+# `set` is the public name of a function here: no code of this file may mean the builtin.
+
+
+@torch.no_grad()
+def get(shards: Tree, path: str, groups: Any) -> Any:
+    """One leaf in full, by its path, on every rank.
+
+    Args:
+      shards: tree of shards (parameters, gradients, moments), or a `TrainState`.
+      path: as errors and `summary` write it: `params['h.0.w']` or `['layers'][0]['w']`, in a
+        `TrainState` also `opt.moments['exp_avg']['h.0.w']` and `buffers['norm.running_mean']`; or
+        with dots alone: `layers.0.w`, and a parameter's or buffer's own name, `h.0.w`.
+      groups: as for `gather`; for a `TrainState` those of its parameters.
+
+    Returns:
+      The tensor in the dtype that the shards have, in memory of its own, without a gradient. A tied
+      leaf gives its owner's. What is no shard comes as this rank has it: replicated tensors,
+      buffers and 0-dim tensors as copies, numbers as they are, None for a leaf that is None.
+
+    Communication: who asks for what (some hundred bytes), then one all-gather a level of this leaf
+      alone: each rank receives p - 1 times the leaf's largest piece, padded to that where a rank
+      holds less. Nothing else of the bucket travels. All ranks must call it.
+
+    Memory: the tensor, and p times its largest piece.
+
+    Raises:
+      TreeError: no leaf has this path, or several do; names the nearest ones.
+      LeafError: inside torch.func; or a tensor of an optimizer that keeps pieces in a way of its
+        own, so that nobody knows the full one.
+      PlanError: the groups are not those that the tree was sharded with.
+      DonatedError: the value was given away earlier.
+      DesyncError: ranks ask for different leaves, or another rank has one of these errors.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"h.0.w": torch.ones(2)}, groups), adam(0.1))
+      >>> get(state, "h.0.w", groups), get(state, "opt.moments['exp_avg']['h.0.w']", groups)
+      (tensor([1., 1.]), tensor([0., 0.]))
+    """
+    found = leaves_of("get", shards, groups)
+
+    def look() -> tuple[str, int]:
+        at = found.find(path)
+        return _described(found, at), at
+
+    _, at = found.together(look)
+    leaf = found.all[at]
+    bucket = _bucket_of(leaf)
+    if bucket is not None:
+        return _gathered(leaf, bucket, _route(found.homes[at]))
+    value = leaf.data if is_leaf(leaf) else leaf
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
+    """The same tree or state with one leaf replaced; the given one stays as it is.
+
+    Args:
+      shards: as for `get`.
+      path: as for `get`.
+      value: a tensor of the leaf's full shape, the same on every rank, cast to the leaf's dtype; or
+        a number, to fill the leaf with.
+      groups: as for `shard`; for a `TrainState` those of its parameters.
+
+    Returns:
+      The new tree or `TrainState`. A tensor that is tied changes under all its names. The leaves of
+      other buckets are the same objects as before, so donating one of the two values later gives
+      away what they share.
+
+    Communication: who sets what, with a digest of the value (some hundred bytes). All ranks must
+      call it.
+
+    Memory: this rank's chunk of the leaf's bucket again.
+
+    Raises:
+      LeafError: the value has another shape, its numbers do not fit the leaf's dtype (floats in
+        integers, out of range), or the leaf holds no data.
+      DesyncError: ranks give different values or paths, or another rank has one of these errors.
+      GroupsError: a hierarchy is given, which does not reach the replicas.
+      Else as `get`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> params = shard({"w": torch.ones(2), "b": torch.ones(1)}, groups)
+      >>> new = set(params, "params['w']", torch.tensor([3.0, 4.0]), groups)
+      >>> get(new, "w", groups), get(params, "w", groups)
+      (tensor([3., 4.]), tensor([1., 1.]))
+    """
+    found = leaves_of("set", shards, groups)
+    if any(isinstance(home, Hierarchy) for home in found.meeting):
+        fix = "pass groups, so that replicas are compared too"
+        raise GroupsError(message("set: got a hierarchy", fix=fix))
+
+    def look() -> tuple[str, int, Any]:
+        at = found.find(path)
+        where = _described(found, at)
+        new = _fitting(f"set: {found.paths[at]}", found.all[at], value)
+        told = repr(value)
+        if isinstance(value, Tensor):
+            told = f"values of digest {int(checksum(new)) % 2**64:016x}"
+        return f"{where} = {told}", at, new
+
+    _, at, new = found.together(look)
+    changed = _replaced(found, at, new)
+    by_id = {id(found.all[i]): leaf for i, leaf in changed.items()}
+    out = [changed.get(i, leaf) for i, leaf in enumerate(found.all)]
+    for i, own in enumerate(found.paths):
+        if own is None:  # or the optimizer's trees would keep the old frozen tensor in memory
+            out[i] = by_id.get(id(out[i]), out[i])
+    return found.spec.unflatten(out)
+
+
+def _bucket_of(leaf: Any) -> Bucket | None:
+    """Where a piece lies; None for what is whole on this rank, or no tensor."""
+    return getattr(leaf, "bucket", None)
+
+
+def _route(home: Groups | Hierarchy) -> Hierarchy:
+    return home.hierarchy if isinstance(home, Groups) else home
+
+
+def _described(found: Leaves, at: int) -> str:
+    """A leaf in words that are the same on every rank; checked, so that it can be gathered.
+
+    Raises: as `get`.
+    """
+    leaf, where = found.all[at], f"{found.verb}: {found.paths[at]}"
+    if not is_leaf(leaf) and not isinstance(leaf, Tensor):
+        return f"{found.paths[at]}, {type(leaf).__name__}"
+    if isinstance(leaf, Tensor) and leaf.ndim and found.in_optimizer(at):
+        text = f"{where} is a plain tensor of shape {tuple(leaf.shape)}"
+        why = "an optimizer that is not of mics_fn may keep pieces so, and nobody knows of what"
+        raise LeafError(message(text, [why], fix="read this rank's own from state.opt"))
+    bucket = _bucket_of(leaf)
+    if bucket is None:
+        shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
+        return f"{found.paths[at]}, {shape} {dtype}"
+    route, data, slot = _route(found.homes[at]), leaf.data, getattr(leaf, "slot", 0)
+    here = pieces(bucket, min(route.chunk, bucket.parts - 1))[slot].length
+    if route.size != bucket.parts or data.shape != (here,):
+        text = f"{where} is one of {bucket.parts} pieces, here of shape {tuple(data.shape)}; "
+        text += f"these groups cut in {route.size}"
+        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
+    place = f"at {bucket.offsets[slot]} of {bucket.numel}, in {bucket.parts} parts"
+    return f"{found.paths[at]}, {leaf.shape} {dtype_name(data.dtype)} {place}"
+
+
+def _gathered(leaf: Any, bucket: Bucket, route: Hierarchy) -> Tensor:
+    """One leaf in full; pieces travel padded to the longest."""
+    slot, sent = leaf.slot, leaf.data.detach()
+    start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
+    bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
+    lengths = [max(0, min(high, stop) - max(low, start)) for low, high in bounds]
+    if len(sent) < max(lengths):
+        sent = torch.cat([sent, sent.new_zeros(max(lengths) - len(sent))])
+    found = start_all_gather(route, sent).wait()
+    return torch.cat([found[i, :length] for i, length in enumerate(lengths)]).view(leaf.shape)
+
+
+def _fitting(where: str, leaf: Any, value: Any) -> Any:
+    """A value as the leaf would hold it in full: a tensor of its shape and dtype, or a number."""
+    held = leaf.data if is_leaf(leaf) else leaf
+    is_number = isinstance(value, int | float)
+    if isinstance(held, int | float) and is_number:
+        if not isinstance(value, (int, float) if type(held) is float else type(held)):
+            raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
+        return type(held)(value)
+    if not isinstance(held, Tensor) or _torch.is_hollow(held):
+        raise LeafError(f"{where} holds no data: {leaf!r}")
+    if is_number:
+        value = _number(where, value).expand(leaf.shape)
+    if not isinstance(value, Tensor) or value.layout != torch.strided or _torch.is_dtensor(value):
+        got = str(value.layout) if isinstance(value, Tensor) else type(value).__name__
+        fix = "pass a plain tensor of the full shape, or a number to fill the leaf with"
+        raise LeafError(message(f"{where}: the value is {got}", fix=fix))
+    if tuple(value.shape) != tuple(leaf.shape) or _torch.is_hollow(value):
+        got = f"got {tuple(value.shape)}{' without data' * _torch.is_hollow(value)}"
+        fix = "pass the full tensor, or a number to fill the leaf with"
+        lines = [f"expected {tuple(leaf.shape)}", got]
+        raise LeafError(message(f"{where}: a value of another shape", lines, fix))
+    moved = value.detach().to(held.device)
+    cast = moved.to(held.dtype) if torch.can_cast(moved.dtype, held.dtype) else None
+    if cast is None or not _survives(moved, cast):
+        lines = [f"expected {dtype_name(held.dtype)}", f"got {dtype_name(value.dtype)}"]
+        fix = "pass values that the leaf's dtype can hold"
+        raise LeafError(message(f"{where}: the value does not fit its dtype", lines, fix))
+    return cast
+
+
+def _number(where: str, value: int | float) -> Tensor:
+    kinds = {bool: torch.bool, int: torch.int64}  # else float64, so that no digit is lost before
+    kind = next((kinds[cls] for cls in kinds if isinstance(value, cls)), torch.float64)
+    try:
+        return torch.tensor(value, dtype=kind)
+    except (RuntimeError, OverflowError, ValueError) as error:
+        raise LeafError(f"{where}: {value!r} is out of range") from error
+
+
+def _survives(moved: Tensor, cast: Tensor) -> bool:
+    """Whether a cast kept integers as they were and finite numbers finite; it may round."""
+    if not cast.is_floating_point():
+        return torch.equal(cast.to(moved.dtype), moved)
+    wide = cast.float() if cast.itemsize == 1 else cast  # 8-bit floats have few ops of their own
+    return bool((wide.isfinite() | ~moved.isfinite()).all())
+
+
+def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
+    """The leaves that change, by place: of a piece all of its bucket, which get a new chunk."""
+    leaf = found.all[at]
+    if _bucket_of(leaf) is None:
+        if isinstance(value, Tensor):  # the caller may write to its own
+            value = value.clone(memory_format=torch.contiguous_format)
+        return {at: Fixed(value) if is_leaf(leaf) else value}
+    places, slot = found.shards, leaf.slot
+    uses = grouped([found.all[i] for i in places], [found.homes[i] for i in places])
+    use = next(use for use in uses if places.index(at) in use.members)
+    members = [places[i] for i in use.members]
+    # Pieces may have another dtype than their bucket says, such as sums of gradients.
+    bucket, chunk = replace(use.bucket, dtype=leaf.data.dtype), use.hierarchy.chunk
+    data = use.by_slot([found.all[i].data for i in members])
+    flat = whole_chunk(bucket, chunk, data)
+    if flat is None:
+        flat = pack_chunk(bucket, chunk, data, device=leaf.data.device)
+    else:
+        flat = flat.clone()
+    views, piece = split_chunk(bucket, chunk, flat), pieces(bucket, chunk)[slot]
+    views[slot].copy_(value.reshape(-1)[piece.origin : piece.origin + piece.length])
+    pairs = zip(members, use.by_member(views), strict=True)
+    return {i: type(leaf)(view, found.all[i].bucket, found.all[i].slot) for i, view in pairs}

@@ -1,0 +1,218 @@
+"""Which leaf of a sharded value a path means, and whether all ranks mean the same.
+
+Calls are compared between ranks each time, also when they were made before: a person at a prompt is
+where ranks differ most easily.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from mics_fn import _torch, tree
+from mics_fn.agreement import collect_bytes
+from mics_fn.errors import DesyncError, LeafError, TreeError, message, name_ranks
+from mics_fn.groups import Groups, Hierarchy
+from mics_fn.leaf import Fixed, Tied, is_leaf, owner_index
+from mics_fn.linear import homes_of
+from mics_fn.optim import TrainState
+from mics_fn.tree import Tree
+
+Looked = TypeVar("Looked", bound=tuple)
+
+_KEY = re.compile(r"""\[\s*(?:'([^']*)'|"([^"]*)"|(-?\d+))\s*\]""")
+_ROOT = re.compile(r"(state|params|grads|shards|opt|buffers)(?=[\[.]|$)")  # as errors write them
+
+
+class Leaves(NamedTuple):
+    """The leaves of a tree of shards or of a `TrainState`, each with its path."""
+
+    verb: str
+    all: list[Any]
+    spec: Any
+    paths: list[str | None]  # without a leading dot; None where a leaf only repeats another
+    homes: list[Any]  # one a leaf, `Groups` or `Hierarchy`; None where nobody gave groups
+    meeting: list[Any]  # the different ones among them
+    is_state: bool
+
+    @property
+    def shards(self) -> list[int]:
+        """The places of what is a leaf of a tree of shards."""
+        return [i for i, leaf in enumerate(self.all) if is_leaf(leaf)]
+
+    def in_optimizer(self, at: int) -> bool:
+        """Whether a leaf belongs to the optimizer's part of a `TrainState`."""
+        return self.is_state and _in_optimizer(self.paths[at] or "")
+
+    def find(self, path: str) -> int:
+        """The place of the leaf that a path means; that of its owner for a tied one.
+
+        Raises:
+          TreeError: there is none, or there are several.
+        """
+        if not isinstance(path, str):
+            raise TreeError(f"{self.verb}: the path is {type(path).__name__}, expected str")
+        text = path.lstrip(".")
+        dotted = [None if own is None else _dotted(own) for own in self.paths]
+        for wanted in self._readings(text):
+            hits = [i for i, own in enumerate(self.paths) if own == wanted]
+            hits = hits or [i for i, own in enumerate(dotted) if own == _dotted(wanted)]
+            if len(hits) == 1:
+                return self._owner(hits[0])
+            if hits:
+                lines = ["it may be " + " or ".join(str(self.paths[i]) for i in hits)]
+                fix = "write it with brackets, as summary() does"
+                raise TreeError(message(f"{self.verb}: {text!r} names several leaves", lines, fix))
+        near = self._near(_dotted(text))
+        lines = [f"nearest: {', '.join(near)}"] if near else []
+        fix = "print(summary(...)) shows all paths"
+        raise TreeError(message(f"{self.verb}: no leaf {text!r} here", lines, fix))
+
+    def _owner(self, at: int) -> int:
+        if not isinstance(self.all[at], Tied):
+            return at
+        places = self.shards
+        return places[owner_index([self.all[i] for i in places])[places.index(at)]]
+
+    def _readings(self, text: str) -> list[str]:
+        """What a path may mean, the most literal first."""
+        root = _ROOT.match(text)
+        bare = text[root.end() :].lstrip(".") if root else text
+        if not self.is_state:
+            return [text, bare]
+        if root is not None and root[0] == "state":
+            return [text, bare]
+        join = "" if text.startswith("[") else "."
+        return [text, f"params{join}{text}", f"buffers{join}{text}"]
+
+    def _near(self, text: str) -> list[str]:
+        """Paths below it if it is a branch of the tree, else those written almost like it."""
+        named = {_dotted(own): own for own in self.paths if own is not None}
+        below = [own for name, own in named.items() if name.startswith(f"{text}.")]
+        if below:
+            return below[:3]
+        if self.is_state:
+            named = {name.partition(".")[2]: own for name, own in reversed(named.items())} | named
+        close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
+        return list(dict.fromkeys(named[name] for name in close))
+
+    def together(self, look: Callable[[], Looked]) -> Looked:
+        """What `look` gives, once every rank got the same text from it.
+
+        Args:
+          look: gives a tuple that begins with what this rank is about to do, in words.
+
+        Raises:
+          DesyncError: ranks are about to do different things, or `look` raised on another rank.
+
+        Communication: as `same_call`.
+        """
+        try:
+            found = look()
+        except Exception as error:  # whatever it is, others must not wait for this rank
+            same_call(self.verb, self.meeting, "", error)
+            raise
+        same_call(self.verb, self.meeting, found[0])
+        return found
+
+
+def leaves_of(verb: str, shards: Tree, groups: Any, *, quiet: bool = False) -> Leaves:
+    """The leaves of a tree of shards or a `TrainState`, with paths and groups.
+
+    Args:
+      verb: who asks, for errors.
+      shards: the tree, or the state.
+      groups: as for `gather`, those of the parameters for a state; None only with `quiet`.
+      quiet: nothing is going to be sent.
+
+    Raises:
+      LeafError: inside torch.func.
+      As `gather` where `groups` does not fit.
+    """
+    if _torch.inside_torch_func() and not quiet:
+        fix = "call it outside; gather is what has a derivative"
+        raise LeafError(message(f"{verb}: can not be used inside torch.func", fix=fix))
+    values, spec = tree.flatten(shards, is_leaf)
+    paths: list[str | None] = [path.lstrip(".") for path in tree.paths(shards, "", is_leaf)]
+    is_state = isinstance(shards, TrainState)
+    named = shards.params if is_state else shards
+    given: list[Any] = []
+    if groups is not None or not quiet:
+        given = homes_of(verb, "groups", groups, named)
+    homes = given or [None] * len(values)
+    meeting = list(dict.fromkeys(given))
+    if isinstance(groups, Groups | Hierarchy):
+        meeting = [groups]  # also where there is no leaf
+    if is_state:
+        homes = _homes_of_state(values, tree.flatten(named, is_leaf)[0], given)
+        # The optimizer's trees show the parameters' frozen leaves, and keep nothing for them.
+        for i, leaf in enumerate(values):
+            if isinstance(leaf, Fixed) and _in_optimizer(paths[i] or ""):
+                paths[i] = None
+    return Leaves(verb, values, spec, paths, homes, meeting, is_state)
+
+
+def _in_optimizer(path: str) -> bool:
+    return re.match(r"opt\b", path) is not None
+
+
+def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequence[Any]) -> list:
+    """The groups of each leaf of a state: those of the parameters in the same bucket."""
+    homes: dict[Any, Any] = {}
+    for leaf, home in zip(params, given, strict=False):
+        if is_leaf(leaf) and leaf.bucket is not None:
+            homes[leaf.bucket] = homes[leaf.bucket.index] = home
+    found = []
+    for value in values:
+        bucket = value.bucket if is_leaf(value) else None
+        # By number where the optimizer's copy of a bucket has another dtype.
+        near = homes.get(bucket.index) if bucket is not None else None
+        found.append(homes.get(bucket, near or next(iter(given), None)))
+    return found
+
+
+def _dotted(path: str) -> str:
+    """A path with dots alone.
+
+    >>> _dotted("['layers'][0].weight"), _dotted('params["h.0.w"]')
+    ('layers.0.weight', 'params.h.0.w')
+    """
+    return _KEY.sub(lambda key: f".{key[1] or key[2] or key[3] or ''}", path).lstrip(".")
+
+
+def same_call(verb: str, homes: Sequence[Any], text: str, error: Exception | None = None) -> None:
+    """Return only where all ranks say the same and none of them has an error.
+
+    Args:
+      verb: the call, for errors.
+      homes: `Groups` or `Hierarchy`s whose ranks make it.
+      text: what this rank is about to do.
+      error: what keeps this rank from it; then it returns, for the caller to raise that.
+
+    Raises:
+      DesyncError: on every rank that has no error of its own.
+
+    Communication: two all-gathers over each partition group, and over each replication group of
+      `Groups`: 8 bytes, and the longest text.
+    """
+    wrong = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    said = json.dumps([text, wrong]).encode()
+    found: dict[int, bytes] = {}
+    for home in homes:
+        found |= collect_bytes(home, said)
+    if error is not None:
+        return
+    calls: dict[str, list[int]] = {}
+    failed: dict[str, list[int]] = {}
+    for rank, answer in sorted(found.items()):
+        own, wrong = json.loads(answer)
+        (failed if wrong else calls).setdefault(wrong or own, []).append(rank)
+    if failed:
+        lines = [f"{name_ranks(ranks)}: {wrong}" for wrong, ranks in failed.items()]
+        fix = "see what these ranks raise; nothing was changed on any rank"
+        raise DesyncError(message(f"{verb}: it failed on other ranks", lines, fix))
+    if len(calls) > 1:
+        lines = [f"{name_ranks(ranks)}: {own}" for own, ranks in calls.items()]
+        fix = f"call {verb} with the same arguments on every rank"
+        raise DesyncError(message(f"{verb}: ranks differ in what they ask for", lines, fix))

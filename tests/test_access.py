@@ -1,0 +1,881 @@
+"""`get`, `set` and `summary`: one leaf by its path, on every layout, and what a tree holds."""
+
+from html.parser import HTMLParser
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    LAYOUTS,
+    TREES,
+    Layout,
+    everywhere,
+    groups_of,
+    plain_values,
+    poison,
+    random,
+    same_bits,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.errors import message
+from mics_fn.flat import whole_chunk
+from mics_fn.leaf import is_leaf
+from mics_fn.linear import grouped
+
+FOUR = Layout((2, 2), 2)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+LEVELS = [x for x in LAYOUTS if str(x) in ("1-p1", "2x2-p2", "2x2-p4", "4x2-p4")]
+some_layouts = pytest.mark.parametrize("layout", LEVELS, ids=str)
+
+
+def on_all_ranks(ranks, fn, *args, n=4) -> tuple[str, str]:
+    """The name of the one error that all ranks raise, and its text."""
+    found = {(f.type_name, f.message) for f in ranks(n).try_run(fn, *args)}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def same_leaf(got, want) -> None:
+    same_bits([got], [want.detach()])
+    assert not got.requires_grad
+    assert got.untyped_storage().nbytes() == got.nbytes, "it keeps more than itself alive"
+
+
+# get
+
+
+def longest_piece(leaf, parts: int) -> int:
+    """The most elements of a leaf that one rank holds, counted one by one."""
+    start = leaf.bucket.offsets[leaf.slot]
+    held = [0] * parts
+    for i in range(start, start + prod(leaf.shape)):
+        held[i // leaf.bucket.chunk] += 1
+    return max(held)
+
+
+def gets(layout, dtype, bucket_bytes):
+    for name in TREES:
+        gets_tree(groups_of(layout), TREES[name](dtype, 5), bucket_bytes)
+
+
+def gets_tree(groups, params, bucket_bytes):
+    want = plain_values(params)
+    shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
+    leaves = [leaf for leaf in tree.flatten(shards, is_leaf)[0] if hasattr(leaf, "shape")]
+    for leaf, full, path in zip(leaves, tree.flatten(want)[0], tree.paths(want), strict=True):
+        groups.traffic.clear()
+        same_leaf(mf.get(shards, path, groups), full)
+        if isinstance(leaf, mf.Sharded):
+            p, traffic = groups.partition_size, groups.traffic.snapshot().items()
+            sent = sum(nbytes for on, (_, nbytes) in traffic if on.startswith("gather"))
+            assert sent == (p - 1) * longest_piece(leaf, p) * full.itemsize, path
+    if leaves:
+        same_leaf(mf.get(shards, f"params{path}", groups.hierarchy), full)
+        same_leaf(mf.get(shards, f"grads{path}", groups.flat), full)
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_get_gives_every_leaf_in_full(ranks, layout, dtype):
+    for bucket_bytes in (40, 25 * 2**20):
+        ranks(layout.world_size).run(gets, layout, dtype, bucket_bytes)
+
+
+def any_shapes(layout, shapes, bucket_bytes, which, fill):
+    groups = groups_of(layout)
+    params = {f"p{i}": random(i, *shape) for i, shape in enumerate(shapes)}
+    shards = mf.shard(params, groups, bucket_bytes=bucket_bytes)
+    for name, full in params.items():
+        same_leaf(mf.get(shards, name, groups), full)
+    name = f"p{which % len(shapes)}"
+    params[name] = (
+        torch.full_like(params[name], fill) if fill else random(99, *shapes[int(name[1:])])
+    )
+    new = mf.set(shards, name, fill or params[name], groups)
+    same_bits(mf.unshard(new, groups), params)
+
+
+@pytest.mark.limit(300)
+@settings(max_examples=30)
+@given(
+    layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4, 8)]),
+    shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=7),
+    bucket_bytes=st.sampled_from([1, 64, 300, 25 * 2**20]),
+    which=st.integers(0, 6),
+    fill=st.sampled_from([None, -2.5, 3]),
+)
+def test_any_shapes(ranks, layout, shapes, bucket_bytes, which, fill):
+    ranks(layout.world_size).run(any_shapes, layout, shapes, bucket_bytes, which, fill)
+
+
+class Net(nn.Module):
+    """Uneven sizes, and one of each kind: tied, frozen, buffers of floats and integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.h = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).mean(1) * self.frozen
+        for layer in self.h:
+            x = x + torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def make_net(seed=0):
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def batch_of(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shapes = ((6, 3), (6,))
+    return tuple(torch.randint(7, shape, generator=generator) for shape in shapes)
+
+
+def clip_and_adam(groups):
+    return mf.chain(mf.clip_by_global_norm(5.0, groups), mf.adamw(1e-2, eps=1e-3))
+
+
+def trained(layout, optimizer=clip_and_adam, steps=2, **options):
+    groups = groups_of(layout)
+    trainer = mf.Trainer(make_net(), optimizer(groups), groups, loss=loss_of, **options)
+    for step in range(steps):
+        trainer.step(batch_of(dist.get_rank(), step))
+    return trainer
+
+
+def gets_state(layout):
+    groups = groups_of(layout)
+    state = trained(layout, bucket_bytes=200).state
+    full = mf.unshard(state.params, groups)
+    for name, value in full.items():
+        same_leaf(mf.get(state, f"params[{name!r}]", groups), value)
+        same_leaf(mf.get(state, f"state.params[{name!r}]", groups), value)
+        same_leaf(mf.get(state, name, groups), value)
+        same_leaf(mf.get(state.params, name, groups), value)
+    adam = state.opt[1]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        whole = mf.unshard(adam.moments[moment], groups)
+        assert whole["h.1.weight"].abs().max() > 0
+        for name in set(full) - {"frozen"}:
+            path = f"opt[1].moments['{moment}']['{name}']"
+            same_leaf(mf.get(state, path, groups), whole[name])
+            same_leaf(mf.get(state, path.replace("'", '"'), groups), whole[name])
+            same_leaf(mf.get(state, f"opt.1.moments.{moment}.{name}", groups), whole[name])
+    for name, value in state.buffers.items():
+        same_leaf(mf.get(state, f"buffers['{name}']", groups), value)
+        same_leaf(mf.get(state, name, groups), value)
+    assert mf.get(state, "step", groups) == mf.get(state, "opt[1].count", groups) == 2
+    step = mf.get(state, "opt[1].scalars['step']", groups)
+    assert torch.equal(step, torch.tensor(2.0))
+    step.add_(1)  # a copy: the state is as it was
+    assert mf.get(state, "opt[1].scalars['step']", groups) == 2
+
+
+@every_layout
+def test_get_reads_parameters_moments_buffers_and_counts_of_a_state(ranks, layout):
+    ranks(layout.world_size).run(gets_state, layout)
+
+
+def gets_grads(layout, into):
+    groups = groups_of(layout)
+    model = make_net()
+    shards = mf.shard(dict(model.named_parameters()), groups, bucket_bytes=200)
+    batch = batch_of(dist.get_rank(), 0)
+
+    def loss(full):
+        buffers = {k: v.clone() for k, v in model.named_buffers()}  # which it may write to
+        return loss_of(
+            lambda x: torch.func.functional_call(model, {**full, **buffers}, (x,)), batch
+        )
+
+    if into:
+        total = mf.GradSum(1)
+        total.backward(loss(mf.gather(shards, groups, schedule=mf.on_demand(), into=total)))
+        grads = total.grads()
+    else:
+        grads = torch.func.grad(lambda s: loss(mf.gather(s, groups)))(shards)
+        grads = mf.reduce_grads(grads, groups)
+    want = mf.unshard(grads, groups)
+    assert want["h.0.weight"].abs().max() > 0
+    for name, value in want.items():
+        same_leaf(mf.get(grads, name, groups), value)
+    new = mf.set(grads, "h.0.weight", torch.ones(5, 5), groups)
+    same_bits(mf.unshard(new, groups), {**want, "h.0.weight": torch.ones(5, 5).double()})
+    same_bits(mf.unshard(grads, groups), want)
+
+
+@some_layouts
+@pytest.mark.parametrize("into", [False, True], ids=["func", "GradSum"])
+def test_get_and_set_work_on_gradients(ranks, layout, into):
+    ranks(layout.world_size).run(gets_grads, layout, into)
+
+
+# set
+
+
+def here(value) -> dict[str, torch.Tensor | int]:
+    """Copies of all that this rank holds of a value, by path; nothing is sent."""
+    leaves = tree.flatten(value, is_leaf)[0]
+    held = [getattr(leaf, "data", None) if is_leaf(leaf) else leaf for leaf in leaves]
+    paths = tree.paths(value, "", is_leaf)
+    return {
+        path: one.detach().clone() if torch.is_tensor(one) else one
+        for path, one in zip(paths, held, strict=True)
+        if one is not None
+    }
+
+
+def same_here(a, b, but=()) -> None:
+    """Raise unless two values are the same on this rank to the bit, some paths excepted."""
+    assert a.keys() == b.keys()
+    for path in a.keys() - set(but):
+        same_bits([a[path]], [b[path]]) if torch.is_tensor(a[path]) else None
+        assert torch.is_tensor(a[path]) or a[path] == b[path], path
+
+
+def sets(layout, dtype, bucket_bytes):
+    for name in TREES:
+        sets_tree(groups_of(layout), TREES[name](dtype, 5), bucket_bytes)
+
+
+def sets_tree(groups, params, bucket_bytes):
+    leaves, spec = tree.flatten(plain_values(params))
+    paths, tied = tree.paths(params), ("['wte']", "['zhead']")
+    shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
+    before = here(shards)
+    for at, (full, path) in enumerate(zip(leaves, paths, strict=True)):
+        value = random(50 + at, *full.shape)
+        value = value.to(full.dtype) if full.is_floating_point() else ~full
+        new = mf.set(shards, path, value, groups)
+        assert tree.flatten(new)[1] == tree.flatten(shards)[1], "another structure"
+        want = [
+            value if i == at or (path in tied and paths[i] in tied) else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        same_bits(mf.unshard(new, groups), spec.unflatten(want))
+        same_here(here(shards), before)
+        chunks_are_whole(new, groups)
+    for path in paths[:1]:
+        filled = mf.set(shards, path, 2, groups)
+        same_leaf(mf.get(filled, path, groups), torch.full_like(leaves[0], 2))
+
+
+def chunks_are_whole(shards, groups) -> None:
+    """Each bucket's pieces on this rank are views of one memory of the chunk's size."""
+    leaves = tree.flatten(shards, is_leaf)[0]
+    for use in grouped(leaves, [groups] * len(leaves)):
+        data = use.by_slot([leaves[i].data for i in use.members])
+        if any(piece.numel() for piece in data):
+            assert whole_chunk(use.bucket, groups.hierarchy.chunk, data) is not None
+
+
+@every_layout
+def test_set_changes_one_leaf_and_nothing_else(ranks, layout):
+    for dtype, bucket_bytes in ((torch.float32, 40), (torch.bfloat16, 25 * 2**20)):
+        ranks(layout.world_size).run(sets, layout, dtype, bucket_bytes)
+
+
+def sets_loose_pieces(layout):
+    """Pieces in memory of their own, and of another dtype than their bucket says."""
+    groups = groups_of(layout)
+    params = TREES["plain"](torch.float32, 5)
+    shards = mf.shard(params, groups)
+    for wide in (False, True):
+        loose = tree.map_leaves(lambda x: x.double() if wide else x.clone(), shards)  # noqa: B023
+        new = mf.set(loose, "w", random(1, 5, 3), groups)
+        want = {k: v.double() if wide else v for k, v in params.items()}
+        for name, value in want.items():
+            same_leaf(mf.get(loose, name, groups), value)
+            changed = random(1, 5, 3).to(value.dtype)
+            same_leaf(mf.get(new, name, groups), changed if name == "w" else value)
+
+
+def test_set_joins_pieces_that_lie_apart(ranks):
+    ranks(4).run(sets_loose_pieces, FOUR)
+
+
+def writes_later(layout):
+    groups = groups_of(layout)
+    shards = mf.shard({"n": torch.tensor([1, 2]), "w": random(0, 5)}, groups)
+    state = mf.init_state(shards, mf.adam(0.1), buffers={"b": torch.zeros(2)})
+    for path, value in (("n", torch.tensor([3, 4])), ("b", torch.ones(2)), ("w", random(1, 5))):
+        kept = value.clone()
+        new = mf.set(state, path, value, groups)
+        value.zero_()
+        same_leaf(mf.get(new, path, groups), kept)
+        mf.get(new, path, groups).zero_()
+        same_leaf(mf.get(new, path, groups), kept)
+
+
+@some_layouts
+def test_nothing_shares_memory_with_the_caller(ranks, layout):
+    ranks(layout.world_size).run(writes_later, layout)
+
+
+def sets_state(layout):
+    groups = groups_of(layout)
+    trainer = trained(layout, bucket_bytes=200)
+    state = trainer.state
+    before = here(state)
+    moments = [f"opt[1].moments['exp_avg']['{n}.weight']" for n in ("head", "embed")]
+    cases = [
+        ("params['h.0.weight']", random(1, 5, 5)),
+        ("params['embed.weight']", random(2, 7, 5)),
+        ("params['frozen']", random(3, 5)),
+        (moments[0], random(4, 7, 5)),
+        ("opt[1].moments['exp_avg_sq']['h.1.bias']", 0),
+        ("buffers['norm.running_mean']", random(5, 5)),
+        ("buffers['norm.num_batches_tracked']", 7),
+        ("opt[1].scalars['step']", 0.0),
+        ("opt[1].count", 0),
+        ("step", 11),
+    ]
+    for path, value in cases:
+        new = mf.set(state, path, value, groups)
+        held = mf.get(state, path, groups)
+        want = (
+            torch.as_tensor(value).expand(held.shape).to(held) if torch.is_tensor(held) else value
+        )
+        same_here({"": mf.get(new, path, groups)}, {"": want})
+        written = {path, *moments} if path in moments else {path}
+        if path == "params['frozen']":  # which the optimizer's trees show as well
+            written |= {f"opt[1].moments['{m}']['frozen']" for m in ("exp_avg", "exp_avg_sq")}
+        same_here(here(new), before, {f".{p}" for p in written})
+        same_here(here(state), before)
+    tied = random(7, 7, 5).double()
+    new = mf.set(state, "params['head.weight']", tied, groups)
+    for name in ("head.weight", "embed.weight"):
+        same_leaf(mf.get(new, name, groups), tied)
+    frozen = mf.set(state, "frozen", random(6, 5), groups)
+    for held in (frozen.params, frozen.opt[1].moments["exp_avg"]):
+        assert held["frozen"] is frozen.params["frozen"], "the old tensor is kept alive"
+    # a step on the new state leaves what the old one has of its own, and takes what they share
+    trainer.state = mf.set(state, "h.0.weight", 0, groups)
+    trainer.step(batch_of(dist.get_rank(), 9))
+    same_bits(state.params["h.0.weight"].data, before[".params['h.0.weight']"])
+    with pytest.raises(mf.DonatedError, match="donated to opt_step at step 2"):
+        mf.unshard(state.params, groups)
+
+
+@every_layout
+def test_set_changes_one_value_of_a_state_and_nothing_else(ranks, layout):
+    ranks(layout.world_size).run(sets_state, layout)
+
+
+def surgery(state, groups):
+    """Cut a weight, start its moments anew, thaw nothing, move a buffer."""
+    weight = mf.get(state, "h.0.weight", groups)
+    weight[1] = 0
+    state = mf.set(state, "h.0.weight", weight, groups)
+    state = mf.set(state, "embed.weight", mf.get(state, "head.weight", groups) * 0.5, groups)
+    state = mf.set(state, "frozen", 0.25, groups)
+    state = mf.set(state, "buffers['norm.running_var']", torch.ones(5), groups)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state = mf.set(state, f"opt.moments['{moment}']['h.0.weight']", 0, groups)
+    return state
+
+
+def adamw(groups):
+    return mf.adamw(1e-2, eps=1e-3)
+
+
+def trained_after_surgery(layout, live_bytes):
+    groups = groups_of(layout)
+    trainer = trained(layout, adamw, bucket_bytes=200, live_bytes=live_bytes)
+    trainer.state = surgery(trainer.state, groups)
+    for step in (2, 3):
+        trainer.step(batch_of(dist.get_rank(), step))
+    return trainer.params(), trainer.state.buffers
+
+
+def reference(n):
+    """A single process, one twin a rank so that each normalises its own batch."""
+    model: Any = make_net()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], 1e-2, eps=1e-3
+    )
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                model.h[0].weight[1] = 0
+                model.embed.weight.mul_(0.5)
+                model.frozen.fill_(0.25)
+                model.norm.running_var.fill_(1)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state[model.h[0].weight][name].zero_()
+        optimizer.zero_grad()
+        start = {k: v.clone() for k, v in model.named_buffers()}
+        ends = []
+        for rank in range(n):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(start[name])
+            (loss_of(model, batch_of(rank, step)) / n).backward()
+            ends.append({k: v.clone() for k, v in model.named_buffers()})
+        optimizer.step()
+        for name, buffer in model.named_buffers():
+            each = torch.stack([end[name] for end in ends])
+            buffer.copy_(each.mean(0) if buffer.is_floating_point() else each[0])
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {k: v.detach() for k, v in params.items()}, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("layout", "live_bytes"), [*((x, None) for x in LAYOUTS), *((x, 0) for x in LEVELS)], ids=str
+)
+def test_training_after_set_equals_a_single_process(ranks, layout, live_bytes):
+    want = reference(layout.world_size)
+    for found in ranks(layout.world_size).run(trained_after_surgery, layout, live_bytes):
+        for got, expected in zip(found, want, strict=True):
+            assert got.keys() == expected.keys()
+            for name, value in expected.items():
+                # float64: sums of at most some 100 terms of order 1, in another order, through four
+                # steps that divide by eps=1e-3 at worst: 4 * 100 * 1e3 * u is below 1e-10
+                assert (got[name] - value).abs().max() < 1e-10, name
+
+
+# What a path means
+
+
+def paths_of_trees():
+    with mf.make_groups(1) as groups:
+        pair = {"layers": [{"w": torch.tensor([1.0])}], "a.b": torch.tensor([2.0]), "params": [3.0]}
+        pair["params"] = [torch.tensor([3.0])]
+        shards = mf.shard(pair, groups)
+        for path in ("['layers'][0]['w']", "layers.0.w", '["layers"][0]["w"]', "grads.layers.0.w"):
+            assert mf.get(shards, path, groups) == 1.0, path
+        assert mf.get(shards, "a.b", groups) == mf.get(shards, "['a.b']", groups) == 2.0
+        assert mf.get(shards, "params[0]", groups) == 3.0  # a key of that name goes first
+        assert mf.get(shards, "params.params[0]", groups) == 3.0
+        assert mf.get(mf.shard(torch.tensor([4.0]), groups), "params", groups) == 4.0
+        twice = mf.shard({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, groups)
+        assert mf.get(twice, "['a.b']", groups) == 0
+        assert mf.get(twice, "['a']['b']", groups) == 1
+        with pytest.raises(mf.TreeError, match="'a.b' names several leaves") as error:
+            mf.get(twice, "a.b", groups)
+        assert "it may be ['a']['b'] or ['a.b']" in str(error.value)
+        assert mf.get(mf.shard([None, torch.ones(1)], groups), "[0]", groups) is None
+        for bad in (3, None):
+            with pytest.raises(mf.TreeError, match="the path is"):
+                mf.get(shards, bad, groups)  # pyright: ignore
+        shape = mf.shard([torch.ones(2, 3, device="meta")], groups)
+        assert mf.get(shape, "[0]", groups).is_meta
+        with pytest.raises(mf.LeafError, match="holds no data"):
+            mf.set(shape, "[0]", torch.ones(2, 3), groups)
+        full = {"w": torch.ones(2)}  # a tensor in full is one already
+        got = mf.get(full, "w", groups)
+        assert got.tolist() == [1, 1]
+        assert got.data_ptr() != full["w"].data_ptr()
+
+
+def test_paths_are_read_as_they_are_written(ranks):
+    ranks(1).run(paths_of_trees)
+
+
+UNKNOWN = {
+    "h.O.weight": "params['h.1.weight'], params['h.0.weight'], params['head.weight']",
+    "params['h.0.wieght']": "params['h.0.weight']",
+    "opt.moments['exp_avg']": "opt.moments['exp_avg']['embed.weight']",
+    "opt.moments['exp_avg']['frozen']": "opt.moments['exp_avg']",
+    "norm.runing_mean": "buffers['norm.running_mean']",
+    "['zzzzzzzzzzz']": "",
+}
+
+
+def unknown(path, put):
+    state = mf.init_state(
+        mf.shard(dict(make_net().named_parameters(remove_duplicate=False)), groups_of(FOUR)),
+        mf.adam(0.1),
+        buffers=dict(make_net().named_buffers()),
+    )
+    if put:
+        mf.set(state, path, 0, groups_of(FOUR))
+    else:
+        mf.get(state, path, groups_of(FOUR))
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_an_unknown_path_names_the_nearest(ranks, path):
+    for verb in ("get", "set"):
+        name, text = on_all_ranks(ranks, unknown, path, verb == "set")
+        assert name == "TreeError"
+        first, *lines, last = text.splitlines()
+        assert first == f"{verb}: no leaf {path!r} here"
+        assert last == "  fix: print(summary(...)) shows all paths"
+        assert len(lines) == bool(UNKNOWN[path])
+        assert all(line.startswith(f"  nearest: {UNKNOWN[path]}") for line in lines), lines
+
+
+# Bad calls
+
+
+def bad_set(value, odd, path="w", p=2):
+    groups = groups_of(FOUR)
+    tensors = {"w": random(0, 4, 3), "n": torch.tensor([1, 2]), "b": random(1, 9)}
+    shards = mf.shard(tensors, groups)
+    before = mf.unshard(shards, groups)
+    mine = value if odd is None or dist.get_rank() == odd else torch.zeros(4, 3)
+    try:
+        mf.set(shards, path, mine, groups)
+    finally:
+        same_bits(mf.unshard(shards, groups), before)
+
+
+WRONG = {
+    "shape": (
+        torch.zeros(3, 4),
+        "w",
+        "a value of another shape",
+        ["expected (4, 3)", "got (3, 4)"],
+    ),
+    "scalar": (torch.zeros(()), "w", "a value of another shape", ["expected (4, 3)", "got ()"]),
+    "kind": (
+        torch.zeros(2),
+        "n",
+        "the value does not fit its dtype",
+        ["expected int64", "got float32"],
+    ),
+    "float": (0.5, "n", "the value does not fit its dtype", ["expected int64", "got float64"]),
+    "complex": (
+        torch.zeros(4, 3, dtype=torch.complex64),
+        "w",
+        "the value does not fit its dtype",
+        ["expected float32", "got complex64"],
+    ),
+    "range": (1e300, "w", "the value does not fit its dtype", ["expected float32", "got float64"]),
+}
+OTHER = {
+    "list": ([1.0], "w", "set: ['w']: the value is list"),
+    "sparse": (torch.eye(3).to_sparse(), "w", "set: ['w']: the value is torch.sparse_coo"),
+    "huge": (2**70, "w", f"set: ['w']: {2**70} is out of range"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_set_refuses_values_that_do_not_fit(ranks, kind):
+    value, path, what, lines = WRONG[kind]
+    name, text = on_all_ranks(ranks, bad_set, value, None, path)
+    assert name == "LeafError"
+    assert text.splitlines()[0] == f"set: ['{path}']: {what}"
+    assert [line.strip() for line in text.splitlines()[1:3]] == lines
+    assert text.splitlines()[-1].startswith("  fix: pass ")
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_set_refuses_what_is_no_value(ranks, kind):
+    value, path, text = OTHER[kind]
+    name, found = on_all_ranks(ranks, bad_set, value, None, path)
+    assert (name, found.splitlines()[0]) == ("LeafError", text)
+
+
+def test_ranks_that_give_different_values_are_named(ranks):
+    name, text = on_all_ranks(ranks, bad_set, torch.ones(4, 3), 2)
+    first, usual, odd, fix = text.splitlines()
+    assert (name, first) == ("DesyncError", "set: ranks differ in what they ask for")
+    where = "['w'], (4, 3) float32 at 12 of 24, in 2 parts = values of digest "
+    assert usual.startswith(f"  ranks 0, 1, 3: {where}")
+    assert odd.startswith(f"  rank 2: {where}")
+    assert fix == "  fix: call set with the same arguments on every rank"
+
+
+def test_an_error_on_one_rank_is_one_on_all(ranks):
+    for bad in (torch.zeros(3, 4), [1.0], 2**70):
+        found = ranks(4).try_run(bad_set, bad, 1)
+        assert found[1].type_name == "LeafError"
+        rest = {(f.type_name, f.message) for f in (found[0], *found[2:])}
+        assert len(rest) == 1
+        name, text = rest.pop()
+        fix = "see what these ranks raise; nothing was changed on any rank"
+        line = f"rank 1: LeafError: {found[1].message.splitlines()[0]}"
+        assert (name, text) == (
+            "DesyncError",
+            message("set: it failed on other ranks", [line], fix),
+        )
+
+
+def other_paths(first):
+    groups = groups_of(FOUR)
+    shards = mf.shard({"a": random(0, 4), "b": random(1, 6)}, groups)
+    if first:  # what was agreed on before does not hide a difference now
+        for name in ("a", "b"):
+            mf.get(shards, name, groups)
+    mf.get(shards, "b" if dist.get_rank() == 3 else "a", groups)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_ranks_that_ask_for_different_leaves_are_named(ranks, first):
+    name, text = on_all_ranks(ranks, other_paths, first)
+    assert (name, text) == (
+        "DesyncError",
+        "get: ranks differ in what they ask for\n"
+        "  ranks 0-2: ['a'], (4,) float32 at 0 of 16, in 2 parts\n"
+        "  rank 3: ['b'], (6,) float32 at 4 of 16, in 2 parts\n"
+        "  fix: call get with the same arguments on every rank",
+    )
+
+
+def wrong_groups():
+    groups = groups_of(FOUR)
+    shards = mf.shard({"w": random(0, 4, 3)}, groups)
+    with pytest.raises(mf.PlanError, match="is one of 2 pieces.*these groups cut in 4"):
+        mf.get(shards, "w", groups_of(Layout((2, 2), 4)))
+    with pytest.raises(mf.GroupsError, match="set: got a hierarchy"):
+        mf.set(shards, "w", 0, groups.hierarchy)
+    with pytest.raises(mf.GroupsError, match="get: groups is None"):
+        mf.get(shards, "w", None)
+    own = mf.make_groups(2, node_size=2, timeout_s=20)
+    other = mf.shard({"w": random(0, 4, 3)}, own)
+    own.close()
+    with pytest.raises(mf.GroupsError, match="closed"):
+        mf.get(other, "w", own)
+
+
+def test_groups_must_be_those_of_the_shards(ranks):
+    ranks(4).run(wrong_groups)
+
+
+def bad_places():
+    groups = groups_of(FOUR)
+    shards = mf.shard({"w": random(0, 4)}, groups)
+    with pytest.raises(mf.LeafError, match="can not be used inside torch.func"):
+        torch.func.grad(lambda s: mf.get(s, "w", groups).sum())(shards)
+    state = mf.init_state(shards, mf.sgd(0.1))
+    grads = mf.shard({"w": random(1, 4)}, groups)
+    mf.opt_step(state, grads, donate=True)
+    for call in (lambda: mf.get(state, "w", groups), lambda: mf.set(state, "w", 0, groups)):
+        with pytest.raises(mf.DonatedError, match="was donated to opt_step at step 0"):
+            call()
+    with pytest.raises(mf.DonatedError):
+        mf.summary(state)
+
+
+def test_donated_values_and_torch_func_are_refused(ranks):
+    ranks(4).run(bad_places)
+
+
+class Heavy:
+    """A heavy-ball optimizer as other libraries write them: plain tensors by path."""
+
+    def init(self, params):
+        return {name: torch.zeros_like(piece) for name, piece in params.items()}
+
+    def update(self, grads, state, params=None):
+        state = {name: 0.9 * state[name] + grad for name, grad in grads.items()}
+        return {name: -0.1 * value for name, value in state.items()}, state
+
+
+def foreign():
+    groups = groups_of(FOUR)
+    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), Heavy())
+    path = """opt["['w']"]"""
+    with pytest.raises(mf.LeafError, match="is a plain tensor of shape") as error:
+        mf.get(state, path, groups)
+    assert "nobody knows of what" in str(error.value)
+    with pytest.raises(mf.LeafError, match="is a plain tensor of shape"):
+        mf.set(state, path, torch.zeros(5), groups)
+
+
+def test_pieces_of_an_optimizer_of_another_library_are_not_taken_for_whole_tensors(ranks):
+    ranks(4).run(foreign)
+
+
+def several_groups():
+    """Parameters on two groups: a leaf is read over its own, everybody hears of a difference."""
+    two, four = groups_of(FOUR), groups_of(Layout((2, 2), 4))
+    groups = {"a": two, "b": four}
+    tensors = {"a": {"w": random(0, 5)}, "b": {"w": random(1, 3, 3)}}
+    shards = mf.shard(tensors, groups)
+    state = mf.init_state(shards, mf.adam(0.1))
+    state = mf.opt_step(state, mf.shard(tensors, groups))
+    by_path = lambda path: four if path.startswith("['b']") else two  # noqa: E731
+    moments = {k: mf.unshard(v, groups) for k, v in state.opt.moments.items()}
+    for given_groups in (groups, by_path):
+        for key, value in tensors.items():
+            same_leaf(mf.get(shards, f"{key}.w", given_groups), value["w"])
+            path = f"opt.moments['exp_avg']['{key}']['w']"
+            same_leaf(mf.get(state, path, given_groups), moments["exp_avg"][key]["w"])
+            new = mf.set(state, path, 3, given_groups)
+            same_leaf(mf.get(new, path, given_groups), torch.full_like(value["w"], 3))
+    names = {row.path: row.groups for row in mf.summary(state, groups).rows}
+    assert names["params['a']['w']"] == names["opt.moments['exp_avg']['a']['w']"] == two.describe()
+    assert names["params['b']['w']"] == names["opt.moments['exp_avg']['b']['w']"] == four.describe()
+
+
+def test_leaves_on_several_groups(ranks):
+    ranks(4).run(several_groups)
+
+
+def from_deferred():
+    groups = groups_of(FOUR)
+    shards = mf.shard({"a": random(0, 5), "b": random(1, 5)}, groups, bucket_bytes=20)
+    full = mf.gather(shards, groups, schedule=mf.on_demand())
+    new = mf.set(shards, "a", full["b"], groups)
+    same_leaf(mf.get(new, "a", groups), random(1, 5))
+
+
+def test_a_deferred_parameter_is_a_value_too(ranks):
+    ranks(4).run(from_deferred)
+
+
+# summary
+
+
+def summarised(layout):
+    groups = groups_of(layout)
+    trainer = trained(layout, bucket_bytes=200)
+    full = trainer.params()
+    table = mf.summary(trainer.state, groups)
+    rows = {row.path: row for row in table.rows}
+    p, rank = layout.partition_size, dist.get_rank()
+    first = rank // p * p
+    kinds = {"frozen": "frozen", "head.weight": "tied"}
+    for name, value in full.items():
+        kind = kinds.get(name, "trained")
+        tied = kind == "tied"
+        paths = [f"params['{name}']"]
+        if kind != "frozen":
+            paths += [f"opt[1].moments['{m}']['{name}']" for m in ("exp_avg", "exp_avg_sq")]
+        for path in paths:
+            row = rows.pop(path)
+            assert (row.shape, row.dtype, row.kind) == (tuple(value.shape), "float64", kind)
+            assert row.groups == groups.describe()
+            assert row.full_bytes == (0 if tied else value.numel() * 8)
+            held = everywhere(torch.tensor(row.here_bytes), layout.world_size)
+            assert sum(map(int, held[first : first + p])) == row.full_bytes, path
+    for name, value in trainer.state.buffers.items():
+        row = rows.pop(f"buffers['{name}']")
+        assert row.here_bytes == row.full_bytes == value.nbytes
+        assert (row.kind, row.bucket, row.groups) == ("full", None, "")
+    assert rows.pop("opt[1].scalars['step']").here_bytes == 4
+    assert not rows
+    # the totals: three trees of trained leaves, one of frozen ones, buffers and the step
+    trained_bytes = 8 * sum(v.numel() for k, v in full.items() if k not in kinds)
+    rest = sum(b.nbytes for b in trainer.state.buffers.values()) + 4
+    assert table.full_bytes == 3 * trained_bytes + full["frozen"].nbytes + rest
+    assert table.elements * 8 == table.full_bytes + 4  # the step is a float32
+    chunks = {id(x.bucket): x.bucket for x in tree.flatten(trainer.state.params, is_leaf)[0]}
+    held = sum(b.chunk * 8 * (3 if b.trainable else 1) for b in chunks.values())
+    assert table.here_bytes + table.padding_bytes == held + rest
+    return str(table)
+
+
+@every_layout
+def test_summary_counts_what_a_state_holds(ranks, layout):
+    for text in ranks(layout.world_size).run(summarised, layout):
+        last = text.splitlines()[-1]
+        assert last.startswith("29 leaves of ")
+        assert last.endswith("in full")
+
+
+class Cells(HTMLParser):
+    """The cells of a table by row, and every tag opened and closed in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        assert not [value for name, value in attrs if "color" in (value or "") or name == "src"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def cells_of(table: mf.Summary) -> Cells:
+    parser = Cells()
+    parser.feed(table._repr_html_())
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+def tables():
+    with mf.make_groups(1) as groups:
+        tensors: dict = {f"w{i}": torch.ones(i + 1) for i in range(100)}
+        tensors["<b>&amp;\"'</td>"] = torch.ones(2, dtype=torch.int64)
+        shards = mf.shard(tensors, groups)
+        table = mf.summary(shards)
+        assert len(table.rows) == 101
+        lines = str(table).splitlines()
+        assert len(lines) == 1 + 40 + 1 + 1
+        assert lines[21] == "... 61 more ..."
+        paths = tree.paths(tensors)
+        shown = [line.split("  ")[0] for line in lines[1:-1]]
+        assert shown == [*paths[:20], "... 61 more ...", *paths[-20:]]
+        assert repr(table) == str(table)
+        whole = mf.summary(shards, rows=None)
+        assert [line.split("  ")[0] for line in str(whole).splitlines()[1:-1]] == paths
+        assert [r.path for r in mf.summary(shards, rows=3).rows] == paths
+        assert len(str(mf.summary(shards, rows=3)).splitlines()) == 6
+        numbers = 4 * sum(range(1, 101)) + 16
+        assert whole.here_bytes == whole.full_bytes == numbers
+        page = cells_of(whole)
+        assert page.tags == {"div", "table", "caption", "thead", "tbody", "tr", "th", "td"}
+        head, *rows = page.rows
+        assert head == ["path", "shape", "dtype", "kind", "bucket", "groups", "here", "full"]
+        assert [row[0] for row in rows] == paths
+        assert all(len(row) == len(head) for row in rows)
+        assert rows[0] == [paths[0], "(2,)", "int64", "replicated", "", "", "16 B", "16 B"]
+        short = cells_of(table).rows
+        assert [row[0] for row in short[1:]] == [*paths[:20], "… 61 more …", *paths[-20:]]
+        assert mf.summary({}).rows == ()
+        assert str(mf.summary([])).splitlines()[-1].startswith("0 leaves of 0 elements: 0 B here")
+        assert str(mf.summary(mf.shard([None, torch.ones(1)], groups))).count("[1]") == 1
+        for bad in (1, 2.5):
+            with pytest.raises(mf.TreeError, match="summary: rows="):
+                mf.summary(shards, rows=bad)  # pyright: ignore
+        return str(mf.summary(mf.shard([torch.ones(3), torch.ones(3)], groups), groups))
+
+
+def test_tables_are_shortened_in_the_middle_and_escaped(ranks):
+    (text,) = ranks(1).run(tables)
+    assert text.splitlines() == [
+        "path  shape  dtype    kind     bucket  groups               here  full",
+        "[0]   (3,)   float32  trained       0  n=1 p=1 levels=none  12 B  12 B",
+        "[1]   (3,)   float32  trained       0  n=1 p=1 levels=none  12 B  12 B",
+        "2 leaves of 6 elements: 24 B here and 8 B of padding, 24 B in full",
+    ]
+
+
+def silent():
+    groups = groups_of(FOUR)
+    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), mf.adam(0.1))
+    groups.traffic.clear()
+    table = mf.summary(state, groups if dist.get_rank() else None)
+    cells_of(table)
+    assert not groups.traffic.snapshot()
+    return [row.groups for row in table.rows][:1]
+
+
+def test_summary_sends_nothing(ranks):
+    found = ranks(4).run(silent)
+    assert found == [["p=2"], *[[f"n=4 p=2 levels={'rank:2'}"]] * 3]
