@@ -6,6 +6,7 @@ from mics_fn.access import set as set
 from mics_fn.clip import clip_by_global_norm as clip_by_global_norm
 from mics_fn.clip import clip_by_value as clip_by_value
 from mics_fn.clip import global_norm as global_norm
+from mics_fn.data import sampler as sampler
 from mics_fn.errors import CollectiveError as CollectiveError
 from mics_fn.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from mics_fn.errors import DesyncError as DesyncError

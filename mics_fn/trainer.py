@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mics_fn import tree
 from mics_fn.agreement import collect_all
 from mics_fn.collectives import mean_over_ranks
+from mics_fn.data import Epochs
 from mics_fn.errors import TreeError, message
 from mics_fn.gather import defer, unshard
 from mics_fn.grad_sum import GradSum
@@ -129,6 +130,7 @@ class Trainer:
         self.schedule = schedule or own
         self.grad_dtype = grad_dtype
         self.state: TrainState = init_state(shards, optimizer, buffers=buffers)
+        self._epochs = Epochs()
 
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step on this rank's samples of it.
@@ -213,7 +215,9 @@ class Trainer:
         """Train for a number of steps; the first rank shows a progress bar where tqdm is installed.
 
         Args:
-          loader: gives this rank's batches; it is started again when it ends.
+          loader: gives this rank's batches; it is started again when it ends. Its sampler (or the
+            loader) is told the epoch, if it has `set_epoch`, so that each pass has another order.
+            A later `fit` goes on with the next epoch.
           steps: optimizer steps to take.
           log_every: steps between updates of the bar's loss and rate.
           progress: whether to show the bar.
@@ -229,7 +233,7 @@ class Trainer:
         """
         metrics: list[StepMetrics] = []
         bar = _bar(steps) if progress and self._home.position == 0 else None
-        started, batches = time.perf_counter(), _cycle(loader)
+        started, batches = time.perf_counter(), self._epochs.batches(loader)
         try:
             for _ in range(steps):
                 metrics.append(self.step(next(batches)))
@@ -294,16 +298,6 @@ def _count(batch: Any) -> tuple[int, int]:
     tensors = [x for x in tree.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim]
     whole = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
     return (tensors[0].shape[0] if tensors else 1), (0 if whole is None else whole.numel())
-
-
-def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise ValueError("Trainer.fit: the loader gave no batch")
 
 
 def _rate(metrics: list[StepMetrics], seconds: float) -> str:

@@ -1,0 +1,315 @@
+"""Which samples a rank takes, and in which order, pass after pass; the loaders are torch's own."""
+
+import copy
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+
+import mics_fn as mf
+from mics_fn.data import Epochs
+
+FOUR = Layout((2, 2), 2)
+
+
+class Numbers(Dataset):
+    """Sample i is i."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return torch.tensor(i)
+
+
+def on_all_ranks(ranks, fn, *args, n=4):
+    """The name of the one error that all ranks raise, and its text."""
+    found = {(f.type_name, f.message) for f in ranks(n).try_run(fn, *args)}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+# Which samples
+
+
+def passes(layout, size, batch_size, epochs, options):
+    """What this rank's loader gives, by epoch."""
+    groups = groups_of(layout)
+    sampler = mf.sampler(Numbers(size), groups, **options)
+    assert isinstance(sampler, DistributedSampler)
+    loader = DataLoader(Numbers(size), batch_size, sampler=sampler)
+    found = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        found.append([int(i) for batch in loader for i in batch])
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout((1,), 1), Layout((2,), 2), FOUR, Layout((4, 2), 4)], ids=str
+)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_once_an_epoch(ranks, layout, shuffle):
+    n = layout.world_size
+    for size in (n, 24, 25, 31):
+        found = ranks(n).run(passes, layout, size, 3, 2, {"shuffle": shuffle})
+        for epoch in range(2):
+            shares = [one[epoch] for one in found]
+            assert {len(share) for share in shares} == {math.ceil(size / n)}
+            counts = Counter(i for share in shares for i in share)
+            assert set(counts) == set(range(size))
+            assert sum(counts.values()) - size == -size % n, "more than padding comes twice"
+            assert max(counts.values()) <= 2
+        if size > n:  # a single sample has one order
+            assert all(one[0] == one[1] for one in found) == (not shuffle)
+
+
+def test_drop_last_takes_none_twice(ranks):
+    shares = [one[0] for one in ranks(4).run(passes, FOUR, 27, 5, 1, {"drop_last": True})]
+    assert {len(share) for share in shares} == {6}
+    taken = [i for share in shares for i in share]
+    assert len(set(taken)) == len(taken) == 24
+
+
+def test_the_seed_is_the_order(ranks):
+    first, again, other = (
+        ranks(2).run(passes, Layout((2,), 2), 20, 4, 2, {"seed": seed}) for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first != other
+
+
+def data_parallel_part(dims, names, part):
+    """This rank's samples, and its place in the part of a mesh that it draws with."""
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=names)
+    with mf.make_groups(mesh=mesh[part], partition_size=2, timeout_s=20) as groups:
+        sampler = mf.sampler(Numbers(23), groups, seed=5)
+        return groups.position, groups.world_size, list(sampler)
+
+
+@pytest.mark.parametrize(
+    ("dims", "names", "part", "other"),
+    [((2, 2), ("dp", "tp"), "dp", "tp"), ((2, 2), ("tp", "dp"), "dp", "tp")],
+    ids=["tp inside", "tp outside"],
+)
+def test_tensor_parallel_ranks_draw_the_same_samples(ranks, dims, names, part, other):
+    found = ranks(4).run(data_parallel_part, dims, names, part)
+    for rank, (position, size, share) in enumerate(found):
+        place = dict(zip(names, divmod(rank, dims[1]), strict=True))
+        assert (position, size) == (place[part], 2)
+        # all that have this position in the data-parallel part have this share, others another
+        assert [share == theirs for _, _, theirs in found] == [
+            position == their_position for their_position, _, _ in found
+        ]
+        twin = [s for p, _, s in found if p != position][0]
+        assert set(share) | set(twin) == set(range(23))
+        assert len(share) + len(twin) == 24
+
+
+# Bad calls
+
+
+class Endless:
+    def __iter__(self):
+        return iter(())
+
+
+def bad(kind):
+    groups = groups_of(FOUR)
+    odd = dist.get_rank() == 2
+    if kind == "length":
+        mf.sampler(Numbers(9 if odd else 10), groups)
+    elif kind == "seed":
+        mf.sampler(Numbers(10), groups, seed=dist.get_rank())
+    elif kind == "empty":
+        mf.sampler(Numbers(0), groups)
+    elif kind == "few":
+        mf.sampler(Numbers(3), groups, drop_last=True)
+    elif kind == "endless":
+        mf.sampler(Endless(), groups)  # pyright: ignore
+    elif kind == "one":
+        mf.sampler(Numbers(0 if odd else 4), groups)
+    elif kind == "none":
+        mf.sampler(Numbers(4), None)  # pyright: ignore
+    elif kind == "tree":
+        mf.sampler(Numbers(4), {"w": groups})  # pyright: ignore
+
+
+BAD = {
+    "length": ("DesyncError", "sampler: ranks differ in what they ask for"),
+    "seed": ("DesyncError", "sampler: ranks differ in what they ask for"),
+    "empty": ("TreeError", "sampler: 0 samples for 4 ranks, drop_last=False"),
+    "few": ("TreeError", "sampler: 3 samples for 4 ranks, drop_last=True"),
+    "endless": ("LeafError", "sampler: Endless has no length"),
+    "none": ("GroupsError", "sampler: groups is None"),
+    "tree": ("GroupsError", "sampler: groups is dict"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_calls_say_what_is_wrong(ranks, kind):
+    name, text = on_all_ranks(ranks, bad, kind)
+    assert (name, text.splitlines()[0]) == BAD[kind]
+    if kind == "length":
+        same = "samples, shuffle=True, seed=0, drop_last=False"
+        assert text.splitlines()[1:3] == [f"  ranks 0, 1, 3: 10 {same}", f"  rank 2: 9 {same}"]
+
+
+def test_an_empty_dataset_on_one_rank_is_an_error_on_all(ranks):
+    found = ranks(4).try_run(bad, "one")
+    text = "sampler: 0 samples for 4 ranks, drop_last=False"
+    assert found[2].message.startswith(text)
+    for other in (found[0], found[1], found[3]):
+        assert other.type_name == "DesyncError"
+        assert f"rank 2: TreeError: {text}" in other.message
+
+
+# Passes
+
+
+def take(batches, count):
+    """The samples of the next batches."""
+    return [int(i) for _ in range(count) for i in next(batches)]
+
+
+def loaders(size, batch_size, **options):
+    """Each way in which a loader of torch holds a sampler."""
+    data = Numbers(size)
+    for kind in ("sampler", "batch_sampler"):
+        sampler = DistributedSampler(data, num_replicas=2, rank=1, **options)
+        if kind == "sampler":
+            yield sampler, DataLoader(data, batch_size, sampler=sampler)
+        else:
+            batches = BatchSampler(sampler, batch_size, drop_last=False)
+            yield sampler, DataLoader(data, batch_sampler=batches)
+
+
+@settings(max_examples=40)
+@given(size=st.integers(2, 20), batch_size=st.integers(1, 6), fits=st.lists(st.integers(1, 9)))
+def test_passes_follow_the_epochs_of_the_sampler(size, batch_size, fits):
+    for sampler, loader in loaders(size, batch_size, shuffle=True):
+        twin, epochs, epoch = copy.deepcopy(sampler), Epochs(), 0
+        for steps in fits:
+            batches, want = epochs.batches(loader), []
+            found = [int(i) for _ in range(steps) for i in next(batches)]
+            batches.close()
+            left = steps
+            while left > 0:  # this fit's passes, by the slow way
+                twin.set_epoch(epoch)
+                order = list(twin)
+                cut = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][:left]
+                want += [i for batch in cut for i in batch]
+                left -= len(cut)
+                epoch += 1
+            assert found == want
+            assert sampler.epoch == epoch - 1
+
+
+def test_a_sampler_that_was_set_to_an_epoch_begins_there():
+    ((sampler, loader), _) = loaders(10, 5, shuffle=True)
+    epochs = Epochs()
+    sampler.set_epoch(7)
+    want = []
+    for epoch in (7, 8, 9):
+        sampler.set_epoch(epoch)
+        want += list(sampler)
+    sampler.set_epoch(7)
+    assert take(epochs.batches(loader), 3) == want
+    sampler.set_epoch(2)  # set anew between fits: that counts
+    take(epochs.batches(loader), 1)
+    assert sampler.epoch == 2
+
+
+class Shows:
+    """A loader with an order of its own, which remembers what it was told."""
+
+    def __init__(self):
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+    def __iter__(self):
+        return iter([[0], [1]])
+
+
+def test_a_loader_that_knows_epochs_itself_is_told():
+    loader, epochs = Shows(), Epochs()
+    take(epochs.batches(loader), 5)
+    assert loader.told == [0, 1, 2]
+    take(epochs.batches(loader), 1)
+    assert loader.told == [0, 1, 2, 3]
+    other = Shows()
+    take(epochs.batches(other), 1)
+    assert other.told == [0]
+
+
+def test_loaders_without_epochs_are_gone_through_as_before():
+    assert take(Epochs().batches([[1], [2]]), 5) == [1, 2, 1, 2, 1]
+    with pytest.raises(ValueError, match="the loader gave no batch"):
+        next(Epochs().batches([]))
+    once = (batch for batch in [[1]])
+    with pytest.raises(ValueError, match="the loader gave no batch"):
+        take(Epochs().batches(once), 2)
+
+
+# A whole run
+
+
+class Weighted(nn.Module):
+    """Its loss is a sum over samples, each with a weight of its own: it tells which were seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(23, dtype=torch.float64))
+
+    def forward(self, i):
+        return self.w[i].mean()
+
+
+def fit(layout):
+    """Each sample's weight after three epochs over 23 samples, in two calls of fit."""
+    groups = groups_of(layout)
+    data = Numbers(23)
+    sampler = mf.sampler(data, groups, seed=1)
+    loader = DataLoader(data, 2, sampler=sampler)
+    trainer = mf.Trainer(Weighted(), mf.sgd(1.0), groups)
+    seen: list[list[int]] = [[], [], []]
+    steps = len(loader)
+    for epoch, (count, total) in enumerate(((steps, 1), (2 * steps, 2))):
+        trainer.fit(loader, count, progress=False)
+        assert sampler.epoch == epoch + total - 1
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        seen[epoch] = list(sampler)
+    return trainer.params()["w"], seen
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), FOUR], ids=str)
+def test_fit_takes_every_sample_in_every_epoch_in_another_order(ranks, layout):
+    n = layout.world_size
+    found = ranks(n).run(fit, layout)
+    want = torch.zeros(23, dtype=torch.float64)
+    for epoch in range(3):
+        orders = [seen[epoch] for _, seen in found]
+        assert set().union(*orders) == set(range(23))
+        for order in orders:
+            for start in range(0, len(order), 2):
+                batch = order[start : start + 2]
+                for i in batch:
+                    want[i] -= 1.0 / (len(batch) * n)
+    for weights, seen in found:
+        assert seen[0] != seen[1] != seen[2]
+        # float64: sums of a few dozen multiples of 1/8, exact but for the means over ranks
+        assert (weights - want).abs().max() < 1e-13
