@@ -184,6 +184,9 @@ def _step(
 ) -> dict[str, Tensor]:
     """Let torch step in place on columns of (parameter, gradient, *moments); the next scalars."""
     params = [_with_grad(piece, grad) for piece, grad, *_ in mine]
+    if cls is torch.optim.SGD and any(p.itemsize == 2 and p.is_cpu for p in params):
+        # On the CPU the fused one skips most 16-bit elements: pytorch issue 191763.
+        options = {**options, "fused": False}
     optimizer = cls(params, **options)
     for param, (_, _, *targets) in zip(params, mine, strict=True):
         kept = dict(zip(kind.moments, targets, strict=True))

@@ -89,6 +89,21 @@ def test_torch_optimizers_to_the_bit(ranks, layout, name, options):
         ranks(layout.world_size).run(of_torch, layout, name, options, donate)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}], ids=str)
+def test_sgd_moves_all_of_16_bits(dtype, options):
+    """Torch's fused SGD skips them on the CPU, in whole vectors, and no small tensor shows it."""
+    groups, start = mf.make_groups(1), random(0, 1000, dtype=dtype)
+    state = mf.init_state(mf.shard({"w": start}, groups), mf.sgd(0.1, **options))
+    twin = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([twin], 0.1, fused=False, foreach=False, **options)
+    for step in range(STEPS):
+        twin.grad = random(step + 1, 1000, dtype=dtype)
+        state = mf.opt_step(state, mf.reduce_grads({"w": twin.grad}, groups))
+        optimizer.step()
+    same_bits(mf.unshard(state.params, groups), {"w": twin.detach()})
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_by_name_with_the_reason(name):
     with pytest.raises(
