@@ -56,6 +56,11 @@ from mics_fn.ready import lion as lion
 from mics_fn.ready import sgd as sgd
 from mics_fn.ready import warmup_cosine as warmup_cosine
 from mics_fn.recording import record as record
+from mics_fn.replica_sync import ReplicaSync as ReplicaSync
+from mics_fn.replica_sync import SyncState as SyncState
+from mics_fn.replica_sync import diloco as diloco
+from mics_fn.replica_sync import every_step as every_step
+from mics_fn.replica_sync import local_sgd as local_sgd
 from mics_fn.schedule import Action as Action
 from mics_fn.schedule import Schedule as Schedule
 from mics_fn.schedule import first_difference as first_difference

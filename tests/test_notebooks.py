@@ -39,8 +39,16 @@ EXPECTED = {
         "bucket 3 is not live; fetch it",
         "rank 1: use 2 of this run is of bucket 3",
     ],
+    "4_slow_links.ipynb": [
+        "every_step(): sent 308,736 bytes to the other region, loss halved: True",
+        "diloco(12): sent 25,728 bytes to the other region, loss halved: True",
+        "local_sgd(12): equal after steps [12, 24, 36, 48, 60, 72, 84, 96]",
+        "diloco(12, outer=sgd(1.0)) is local_sgd(12) within 1e-4: True",
+        "PlanError: ReplicaSync.after: these are the groups of the steps",
+        "ranks 2, 3: local_sgd(24)",
+    ],
 }
-PICTURES = {"1_shard_and_gather.ipynb": 1, "2_schedules.ipynb": 2}
+PICTURES = {"1_shard_and_gather.ipynb": 1, "2_schedules.ipynb": 2, "4_slow_links.ipynb": 2}
 
 
 def printed(notebook: Any) -> list[str]:
