@@ -1,6 +1,7 @@
 """The hops of the gradients: hop 1 inside partition groups, hop 2 between replicas; both means."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -237,13 +238,14 @@ def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
     return Sharded(flat, slot.bucket, slot.slot)
 
 
-def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
+def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False) -> Tree:
     """Hop 2: average shards of gradients over the replication group.
 
     Args:
       grads: tree of shards, hop 1 done.
       groups: as for `shard`.
       donate: average in the given buffers; the old tree can not be used again.
+      exact: send the dtype of the shards, as parameters need it, not that of reductions.
 
     Returns:
       The same tree, averaged; where r = 1 the very tree. Averaging twice changes nothing.
@@ -267,6 +269,8 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False) -> Tree:
     homes = homes_of("sync_replicas", "groups", groups, grads)
     uses = [use for use in uses_of("sync_replicas", leaves, homes) if use.bucket.trainable]
     far = [use for use in uses if replicas_of(use).size > 1]
+    if exact:
+        far = [replace(use, bucket=use.bucket.exact) for use in far]
     if not far:
         return grads
     data = [leaf.data if isinstance(leaf, Sharded) else None for leaf in leaves]

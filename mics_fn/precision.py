@@ -132,9 +132,14 @@ class Policy:
         patterns, known = dict.fromkeys(pattern for pattern, _ in self.overrides), list(paths)
         return [p for p in patterns if not any(_regex(p).fullmatch(path) for path in known)]
 
+    @property
+    def casts(self) -> bool:
+        """Whether inputs or outputs of a model are cast."""
+        return (self.compute or self.param or self.output) is not None
+
     def cast_inputs(self, values: Tree) -> Tree:
         """The pytree with float tensors in `compute`; the very object where nothing changes."""
-        return _cast(values, self.compute)
+        return _cast(values, self.compute or self.param)
 
     def cast_output(self, values: Tree) -> Tree:
         """The pytree with float tensors in `output`; the very object where nothing changes."""

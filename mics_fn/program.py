@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mics_fn.errors import LeafError, message
+from mics_fn.precision import Policy
 from mics_fn.tree import Tree
 
 Buffers = dict[str, Tensor]
@@ -29,16 +30,22 @@ class Result(NamedTuple):
 
 
 class FunctionProgram:
-    """A pure `loss_fn(params, batch)`; it has no buffers and no modes."""
+    """A pure `loss_fn(params, batch)`; it has no buffers and no modes.
 
-    def __init__(self, loss_fn: Callable[[Tree, Any], Tensor]) -> None:
-        self.loss_fn = loss_fn
+    Args:
+      loss_fn: the function.
+      policy: the batch is cast to its `compute`, the loss to its `output`.
+    """
+
+    def __init__(self, loss_fn: Callable[[Tree, Any], Tensor], policy: Policy) -> None:
+        self.loss_fn, self.policy = loss_fn, policy
 
     def __call__(
         self, params: Tree, buffers: Buffers, batch: Any, backward: Backward | None = None
     ) -> Result:
         """Loss of a batch, after `backward` of it."""
-        return Result(_finished(self.loss_fn(params, batch), backward), buffers)
+        loss = self.loss_fn(params, self.policy.cast_inputs(batch))
+        return Result(_finished(self.policy.cast_output(loss), backward), buffers)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -52,9 +59,16 @@ class ModuleProgram:
     Args:
       model: read once: its parameters and buffers become values, its structure a skeleton on meta.
       loss: called with the skeleton while the given values are swapped in.
+      policy: of each call of the skeleton inputs are cast to its `compute`, outputs to its
+        `output`.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor] | None,
+        policy: Policy,
+    ) -> None:
         self.params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.buffers = {name: value.detach().clone() for name, value in buffers.items()}
@@ -66,7 +80,7 @@ class ModuleProgram:
             is_param = isinstance(value, nn.Parameter)
             memo[id(value)] = nn.Parameter(empty, value.requires_grad) if is_param else empty
         self.skeleton = copy.deepcopy(model, memo)
-        self._step = _Step(self.skeleton, loss or _own_loss)
+        self._step = _Step(self.skeleton, loss or _own_loss, policy)
 
     def __call__(
         self, params: Tree, buffers: Buffers, batch: Any, backward: Backward | None = None
@@ -101,12 +115,31 @@ class _Step(nn.Module):
     A model that recomputes activations in backward would otherwise recompute on meta.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], policy: Policy
+    ) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model, self.loss, self.policy = model, loss, policy
 
     def forward(self, batch: Any, backward: Backward | None) -> Tensor:
-        return _finished(self.loss(self.model, batch), backward)
+        model: Any = self.model
+        if self.policy.casts:
+            model = _Casting(model, self.policy)
+        return _finished(self.loss(model, batch), backward)
+
+
+class _Casting:
+    """Stands for a model: casts what its calls take and give; all else is the model's own."""
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._model, self._policy = model, policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._policy.cast_inputs((args, kwargs))
+        return self._policy.cast_output(self._model(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:

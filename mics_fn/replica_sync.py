@@ -215,7 +215,7 @@ def local_sgd(every: int) -> ReplicaSync:
 
     def merge(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
         # These are parameters, no differences: they must travel in all the bits that they have.
-        return sync_replicas(_own(params, donate), groups, donate=True), outer
+        return sync_replicas(_own(params, donate), groups, donate=True, exact=True), outer
 
     return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
 

@@ -1,5 +1,6 @@
 """`shard`: a pytree of tensors becomes one of shards. See [Note: kinds of leaves] in `leaf`."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -75,6 +76,9 @@ def shard(
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
     layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
     plan = _plan("shard", "params", params, groups, layout)
+    for pattern in layout.precision.unmatched(tree.paths(params, "", is_leaf)):
+        text = f"shard: precision: the pattern {pattern!r} matches no leaf"
+        warnings.warn(text, stacklevel=2)
     _agree_on(plan)
     if replicas == "check":
         _check_values(plan)

@@ -1,6 +1,5 @@
 """A short stateful loop around the verbs; all that it does, a hand-written step can do."""
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,18 +8,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import tree
-from mics_fn.agreement import collect_all
+from mics_fn import placement, tree
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.data import Epochs
+from mics_fn.defaults import bucket_bytes_for, schedules_for
 from mics_fn.errors import TreeError, message
-from mics_fn.gather import defer, unshard
+from mics_fn.gather import bucket_sizes, defer, unshard
 from mics_fn.grad_sum import GradSum
 from mics_fn.groups import Groups
-from mics_fn.layout import BUCKET_BYTES
+from mics_fn.guard import Guard, Verdict
+from mics_fn.leaf import is_leaf
+from mics_fn.loop import Progress, count, cut, reproducible, to_device
 from mics_fn.optim import TrainState, init_state, opt_step
-from mics_fn.policy import OnDemand, keep_all, on_demand
+from mics_fn.policy import OnDemand
+from mics_fn.precision import Policy, policy_of
 from mics_fn.program import Buffers, FunctionProgram, ModuleProgram
+from mics_fn.replica_sync import ReplicaSync, every_step
 from mics_fn.schedule import Schedule
 from mics_fn.sharded import shard
 from mics_fn.tree import Tree
@@ -36,6 +39,11 @@ class StepMetrics(NamedTuple):
       samples: on all ranks together.
       tokens: elements of the batch's first integer tensor, on all ranks together; 0 if it has none.
       seconds: host time of the call.
+      grad_norm: 0-dim float64 tensor, of the gradient before it was clipped; None where the guard
+        needs none.
+      scale: what the loss was scaled by.
+      accepted: whether the step was taken; if not, nothing changed but the guard.
+      spike: whether the norm was a spike.
     """
 
     step: int
@@ -43,6 +51,10 @@ class StepMetrics(NamedTuple):
     samples: int
     tokens: int
     seconds: float
+    grad_norm: Tensor | None = None
+    scale: float = 1.0
+    accepted: bool = True
+    spike: bool = False
 
 
 class Trainer:
@@ -52,27 +64,36 @@ class Trainer:
       model: an `nn.Module` (it is read once, never changed; parameters, buffers and tied weights
         are found in it), or a pure `loss_fn(params, batch) -> scalar`.
       optimizer: a `Transform`, or anything of `init` and `update`.
-      groups: as for `shard`; buffers and metrics use the first groups in it.
+      groups: as for `shard`, with a placement or without; buffers and metrics use the first groups
+        in it.
       loss: `loss(model, batch) -> scalar`; default calls the model with the batch (a tuple or dict
         is spread) and takes the result, or its `.loss`.
-      params: pytree of tensors, with a `loss_fn`.
+      params: pytree of tensors, with a `loss_fn`; or shards that `init` gave, with its skeleton.
       accumulate: micro-steps a step; every tensor of a batch is cut in that many along dim 0.
+      precision: a `Policy` or its text. Inputs of the model are cast to `compute` and what it
+        returns to `output` at each call; `loss` gets a stand-in for the model that does so.
+      guard: scale of the loss, clipping, and which steps are refused.
+      replica_sync: when replicas become one; default hop 2 in every step.
+      deterministic: equal runs give equal bits: torch uses deterministic algorithms in a step, and
+        reductions add up in the order of ranks.
       live_bytes: budget for gathered parameters, as for `on_demand`; "auto" is a quarter of the
         device's memory (of the smallest device; on the CPU a rank's share of it). If all fit, or
         with None, it is as `keep_all`.
       prefetch: as for `on_demand`.
       schedule: a `Schedule` or policy of your own, instead of these two.
-      grad_dtype: of the sum of gradients over micro-steps; default the parameters'.
+      grad_dtype: of the sum of gradients over micro-steps; default that of the policy, at least
+        float32.
       replicas, source_rank, frozen: as for `shard`.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, 1 to 25 MiB.
 
     Communication: building it as `shard`. A step: each bucket is gathered once if all fit the
-      budget, else again when it is needed again; hop 1 each micro-step, one hop 2; persistent
-      float buffers are averaged over all ranks at the end (integer and non-persistent ones stay as
-      this rank computed them).
+      budget, else again when it is needed again; hop 1 each micro-step, one hop 2; what the guard
+      needs; persistent float buffers are averaged at the end over all ranks, or over those of a
+      replica while replicas are apart (integer and non-persistent ones stay as this rank computed
+      them).
 
     Memory: states of 1/p; within a step `live_bytes` and a bucket of gathered parameters, 1/p of
-      the gradients and a few buckets of them in full.
+      the gradients and a few buckets of them in full. A placement keeps more.
 
     Example:
       >>> groups = make_groups(1)
@@ -91,6 +112,10 @@ class Trainer:
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         params: Tree = None,
         accumulate: int = 1,
+        precision: Policy | str | None = None,
+        guard: Guard | None = None,
+        replica_sync: ReplicaSync | None = None,
+        deterministic: bool = False,
         live_bytes: int | Literal["auto"] | None = "auto",
         prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
@@ -99,37 +124,32 @@ class Trainer:
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
-        self.groups, self.accumulate = groups, accumulate
+        self.accumulate, self.deterministic = accumulate, deterministic
+        self.precision, self.guard = policy_of(precision), guard or Guard()
+        self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
         self._program: ModuleProgram | FunctionProgram
         buffers: Buffers = {}
         if isinstance(model, nn.Module):
-            self._program = ModuleProgram(model, loss)
-            params, buffers = self._program.take_params(), self._program.buffers
-            place = {f"[{name!r}]": i for i, name in enumerate(params)}
+            self._program = ModuleProgram(model, loss, self.precision)
+            own_params, buffers = self._program.take_params(), self._program.buffers
+            place = {f"[{name!r}]": i for i, name in enumerate(own_params)}
             options.setdefault("order", lambda path: place[path])
+            params = own_params if params is None else params
         elif params is None:
             fix = "pass the pytree that it is called with"
             raise TreeError(message("Trainer: a loss_fn needs params=", fix=fix))
         else:
-            self._program = FunctionProgram(model)
-        homes = tree.spread(groups, params, what="groups", is_value=lambda v: isinstance(v, Groups))
-        self._home: Groups = homes[0] if homes else groups
-        options.setdefault("bucket_bytes", _bucket_bytes(params, self._home))
-        shards = shard(params, groups, **options)
-        if live_bytes == "auto":
-            live_bytes = _quarter_of_memory(self._home)
-        if live_bytes is not None and live_bytes >= _float_bytes(params):
-            live_bytes = None
-        # Evaluation uses parameters in another order than training, so it has a memory of its own.
-        own, self._eval_schedule = (
-            keep_all()
-            if live_bytes is None
-            else on_demand(live_bytes=live_bytes, prefetch=prefetch)
-            for _ in range(2)
-        )
+            self._program = FunctionProgram(model, self.precision)
+        groups, self._home = _homes(groups, params, deterministic)
+        self.groups, self._step_groups = groups, self.replica_sync.groups(groups)
+        if not any(map(is_leaf, tree.flatten(params, is_leaf)[0])):
+            options.setdefault("bucket_bytes", bucket_bytes_for(params, self._home))
+            params = shard(params, groups, precision=self.precision, **options)
+        full_bytes = sum(bucket_sizes(params, groups))
+        own, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
         self.schedule = schedule or own
-        self.grad_dtype = grad_dtype
-        self.state: TrainState = init_state(shards, optimizer, buffers=buffers)
+        self.state: TrainState = init_state(params, optimizer, buffers=buffers)
+        self.sync_state = self.replica_sync.init(params, groups)
         self._epochs = Epochs()
 
     def step(self, batch: Any) -> StepMetrics:
@@ -141,41 +161,68 @@ class Trainer:
         Returns:
           `StepMetrics`; the new state is `self.state`.
 
-        Communication: gathers, hop 1 each micro-step, one hop 2, and the mean of the buffers.
+        Communication: gathers, hop 1 each micro-step, one hop 2, what the guard needs, and the mean
+          of the buffers.
 
         Raises:
           TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts.
         """
-        started = time.perf_counter()
-        batch = _to(batch, self._home.device)
-        parts, state, losses = _cut(batch, self.accumulate), self.state, []
+        started, guard = time.perf_counter(), self.guard
+        batch = to_device(batch, self._home.device)
+        parts, state, losses = cut(batch, self.accumulate), self.state, []
         buffers = {name: value.clone() for name, value in state.buffers.items()}
         total = GradSum(self.accumulate, dtype=self.grad_dtype)
-        full, cache = defer(state.params, self.groups, self.schedule, total)
-        with torch.enable_grad():
+        with torch.enable_grad(), reproducible(self.deterministic):
+            full, cache = defer(state.params, self._step_groups, self.schedule, total)
             for part in parts:
-                loss, buffers = self._program(full, buffers, part, total.backward)
+                loss, buffers = self._program(
+                    full, buffers, part, lambda loss: total.backward(guard.scale.scale(loss))
+                )
                 losses.append(loss)
-        cache.close()
-        grads = total.grads()
-        buffers = self._average(buffers)
-        self.state = replace(opt_step(state, grads, donate=True), buffers=buffers)
+            cache.close()
+            verdict = self._update(total.grads(), buffers)
         total.release()
-        samples, tokens = _count(batch)
+        samples, tokens = count(batch)
         n, loss = self._home.world_size, torch.stack(losses).mean()
-        seconds = time.perf_counter() - started
-        return StepMetrics(self.state.step, loss, samples * n, tokens * n, seconds)
+        return StepMetrics(
+            step=self.state.step,
+            loss=loss,
+            samples=samples * n,
+            tokens=tokens * n,
+            seconds=time.perf_counter() - started,
+            grad_norm=verdict.norm,
+            scale=guard.scale.value,
+            accepted=verdict.accept,
+            spike=verdict.spike,
+        )
+
+    def _update(self, grads: Tree, buffers: Buffers) -> Verdict:
+        """The optimizer's step, if the guard accepts it; and what the replicas do together."""
+        verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
+        if verdict.accept:
+            buffers = self._average(buffers)
+            state = replace(opt_step(state, verdict.grads, donate=True), buffers=buffers)
+        params, self.sync_state = self.replica_sync.after(
+            state.params, self.sync_state, self.groups, donate=True
+        )
+        self.state, self.guard = replace(state, params=params), verdict.next
+        return verdict
 
     def _average(self, buffers: Buffers) -> Buffers:
-        """Persistent float buffers become their mean over all ranks, coalesced by dtype."""
-        names = getattr(self._program, "averaged", [])
-        if self._home.world_size == 1:
+        """Persistent float buffers become their mean over ranks, coalesced by dtype.
+
+        Over those of this replica where replicas stay apart in this step, else over all.
+        """
+        names, home = getattr(self._program, "averaged", []), self._home
+        if not self.replica_sync.due(self.sync_state):
+            home = self.replica_sync.groups(home)
+        if home.world_size == 1:
             return buffers
         for dtype in dict.fromkeys(buffers[name].dtype for name in names):
             mine = [name for name in names if buffers[name].dtype == dtype]
             flat = torch.cat([buffers[name].flatten() for name in mine])
             sizes = [buffers[name].numel() for name in mine]
-            means = mean_over_ranks(self._home, flat).split(sizes)
+            means = mean_over_ranks(home, flat).split(sizes)
             for name, mean in zip(mine, means, strict=True):
                 buffers[name] = mean.view(buffers[name].shape)
         return buffers
@@ -191,7 +238,7 @@ class Trainer:
 
         Communication: one gather, and an all-reduce of one number over each of the two groups.
         """
-        batch = _to(batch, self._home.device)
+        batch = to_device(batch, self._home.device)
         buffers = {name: value.clone() for name, value in self.state.buffers.items()}
         with torch.no_grad(), self._program.evaluating():
             full, cache = defer(self.state.params, self.groups, self._eval_schedule)
@@ -203,7 +250,8 @@ class Trainer:
         """Full parameters as plain tensors, on every rank, for export.
 
         Returns:
-          The tree that was sharded; for a module a dict from name to tensor.
+          The tree that was sharded; for a module a dict from name to tensor. Where replicas are
+          apart, those of this rank's replica.
 
         Communication: as `unshard`.
         """
@@ -232,83 +280,30 @@ class Trainer:
           ValueError: the loader is empty.
         """
         metrics: list[StepMetrics] = []
-        bar = _bar(steps) if progress and self._home.position == 0 else None
-        started, batches = time.perf_counter(), self._epochs.batches(loader)
+        shown = progress and self._home.position == 0
+        bar, batches = Progress(steps, log_every, shown=shown), self._epochs.batches(loader)
         try:
             for _ in range(steps):
                 metrics.append(self.step(next(batches)))
-                if bar is not None:
-                    bar.update()
-                    if len(metrics) % log_every == 0 or len(metrics) == steps:
-                        bar.set_postfix_str(_rate(metrics, time.perf_counter() - started))
+                bar.update(metrics)
         finally:
-            if bar is not None:
-                bar.close()
+            bar.close()
         if not metrics:
             return metrics
         losses = mean_over_ranks(self._home, torch.stack([m.loss for m in metrics]))
         return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]
 
 
-def _float_bytes(params: Tree) -> int:
-    """Bytes of the full parameters, tied ones once."""
-    leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
-    return sum(x.nbytes for x in leaves.values() if x.is_floating_point())
-
-
-def _bucket_bytes(params: Tree, home: Groups) -> int:
-    """Small enough that a model has buckets to overlap, large enough for the network."""
-    if home.world_size == 1:
-        return BUCKET_BYTES
-    return min(BUCKET_BYTES, max(2**20, _float_bytes(params) // 16))
-
-
-def _quarter_of_memory(home: Groups) -> int:
-    """A quarter of the memory that a rank has, the same number on all ranks."""
-    if home.device.type == "cuda":
-        found = torch.cuda.get_device_properties(home.device).total_memory
-    else:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found //= home.plan.topology.sizes[-1]
-    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
-    return int(min(other.item() for other in collect_all(home, mine).values()))
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    return tree.map_leaves(
-        lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch
+def _homes(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
+    """The groups of a tree, in fixed order if asked for; and the first of them."""
+    found = tree.spread(
+        groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
     )
-
-
-def _cut(batch: Any, parts: int) -> list[Any]:
-    """A batch as equal micro-batches along dim 0; what is no tensor goes to each."""
-    if parts == 1:
-        return [batch]
-    leaves, spec = tree.flatten(batch)
-    for leaf, path in zip(leaves, tree.paths(batch, "batch"), strict=True):
-        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] % parts):
-            text = f"Trainer.step: {path} has shape {tuple(leaf.shape)}, accumulate={parts}"
-            raise TreeError(message(text, fix="make dim 0 a multiple of accumulate"))
-    cut = [x.chunk(parts) if isinstance(x, Tensor) else (x,) * parts for x in leaves]
-    return [spec.unflatten([each[i] for each in cut]) for i in range(parts)]
-
-
-def _count(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch."""
-    tensors = [x for x in tree.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim]
-    whole = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
-    return (tensors[0].shape[0] if tensors else 1), (0 if whole is None else whole.numel())
-
-
-def _rate(metrics: list[StepMetrics], seconds: float) -> str:
-    tokens, samples = sum(m.tokens for m in metrics), sum(m.samples for m in metrics)
-    rate = f"{tokens / seconds:,.0f} tokens/s" if tokens else f"{samples / seconds:,.0f} samples/s"
-    return f"loss {metrics[-1].loss.item():.3f}, {rate}"
-
-
-def _bar(steps: int) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=steps, unit="step")
+    if deterministic and isinstance(groups, Groups):
+        groups = placement.fixed_order(groups)
+    elif deterministic:
+        ordered = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
+        paths = tree.paths(params, is_leaf=is_leaf)
+        by_path = {path: ordered[home] for path, home in zip(paths, found, strict=True)}
+        groups, found = by_path.__getitem__, list(by_path.values())
+    return groups, groups if isinstance(groups, Groups) or not found else found[0]

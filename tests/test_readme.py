@@ -19,7 +19,8 @@ from mics_fn.launcher import read_launch
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-BY_HAND, WITH_TRAINER, WITH_BUDGET = (code for language, code in FENCES if language == "python")
+PYTHON = [code for language, code in FENCES if language == "python"]
+BY_HAND, WITH_TRAINER, WITH_BUDGET, WITH_POLICY, WITH_GUARD, WITH_PLACEMENTS = PYTHON
 SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
 
 
@@ -66,6 +67,45 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks):
                 torch.testing.assert_close(one[way][name], by_hand, rtol=1e-4, atol=1e-5)
     mean = sum(one["loss"] for one in found) / n
     assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
+
+
+def run_more() -> dict:
+    """What README shows of precision, guards and placements, on this rank."""
+    names: dict = {}
+    for text in (BY_HAND, WITH_TRAINER.split("trainer =")[0], WITH_POLICY, WITH_GUARD):
+        exec(compile(text, "README: precision", "exec"), names)
+    history = names["trainer"].fit(names["batches"](10), steps=10, progress=False)
+    found = {
+        "bf16": (history[0].loss.item(), history[-1].loss.item()),
+        "dtypes": {leaf.bucket.compute for leaf in names["shards"].values()},
+        "steps": names["state"].step,
+        "scale": names["guard"].scale.value,
+        "norm": names["verdict"].norm.item(),
+        "places": [],
+    }
+    tried = WITH_PLACEMENTS + "    places.append(trainer)\n"
+    names["places"] = []
+    exec(compile(tried, "README: placements", "exec"), names)
+    for trainer in names["places"]:
+        trainer.fit(names["batches"](5), steps=5, progress=False)
+        found["places"].append(trainer.params())
+    names["everywhere"].close()
+    names["groups"].close()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_its_code_of_precision_and_placements(n: int, ranks):
+    for found in ranks(n).run(run_more):
+        first, last = found["bf16"]
+        assert last < first
+        assert found["dtypes"] == {torch.bfloat16}
+        assert found["steps"] == 40  # 20 by hand, then 20 scaled ones, of which none overflows
+        assert found["scale"] == 2.0**16
+        assert 0 < found["norm"] < 10
+        for params in found["places"][1:]:
+            for name, value in params.items():
+                torch.testing.assert_close(value, found["places"][0][name], rtol=1e-4, atol=1e-5)
 
 
 def run_alone(n: int) -> dict[str, torch.Tensor]:

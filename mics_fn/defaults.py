@@ -1,0 +1,46 @@
+"""What `Trainer` chooses where it is not told: the size of buckets, how many stay gathered."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from mics_fn import tree
+from mics_fn.agreement import collect_all
+from mics_fn.groups import Groups
+from mics_fn.layout import BUCKET_BYTES
+from mics_fn.policy import OnDemand, keep_all, on_demand
+from mics_fn.tree import Tree
+
+
+def schedules_for(
+    live_bytes: int | str | None, prefetch: int, full_bytes: int, home: Groups
+) -> tuple[OnDemand, OnDemand]:
+    """A policy for training and one for evaluation, which uses parameters in another order."""
+    if live_bytes == "auto":
+        live_bytes = _quarter_of_memory(home)
+    if live_bytes is None or int(live_bytes) >= full_bytes:
+        return keep_all(), keep_all()
+    budget = int(live_bytes)
+    training, evaluation = (on_demand(live_bytes=budget, prefetch=prefetch) for _ in range(2))
+    return training, evaluation
+
+
+def bucket_bytes_for(params: Tree, home: Groups) -> int:
+    """Small enough that a model has buckets to overlap, large enough for the network."""
+    if home.world_size == 1:
+        return BUCKET_BYTES
+    leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
+    nbytes = sum(x.nbytes for x in leaves.values() if x.is_floating_point())
+    return min(BUCKET_BYTES, max(2**20, nbytes // 16))
+
+
+def _quarter_of_memory(home: Groups) -> int:
+    """A quarter of the memory that a rank has, the same number on all ranks."""
+    if home.device.type == "cuda":
+        found = torch.cuda.get_device_properties(home.device).total_memory
+    else:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found //= home.plan.topology.sizes[-1]
+    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
+    return int(min(other.item() for other in collect_all(home, mine).values()))

@@ -1,0 +1,100 @@
+"""What a training loop does around its steps: batches, their parts, a progress bar."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic as torch_deterministic
+
+from mics_fn import tree
+from mics_fn.errors import TreeError, message
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A pytree with its tensors on a device."""
+    return tree.map_leaves(
+        lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch
+    )
+
+
+def cut(batch: Any, parts: int) -> list[Any]:
+    """A batch as equal micro-batches along dim 0; what is no tensor goes to each.
+
+    Raises:
+      TreeError: a tensor's dim 0 is no multiple of `parts`.
+    """
+    if parts == 1:
+        return [batch]
+    leaves, spec = tree.flatten(batch)
+    for leaf, path in zip(leaves, tree.paths(batch, "batch"), strict=True):
+        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] % parts):
+            text = f"Trainer.step: {path} has shape {tuple(leaf.shape)}, accumulate={parts}"
+            raise TreeError(message(text, fix="make dim 0 a multiple of accumulate"))
+    cuts = [x.chunk(parts) if isinstance(x, Tensor) else (x,) * parts for x in leaves]
+    return [spec.unflatten([each[i] for each in cuts]) for i in range(parts)]
+
+
+def count(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch."""
+    tensors = [x for x in tree.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim]
+    whole = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
+    return (tensors[0].shape[0] if tensors else 1), (0 if whole is None else whole.numel())
+
+
+@contextmanager
+def reproducible(on: bool) -> Iterator[None]:
+    """Inside, torch uses deterministic algorithms only, if `on`; afterwards all is as before."""
+    if not on:
+        yield
+        return
+    mode, filled = torch.get_deterministic_debug_mode(), fills_memory()
+    tuned = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # That mode would also write to all new memory, to show who reads it unset.
+    torch_deterministic.fill_uninitialized_memory = False  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = tuned
+        torch_deterministic.fill_uninitialized_memory = filled  # pyright: ignore
+
+
+def fills_memory() -> bool:
+    """Whether torch writes to new memory in its deterministic mode."""
+    return bool(torch_deterministic.fill_uninitialized_memory)  # pyright: ignore
+
+
+class Progress:
+    """A progress bar where tqdm is installed and one is wanted, else nothing."""
+
+    def __init__(self, steps: int, log_every: int, *, shown: bool) -> None:
+        self._steps, self._log_every, self._started = steps, log_every, time.perf_counter()
+        self._bar: Any = None
+        if shown:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=steps, unit="step")
+
+    def update(self, metrics: list[Any]) -> None:
+        """One more step is done; the loss is read only every `log_every` steps."""
+        if self._bar is None:
+            return
+        self._bar.update()
+        if len(metrics) % self._log_every == 0 or len(metrics) == self._steps:
+            seconds = time.perf_counter() - self._started
+            tokens, samples = sum(m.tokens for m in metrics), sum(m.samples for m in metrics)
+            rate, unit = (tokens, "tokens") if tokens else (samples, "samples")
+            loss = metrics[-1].loss.item()
+            self._bar.set_postfix_str(f"loss {loss:.3f}, {rate / seconds:,.0f} {unit}/s")
+
+    def close(self) -> None:
+        """The bar stays where it is."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,359 @@
+"""What a real run asks of `Trainer`: dtypes, scaled losses, refused steps, clipping, equal bits."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, same_bits
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn import tree
+
+LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
+LR = 0.05
+
+
+class Net(nn.Module):
+    """Two layers and a norm, with a buffer that each training call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.dtype)
+        x = self.first(x)
+        return self.last(torch.tanh(self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)))
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    draws = (torch.randn(4, n, generator=random, dtype=torch.float64) for n in (6, 3))
+    x, y = (draw.to(dtype) for draw in draws)
+    return x, y
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def state_of(trainer: mf.Trainer) -> tuple:
+    """Everything that a refused step must leave as it is, copied."""
+    state = trainer.state
+    leaves = [x.clone() if isinstance(x, Tensor) else x for x in tree.flatten(state)[0]]
+    return leaves, state.step
+
+
+def same_state(a: tuple, b: tuple) -> None:
+    same_bits(*([x for x in side[0] if isinstance(x, Tensor)] for side in (a, b)))
+    plain = [[x for x in side[0] if not isinstance(x, Tensor)] for side in (a, b)]
+    assert plain[0] == plain[1]
+    assert a[1] == b[1]
+
+
+# Clipping.
+
+
+def clipped(layout: Layout, accumulate: int) -> tuple[dict, list[float]]:
+    trainer = mf.Trainer(
+        net(dtype=torch.float64),
+        mf.sgd(LR, momentum=0.9),
+        groups_of(layout),
+        loss=loss_of,
+        accumulate=accumulate,
+        guard=mf.Guard(max_norm=0.5, max_value=0.1),
+        bucket_bytes=300,
+    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    norms = []
+    for step in range(4):
+        metrics = trainer.step(batch_of(rank, step, torch.float64))
+        assert metrics.accepted
+        assert metrics.grad_norm is not None
+        norms.append(metrics.grad_norm.item())
+    return trainer.params(), norms
+
+
+def clipped_alone(n: int) -> tuple[dict, list[float]]:
+    model = net(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    norms = []
+    for step in range(4):
+        parts = [batch_of(rank, step, torch.float64) for rank in range(n)]
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        loss_of(model, (x, y)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+    return dict(model.named_parameters()), norms
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_clipping_is_that_of_one_process(ranks, layout, accumulate):
+    params, norms = clipped_alone(layout.world_size)
+    assert max(norms) > 0.5  # it clips
+    for found, seen in ranks(layout.world_size).run(clipped, layout, accumulate):
+        assert seen == pytest.approx(norms, rel=1e-12)
+        for name, value in params.items():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-13)
+
+
+# Refused steps.
+
+
+def overflowing(layout: Layout, precision: str, compute: torch.dtype) -> None:
+    """float16 (or another dtype) whose gradient overflows in some steps on one rank only."""
+    groups = groups_of(layout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    guard = mf.Guard(mf.dynamic_scale(2.0**10, interval=2, hysteresis=2))
+    how = {"precision": precision, "guard": guard, "bucket_bytes": 300}
+    trainer = mf.Trainer(net(), mf.adamw(LR), groups, loss=loss_of, **how)
+    expected, taken = guard.scale, 0
+    for step, overflows in enumerate([False, True, True, False, False, True, False]):
+        before = state_of(trainer)
+        x, y = batch_of(rank, step)
+        if overflows and rank == layout.world_size - 1:
+            y = y * float("inf")
+        metrics = trainer.step((x, y))
+        assert metrics.scale == expected.value  # the one of the forward
+        assert metrics.accepted is not overflows
+        expected = expected.adjust(not overflows)
+        assert trainer.guard.scale == expected
+        taken += not overflows
+        assert trainer.state.step == metrics.step == taken
+        if overflows:
+            same_state(before, state_of(trainer))
+    assert expected.value == 2.0**10  # down at the second overflow, up again, and spared once
+    assert {piece.dtype for piece in tree.flatten(trainer.state.params)[0]} == {torch.float32}
+    assert set(trainer._program.skeleton.seen) == {compute}  # pyright: ignore
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_that_overflows_anywhere_changes_nothing_but_the_scale(ranks, layout):
+    cases = [
+        ("compute=f16,reduce=f16,output=f32", torch.float16),
+        ("compute=bf16,output=f32", torch.bfloat16),
+        ("output=f32", torch.float32),
+    ]
+    for precision, compute in cases:
+        ranks(layout.world_size).run(overflowing, layout, precision, compute)
+
+
+def scaled_against_not(layout: Layout) -> None:
+    """Powers of two change no bit, also in the step after the scale has grown."""
+    groups = groups_of(layout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = []
+    for scale in (mf.no_scale(), mf.static_scale(64.0), mf.dynamic_scale(8.0, interval=1)):
+        guard = mf.Guard(scale)
+        trainer = mf.Trainer(net(), mf.sgd(LR, momentum=0.9), groups, loss=loss_of, guard=guard)
+        for step in range(4):
+            trainer.step(batch_of(rank, step))
+        found.append((trainer.params(), trainer.guard.scale.value))
+    assert [value for _, value in found] == [1.0, 64.0, 128.0]
+    for params, _ in found[1:]:
+        same_bits(found[0][0], params)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_scale_changes_no_bit(ranks, layout):
+    ranks(layout.world_size).run(scaled_against_not, layout)
+
+
+def spiking(layout: Layout, action: str) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    guard = mf.Guard(spike=mf.norm_spike(20.0, warmup=3, action=action))  # pyright: ignore
+    trainer = mf.Trainer(net(), mf.sgd(1e-3), groups_of(layout), loss=loss_of, guard=guard)
+    for step in range(6):
+        x, y = batch_of(rank, step)
+        before = state_of(trainer)
+        metrics = trainer.step((x, y * 1e4 if step == 4 else y))
+        assert metrics.spike == (step == 4)
+        assert metrics.accepted == (step != 4 or action == "report")
+        if not metrics.accepted:
+            same_state(before, state_of(trainer))
+
+
+@pytest.mark.parametrize("action", ["skip", "report"])
+def test_a_spike_is_skipped_or_reported(ranks, action):
+    for layout in LAYOUTS:
+        ranks(layout.world_size).run(spiking, layout, action)
+
+
+# Dtypes.
+
+
+def half(layout: Layout, as_function: bool) -> None:
+    """bf16 with a norm in float32; what the model gets and gives."""
+    groups = groups_of(layout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    policy = "compute=bf16, output=f32; *norm*: compute=f32"
+    model, seen = net(), []
+
+    def loss(model, batch):
+        out = model(batch[0])
+        seen.append((batch[0].dtype, out.dtype, model.first.weight.dtype, model.norm.weight.dtype))
+        assert model.first.in_features == 6  # all else is the model's own
+        return (out - batch[1]).square().mean()
+
+    def loss_fn(params, batch):
+        seen.append((batch[0].dtype, params["w"].dtype, params["norm"].dtype))
+        return ((batch[0] @ params["w"]).to(params["norm"].dtype) * params["norm"]).square().mean()
+
+    if as_function:
+        params = {"w": torch.ones(6, 3), "norm": torch.ones(3)}
+        trainer = mf.Trainer(loss_fn, mf.adamw(LR), groups, params=params, precision=policy)
+    else:
+        trainer = mf.Trainer(model, mf.adamw(LR), groups, loss=loss, precision=policy)
+    for step in range(2):
+        metrics = trainer.step(batch_of(rank, step))
+        assert metrics.loss.dtype == torch.float32
+    assert trainer.eval(batch_of(rank, 9)).dtype == torch.float32
+    b, f = torch.bfloat16, torch.float32
+    assert set(seen) == {(b, b, f) if as_function else (f, f, b, f)}
+    if not as_function:
+        assert set(trainer._program.skeleton.seen) == {b}  # pyright: ignore
+    assert {value.dtype for value in trainer.params().values()} == {f}
+    assert {x.dtype for x in tree.flatten(trainer.state.opt.moments)[0]} == {f}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_masters_stay_and_the_model_computes_in_the_policys_dtypes(ranks, as_function):
+    for layout in LAYOUTS:
+        ranks(layout.world_size).run(half, layout, as_function)
+
+
+def test_a_policy_that_is_none_leaves_the_model_itself():
+    given = []
+
+    def loss(model, batch):
+        given.append(model)
+        return loss_of(model, batch)
+
+    with mf.make_groups(1) as groups:
+        trainer = mf.Trainer(net(), mf.sgd(LR), groups, loss=loss)
+        trainer.step(batch_of(0, 0))
+    assert isinstance(given[0], Net)
+
+
+# Equal bits.
+
+
+def run_twice(layout: Layout) -> None:
+    groups, runs = groups_of(layout), []
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for live in (None, 0):
+        trainer = mf.Trainer(
+            net(), mf.adamw(LR), groups, loss=loss_of, deterministic=True,
+            precision="compute=bf16,reduce=bf16,output=f32", live_bytes=live, accumulate=2,
+        )  # fmt: skip
+        for step in range(4):
+            trainer.step(batch_of(rank, step))
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "in fixed order" in trainer.groups.describe()
+        runs.append(trainer.params())
+    same_bits(*runs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_deterministic_runs_have_equal_bits(ranks, layout):
+    ranks(layout.world_size).run(run_twice, layout)
+
+
+def test_deterministic_says_which_op_is_not_and_restores_the_mode():
+    def loss(params: dict, batch: Tensor) -> Tensor:
+        assert torch.are_deterministic_algorithms_enabled()
+        if batch.sum() > 0:
+            raise RuntimeError("this op does not have a deterministic implementation")
+        return (params["w"] * batch).sum()
+
+    with mf.make_groups(1) as groups:
+        trainer = mf.Trainer(
+            loss, mf.sgd(LR), groups, params={"w": torch.ones(2)}, deterministic=True
+        )
+        trainer.step(torch.zeros(2))
+        with pytest.raises(RuntimeError, match="deterministic"):
+            trainer.step(torch.ones(2))
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+
+
+def by_path(layout: Layout) -> None:
+    """Leaves on several groups keep their groups where order is fixed."""
+    dense, alone = groups_of(layout), groups_of(Layout(layout.sizes, 1))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = []
+    for deterministic in (False, True):
+        trainer = mf.Trainer(
+            net(dtype=torch.float64), mf.sgd(LR), lambda path: alone if "norm" in path else dense,
+            loss=loss_of, deterministic=deterministic,
+        )  # fmt: skip
+        for step in range(3):
+            trainer.step(batch_of(rank, step, torch.float64))
+        found.append(trainer.params())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-13)
+
+
+def test_fixed_order_of_leaves_on_several_groups(ranks):
+    for layout in LAYOUTS[1:]:
+        ranks(layout.world_size).run(by_path, layout)
+
+
+# Replicas apart.
+
+
+def far_replicas(layout: Layout) -> dict[str, Tensor]:
+    groups = groups_of(layout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    trainer = mf.Trainer(
+        net(dtype=torch.float64), mf.sgd(LR), groups, loss=loss_of, replica_sync=mf.local_sgd(2)
+    )
+    sent = []
+    for step in range(4):
+        groups.traffic.clear()
+        trainer.step(batch_of(rank, step, torch.float64))
+        sent.append(groups.traffic.sent_bytes["replicas"])
+    assert sent[0] == sent[2] == 0 < sent[1] == sent[3]
+    return trainer.params()
+
+
+def local_twin(replicas: int, size: int) -> dict[str, Tensor]:
+    """Each replica alone, on the samples of its ranks; parameters averaged every second step."""
+    models = [net(dtype=torch.float64) for _ in range(replicas)]
+    for step in range(4):
+        for i, model in enumerate(models):
+            parts = [batch_of(i * size + k, step, torch.float64) for k in range(size)]
+            x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+            grads = torch.autograd.grad(loss_of(model, (x, y)), list(model.parameters()))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), grads, strict=True):
+                    p -= LR * g
+        if step % 2:
+            mean = {
+                name: torch.stack([m.state_dict()[name] for m in models]).mean(0)
+                for name, _ in models[0].named_parameters()
+            }
+            for model in models:
+                model.load_state_dict({**model.state_dict(), **deepcopy(mean)})
+    return {name: p.detach() for name, p in models[0].named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 1)], ids=str)
+def test_replicas_may_sync_only_now_and_then(ranks, layout):
+    expected = local_twin(layout.world_size // layout.partition_size, layout.partition_size)
+    for found in ranks(layout.world_size).run(far_replicas, layout):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
