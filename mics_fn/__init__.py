@@ -34,9 +34,11 @@ from mics_fn.groups import make_groups as make_groups
 from mics_fn.guard import Guard as Guard
 from mics_fn.guard import Verdict as Verdict
 from mics_fn.guard import norm_spike as norm_spike
+from mics_fn.init import init as init
 from mics_fn.leaf import Fixed as Fixed
 from mics_fn.leaf import Sharded as Sharded
 from mics_fn.leaf import Tied as Tied
+from mics_fn.load import load_shards as load_shards
 from mics_fn.loss_scale import LossScale as LossScale
 from mics_fn.loss_scale import dynamic_scale as dynamic_scale
 from mics_fn.loss_scale import no_scale as no_scale

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # 2.13 renamed these and warns about the old names; 2.11 and 2.12 have only the old ones.
 all_gather_single: Callable[..., Any] = (
@@ -159,3 +161,65 @@ foreach_zero: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[repo
 foreach_add: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_div: Callable[..., None] = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+
+# What every op goes through while it is active, also one that only makes tensors.
+DispatchMode = TorchDispatchMode
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """The same for all Python objects of one generator; an op is given a new one each time."""
+    return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def storage_id_of(storage: Any) -> int:
+    """`storage_id` of a storage itself."""
+    return storage._cdata
+
+
+class WeakStorage:
+    """A reference that does not keep a storage's memory, and keeps its number from being reused."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._ref = StorageWeakRef(tensor.untyped_storage())
+
+    def __bool__(self) -> bool:
+        """Whether some tensor still uses the storage."""
+        return not self._ref.expired()
+
+
+def pretend(cls: type, meta: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of a subclass on the memory of one on meta, which C++ takes for one on `device`."""
+    make: Any = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
+    made = make(cls, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+# An op's questions that are no ops: where a tensor lies, whether `.data =` can take it.
+ASK_DEVICE = torch.ops.prim.device.default
+ASK_COMPATIBLE = torch.ops.aten._has_compatible_shallow_copy_type.default
+
+
+def op_name(func: Any) -> str:
+    """The name of an op without its namespace and overload."""
+    return func._schema.name.partition("::")[2]
+
+
+def op_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """An op's arguments by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def op_takes(func: Any, name: str) -> bool:
+    """Whether an op has an argument of that name."""
+    return any(argument.name == name for argument in func._schema.arguments)
+
+
+def op_writes(func: Any) -> dict[str, bool]:
+    """The arguments that an op writes to, and whether each is an `out=`."""
+    found = (
+        a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
+    return {argument.name: argument.is_out for argument in found}

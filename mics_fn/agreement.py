@@ -6,8 +6,10 @@ exchanged, to say where and who.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from mics_fn.collectives import collect
 from mics_fn.errors import DesyncError, message, name_ranks
 from mics_fn.groups import Groups, Hierarchy
-from mics_fn.tree import digest
+from mics_fn.tree import digest, flatten
 
 _BLOCK = 2**20  # elements hashed at once
 
@@ -159,3 +161,42 @@ def collect_bytes(groups: Groups | Hierarchy, data: bytes) -> dict[int, bytes]:
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     found = collect_all(groups, padded)
     return {rank: bytes(found[rank][:n].tolist()) for rank, n in lengths.items()}
+
+
+@contextmanager
+def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
+    """A block of work that sends nothing, and must go well on all ranks.
+
+    Args:
+      what: the verb, for errors.
+      groups: one or a tree; those of a function are not known yet, and not told.
+      fact: what all ranks must have been given.
+
+    Raises:
+      DesyncError: ranks have other facts, or the block raised on some; on the ranks where it did
+        not. The others raise what it raised.
+
+    Communication: two small all-gathers over the partition group and over the replication group.
+    """
+    homes = dict.fromkeys(home for home in flatten(groups)[0] if isinstance(home, Groups))
+    try:
+        yield
+    except Exception as error:
+        for home in homes:
+            with suppress(DesyncError):
+                _compare(home, what, f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    for home in homes:
+        _compare(home, what, fact)
+
+
+def _compare(groups: Groups, what: str, fact: str) -> None:
+    if groups.world_size == 1:
+        return
+    seen: dict[bytes, list[int]] = {}
+    for rank, text in collect_bytes(groups, fact.encode()).items():
+        seen.setdefault(text, []).append(rank)
+    if len(seen) > 1:
+        lines = [f"{name_ranks(ranks)}: {text.decode()}" for text, ranks in seen.items()]
+        fix = "call it with the same arguments on every rank, where all reach the same files"
+        raise DesyncError(message(f"{what}: ranks differ", lines, fix=fix))

@@ -76,9 +76,6 @@ def shard(
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
     layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
     plan = _plan("shard", "params", params, groups, layout)
-    for pattern in layout.precision.unmatched(tree.paths(params, "", is_leaf)):
-        text = f"shard: precision: the pattern {pattern!r} matches no leaf"
-        warnings.warn(text, stacklevel=2)
     _agree_on(plan)
     if replicas == "check":
         _check_values(plan)
@@ -89,13 +86,24 @@ def shard(
     return _assemble(plan, sources)
 
 
-def layout_of(verb: str, root: str, values: Tree, groups: Any) -> Tree:
+def layout_of(
+    verb: str,
+    root: str,
+    values: Tree,
+    groups: Any,
+    *,
+    frozen: Callable[[str], bool] | None = None,
+    precision: Policy | str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    order: Callable[[str], object] | None = None,
+) -> Tree:
     """Shards without data, laid out as `shard` would lay out these tensors, and agreed on.
 
     Communication: as `shard`, without values.
     """
     require_groups(verb, "groups", groups)
-    plan = _plan(verb, root, values, groups, Layout())
+    layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
+    plan = _plan(verb, root, values, groups, layout)
     _agree_on(plan)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in plan.leaves]
     return _assemble(plan._replace(leaves=meta), dict.fromkeys(plan.homes))
@@ -142,6 +150,9 @@ def _plan(
 ) -> _Plan:
     leaves, spec = tree.flatten(params, is_leaf)
     bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
+    for pattern in layout.precision.unmatched(bare):
+        text = f"{verb}: precision: the pattern {pattern!r} matches no leaf"
+        warnings.warn(text, stacklevel=4)
     homes: list[Groups] = tree.spread(
         groups,
         params,

@@ -1,0 +1,133 @@
+"""Shards that are filled leaf by leaf, where no full values are there at once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import tree
+from mics_fn.agreement import checksum, collect_all
+from mics_fn.errors import DesyncError, message, name_ranks
+from mics_fn.flat import split_chunk
+from mics_fn.groups import Groups
+from mics_fn.layout import Bucket, Piece, pieces
+from mics_fn.leaf import Fixed, Leaf, Sharded, is_leaf
+from mics_fn.sharded import layout_of
+
+BLOCK_BYTES = 2**24  # read at once
+
+
+class Filling:
+    """The shards of named parameters, laid out as `shard` would, in memory of zeros.
+
+    Args:
+      verb: for errors.
+      params: by name; only shape, dtype, kind and device are read, and which are the same tensor.
+      groups: as for `shard`.
+      options: as for `shard`.
+
+    Communication: a digest of the tree.
+
+    Memory: this rank's shards.
+
+    Raises: as `shard`.
+    """
+
+    def __init__(
+        self, verb: str, params: Mapping[str, Tensor], groups: Any, options: dict[str, Any]
+    ) -> None:
+        shapes = layout_of(verb, "params", dict(params), groups, **options)
+        names, _ = tree.flatten({name: name for name in params})
+        homes = tree.spread(
+            groups,
+            shapes,
+            what="groups",
+            is_leaf=is_leaf,
+            is_value=lambda value: isinstance(value, Groups),
+        )
+        self.verb = verb
+        self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
+        leaves = dict(zip(names, tree.flatten(shapes, is_leaf)[0], strict=True))
+        self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
+        self._make_memory()
+
+    def _make_memory(self) -> None:
+        chunks: dict[tuple[Groups, Bucket], list[Tensor]] = {}
+        for name, leaf in self.shards.items():
+            home = self.homes[name]
+            if isinstance(leaf, Sharded | Fixed) and leaf.bucket is not None:
+                key = (home, leaf.bucket)
+                if key not in chunks:
+                    flat = torch.zeros(leaf.bucket.chunk, dtype=leaf.data.dtype, device=home.device)
+                    chunks[key] = split_chunk(leaf.bucket, home.hierarchy.chunk, flat)
+                self.shards[name] = replace(leaf, data=chunks[key][leaf.slot])
+            elif isinstance(leaf, Fixed):
+                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=home.device)
+                self.shards[name] = replace(leaf, data=whole)
+
+    def part(self, name: str) -> tuple[int, int]:
+        """The elements of a full value that this rank keeps, from and to; those of a tie are 0."""
+        leaf = self.shards[name]
+        if not isinstance(leaf, Sharded | Fixed):
+            return 0, 0
+        if leaf.bucket is None:
+            return 0, leaf.data.numel()
+        piece: Piece = pieces(leaf.bucket, self.homes[name].hierarchy.chunk)[leaf.slot]
+        return piece.origin, piece.origin + piece.length
+
+    def put(self, name: str, full: Tensor) -> None:
+        """Keep this rank's part of a full value."""
+        start, stop = self.part(name)
+        if start < stop:
+            self._data(name).copy_(full.detach().reshape(-1)[start:stop])
+
+    def read(self, name: str, source: Callable[[int, int], Tensor]) -> None:
+        """Keep this rank's part of a value of which a source gives any elements, from and to."""
+        start, stop = self.part(name)
+        if start < stop:
+            data = self._data(name)
+            step = max(1, BLOCK_BYTES // data.itemsize)
+            for low in range(start, stop, step):
+                high = min(low + step, stop)
+                data[low - start : high - start].copy_(source(low, high))
+
+    def _data(self, name: str) -> Tensor:
+        data: Any = self.shards[name].data  # pyright: ignore[reportAttributeAccessIssue]
+        return data.view(-1)
+
+    def check_copies(self) -> None:
+        """Compare this rank's shards with those of the ranks that keep the same.
+
+        They are equal where all machines compute alike; this sees where they do not.
+
+        Communication: 8 bytes a leaf.
+
+        Raises:
+          DesyncError: on every rank, naming the first leaf that differs and who holds what.
+        """
+        for home in dict.fromkeys(self.homes.values()):
+            names = [name for name in self.shards if self.homes[name] is home]
+            names = [name for name in names if isinstance(self.shards[name], Sharded | Fixed)]
+            if home.num_replicas > 1 and names:
+                sums = torch.stack([checksum(self._data(name)) for name in names])
+                self._compare(home, names, collect_all(home, sums.to(home.device)))
+
+    def _compare(self, home: Groups, names: list[str], found: dict[int, Tensor]) -> None:
+        for position in range(home.partition_size):
+            ranks = [home.ranks[i] for i in home.plan.replication_group(position)]
+            table = torch.stack([found[rank] for rank in ranks])
+            differs = (table != table[0]).any(0).nonzero().flatten().tolist()
+            if differs:
+                odd = [
+                    rank for rank, row in zip(ranks, table, strict=True) if (row != table[0]).any()
+                ]
+                lines = [
+                    f"first difference: params[{names[differs[0]]!r}]",
+                    f"{name_ranks(odd)}: other values than on {name_ranks(ranks[:1])}",
+                ]
+                fix = "let all ranks make or read the same values, on machines that compute alike"
+                raise DesyncError(
+                    message(f"{self.verb}: replicas hold different values", lines, fix=fix)
+                )
