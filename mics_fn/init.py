@@ -52,8 +52,8 @@ def init(
       seed: for `torch.manual_seed`, the same on all ranks.
       weights: file or mapping with the values of all parameters and persistent buffers, as for
         `load_shards`; then no parameter is drawn, and generators stay as just seeded.
-      options: `frozen`, `bucket_bytes` and `order` as for `shard`; by default leaves lie in
-        buckets in the module's order.
+      options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
+        lie in buckets in the module's order.
 
     Returns:
       The module, with its parameters on meta and its buffers in full on the device, ready for

@@ -40,8 +40,8 @@ def load_shards(
       strict: whether a tensor that `like` does not have is an error. One that is missing always is,
         and a buffer of the module never: it is passed over.
       dtype: of the float shards; default that of `like`, else that of the file.
-      options: `frozen`, `bucket_bytes` and `order` as for `shard`; by default leaves lie in
-        buckets in the order of `like`.
+      options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
+        lie in buckets in the order of `like`.
 
     Returns:
       The shards by name, as `shard` would give them for the same tensors in full.

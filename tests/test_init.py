@@ -288,7 +288,8 @@ def same_as_in_full(
 def same_structure(skeleton: nn.Module, model: nn.Module) -> None:
     """Parameters on meta, all else as in the model that was made in full."""
     kinds = [
-        [(name, type(m).__name__, m.training) for name, m in x.named_modules()] for x in (skeleton, model)
+        [(name, type(m).__name__, m.training) for name, m in x.named_modules()]
+        for x in (skeleton, model)
     ]
     assert kinds[0] == kinds[1]
     got = dict(skeleton.named_parameters(remove_duplicate=False))

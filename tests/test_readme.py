@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in FENCES if language == "python"]
-BY_HAND, WITH_TRAINER, WITH_BUDGET, WITH_POLICY, WITH_GUARD, WITH_PLACEMENTS = PYTHON
+BY_HAND, WITH_TRAINER, WITH_INIT, WITH_BUDGET, WITH_POLICY, WITH_GUARD, WITH_PLACEMENTS = PYTHON
 SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
 
 
@@ -33,6 +33,9 @@ def run_readme() -> dict:
     by_hand = mf.unshard(state.params, groups)
     exec(compile(WITH_TRAINER, "README: Trainer", "exec"), names)
     full = names["full"]
+    exec(compile(WITH_INIT, "README: a model made as shards", "exec"), names)
+    made = names["trainer"].params()
+    history = names["trainer"].fit(names["batches"](20), steps=20, progress=False)
     exec(compile(WITH_BUDGET, "README: Memory and schedules", "exec"), names)
     fetches = names["policy"].schedule.fetches
     found = {
@@ -40,6 +43,7 @@ def run_readme() -> dict:
         "step": state.step,
         "loss": first.item(),
         "history": [m.loss.item() for m in names["history"]],
+        "made": (made, [m.loss.item() for m in history]),
         "by_hand": by_hand,
         "full": full,
         "budget": mf.unshard(names["state"].params, groups),
@@ -58,6 +62,12 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks):
     for one in found:
         assert one["step"] == len(one["history"]) == 20
         assert one["history"][-1] < 0.8 * one["history"][0]
+        # The model by hand is made from the same seed.
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        for name, value in torch.nn.Sequential(*layers).named_parameters():
+            assert torch.equal(one["made"][0][name], value), name
+        assert one["made"][1] == pytest.approx(one["history"], rel=1e-4)
         assert (one["again"] > 0) == (n > 1)  # the budget is below the model; one rank holds it all
         for name, by_hand in one["by_hand"].items():
             assert torch.equal(by_hand, found[0]["by_hand"][name]), name

@@ -357,3 +357,30 @@ def test_replicas_may_sync_only_now_and_then(ranks, layout):
     for found in ranks(layout.world_size).run(far_replicas, layout):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
+
+
+# Models made as shards.
+
+
+def made_as_shards(layout: Layout, precision: str | None) -> None:
+    groups = groups_of(layout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    skeleton, shards = mf.init(Net, groups, seed=7, precision=precision, bucket_bytes=300)
+    assert all(p.is_meta for p in skeleton.parameters())
+    options = {"loss": loss_of, "precision": precision}
+    found = [
+        mf.Trainer(skeleton, mf.adamw(LR), groups, params=shards, **options),
+        mf.Trainer(net(7), mf.adamw(LR), groups, bucket_bytes=300, **options),
+    ]
+    for trainer in found:
+        for step in range(3):
+            trainer.step(batch_of(rank, step))
+    same_bits(*(trainer.params() for trainer in found))
+    same_bits(*(dict(trainer.state.buffers) for trainer in found))
+    assert found[0].state.buffers["calls"] == 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_model_made_as_shards_trains_as_one_made_in_full(ranks, layout):
+    for precision in (None, "param=f32, compute=bf16, output=f32; *norm*: compute=f32"):
+        ranks(layout.world_size).run(made_as_shards, layout, precision)
