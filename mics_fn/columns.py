@@ -113,7 +113,8 @@ def _span(piece: Tensor, low: int, high: int) -> Tensor:
 def fresh(shards: Tree) -> Tree:
     """A copy in new memory, each chunk copied as a whole, so that it stays one."""
     pieces, spec = tree.flatten(shards)
-    out = [piece.detach() for piece in pieces]
+    # An empty piece would keep the memory that it is a view of.
+    out = [piece.detach() if piece.numel() else piece.new_empty(piece.shape) for piece in pieces]
     for members in _by_storage(pieces):
         if _is_flat(pieces, members):
             flat = _span(pieces[members[0]], 0, _storage_numel(pieces[members[0]])).clone()
