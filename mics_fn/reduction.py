@@ -6,8 +6,9 @@ a bucket that is ready early waits for those before it, and what never becomes r
 zeros at the end. So no rank can wait for a reduction that another one does not do.
 
 [Note: gradients in flight] A bucket's gradients are packed in one of a few slots of memory, where
-they stay until hop 1 is done; who comes next to that slot waits. So full gradients take a few
-buckets' memory whatever the size of the model, and how much follows from no clock.
+they stay until hop 1 is done, over the late levels too; who comes next to that slot waits. So full
+gradients take a few buckets' memory whatever the size of the model, and how much follows from no
+clock.
 """
 
 from collections.abc import Sequence
@@ -159,27 +160,32 @@ class Reduction:
         use = self.uses[index]
         route, bucket = use.hierarchy, use.bucket
         device, now = route.device if out is None else out.device, self._now(route)
+        late = route.split(route.late)[0] if self.last else route.split(0)[0]
         push_all(route.life)
         slot = self._place % route.slots.count
-        if out is not None and now.size == 1:
+        if out is not None and now.size == late.size == 1:
             pair, slot = (out, out), None  # nothing is scattered: it is packed where it stays
         else:
-            _until_free(route, slot, len(now.levels))
-            pair = route.slots.pair(slot, (bucket.numel,), bucket.reduce, device)
-        pack_full(bucket, use.by_slot(values), device=device, out=pair[0])
-        parts = [buffer.view(now.size, -1) for buffer in pair]
+            _until_free(route, slot)
+            # What does not travel is not rounded.
+            dtype = bucket.reduce if now.size > 1 else self._dtype(bucket)
+            pair = route.slots.pair(slot, (bucket.numel,), dtype, device)
+        first = pair[0] if out is None or now.size > 1 else out
+        pack_full(bucket, use.by_slot(values), device=device, out=first)
+        parts = [buffer.view(now.size, -1) for buffer in (first, pair[1])]
         comms = scatter_comms(now, parts[0])
         if out is None:  # NCCL reads one buffer of the pair and writes the other, in turns
             at = len(comms) % 2 if device.type == "cuda" else 0
             out = pair[at][: bucket.numel // now.size]
+        levels = len(now.levels) + len(late.levels)
+        comms += scatter_comms(late, out)
         if self.last:
-            comms += scatter_comms(route.split(route.late)[0], out)
             comms += mean_comms(replicas_of(use), out)
         steps = self._steps(index, parts, out, slot)
         pending = Pending(steps, comms, keep=(*pair, out), device=device, purpose="reduce")
         self._pendings.append(pending)
         if slot is not None and device.type != "cuda":
-            route.slots.users[slot] = pending
+            route.slots.users[slot] = pending, levels
 
     def _steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
         """Hop 1, the sum over passes, and in the last pass what is late, and hop 2."""
@@ -191,33 +197,30 @@ class Reduction:
             total = out
             if self.micro_steps is not None:
                 (total,) = self._sum(index, [out], last)
+            if last:
+                (total,) = self._totals[index] = [(yield from self._late_steps(use, total, slot))]
             if out.is_cuda and slot is not None:  # from here on the slot is free
                 event = torch.cuda.current_stream(out.device).record_event()
                 route.slots.users[slot] = event
             if last:
-                (total,) = self._totals[index] = [(yield from self._late_steps(use, total))]
                 self._given.append((route.chunks, total))
                 yield from mean_steps(replicas_of(use), total, use.bucket.reduce)
             return total
 
         return steps()
 
-    def _late_steps(self, use: BucketUse, total: Tensor) -> Steps:
-        """Hop 1 over the levels that wait for the last pass."""
+    def _late_steps(self, use: BucketUse, total: Tensor, slot: int | None) -> Steps:
+        """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
         route, bucket = use.hierarchy, use.bucket
         late, _ = route.split(route.late)
-        if late.size == 1:
+        if late.size == 1 or slot is None:
             return total
-        full = total
-        if total.dtype != bucket.reduce:
-            full = route.buffers.take(total.shape, bucket.reduce, total.device).copy_(total)
-        spare = route.buffers.take(full.shape, full.dtype, full.device)
+        full, spare = route.slots.pair(slot, total.shape, bucket.reduce, total.device)
+        full = total if total.dtype == bucket.reduce else full.copy_(total)
         mine = route.chunks.take((bucket.chunk,), total.dtype, total.device)
         yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
-        route.buffers.give(spare)
-        (route.chunks if full is total else route.buffers).give(full)
-        if full is not total:
-            route.chunks.give(total)
+        # Not before the end of the step, or how many chunks there are would follow a clock.
+        self._given.append((route.chunks, total))
         return mine
 
     def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
@@ -230,12 +233,13 @@ class Reduction:
         return total
 
 
-def _until_free(route: Hierarchy, slot: int, levels: int) -> None:
+def _until_free(route: Hierarchy, slot: int) -> None:
     """Wait for the slot's last user; see [Note: gradients in flight]."""
     user = route.slots.users[slot]
-    if isinstance(user, Pending):
-        if not user.passed(levels):
-            wait_until(route.life, lambda: user.passed(levels))
+    if isinstance(user, tuple):
+        pending, levels = user
+        if not pending.passed(levels):
+            wait_until(route.life, lambda: pending.passed(levels))
     elif user is not None:
         torch.cuda.current_stream(route.device).wait_event(user)
 
