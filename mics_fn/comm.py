@@ -194,6 +194,14 @@ class Hierarchy:
         """Whether the groups it belongs to were closed."""
         return self.life.closed
 
+    @cached_property
+    def facts(self) -> str:
+        """Its levels and placement, the same on every rank, for digests."""
+        text = ",".join(f"{level.name}:{level.gather.size}" for level in self.levels) or "none"
+        for what, outer in (("params", self.hold), ("grads", self.late)):
+            text += f" {what} over {self.split(outer)[1].size}" * bool(outer)
+        return text + " in fixed order" * any(level.reduce.fixed_order for level in self.levels)
+
     def __repr__(self) -> str:
         levels = " x ".join(f"{level.name} {level.gather.size}" for level in self.levels)
         return f"Hierarchy({levels or 'one rank'}, chunk {self.chunk} of {self.size})"

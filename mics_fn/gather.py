@@ -294,11 +294,11 @@ def _agree_on_uses(uses: Sequence[BucketUse], how: str) -> None:
     """Compare what ranks are about to gather together, once for each set of leaves."""
     for home in dict.fromkeys(use.hierarchy for use in uses):
         mine = [use for use in uses if use.hierarchy is home]
-        key = (how, home.hold, home.late, *((use.bucket, use.missing) for use in mine))
+        key = (how, home.facts, *((use.bucket, use.missing) for use in mine))
         if key in home.agreed:
             continue
         facts = [("schedule", how or "none: all at once")]
-        facts += [("placement", f"{home.hold} levels kept, {home.late} late")]
+        facts += [("levels", home.facts)]
         for use in mine:
             # All of the layout, so that no other tree's agreement is mistaken for this one's.
             dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)

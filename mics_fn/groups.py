@@ -85,13 +85,9 @@ class Groups:
 
     def describe(self) -> str:
         """The facts that are the same on every rank, for digests."""
-        levels = zip(self.plan.level_names, self.plan.level_sizes, strict=True)
-        text = ",".join(f"{name}:{size}" for name, size in levels) or "none"
         route = self.hierarchy
-        for what, outer in (("params", route.hold), ("grads", route.late)):
-            text += f" {what} over {route.split(outer)[1].size}" * bool(outer)
-        text += " in fixed order" * self.replicas.fixed_order
-        return f"n={self.world_size} p={self.partition_size} levels={text}"
+        text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
+        return text + " in fixed order" * (self.replicas.fixed_order and not route.levels)
 
     def __repr__(self) -> str:
         state = ", closed" * self.closed

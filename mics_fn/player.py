@@ -224,7 +224,7 @@ def memory_of(
     Raises:
       PlanError: it names buckets that the tree lacks, or uses one that is not live.
     """
-    key = tuple((use.bucket, use.missing) for use in uses)
+    key = tuple((use.bucket, use.missing, use.hierarchy.hold) for use in uses)
     if isinstance(schedule, OnDemand):
         return schedule, schedule.known.setdefault(key, Known())
     if (schedule, key) not in control.fixed:
