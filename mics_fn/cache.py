@@ -67,6 +67,8 @@ class Cache:
         ):
             slots, device = use.by_slot(data), data[0].device
             chunk = pack_chunk(use.bucket, use.hierarchy.chunk, slots, device=device).detach()
+            if not chunk.numel():  # nothing will be fetched, so nothing else would cast it
+                chunk = chunk.to(use.bucket.compute)
             self._chunks[index], self._versions[index] = chunk, _version(chunk)
 
     def device(self, index: int) -> torch.device:

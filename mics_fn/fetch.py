@@ -213,7 +213,8 @@ def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
     uses: Sequence[BucketUse] = cache.uses
     trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
     frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
-    cache.load(frozen, [data[i] for index in frozen for i in uses[index].members])
+    with _torch.without_torch_func():  # else what is loaded has no memory to send
+        cache.load(frozen, [data[i] for index in frozen for i in uses[index].members])
     pieces = [data[i] for index in trained for i in uses[index].members]
     inside = _torch.inside_torch_func()
     join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
