@@ -99,7 +99,7 @@ def gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
                 level.gather,
                 "all-gather",
                 nbytes,
-                _bind(_torch.all_gather_single, run.view(-1), mine.reshape(-1)),
+                partial(_torch.all_gather_single, run.view(-1), mine.reshape(-1)),
             )
             mine = run
     return out
@@ -157,7 +157,7 @@ def scatter_steps(
         numel = here.numel() // comm.size
         if here.device.type == "cpu" or comm.fixed_order:
             # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them
-            # here moves half as much, sums in rank order, and rounds 16-bit values once.
+            # here moves half as much, and rounds 16-bit values once.
             mean = out.view(-1) if i == len(comms) - 1 else here[:numel]
             yield from _exchange(comm, here.view(comm.size, numel), there[: here.numel()], mean)
         else:
@@ -183,31 +183,36 @@ def _exchange(
     received = received.view(parts.shape)
     if comm.size != 2:
         yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
-        return _mean(received, mean)
+        return _mean(received, mean, comm.fixed_order)
     # Of two parts only one travels, and the mean is one pass over both.
     own, other = comm.rank, 1 - comm.rank
     sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
-    call = _bind(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
+    call = partial(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
     yield Issued(comm, "reduce-scatter", parts[other].nbytes, call)
-    halves = [parts[0], received[1]] if own == 0 else [received[0], parts[1]]
+    first, second = (parts[0], received[1]) if own == 0 else (received[0], parts[1])
     if parts.dtype.itemsize == 2:  # summed in float32, whatever travels
-        mean.copy_(torch.lerp(halves[0].float(), halves[1].float(), 0.5))
-    elif mean.dtype != parts.dtype:
-        mean.copy_(torch.lerp(halves[0], halves[1], 0.5))
+        first, second = first.float(), second.float()
+    if first.dtype == mean.dtype:
+        torch.lerp(first, second, 0.5, out=mean)
     else:
-        torch.lerp(halves[0], halves[1], 0.5, out=mean)
+        mean.copy_(torch.lerp(first, second, 0.5))
     return None
 
 
 def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Issued:
     """One level of a reduce-scatter: part j of `full` goes to the rank at place j."""
     nbytes = (comm.size - 1) * (full.nbytes // comm.size)
-    return Issued(comm, "reduce-scatter", nbytes, _bind(fn, out, full, **how))
+    return Issued(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
 
-def _mean(parts: Tensor, out: Tensor) -> None:
-    if parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
-        wide = torch.promote_types(parts.dtype, torch.float32)
+def _mean(parts: Tensor, out: Tensor, in_order: bool) -> None:
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    if in_order:  # which a sum over a dim is not: there the order depends on the element's place
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total.div_(len(parts)))
+    elif parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
         out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
     else:
         torch.sum(parts, 0, out=out).div_(len(parts))
@@ -229,8 +234,7 @@ def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> P
 
 def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
     """The communicators that `mean_steps` uses: the given one, if there is anything to do."""
-    calls = 2 if comm.fixed_order else 1
-    return [comm] * calls if comm.size > 1 and _moves(tensor) else []
+    return [comm] * (1 + comm.fixed_order) if comm.size > 1 and _moves(tensor) else []
 
 
 def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Steps:
@@ -245,7 +249,7 @@ def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> S
         else:
             sent, op = (tensor * before).to(wire), dist.ReduceOp.SUM
         nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
-        yield Issued(comm, "all-reduce", nbytes, _bind(dist.all_reduce, sent.view(-1), op=op))
+        yield Issued(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
         if sent is not tensor:
             tensor.copy_(sent)
         if before != 1.0:
@@ -260,13 +264,9 @@ def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[I
     parts.view(-1)[:numel].copy_(tensor.view(-1))
     received, mean = torch.empty_like(parts), parts.new_empty(parts.shape[1])
     yield from _exchange(comm, parts, received, mean)
-    call = _bind(_torch.all_gather_single, received.view(-1), mean)
+    call = partial(_torch.all_gather_single, received.view(-1), mean)
     yield Issued(comm, "all-gather", (comm.size - 1) * mean.nbytes, call)
     tensor.view(-1).copy_(received.view(-1)[:numel])
-
-
-def _bind(fn: Callable, *args: Any, **kwargs: Any) -> Callable:
-    return lambda **more: fn(*args, **kwargs, **more)
 
 
 def _moves(tensor: Tensor) -> bool:
@@ -283,7 +283,7 @@ def collect(comm: Comm, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
     flat = tensor.contiguous().view(-1)
     out = flat.new_empty(comm.size * flat.numel())
-    call = _bind(_torch.all_gather_single, out, flat)
+    call = partial(_torch.all_gather_single, out, flat)
     nbytes = (comm.size - 1) * flat.nbytes
     _one(comm, lambda: Issued(comm, "all-gather", nbytes, call), (flat, out))
     return out.view(comm.size, *tensor.shape)
@@ -308,7 +308,7 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
     hops.append((groups.partition, groups.ranks[own[place]]))
     for comm, source in hops:
         if comm.size > 1:
-            call = _bind(dist.broadcast, tensor, src=source)
+            call = partial(dist.broadcast, tensor, src=source)
             nbytes = tensor.nbytes if comm.rank == 0 else 0
             _one(comm, partial(Issued, comm, "broadcast", nbytes, call), (tensor,))
 

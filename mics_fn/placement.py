@@ -40,7 +40,7 @@ def place(groups: Groups, *, params: int | None = None, grads: int | None = None
     Communication: none.
 
     Memory: none here. With a schedule a run keeps 1/params of the parameters, in the dtype that
-      travels, and a `GradSum` 1/grads of the gradients.
+      travels, and a `GradSum` 1/grads of the gradients; where grads < p, their 1/p as well.
 
     Raises:
       PlanError: the innermost levels have no such product; with those that there are.
@@ -266,7 +266,7 @@ def fixed_order(groups: Groups) -> Groups:
 
     Each rank gets the parts of all others and adds them itself, in the order of the group, in
     float32 or wider; the means are then what is sent on. So neither the algorithm that a library
-    chooses nor what else is under way changes a bit. Two ranks average as a + (b - a)/2.
+    chooses nor what else is under way changes a bit. Two ranks average as b - (b - a)/2.
 
     Args:
       groups: any.
@@ -295,5 +295,6 @@ def fixed_order(groups: Groups) -> Groups:
         groups,
         hierarchy=route(groups.hierarchy),
         flat=route(groups.flat),
+        partition=ordered(groups.partition),
         replicas=ordered(groups.replicas),
     )
