@@ -1,0 +1,478 @@
+"""Placements: each trains as a single process does, sends what its definition says, and no more.
+
+The twin is plain torch in float64 on the concatenated batch. What a step sends and holds is written
+down in `costs`, from the definitions alone.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random, same_bits
+from costs import (
+    POOLS,
+    Placed,
+    buckets_of,
+    counted,
+    inner_products,
+    level_sizes,
+    one_at_a_time,
+    sent_in_a_step,
+    storage_bytes,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import mics_fn as mf
+from mics_fn import placement, tree
+from mics_fn.agreement import checksum
+from mics_fn.gather import defer
+
+STEPS = 3
+BUCKET_BYTES = 250  # a block's weight and bias, or the embedding
+MIDDLE = 550  # two of four buckets
+LAYOUTS = [
+    Layout((4,), 4),
+    Layout((2, 2), 2),
+    Layout((2, 2), 4),
+    Layout((2, 4), 8),
+    Layout((2, 2, 2), 4),
+    Layout((2, 2, 2), 8),
+]
+
+
+def make_params():
+    """Uneven sizes; a tied, a frozen and an integer leaf."""
+    shared = random(1, 9, 5, dtype=torch.float64)
+    block = {
+        i: {"w": random(10 + i, 5, 5, dtype=torch.float64), "b": random(20 + i, 5).double()}
+        for i in range(2)
+    }
+    return {
+        "embed": shared,
+        "blocks": list(block.values()),
+        "frozen": nn.Parameter(torch.full((5,), 0.5, dtype=torch.float64), requires_grad=False),
+        "head": shared,
+        "twice": torch.tensor(2),
+    }
+
+
+def loss_of(params, batch):
+    tokens, targets = batch
+    h = F.embedding(tokens, params["embed"]) * params["frozen"] * params["twice"]
+    for block in params["blocks"]:
+        h = h + torch.tanh(h @ block["w"].T + block["b"])
+    return F.cross_entropy(h @ params["head"].T, targets)
+
+
+def micro_batch(step, part, rank):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * part + rank)
+    tokens, targets = torch.randint(9, (2, 3), generator=generator)
+    return tokens, targets
+
+
+def step_batch(step, accumulate, rank):
+    parts = [micro_batch(step, part, rank) for part in range(accumulate)]
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+
+def optimizer():
+    return mf.adamw(1e-2, weight_decay=0.1, eps=1e-3)
+
+
+@cache
+def reference(world_size, accumulate):
+    """A single process over the micro-batches of all ranks."""
+    params = make_params()
+    params["embed"] = params["head"] = nn.Parameter(params["embed"])
+    for block in params["blocks"]:
+        block.update({name: nn.Parameter(value) for name, value in block.items()})
+    trained = [params["embed"], *(x for b in params["blocks"] for x in (b["b"], b["w"]))]
+    torch_optimizer = torch.optim.AdamW(trained, 1e-2, weight_decay=0.1, eps=1e-3)
+    count, losses = world_size * accumulate, []
+    for step in range(STEPS):
+        torch_optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for rank, part in product(range(world_size), range(accumulate)):
+            loss = loss_of(params, micro_batch(step, part, rank)) / count
+            loss.backward()
+            total += loss.detach()
+        torch_optimizer.step()
+        losses.append(total.item())
+    return tree.map_leaves(lambda x: x.detach(), params), losses
+
+
+# An element of a gradient is a mean of at most 8 * 3 micro-batches, whose own kernels add some 40
+# terms of order one: re-associated, the relative error is below 100 u of the terms. AdamW divides
+# by sqrt(v) + eps with eps = 1e-3, so an error e of g moves a step by at most lr * e / eps; each
+# step rounds a parameter of order one twice; the loss feeds both back by less than a factor 10.
+U = torch.finfo(torch.float64).eps / 2
+BOUND = 10 * (STEPS * 1e-2 * 100 * U / 1e-3 + 2 * STEPS * U)
+
+
+# Which placements there are.
+
+
+def pairs(layout):
+    sizes = inner_products(level_sizes(layout))
+    return [Placed(params, grads) for params, grads in product(sizes, sizes)]
+
+
+def placed_groups(layout, scheme, placed):
+    """Groups with counted pools: by name, or by two numbers over the levels, or over one."""
+    groups = counted(groups_of(layout))
+    if scheme in ("levels", "one level", "in fixed order"):
+        groups = placement.fsdp(groups) if scheme == "one level" else groups
+        groups = placement.fixed_order(groups) if scheme == "in fixed order" else groups
+        return placement.place(groups, params=placed.params, grads=placed.grads)
+    return getattr(placement, scheme)(groups)
+
+
+def names_of(layout):
+    """Every scheme that these groups can have, and what it is, by the table of `placement`."""
+    p, sizes = layout.partition_size, level_sizes(layout)
+    k = sizes[-1] if sizes else 1
+    found = {
+        "zero1": Placed(1, 1),
+        "zero2": Placed(1, p),
+        "zero3": Placed(p, p),
+        "mics": Placed(p, p),
+        "fsdp": Placed(p, p),
+        "hpz": Placed(k, p),
+        "hybrid": Placed(k, k),
+    }
+    return {**found, "ddp": Placed(1, 1)} if p == 1 else found
+
+
+def route_of(groups):
+    """Names and sizes of the levels that a placement uses."""
+    return [level.name for level in groups.hierarchy.levels], groups.hierarchy.sizes
+
+
+# One run: a few steps by hand, with everything counted.
+
+
+def by_hand(layout, groups, placed, accumulate, live, prefetch):
+    rank, route = dist.get_rank(), groups.hierarchy
+    shards = mf.shard(make_params(), groups, bucket_bytes=BUCKET_BYTES)
+    buckets = buckets_of(shards)
+    state = mf.init_state(shards, optimizer())
+    policy = mf.on_demand(live_bytes=live, prefetch=prefetch)
+    ledgers, sums, losses, made = [], [], [], []
+    for step in range(STEPS):
+        groups.traffic.clear()
+        total = mf.GradSum(accumulate)
+        full, cache = defer(state.params, groups, policy, total)
+        mean = torch.zeros((), dtype=torch.float64)
+        for part in range(accumulate):
+            loss = loss_of(full, micro_batch(step, part, rank))
+            total.backward(loss)
+            mean += loss.detach() / accumulate
+            check_run(buckets, cache, route, placed, part == accumulate - 1)
+        cache.close()
+        grads = total.grads()
+        check_peaks(buckets, route, placed, live)
+        state = mf.opt_step(state, grads, donate=True)
+        total.release()
+        assert all(getattr(route, name).used == 0 for name in POOLS), "something is not given back"
+        ledgers.append(groups.traffic.snapshot())
+        sums.append(checksum(torch.cat(tree.flatten(state.params)[0])).item())
+        losses.append(mean)
+        made.append([getattr(route, name).made for name in (*POOLS, "slots")])
+    check_states(buckets, state)
+    check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers)
+    assert made[1] == made[2], f"a later step makes memory: {made}"
+    assert made[0] == made[1] or live not in (None, 0), f"a later step makes memory: {made}"
+    return state, sums, losses
+
+
+def check_run(buckets, cache, route, placed, last):
+    """What is held after a micro-step."""
+    p = route.size
+    held = sum(b.numel // placed.params * b.compute.itemsize for b in buckets)
+    held = held if placed.params < p else 0
+    live = sum(buffer.nbytes for buffer in cache._buffers.values())
+    assert route.fetched.used == held + live
+    assert sum(x.nbytes for x in cache._held.values()) == held
+    if not last and (p > 1 or route.chunks.used):  # one rank's gradients are the sum themselves
+        trained = [b for b in buckets if b.trainable]
+        want = sum(b.numel // placed.grads * b.accumulate.itemsize for b in trained)
+        assert route.chunks.used == want
+
+
+def check_peaks(buckets, route, placed, live):
+    p = route.size
+    sizes = [b.numel * b.compute.itemsize for b in buckets]
+    held = sum(sizes) // placed.params if placed.params < p else 0
+    window = sum(sizes) if live is None else min(sum(sizes), live + max(sizes))
+    assert route.fetched.peak <= held + (window if placed.params > 1 else 0)
+    assert route.fetched.used == 0, "copies are kept after the run"
+    if p == 1:
+        return
+    trained = [b for b in buckets if b.trainable]
+    sums = sum(b.numel // placed.grads * b.accumulate.itemsize for b in trained)
+    mine = sum(b.numel // p * b.accumulate.itemsize for b in trained) if placed.grads < p else 0
+    assert sums <= route.chunks.peak <= sums + mine
+    assert route.buffers.peak == 0, "a reduction has memory outside of its slots"
+
+
+def check_states(buckets, state):
+    """Parameters and moments: 1/p, three times; the rest is small."""
+    chunks = sum(b.numel // b.parts * b.dtype.itemsize for b in buckets if b.trainable)
+    pieces = tree.flatten(state.params)[0]
+    moments = tree.flatten(state.opt.moments)[0]
+    assert storage_bytes(pieces) == chunks
+    assert storage_bytes(moments) == 2 * chunks
+
+
+def check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers):
+    names, sizes = route_of(groups)
+    (known,) = policy.known.values()
+    schedule = known.schedule
+    fetches = Counter(schedule.fetches)
+    if live is None or placed.params == 1:
+        assert set(fetches.values()) == {1}
+    elif live == 0 and prefetch == 0 and (layout.partition_size > 1):
+        assert fetches == one_at_a_time(schedule.uses)
+    replicas = layout.world_size // layout.partition_size
+    numbers = (placed, accumulate, groups.replicas.fixed_order)
+    want = sent_in_a_step(buckets, fetches, names, sizes, replicas, *numbers)
+    assert ledgers[1] == ledgers[2] == want
+    reductions = {k: v for k, v in want.items() if k.startswith(("reduce", "replicas"))}
+    first = {k: v for k, v in ledgers[0].items() if k.startswith("reduce")}
+    assert first == {k: v for k, v in reductions.items() if k.startswith("reduce")}
+
+
+def by_trainer(groups, accumulate, live, prefetch):
+    trainer = mf.Trainer(
+        loss_of,
+        optimizer(),
+        groups,
+        params=make_params(),
+        accumulate=accumulate,
+        live_bytes=live,
+        prefetch=prefetch,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    for step in range(STEPS):
+        trainer.step(step_batch(step, accumulate, dist.get_rank()))
+    return trainer.params()
+
+
+def train(layout, cases, wanted):
+    """All cases of a layout; of each the checksums of this rank's shards after each step."""
+    found = []
+    for scheme, placed, live, accumulate, prefetch, also_trainer in cases:
+        groups = placed_groups(layout, scheme, placed)
+        case = (groups, accumulate, live, prefetch)
+        state, sums, losses = by_hand(layout, groups, placed, *case[1:])
+        full = mf.unshard(state.params, groups)
+        want, curve = wanted[accumulate]
+        spec = tree.flatten(full)[1]
+        assert spec == tree.flatten(want)[1]
+        for a, b, path in zip(
+            *(tree.flatten(x)[0] for x in (full, want)), tree.paths(full), strict=True
+        ):
+            assert (a - b).abs().max() <= BOUND, (case, path, (a - b).abs().max())
+        if also_trainer:
+            same_bits(by_trainer(*case), full)
+        for loss in losses:
+            dist.all_reduce(loss)
+        means = [loss.item() / layout.world_size for loss in losses]
+        assert all(abs(a - b) <= 10 * BOUND for a, b in zip(means, curve, strict=True))
+        found.append(sums)
+    return found
+
+
+def compare(ranks, layout, cases):
+    wanted = {accumulate: reference(layout.world_size, accumulate) for accumulate in (1, 3)}
+    for want, _ in wanted.values():
+        moved = max((want["embed"] - make_params()["embed"]).abs().max(), torch.tensor(0.0))
+        assert moved > 1e6 * BOUND, "nothing was learned: the comparison proves nothing"
+    found = ranks(layout.world_size).run(train, layout, cases, wanted)
+    for rank, sums in enumerate(found):
+        assert sums == found[rank % layout.partition_size], "replicas differ"
+
+
+BUDGETS = list(product((0, MIDDLE, None), (1, 3)))
+
+
+def rotated(placements, every):
+    """Cases: of each placement some budgets and numbers of micro-steps, so that all are met."""
+    cases = []
+    for i, (scheme, placed) in enumerate(placements):
+        for j, (live, accumulate) in enumerate(BUDGETS):
+            if (i + j) % every == 0:
+                prefetch = 0 if (i + j) % 4 else 4
+                also_trainer = (i + j) % (3 * every) == 0
+                cases.append((scheme, placed, live, accumulate, prefetch, also_trainer))
+    return cases
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_placement_trains_as_a_single_process(ranks, layout):
+    every, placements = 6, pairs(layout)
+    if len(placements) == 16:  # a checkerboard of them: each size with half of the others
+        placements = [placed for i, placed in enumerate(placements) if (i // 4 + i) % 2 == 0]
+    if layout.sizes == (2, 2):
+        every = 3
+    compare(ranks, layout, rotated([("levels", placed) for placed in placements], every))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout((2, 2), 1), Layout((2, 2), 2), Layout((2, 2), 4)], ids=str
+)
+def test_a_scheme_by_name_is_what_its_table_says(ranks, layout):
+    schemes = list(names_of(layout).items())
+    assert ("ddp" in dict(schemes)) == (layout.partition_size == 1)
+    compare(ranks, layout, rotated(schemes, 6))
+
+
+def test_a_placement_over_one_level_or_in_fixed_order(ranks):
+    layout = Layout((2, 2), 4)
+    one = [("one level", Placed(*sizes)) for sizes in product((1, 4), (1, 4))]
+    compare(ranks, layout, rotated(one, 6))
+    for layout in (Layout((2, 2), 4), Layout((2, 2), 2)):
+        ordered = [("in fixed order", placed) for placed in pairs(layout)[::2]]
+        compare(ranks, layout, rotated(ordered, 6))
+
+
+# Without a schedule nothing is kept, and nothing waits: the same bits.
+
+
+def functional(layout):
+    base, rank = groups_of(layout), dist.get_rank()
+    shards = mf.shard(make_params(), base, bucket_bytes=BUCKET_BYTES)
+    batch = micro_batch(0, 0, rank)
+
+    def grads_of(groups, schedule=None):
+        def loss(shards):
+            return loss_of(mf.gather(shards, groups, schedule=schedule), batch)
+
+        return mf.unshard(mf.reduce_grads(torch.func.grad(loss)(shards), groups), groups)
+
+    def of_a_sum(groups):
+        total = mf.GradSum()
+        full = mf.gather(shards, groups, schedule=mf.on_demand(live_bytes=0), into=total)
+        total.backward(loss_of(full, batch))
+        found = mf.unshard(total.grads(), groups)
+        total.release()
+        return found
+
+    want = grads_of(base)
+    for placed in pairs(layout):
+        groups = placed_groups(layout, "levels", placed)
+        groups.traffic.clear()
+        same_bits(grads_of(groups), want)
+        ledger = groups.traffic.snapshot()
+        for level in groups.hierarchy.levels:
+            assert ledger[f"gather {level.name}"][0] % len(buckets_of(shards)) == 0
+            assert ledger[f"reduce {level.name}"][0] == 3  # buckets that are trained, each once
+        same_bits(grads_of(groups, mf.on_demand(live_bytes=0)), want)
+        same_bits(of_a_sum(groups), want)
+        full = mf.gather(shards, groups)
+        same_bits(full, mf.unshard(shards, base))
+        same_bits(mf.start_gather(shards, groups).wait(), full)
+
+
+@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
+def test_functions_give_the_same_bits_under_any_placement(ranks, layout):
+    ranks(layout.world_size).run(functional, layout)
+
+
+# Ranks that differ, and sizes that do not fit.
+
+ODD = {
+    "zero1": "levels node:2,rank:2 params over 1 grads over 1",
+    "zero2": "levels node:2,rank:2 params over 1",
+    "hpz": "levels node:2,rank:2 params over 2",
+    "fsdp": "levels flat:4",
+    "fixed_order": "levels node:2,rank:2 in fixed order",
+}
+
+
+def one_rank_differs(layout, scheme, verb):
+    base = replace(groups_of(layout), agreed=set())  # nothing was agreed on before
+    base = replace(base, hierarchy=replace(base.hierarchy, agreed=set()))
+    base = replace(base, flat=replace(base.flat, agreed=base.hierarchy.agreed))
+    groups = getattr(placement, scheme)(base) if dist.get_rank() == 1 else base
+    if verb == "shard":
+        mf.shard(make_params(), groups)
+    shards = mf.shard(make_params(), base, bucket_bytes=BUCKET_BYTES)
+    if verb == "gather":
+        mf.gather(shards, groups)
+    mf.gather(shards, groups, schedule=mf.on_demand(), into=mf.GradSum())
+
+
+@pytest.mark.parametrize("scheme", ODD)
+def test_ranks_with_different_placements_are_told(ranks, scheme):
+    for verb in ("shard", "gather", "gather with a schedule"):
+        for failure in ranks(4).try_run(one_rank_differs, Layout((2, 2), 4), scheme, verb):
+            assert failure.type_name == "DesyncError", failure
+            lines = failure.message.splitlines()
+            if verb == "shard":
+                assert lines[0] == "shard: ranks disagree on the tree"
+                said = ODD[scheme].replace("levels ", "levels=")
+                assert lines[1:4] == [
+                    "  first difference: groups",
+                    "  ranks 0, 2, 3: groups n=4 p=4 levels=node:2,rank:2",
+                    f"  rank 1: groups n=4 p=4 {said}",
+                ]
+            else:
+                assert lines[0] == "gather: ranks disagree on the tree"
+                assert lines[1:4] == [
+                    "  first difference: levels",
+                    "  ranks 0, 2, 3: levels node:2,rank:2",
+                    f"  rank 1: {ODD[scheme]}",
+                ]
+
+
+def refused(layout):
+    groups, found = groups_of(layout), {}
+    for sizes in ({"params": 2}, {"grads": 3}, {"params": 0}, {"grads": -1}, {"params": 16}):
+        with pytest.raises(mf.PlanError) as caught:
+            placement.place(groups, **sizes)
+        (found[str(sizes)],) = [str(caught.value)]
+        with pytest.raises(mf.PlanError):
+            placement.hybrid(groups, params=5)
+    with pytest.raises(mf.PlanError) as caught:
+        placement.ddp(groups)
+    return [*found.values(), str(caught.value)]
+
+
+def test_sizes_that_do_not_fit_are_refused(ranks):
+    tail = (
+        "  the levels of a partition group are (2, 4), outermost first\n"
+        "  fix: pass one of 8, 4, 1, or make groups with other levels"
+    )
+    wrong = ("params=2", "grads=3", "params=0", "grads=-1", "params=16")
+    want = [f"place: {what} ends inside a level\n{tail}" for what in wrong]
+    want += [
+        "ddp: a partition group has 8 ranks, expected 1\n  fix: pass make_groups(partition_size=1)"
+    ]
+    assert ranks(8).run(refused, Layout((2, 4), 8)) == [want] * 8
+
+
+def one_policy_two_placements(layout):
+    """What was planned for kept copies must not be followed where nothing is kept."""
+    base, policy = counted(groups_of(layout)), mf.on_demand(live_bytes=0, prefetch=0)
+    shards = mf.shard(make_params(), base, bucket_bytes=BUCKET_BYTES)
+    size = max(b.numel * b.compute.itemsize for b in buckets_of(shards))
+    for scheme in ("zero2", "zero2", "zero3", "zero3"):
+        groups = getattr(placement, scheme)(base)
+        groups.hierarchy.fetched.peak = 0
+        total = mf.GradSum()
+        full, cache = defer(shards, groups, policy, total)
+        total.backward(loss_of(full, micro_batch(0, 0, dist.get_rank())))
+        cache.close()
+        total.grads()
+        total.release()
+    assert groups.hierarchy.fetched.peak <= size
+
+
+def test_a_policy_knows_placements_apart(ranks):
+    ranks(4).run(one_policy_two_placements, Layout((2, 2), 4))
