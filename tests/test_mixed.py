@@ -1,0 +1,807 @@
+"""Precision policies on real ranks: which bits travel, and how far results are from exact ones."""
+
+from collections import Counter
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import test_func
+import torch
+import torch.distributed as dist
+from cases import (
+    Layout,
+    everywhere,
+    groups_of,
+    mean_bound,
+    poison,
+    random,
+    same_bits,
+    unit_roundoff,
+)
+from costs import Placed, buckets_of, counted, level_sizes, sent_in_a_step
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import mics_fn as mf
+from mics_fn import placement, tree
+from mics_fn.agreement import checksum
+from mics_fn.collectives import mean_over_ranks, start_mean
+from mics_fn.columns import map_columns
+from mics_fn.gather import defer
+from mics_fn.lab.gpt import GPT, GPTConfig
+from mics_fn.leaf import is_leaf
+from mics_fn.optim import from_update
+from mics_fn.precision import Dtypes, policy_of
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+POLICIES = [
+    None,
+    "bf16",
+    "compute=bf16,reduce=bf16",
+    "compute=f16,reduce=f16",
+    "param=bf16",
+    "param=bf16,reduce=f32,accumulate=f32",
+    "compute=bf16; *norm*: compute=f32",
+    "param=f64,compute=f32,reduce=f32",
+]
+PLACEMENTS = {
+    Layout((2, 2), 1): ["ddp"],
+    Layout((2, 2), 2): ["mics", "zero1"],
+    Layout((2, 2), 4): ["mics", "zero1", "zero2", "hpz", "hybrid", "fsdp"],
+    Layout((2, 2, 2), 4): ["mics", "hybrid"],
+}
+
+
+def dtypes_by_path(policy, params) -> dict[str, Dtypes]:
+    """Of each float leaf, as the policy alone says."""
+    rule = policy_of(policy)
+    leaves = zip(tree.paths(params), tree.flatten(params)[0], strict=True)
+    return {path: rule.dtypes(path, x.dtype) for path, x in leaves if x.is_floating_point()}
+
+
+def as_said(policy, params, *fields):
+    """The values rounded to these dtypes, one after the other."""
+    said = dtypes_by_path(policy, params)
+    leaves, spec = tree.flatten(params)
+    out = []
+    for path, leaf in zip(tree.paths(params), leaves, strict=True):
+        for field in fields if path in said else ():
+            leaf = leaf.to(getattr(said[path], field))
+        out.append(leaf.detach().clone())
+    return spec.unflatten(out)
+
+
+# What a leaf can be: ordinary, normed, empty, tied, frozen, integer, of another dtype, missing.
+
+
+def make_values():
+    special = torch.tensor([0.0, -0.0, 1e5, -65504.0, 65520.0, 1e-40, 6e-8, 3e-5, float("inf"), 1])
+    shared = random(1, 6, 4)
+    return {
+        "h": [{"norm": random(2 + i, 5), "w": random(4 + i, 4, 3).t()} for i in range(2)],
+        "special": torch.cat([special, random(9, 21)]),
+        "scalar": random(7),
+        "empty": torch.zeros(0, 3),
+        "embed": shared,
+        "zhead": shared.detach(),
+        "other": random(8, 7, dtype=F64),
+        "half": random(8, 7, dtype=F16),
+        "frozen": nn.Parameter(random(10, 3, 3), requires_grad=False),
+        "norm_frozen": nn.Parameter(random(11, 2), requires_grad=False),
+        "count": torch.tensor([3, 7]),
+        "mask": torch.tensor([True, False]),
+        "none": None,
+    }
+
+
+def all_empty():
+    return {"a": torch.zeros(0), "norm": torch.zeros(2, 0), "b": torch.zeros(0, dtype=F64)}
+
+
+# Law 1: what an op gets is the value rounded to `param`, then to `compute`.
+
+
+def ways(groups, shards):
+    """Every way to gather, as a tree of plain tensors."""
+    for route in (groups, groups.hierarchy, groups.flat):
+        yield mf.gather(shards, route)
+    yield mf.start_gather(shards, groups).wait()
+    yield mf.gather(tree.map_leaves(torch.clone, shards), groups)  # pieces that are no chunk
+    schemes = ["zero1", "hpz", "fsdp"] if groups.partition_size > 1 else []
+    for scheme in ("mics", *schemes):
+        policy = mf.keep_all() if scheme == "fsdp" else mf.on_demand(live_bytes=0)
+        placed = getattr(placement, scheme)(groups)
+        for _ in range(2):  # recording, and then following
+            full = mf.gather(shards, placed, schedule=policy)
+            leaves, spec = tree.flatten(full)
+            for _ in range(2 if scheme == "hpz" else 1):  # the second time from what is kept
+                found = [x.detach().clone() for x in leaves]
+            assert [x.dtype for x in found] == [x.dtype for x in leaves]
+            yield spec.unflatten(found)
+
+
+def round_trip(layout, policies):
+    groups = groups_of(layout)
+    for policy in policies:
+        for make, bucket_bytes in ((make_values, 80), (all_empty, 80)):
+            params = make()
+            cut = {"precision": policy, "bucket_bytes": bucket_bytes}
+            shards = poison(mf.shard(make(), groups, **cut))
+            said = dtypes_by_path(policy, params)
+            for leaf, path in zip(
+                tree.flatten(shards, is_leaf)[0], tree.paths(shards, "", is_leaf), strict=True
+            ):
+                if path in said:
+                    b, want = leaf.bucket, said[path]
+                    found = (leaf.dtype, b.compute, b.reduce, b.accumulate)
+                    assert found == want, (policy, path)
+            want = as_said(policy, params, "param", "compute")
+            for i, full in enumerate(ways(groups, shards)):
+                try:
+                    same_bits(full, want)
+                except AssertionError as error:
+                    raise AssertionError(f"{policy}, way {i}: {error}") from error
+            same_bits(mf.unshard(shards, groups), as_said(policy, params, "param"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout((1,), 1), Layout((2, 2), 4), Layout((2, 2, 2), 8)],
+    ids=str,
+)
+def test_gather_gives_the_rounded_value(ranks, layout):
+    policies = POLICIES if layout.world_size < 8 else POLICIES[6:7]
+    ranks(layout.world_size).run(round_trip, layout, policies)
+
+
+# The mean of all ranks and micro-steps, and what it cost to send: every policy and placement.
+
+
+def cotangents(params, said, seed):
+    """One a float leaf, in the dtype in which a gradient comes."""
+    leaves = zip(tree.paths(params), tree.flatten(params)[0], strict=True)
+    floats = [(i, path, x) for i, (path, x) in enumerate(leaves) if path in said]
+    return {
+        path: random(seed + 31 * i, *x.shape, dtype=F64).to(said[path].compute)
+        for i, path, x in floats
+        if "frozen" not in path
+    }
+
+
+def total_loss(full, ys):
+    at = dict(zip(tree.paths(full), tree.flatten(full)[0], strict=True))
+    return torch.stack([(at[path] * y).sum(dtype=F64) for path, y in ys.items()]).sum()
+
+
+def bound_of_mean(said, parts, layout, sizes):
+    """How far the result may be from the float64 mean of what each rank computed.
+
+    Roundings in the dtype that travels: to it, once a level of hop 1, and in hop 2 the r - 1 sums
+    and the division that a library does in it, then to it for the sum over micro-steps. In float32
+    or wider: the sums of each level, of micro-steps, and their divisions. Once to the shards' own.
+    """
+    r = layout.world_size // layout.partition_size
+    wide = torch.promote_types(said.reduce, F32)
+    narrow = 1 + len(sizes) + 1 + (r + 1) * (r > 1)
+    bound = mean_bound(parts, narrow, said.reduce)
+    bound = bound + mean_bound(parts, layout.world_size + len(parts) + 4, wide)
+    bound = bound + mean_bound(parts, 1, said.param)
+    tiny = 2.0**-24 if F16 in said else 0.0  # below the least normal float16 errors are absolute
+    return bound + (narrow + 2) * tiny
+
+
+def means_and_bytes(layout, scheme, policies, accumulate):
+    groups, rank, n = counted(groups_of(layout)), dist.get_rank(), layout.world_size
+    groups = getattr(placement, scheme)(groups)
+    sizes = groups.hierarchy.sizes
+    p, k = layout.partition_size, (level_sizes(layout) or (1,))[-1]
+    table = {"ddp": (1, 1), "zero1": (1, 1), "zero2": (1, p), "hpz": (k, p), "hybrid": (k, k)}
+    placed = Placed(*table.get(scheme, (p, p)))
+    for policy in policies:
+        params = make_values()
+        said = dtypes_by_path(policy, params)
+        shards = mf.shard(params, groups, precision=policy, bucket_bytes=80)
+        keep = mf.on_demand()
+        for step in range(2):
+            groups.traffic.clear()
+            total = mf.GradSum(accumulate)
+            full, run = defer(shards, groups, keep, total)
+            for part in range(accumulate):
+                total.backward(total_loss(full, cotangents(params, said, 1000 * part + rank)))
+            run.close()
+            found = total.grads()
+            ledger = groups.traffic.snapshot()
+            if step == 0:  # unused leaves are fetched by nobody
+                (known,) = keep.known.values()
+                assert known.schedule is not None
+                fetches = Counter(known.schedule.fetches)
+            total_grads = mf.unshard(found, groups)
+            total.release()
+        # Bucket fields are those of the policy, as `round_trip` has seen.
+        names = [level.name for level in groups.hierarchy.levels]
+        numbers = (fetches, names, sizes, n // p, placed, accumulate)
+        assert ledger == sent_in_a_step(buckets_of(shards), *numbers), (policy, scheme)
+        at = dict(zip(tree.paths(total_grads), tree.flatten(total_grads)[0], strict=True))
+        count = layout.world_size * accumulate
+        each = [
+            cotangents(params, said, 1000 * part + other)
+            for other, part in product(range(n), range(accumulate))
+        ]
+        for ys in each:  # one tensor at two places: its cotangents are added, where they come
+            ys["['embed']"] = ys["['embed']"] + ys.pop("['zhead']")
+        for path in each[0]:
+            parts = [ys[path].double() for ys in each]
+            error = (at[path].double() - torch.stack(parts).sum(0) / count).abs()
+            assert at[path].dtype == said[path].param
+            bound = bound_of_mean(said[path], parts, layout, sizes)
+            assert (error <= bound).all(), (policy, scheme, path, error.max(), bound.min())
+
+
+@pytest.mark.parametrize("layout", PLACEMENTS, ids=str)
+def test_sums_of_gradients_and_their_bytes(ranks, layout):
+    for i, scheme in enumerate(PLACEMENTS[layout]):
+        policies = POLICIES if scheme in ("ddp", "zero1") else POLICIES[i + 1 :: 3]
+        ranks(layout.world_size).run(means_and_bytes, layout, scheme, policies, 2 + i % 2)
+
+
+# What narrow dtypes can lose, and do not.
+
+
+def gradient_of(groups, values, policy, ys):
+    """The mean over ranks and micro-steps of these cotangents, full, by a `GradSum`."""
+    shards = mf.shard({"w": values}, groups, precision=policy)
+    total = mf.GradSum(len(ys))
+    full = mf.gather(shards, groups, schedule=mf.keep_all(), into=total)
+    for y in ys:
+        total.backward((full["w"] * y.to(full["w"].dtype)).sum())
+    found = mf.unshard(total.grads(), groups)["w"]
+    total.release()
+    return found
+
+
+def long_sums(layout, schemes):
+    groups = groups_of(layout)
+    ys = [torch.full((9,), 256.0), *[torch.ones(9)] * 8]
+    for scheme in schemes:
+        placed = getattr(placement, scheme)(groups)
+        for policy in ("param=bf16", "compute=bf16,reduce=bf16", "param=bf16,reduce=f32"):
+            found = gradient_of(placed, torch.ones(9), policy, ys).double()
+            # Each summand is exact; the mean over ranks and the result are rounded to bfloat16.
+            assert ((found - 264 / 9).abs() <= 3 * unit_roundoff(BF16) * 264 / 9).all(), policy
+        lost = gradient_of(placed, torch.ones(9), "param=bf16,accumulate=bf16", ys).double()
+        assert ((lost - 256 / 9).abs() <= 3 * unit_roundoff(BF16) * 256 / 9).all(), "256 + 1 = 256"
+
+
+def test_sums_over_micro_steps_are_float32(ranks):
+    ranks(1).run(long_sums, Layout((1,), 1), ["mics"])
+    ranks(4).run(long_sums, Layout((2, 2), 1), ["ddp"])
+    ranks(4).run(long_sums, Layout((2, 2), 2), ["mics", "zero1"])
+    ranks(4).run(long_sums, Layout((2, 2), 4), ["mics", "zero1", "hpz", "hybrid"])
+
+
+def what_does_not_travel(layout, scheme):
+    """Float32 gradients of each micro-step, where only their sum goes over bfloat16."""
+    groups = getattr(placement, scheme)(groups_of(layout))
+    ys = [random(i, 50) for i in range(3)]  # the same on all ranks
+    found = gradient_of(groups, torch.ones(50), "reduce=bf16", ys)
+    sums = ys[0].clone()
+    for y in ys[1:]:
+        sums += y
+    assert torch.equal(found, (sums / 3).bfloat16().float())
+
+
+def test_what_does_not_travel_is_not_rounded(ranks):
+    ranks(4).run(what_does_not_travel, Layout((2, 2), 1), "ddp")
+    ranks(4).run(what_does_not_travel, Layout((4,), 4), "zero1")
+
+
+HALF = "compute=f16,reduce=f16"
+
+
+def float16_range(layout):
+    rank, n = dist.get_rank(), layout.world_size
+    r = n // layout.partition_size
+    for groups in (groups_of(layout), placement.fixed_order(groups_of(layout))):
+        # Sums made here are float32. Those of a library are float16, of values times a power of
+        # two below 1/sqrt(r): see `mean_factors`.
+        largest = 65504.0
+        if r > 2 and not groups.replicas.fixed_order:
+            largest /= 2
+        half = partial(gradient_of, groups, torch.ones(70), HALF)
+        for sign in (1.0, -1.0):
+            large = torch.full((70,), sign * largest)
+            assert torch.equal(half([large]), large), "the mean of equal values is that value"
+            assert torch.equal(half([large] * 3), large)
+        # The least normal value, of all ranks and of one alone; the mean is exact in float16.
+        small = torch.full((70,), 2.0**-14)
+        assert torch.equal(half([small]), small)
+        for one in {0, n - 1}:
+            alone = small * (rank == one)
+            assert torch.equal(half([alone]), small / n)
+        # Signs cancel without overflow on the way.
+        signs = torch.full((70,), largest * (-1) ** rank)
+        assert (half([signs]) == (0.0 if n > 1 else largest)).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((1,), 1),
+        Layout((2, 2), 1),
+        Layout((2, 2), 2),
+        Layout((2, 2), 4),
+        Layout((8,), 1),
+        Layout((2, 2, 2), 4),
+        Layout((2, 2, 2), 8),
+    ],
+    ids=str,
+)
+def test_float16_means_neither_overflow_nor_vanish(ranks, layout):
+    ranks(layout.world_size).run(float16_range, layout)
+
+
+# Law 3, within what the dtypes round.
+
+
+def adjoint(layout, policies, live):
+    groups, n, p = groups_of(layout), layout.world_size, layout.partition_size
+    rank, levels = dist.get_rank(), len(level_sizes(layout))
+    for policy in policies:
+        schedule = None if live is None else mf.on_demand(live_bytes=live)
+        skipped = ("special", "none", "count", "mask")
+        params = {k: v for k, v in make_values().items() if k not in skipped}
+        said = dtypes_by_path(policy, params)
+        shards = mf.shard(params, groups, precision=policy, bucket_bytes=150)
+        full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
+            lambda s, schedule=schedule: tree.map_leaves(
+                torch.clone, mf.gather(s, groups.hierarchy, schedule=schedule)
+            ),
+            shards,
+        )
+        # Of the values' own signs, so that the products are large against the bound.
+        ys = tree.map_leaves(
+            lambda x: (x.sign() * random(77 + rank, *x.shape).abs()).to(x.dtype), full
+        )
+        (back,) = vjp(ys)
+        left, right, bound = (torch.zeros((), dtype=F64) for _ in range(3))
+        leaves = zip(tree.paths(full), tree.flatten(full)[0], tree.flatten(ys)[0], strict=True)
+        for path, x, y in leaves:
+            if path not in said or "frozen" in path:
+                continue
+            size = (x.double().abs() * y.double().abs()).sum()
+            left += (x.double() * y.double()).sum() / p
+            # Rounded: the value in `compute`, its cotangent in `reduce` once and at each level, the
+            # sums of a level in float32 or wider, and the result in the shards' dtype.
+            u = {field: unit_roundoff(getattr(said[path], field)) for field in Dtypes._fields}
+            wide = unit_roundoff(torch.promote_types(said[path].reduce, F32))
+            relative = u["compute"] + (1 + levels) * u["reduce"] + u["param"] + 2 * p * wide
+            bound += 1.01 * relative * size / p
+            bound += 2.0**-23 * x.numel() if F16 in said[path] else 0.0
+        for x, g in zip(tree.flatten(shards)[0], tree.flatten(back)[0], strict=True):
+            assert x.dtype == g.dtype
+            right += (x.double() * g.double()).sum()
+        first = rank // p * p
+        left, right, bound = (
+            torch.stack(everywhere(each, n)[first : first + p]).sum()
+            for each in (left, right, bound)
+        )
+        assert (left - right).abs() <= bound + 1e-13 * left.abs(), (policy, left - right, bound)
+        assert bound < 0.05 * left, "a bound this wide proves nothing"
+
+
+@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
+def test_vjp_is_the_adjoint_up_to_rounding(ranks, layout):
+    ranks(layout.world_size).run(adjoint, layout, POLICIES[::2], None)
+    ranks(layout.world_size).run(adjoint, layout, POLICIES[1::2], 0)
+
+
+# Reductions in fixed order: the bits of a plain loop over ranks.
+
+
+def in_rank_order(parts):
+    """The mean of some ranks' values: sums in float32 or wider, one after the other."""
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, F32)
+    if len(parts) == 2:
+        a, b = (part.to(wide) for part in parts)
+        return (b - (b - a) * 0.5).to(dtype)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return (total / len(parts)).to(dtype)
+
+
+def ordered_means(layout, dtype):
+    groups = placement.fixed_order(groups_of(layout))
+    rank, n, p = dist.get_rank(), layout.world_size, layout.partition_size
+    for numel in (1, 7, 1003):
+        each = [random(100 + other, numel, dtype=dtype) for other in range(n)]
+        like = mf.shard({"w": torch.zeros(numel, dtype=dtype)}, groups)
+        sizes = groups.hierarchy.sizes
+        replicas = []
+        for start in range(0, n, p):
+            parts = each[start : start + p]
+            for size in reversed(sizes):  # ranks of an inner level are neighbours
+                parts = [in_rank_order(parts[i : i + size]) for i in range(0, len(parts), size)]
+            replicas += parts
+        mine = {"w": each[rank].clone()}
+        hop1 = mf.scatter_grads(mine, groups, like=like)
+        same_bits(mf.unshard(hop1, groups), {"w": replicas[rank // p]})
+        want = in_rank_order(replicas) if len(replicas) > 1 else replicas[0]
+        for _ in range(2):
+            both = mf.reduce_grads(mine, groups, like=like)
+            same_bits(mf.unshard(both, groups), {"w": want})
+        total = mf.GradSum()
+        full = mf.gather(like, groups, schedule=mf.keep_all(), into=total)
+        total.backward((full["w"] * mine["w"]).sum())
+        same_bits(mf.unshard(total.grads(), groups), {"w": want})
+        total.release()
+        # Over replicas alone, where parts of numel / r are not whole.
+        over = [each[i] for i in range(rank % p, n, p)]
+        found = start_mean(groups.replicas, each[rank].clone()).wait()
+        same_bits(found, in_rank_order(over) if len(over) > 1 else over[0])
+        # What is no gradient, as the buffers of a model: over partition groups, then replicas.
+        order = [other % p for other in groups.partition.ranks]
+        parts = [[each[start + place] for place in order] for start in range(0, n, p)]
+        means = [in_rank_order(part) if p > 1 else part[0] for part in parts]
+        found = mean_over_ranks(groups, each[rank].clone())
+        same_bits(found, in_rank_order(means) if len(means) > 1 else means[0])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((2,), 2),
+        Layout((4,), 4),
+        Layout((8,), 8),
+        Layout((2, 4), 8),
+        Layout((2,), 1),
+        Layout((4,), 1),
+        Layout((8,), 1),
+        Layout((8,), 2),
+        Layout((2, 2, 2), 4),
+    ],
+    ids=str,
+)
+def test_fixed_order_is_a_loop_over_ranks(ranks, layout):
+    for dtype in (F32, BF16):
+        ranks(layout.world_size).run(ordered_means, layout, dtype)
+
+
+# torch.func: the programs of `test_func`, whose twins round as gather does.
+
+
+def programs(layout, policy, tolerance, budgets):
+    test_func.PRECISION, before = policy, test_func.TOLERANCE
+    test_func.TOLERANCE = tolerance or before
+    try:
+        for program in test_func.PROGRAMS:
+            for live in budgets:
+                program(layout, live)
+    finally:
+        test_func.PRECISION, test_func.TOLERANCE = None, before
+
+
+@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
+def test_every_program_of_torch_func(ranks, layout):
+    # Masters are float64 there, and so is what travels: only what gather rounds is rounded.
+    ranks(4).run(programs, layout, "bf16", None, (None, 0))
+    # Here the reductions of both hops round, and in second order those of their derivatives.
+    ranks(4).run(programs, layout, HALF, 16 * unit_roundoff(F16), (0,))
+
+
+# Replicas, whatever each rank was seeded with.
+
+
+def seeded_apart(layout, scheme, policies):
+    groups = getattr(placement, scheme)(groups_of(layout))
+    rank, sums = dist.get_rank(), []
+    for policy in policies:
+        params = {"w": random(rank, 37), "norm": random(9 + rank, 5), "n": torch.tensor(rank)}
+        source = layout.world_size - 1
+        cut = {"replicas": "broadcast", "source_rank": source, "precision": policy}
+        shards = mf.shard(params, groups, **cut)
+        want = {"w": random(source, 37), "norm": random(9 + source, 5), "n": torch.tensor(source)}
+        same_bits(mf.unshard(shards, groups), as_said(policy, want, "param"))
+        state = mf.init_state(shards, mf.adamw(1e-2))
+        for step in range(3):
+            total = mf.GradSum(2)
+            full = mf.gather(state.params, groups, schedule=mf.on_demand(), into=total)
+            for part in range(2):
+                y = random(1000 * step + 10 * part + rank, 37)
+                used = full["w"].float() * y
+                if part == rank % 2:  # no gradient in the last micro-step, or in the first
+                    used = used.sum() + full["norm"].float().square().sum()
+                total.backward(used.sum())
+            state = mf.opt_step(state, total.grads(), donate=True)
+            total.release()
+            pieces = tree.flatten(state.params)[0]
+            sums.append([checksum(piece).item() for piece in pieces])
+        moved = mf.unshard(state.params, groups)
+        assert all((moved[k] != want[k].to(moved[k].dtype)).any() for k in ("w", "norm"))
+    return sums
+
+
+@pytest.mark.parametrize("layout", [Layout((2, 2), 1), Layout((2, 2), 2)], ids=str)
+def test_replicas_stay_equal(ranks, layout):
+    for scheme in ("mics", "zero1"):
+        found = ranks(4).run(seeded_apart, layout, scheme, POLICIES)
+        for rank, sums in enumerate(found):
+            assert sums == found[rank % layout.partition_size], (layout, scheme, rank)
+
+
+# A small GPT in bfloat16 with float32 masters.
+
+CONFIG = GPTConfig(vocab_size=29, context=16, dim=32, num_heads=2, num_blocks=2, tied=True)
+GPT_STEPS, RATE, DECAY = 20, 0.05, 0.9
+
+
+def make_gpt(seed=0):
+    torch.manual_seed(seed)
+    return GPT(CONFIG)
+
+
+def sequences(step, rank):
+    """Walks of constant stride: something to learn."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    start = torch.randint(29, (4, 1), generator=generator)
+    stride = torch.randint(1, 4, (4, 1), generator=generator)
+    tokens = (start + stride * torch.arange(17)) % 29
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gpt_loss(model, batch):
+    logits = model(batch[0])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+
+
+def momentum():
+    """SGD of single ops, each of which rounds alike wherever an element lies."""
+
+    def update(grads, state, params):
+        state = map_columns(lambda m, g: m.mul_(DECAY).add_(g), state, grads)
+        return map_columns(lambda m: m.mul_(-RATE), state), state
+
+    def init(params):
+        return map_columns(lambda m: m.mul_(0), params)
+
+    return from_update(init, update)
+
+
+def mean_of_pairs(grads, over_replicas):
+    """As two levels of two ranks average, or a level and two replicas."""
+    first, second = (torch.lerp(grads[i], grads[i + 1], 0.5) for i in (0, 2))
+    return (first + second) / 2 if over_replicas else torch.lerp(first, second, 0.5)
+
+
+@cache
+def one_process(compute, over_replicas=True, masters=F32, noise=None):
+    """All four ranks' batches in one process, which rounds where the policy says.
+
+    With `noise`, in float32: each weight, each output of a layer and each gradient is off by a
+    random relative error of at most u of bfloat16, which is what rounding them there does.
+    """
+    model, u = make_gpt(), unit_roundoff(BF16)
+    params = {name: p.detach().to(masters) for name, p in model.named_parameters()}
+    means = {name: torch.zeros_like(p) for name, p in params.items()}
+    generator = torch.Generator().manual_seed(noise or 0)
+
+    def off(x):
+        if noise is None:
+            return x
+        return x * (1 + u * (2 * torch.rand(x.shape, generator=generator) - 1))
+
+    for layer in model.modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(lambda layer, inputs, out: off(out))
+    curve = []
+    for step in range(GPT_STEPS):
+        losses, grads = [], []
+        for rank in range(4):
+            full = {name: off(p).to(compute).requires_grad_() for name, p in params.items()}
+            tied = {**full, "head.weight": full["tokens.weight"]}
+            batch = sequences(step, rank)
+            logits = functional_call(model, tied, (batch[0],), tie_weights=False)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+            grads.append([off(g).float() for g in torch.autograd.grad(loss, list(full.values()))])
+            losses.append(loss.item())
+        for name, each in zip(params, zip(*grads, strict=True), strict=True):
+            means[name] = means[name] * DECAY + mean_of_pairs(each, over_replicas)
+            params[name] = params[name] + (means[name] * -RATE).to(masters)
+        curve.append(losses)
+    return curve, params
+
+
+def train_gpt(layout, scheme, live):
+    groups, rank = getattr(placement, scheme)(groups_of(layout)), dist.get_rank()
+    trainer = mf.Trainer(
+        make_gpt(seed=rank),
+        momentum(),
+        groups,
+        loss=gpt_loss,
+        precision="compute=bf16",
+        replicas="broadcast",
+        live_bytes=live,
+        bucket_bytes=30_000,
+    )
+    torch.manual_seed(99 + rank)
+    losses, sums = [], []
+    for step in range(GPT_STEPS):
+        losses.append(trainer.step(sequences(step, rank)).loss.item())
+        sums.append(checksum(torch.cat(tree.flatten(trainer.state.params)[0])).item())
+    return losses, sums, trainer.params()
+
+
+def worst(curve, other):
+    """The largest difference of two curves of mean losses so far, step by step."""
+    means = [[sum(losses) / 4 for losses in each] for each in (curve, other)]
+    gaps = [abs(a - b) for a, b in zip(*means, strict=True)]
+    return [max(gaps[: i + 1]) for i in range(len(gaps))]
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "live"),
+    [(Layout((2, 2), 2), "mics", 0), (Layout((2, 2), 4), "hpz", 60_000)],
+    ids=str,
+)
+def test_a_gpt_in_bfloat16_is_the_same_on_four_ranks(ranks, layout, scheme, live):
+    found = ranks(4).run(train_gpt, layout, scheme, live)
+    curve, params = one_process(BF16, layout.partition_size == 2)
+    for rank, (losses, sums, full) in enumerate(found):
+        assert sums == found[rank % layout.partition_size][1], "replicas differ"
+        # Every op is the twin's, and so is every order of a sum: the same bits.
+        assert losses == [each[rank] for each in curve]
+        assert full.keys() == {*params, "head.weight"}
+        same_bits({name: full[name] for name in params}, params)
+
+
+def test_a_gpt_in_bfloat16_learns_as_in_float32():
+    """Rounding is a perturbation of at most u at every weight, output and gradient.
+
+    To first order what it does to a loss is linear in these errors. Random ones of that size, with
+    the largest of some draws, show how far it can reach; a run that rounds more, such as one with
+    masters of bfloat16, is farther off.
+    """
+    exact, _ = one_process(F32)
+    mixed, _ = one_process(BF16)
+    draws = [worst(one_process(F32, noise=seed)[0], exact) for seed in (1, 2, 3)]
+    bound = [4 * max(gaps) + 1e-4 for gaps in zip(*draws, strict=True)]
+    assert all(a <= b for a, b in zip(worst(mixed, exact), bound, strict=True))
+    narrow, _ = one_process(BF16, masters=BF16)
+    assert worst(narrow, exact)[-1] > bound[-1], "a bound this wide proves nothing"
+    first, last = (sum(mixed[i]) / 4 for i in (0, -1))
+    assert last < first - 1.5
+    assert bound[-1] < 0.01 * (first - last)
+
+
+# Experts on other groups, a router in float32, and experts that get no token.
+
+
+def make_experts(dtype):
+    def leaf(seed, *shape):
+        return random(seed, *shape, dtype=F64).to(dtype)
+
+    return {
+        "embed": leaf(1, 8, 6),
+        "router": leaf(2, 6, 4),
+        "experts": [{"up": leaf(10 + i, 6, 9), "down": leaf(20 + i, 9, 6)} for i in range(4)],
+        "norm": leaf(3, 6),
+        "out": leaf(4, 6, 8),
+    }
+
+
+def mixture_loss(params, batch):
+    """One expert a token, by its number; how much of it, the router says."""
+    tokens, targets = batch
+    x = F.embedding(tokens, params["embed"])
+    router = params["router"]
+    share = (x.to(router.dtype) @ router).softmax(-1)
+    y = torch.zeros_like(x)
+    for i, expert in enumerate(params["experts"]):
+        mine = (tokens % 4 == i).nonzero().flatten()
+        if len(mine):  # an expert that no token comes to is not used at all
+            h = torch.tanh(x[mine] @ expert["up"]) @ expert["down"]
+            y = y.index_add(0, mine, h * share[mine, i].unsqueeze(-1).to(h.dtype))
+    x = F.layer_norm((x + y).to(params["norm"].dtype), (6,), params["norm"]).to(x.dtype)
+    return F.cross_entropy((x @ params["out"]).double(), targets)
+
+
+def routed(step, part, rank):
+    """Tokens for experts 0 to 2 in changing parts; nobody has one for expert 3."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+    kinds = {0: [0, 1], 1: [0], 2: [1, 2], 3: [2]}[(rank + step + part) % 4]
+    kind = torch.tensor(kinds)[torch.randint(len(kinds), (6,), generator=generator)]
+    tokens = kind + 4 * torch.randint(2, (6,), generator=generator)
+    return tokens, torch.randint(8, (6,), generator=generator)
+
+
+ROUTED = "compute=bf16,reduce=f32; *router*: compute=f32; *norm*: compute=f32"
+
+
+def mixture(layout, experts_p, scheme, policy, steps):
+    groups, rank = groups_of(layout), dist.get_rank()
+    dense = getattr(placement, scheme)(groups)
+    experts = groups_of(Layout(layout.sizes, experts_p))
+
+    def home(path):
+        return experts if "experts" in path else dense
+
+    start = make_experts(F64 if policy is None else F32)
+    shards = mf.shard(start, home, precision=policy, bucket_bytes=400)
+    parts = {leaf.bucket.parts for leaf in tree.flatten(shards, is_leaf)[0]}
+    assert parts == {layout.partition_size, experts_p}
+    state, keep = mf.init_state(shards, mf.adamw(1e-2, eps=1e-3)), mf.keep_all()
+    first = None
+    for step in range(steps):
+        total = mf.GradSum(2)
+        full, run = defer(state.params, home, keep, total)
+        if policy is not None:
+            assert full["router"].dtype == full["norm"].dtype == F32
+            assert full["experts"][0]["up"].dtype == BF16
+        for part in range(2):
+            total.backward(mixture_loss(full, routed(step, part, rank)))
+        run.close()
+        grads = total.grads()
+        first = mf.unshard(grads, home) if first is None else first
+        state = mf.opt_step(state, grads, donate=True)
+        total.release()
+    return first, mf.unshard(state.params, home)
+
+
+def one_mixture(n, policy, steps) -> tuple[Any, list, Any]:
+    """A single process: the mean gradient of its first step, its parts, and the parameters."""
+    params = make_experts(F64 if policy is None else F32)
+    leaves, spec = tree.flatten(params)
+    leaves = [nn.Parameter(x.double()) for x in leaves]
+    optimizer = torch.optim.AdamW(leaves, 1e-2, eps=1e-3)
+    found: Any = None
+    for step in range(steps):
+        each = []
+        for rank in range(n):
+            for part in range(2):
+                full = as_said(policy, spec.unflatten([x.to(F32) for x in leaves]), "compute")
+                if policy is None:
+                    full = spec.unflatten([x.detach().clone() for x in leaves])
+                variables = [x.requires_grad_() for x in tree.flatten(full)[0]]
+                loss = mixture_loss(full, routed(step, part, rank))
+                grads = torch.autograd.grad(loss, variables, materialize_grads=True)
+                each.append([g.double() for g in grads])
+        means = [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)]
+        found = found or (spec.unflatten(means), each)
+        for leaf, mean in zip(leaves, means, strict=True):
+            leaf.grad = mean.clone()
+        optimizer.step()
+    return *found, spec.unflatten([x.detach() for x in leaves])
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts_p", "scheme"),
+    [
+        (Layout((2, 2), 4), 2, "mics"),
+        (Layout((2, 2), 4), 1, "hpz"),
+        (Layout((2, 2), 2), 4, "zero1"),
+    ],
+    ids=str,
+)
+def test_experts_on_other_groups(ranks, layout, experts_p, scheme):
+    found = ranks(4).run(mixture, layout, experts_p, scheme, None, 3)
+    grads, _, want = one_mixture(4, None, 3)
+    assert not any(g.any() for g in grads["experts"][3].values())
+    assert all(g.any() for i in range(3) for g in grads["experts"][i].values())
+    # As in `test_training`: 100 u of a gradient, over eps = 1e-3, times the rate, three steps.
+    bound = 10 * (3 * 1e-2 * 100 * unit_roundoff(F64) / 1e-3 + 6 * unit_roundoff(F64))
+    for _, full in found:
+        pairs = zip(tree.flatten(full)[0], tree.flatten(want)[0], strict=True)
+        assert all((a - b).abs().max() <= bound for a, b in pairs)
+    # In bfloat16 with a router in float32 the gradients of each rank are the twin's, to the bit;
+    # their mean is rounded as float32 rounds it.
+    found = ranks(4).run(mixture, layout, experts_p, scheme, ROUTED, 1)
+    grads, each, _ = one_mixture(4, ROUTED, 1)
+    for first, _ in found:
+        for i, (a, b) in enumerate(
+            zip(tree.flatten(first)[0], tree.flatten(grads)[0], strict=True)
+        ):
+            bound = mean_bound([parts[i] for parts in each], 16, F32)
+            assert ((a.double() - b).abs() <= bound).all()
