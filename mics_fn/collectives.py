@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.flat import mean_of, mean_of_two
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.pending import Issued, Pending, Steps
 from mics_fn.precision import mean_factors
@@ -183,19 +184,14 @@ def _exchange(
     received = received.view(parts.shape)
     if comm.size != 2:
         yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
-        return _mean(received, mean, comm.fixed_order)
+        return mean_of(received, mean, comm.fixed_order)
     # Of two parts only one travels, and the mean is one pass over both.
     own, other = comm.rank, 1 - comm.rank
     sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
     call = partial(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
     yield Issued(comm, "reduce-scatter", parts[other].nbytes, call)
-    first, second = (parts[0], received[1]) if own == 0 else (received[0], parts[1])
-    if parts.dtype.itemsize == 2:  # summed in float32, whatever travels
-        first, second = first.float(), second.float()
-    if first.dtype == mean.dtype:
-        torch.lerp(first, second, 0.5, out=mean)
-    else:
-        mean.copy_(torch.lerp(first, second, 0.5))
+    halves = (parts[0], received[1]) if own == 0 else (received[0], parts[1])
+    mean_of_two(*halves, mean)
     return None
 
 
@@ -203,19 +199,6 @@ def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how:
     """One level of a reduce-scatter: part j of `full` goes to the rank at place j."""
     nbytes = (comm.size - 1) * (full.nbytes // comm.size)
     return Issued(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
-
-
-def _mean(parts: Tensor, out: Tensor, in_order: bool) -> None:
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    if in_order:  # which a sum over a dim is not: there the order depends on the element's place
-        total = parts[0].to(wide, copy=True)
-        for part in parts[1:]:
-            total.add_(part)
-        out.copy_(total.div_(len(parts)))
-    elif parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
-        out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
-    else:
-        torch.sum(parts, 0, out=out).div_(len(parts))
 
 
 def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Pending:

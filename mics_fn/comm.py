@@ -194,6 +194,12 @@ class Hierarchy:
         """Whether the groups it belongs to were closed."""
         return self.life.closed
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory that waits for the next step between two of them."""
+        pools = (self.buffers, self.fetched, self.chunks)
+        return self.slots.nbytes + sum(pool.waiting_bytes for pool in pools)
+
     @cached_property
     def facts(self) -> str:
         """Its levels and placement, the same on every rank, for digests."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.layout import Bucket, gaps, pieces
 
+_BLOCK = 2**18  # elements that are widened at a time
+
 
 @lru_cache(maxsize=4096)
 def _chunk_sizes(bucket: Bucket, chunk: int) -> tuple[int, ...]:
@@ -125,6 +127,35 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         _torch.foreach_copy([to for to, _ in pairs], [source for _, source in pairs])
 
 
+def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:
+    """The mean of the rows of `parts` goes to `out`, summed in float32 or wider for 16 bits."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    if in_order:  # which a sum over a dim is not: there the order depends on the element's place
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total.div_(len(parts)))
+    elif parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
+        out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
+    else:
+        torch.sum(parts, 0, out=out).div_(len(parts))
+
+
+def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a + (b - a)/2 goes to `out`, which may be the memory of either; as wide as in `mean_of`."""
+    if out.dtype == a.dtype and a.dtype.itemsize != 2:
+        torch.lerp(a, b, 0.5, out=out)
+        return
+    wide = torch.promote_types(a.dtype, torch.float32)
+    # Block by block on the host: wide copies stay in its caches, and take no memory to speak of.
+    block = _BLOCK if a.device.type == "cpu" else max(1, a.numel())
+    for x, y, mean in zip(a.split(block), b.split(block), out.split(block), strict=True):
+        if mean.dtype == wide:
+            mean.copy_(x).lerp_(y.to(wide), 0.5)
+        else:
+            mean.copy_(torch.lerp(x.to(wide), y.to(wide), 0.5))
+
+
 class Buffers:
     """Memory that collectives take and give back, so that step after step uses the same.
 
@@ -150,13 +181,19 @@ class Buffers:
         self.made = 0  # buffers that were new
         self._free: list[tuple[Tensor, Any]] = []  # 1D, uint8; and the event to wait for
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor: in the smallest free buffer that is large enough, else new."""
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, snug: bool = False
+    ) -> Tensor:
+        """An uninitialised tensor: in the smallest free buffer that is large enough, else new.
+
+        One that is kept for long should be `snug`, in a buffer of less than twice its size.
+        """
         nbytes = prod(shape) * dtype.itemsize
         fits = [
             (event is not None and not event.query(), raw.nbytes, i)
             for i, (raw, event) in enumerate(self._free)
             if raw.device == device and raw.nbytes >= nbytes
+            if not snug or raw.nbytes < 2 * nbytes
         ]
         # One buffer that is still read would make its next user wait; two can take turns.
         if not nbytes or not fits or (len(fits) == 1 and fits[0][0]):
@@ -166,6 +203,11 @@ class Buffers:
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
         return raw[:nbytes].view(dtype).view(shape)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of those that wait for their next use."""
+        return sum(raw.nbytes for raw, _ in self._free)
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody reads or writes any more, later work on CUDA excepted."""
@@ -197,6 +239,11 @@ class Slots:
         self.count, self.made = count, 0
         self.users: list[Any] = [None] * count  # whoever was given a pair last
         self._raw: list[tuple[Tensor, Tensor] | None] = [None] * count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pairs that there are."""
+        return sum(2 * pair[0].nbytes for pair in self._raw if pair is not None)
 
     def pair(
         self, place: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device

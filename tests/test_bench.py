@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,15 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run_bench(tmp_path: Path, *argv: str) -> tuple[dict[str, Any], str]:
+def run_bench(
+    tmp_path: Path, *argv: str, model: Sequence[str] = TINY
+) -> tuple[dict[str, Any], str]:
     """The figures of a bench, and what it printed.
 
     In a process of its own: torch's launcher leaves files open in the one that calls it.
     """
     file = tmp_path / "figures.json"
-    line = [sys.executable, "-m", "mics_fn", "bench", *argv, *TINY, "--json", str(file)]
+    line = [sys.executable, "-m", "mics_fn", "bench", *argv, *model, "--json", str(file)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done.stdout
@@ -109,7 +112,7 @@ def test_step_with_every_peer_at_several_rates(
     assert [peer["name"] for peer in part["peers"]] == TOGETHER
     assert [(at["rate"], at["steps"]) for at in part["rates"]] == [("unshaped", 2), ("1gbit", 1)]
     for at in part["rates"]:
-        check_rate(at, ["keep", "zero3", "wide-keep", "wide-zero3"], rounds=2)
+        check_rate(at, [name for name in TOGETHER if PEERS[name].ours], rounds=2)
         assert f"links {at['rate']}: 2 rounds of {at['steps']} steps" in printed
     check_peers_agree(part, steps_taken=1 + 2 * (2 + 1) + PEAK_STEPS, p=2)
     # Before the first step, in each round, and to look at memory in the end.
@@ -132,6 +135,37 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
         assert list(peer["cpu_over_it"]) == others
         assert peer["node_bytes"] is None  # the nodes are pretended ones
         assert peer["largest_loss_gap"] <= 1e-5
+        assert peer["over_first"] is None
+
+
+def test_step_with_policies(tmp_path: Path) -> None:
+    f32, bf16 = "f32", "compute=bf16,reduce=bf16"
+    argv = ["step", "--skip-alone", "--rounds", "2", "--steps", "1"]
+    argv += ["--peers", "keep", "hpz", "fsdp2", "ddp", "--policy", f32, bf16]
+    figures, printed = run_bench(tmp_path, *argv)
+    part = figures["together"]
+    peers = {peer["name"]: peer for peer in part["rates"][0]["peers"]}
+    mixed = [f"{name}@{policy}" for name in ("keep", "hpz", "fsdp2") for policy in (f32, bf16)]
+    assert list(peers) == [*mixed, "ddp"]
+    assert part["ours"] == ["keep", "hpz"]
+    for label, peer in peers.items():
+        name, _, policy = label.partition("@")
+        seconds = peer["seconds_by_round"]
+        others = [f"{x}@{policy}" for x in part["ours"] if x != name]
+        over = [ratio(peers[x]["seconds_by_round"], seconds)._asdict() for x in others if policy]
+        assert list(peer["over_it"].values()) == over, "peers are compared in one precision"
+        first = peers[f"{name}@{f32}"]["seconds_by_round"] if policy == bf16 else None
+        assert peer["over_first"] == (first and ratio(seconds, first)._asdict())
+    losses = {peer["name"]: peer["losses"] for peer in part["peers"]}
+    for label, found in losses.items():
+        close = 3e-2 if bf16 in label else 1e-5  # some roundings of 2**-9 in a loss of about 5
+        assert found == pytest.approx(losses["keep@f32"], rel=close)
+        assert bf16 not in label or found != losses["keep@f32"]
+    held = {label.partition("@")[0]: set() for label in peers}
+    for peer in part["peers"]:
+        held[peer["name"].partition("@")[0]].add(peer["held_bytes"])
+    assert all(len(each) == 1 for each in held.values()), "masters are float32 in both"
+    assert "over f32" in printed
 
 
 def check_peers_agree(part: dict, *, steps_taken: int, p: int) -> None:
@@ -145,8 +179,9 @@ def check_peers_agree(part: dict, *, steps_taken: int, p: int) -> None:
         assert peer["largest_loss_gap"] <= 1e-5
         assert peer["peak_bytes"] is None or peer["peak_bytes"] >= 0
         # Parameters and two moments of four bytes each; shared by so many ranks, and padding.
-        share = {"wide": part["ranks"], "ddp": 1}.get(peer["name"].split("-")[0], p)
-        share = part["ranks"] if "full" in peer["name"] else share
+        name = peer["name"].partition("@")[0]
+        wide = name in ("zero1", "zero2", "hpz", "hybrid") or "wide" in name or "full" in name
+        share = 1 if name == "ddp" else part["ranks"] if wide else p
         assert 12 * NUM_PARAMS / share <= peer["held_bytes"] <= 12 * NUM_PARAMS / share + 2000
 
 
@@ -263,6 +298,12 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
             ["step", "--peers", "ddp", "--ranks", "1"],
             "choose from keep zero3 fsdp2 fsdp2-keep plain",
         ),
+        (["step", "--policy", "compute=bf17"], "'bf17' is no dtype"),
+        (["step", "--policy", "f32", "compute=fp32"], "one is there twice"),
+        (["step", "--policy", "bf16; *norm*: f32"], "fsdp2 has one policy for all parameters"),
+        (["memory", "--placement", "zero3,zero4"], "there is no placement zero4\n  fix: choose"),
+        (["memory", "--policy", "bf17"], "'bf17' is no dtype"),
+        (["memory", "--ranks", "4", "--node-size", "3"], "3"),
         (["step", "--rates", "200mbits"], "200mbits is no rate"),
         (["step", "--rates", "1gbit:0"], "1gbit:0 is no rate"),
         (["step", "--rates", "1gbit,as-is"], "as-is comes alone"),

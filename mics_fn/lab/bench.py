@@ -9,17 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mics_fn.errors import PlanError
+from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench_links import AS_IS, LINKS, read_rates
 from mics_fn.lab.bench_measure import Turns, num_ranks, on_ranks
 from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
-from mics_fn.lab.bench_peers import DEFAULT_PEERS, PEERS, StepConfig, check_peers
+from mics_fn.lab.bench_peers import PEERS, check_peers
+from mics_fn.lab.bench_places import PLACES, check_places
 from mics_fn.lab.bench_rss import check_rss, render_rss, run_rss
+from mics_fn.lab.bench_stage import DEFAULT_PEERS, StepConfig
+from mics_fn.lab.bench_states import StatesConfig, measure_states, render_states
 from mics_fn.lab.bench_step import measure_step, render_step
 from mics_fn.lab.bench_touch import TouchConfig, measure_touch, render_touch
 from mics_fn.lab.gpt import GPTConfig
 from mics_fn.launcher import read_launch
+from mics_fn.precision import Policy
 from mics_fn.topology import Topology, plan_groups
 
 DEFAULT_RANKS = 4
@@ -46,9 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add("--blocks", type=_count, default=4, help="its blocks (default 4)")
         add("--heads", type=_count, default=8, help="its attention heads (default 8)")
         add("--vocab", type=_bytes_and_more, default=1024, help="its tokens (default 1024)")
-        add("--context", type=_count, default=64, help="tokens of a sample (default 64)")
-        add("--warmup", type=_count, default=2, help="steps before measuring (default 2)")
-        if name != "bytes":
+        few = name == "memory"  # tokens, so that activations are small; and steps
+        context, warmup, steps = (4, 3, 2) if few else (64, 2, 5)
+        text = f"tokens of a sample (default {context})"
+        add("--context", type=_count, default=context, help=text)
+        text = f"steps before measuring (default {warmup})"
+        add("--warmup", type=_count, default=warmup, help=text)
+        if name not in ("bytes", "memory"):
             add("--rounds", type=_count, default=5, help="turns of each (default 5)")
         if name == "touch":
             add("--steps", type=_count, default=50, help="steps of a turn (default 50)")
@@ -60,14 +68,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         add("--ranks", type=_count, help=f"ranks to launch (default {DEFAULT_RANKS})")
         add("--node-size", type=_count, help="ranks of a node (default the job's, or 2)")
-        add("--steps", type=_count, default=5, help="steps of a turn (default 5)")
+        add("--steps", type=_count, default=steps, help=f"steps of a turn (default {steps})")
         add("--accumulate", type=_count, default=1, help="micro-steps in a step (default 1)")
+        if name == "memory":
+            _add_memory_flags(one)
+            continue
         add("--sequences", type=_count, default=1, help="samples of a rank and micro-step (1)")
         sizes = {"nargs": "+", "default": []} if name == "bytes" else {}
         default = "all that fit" if name == "bytes" else "node size"
         add("--partition-size", type=_count, help=f"(default {default})", **sizes)
         if name == "step":
             _add_step_flags(one)
+
+
+def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = f"of {' '.join(PLACES)} (default all)"
+    lists: dict[str, Any] = {"nargs": "+", "type": _names}
+    add("--placement", default=[tuple(PLACES)], help=text, metavar="NAME", **lists)
+    default = " ".join(StatesConfig.policies)
+    text = f"precision policies, each a text such as compute=bf16 (default {default})"
+    add("--policy", default=StatesConfig.policies, help=text, metavar="TEXT", nargs="+")
 
 
 def _add_step_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +102,9 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     )
     text += f"; the first for warm-up too. A module that {LINKS} names sets them (default {AS_IS})"
     add("--rates", default=[(AS_IS,)], help=text, metavar="RATE", **lists)
+    text = "precision policies, each a text such as compute=bf16,reduce=bf16: every peer that knows"
+    text += " any is measured with each, and compared with itself under the first"
+    add("--policy", default=[], help=text, metavar="TEXT", nargs="+")
     add("--skip-alone", action="store_true", help="no comparison in a world of one")
     add("--rss", action="store_true", help="memory instead of time, each peer in fresh processes")
 
@@ -159,6 +183,7 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
         partition_size=partition_size,
         turns=Turns(args.rounds, args.steps, args.warmup),
         peers=tuple(itertools.chain(*args.peers)),
+        policies=_policies(args),
         rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
         alone=not (args.skip_alone or args.rss),
         accumulate=args.accumulate,
@@ -170,6 +195,31 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     if args.rss:
         check_rss(config)
     return config
+
+
+def _policies(args: argparse.Namespace) -> tuple[str, ...]:
+    """The texts of policies, each of which is one."""
+    if len(set(map(Policy.parse, args.policy))) < len(args.policy):
+        text = f"--policy {' '.join(map(repr, args.policy))}: one is there twice"
+        raise PlanError(message(text, fix="give each once"))
+    return tuple(args.policy)
+
+
+def _states_config(args: argparse.Namespace, ranks: int) -> StatesConfig:
+    node_size = _node_size(args, ranks)
+    Topology.of(ranks, node_size)
+    placements = tuple(itertools.chain(*args.placement))
+    check_places(placements)
+    return StatesConfig(
+        node_size=node_size,
+        placements=placements,
+        policies=_policies(args),
+        steps=args.steps,
+        warmup=args.warmup,
+        accumulate=args.accumulate,
+        device=args.device,
+        model=_model(args),
+    )
 
 
 def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
@@ -227,6 +277,12 @@ BENCHES = {
         _bytes_config,
         _on_ranks(measure_bytes),
         render_bytes,
+    ),
+    "memory": Bench(
+        "what a rank holds, placement by placement, against the formulas",
+        _states_config,
+        _on_ranks(measure_states),
+        render_states,
     ),
 }
 

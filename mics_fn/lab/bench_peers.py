@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,124 +10,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import PlanError, message
 from mics_fn.lab import gpt
-from mics_fn.lab.bench_links import AS_IS, Rate
-from mics_fn.lab.bench_measure import Peer, Turns, nbytes
-from mics_fn.lab.text import load_text
+from mics_fn.lab.bench_measure import Peer, nbytes
+from mics_fn.lab.bench_places import PLACES, Cut, make_place, sum_dtype
+from mics_fn.lab.bench_stage import Stage, StepConfig, make_model
 from mics_fn.leaf import Sharded, is_leaf
-
-Batch = tuple[Tensor, Tensor]
-TEXT_BYTES = 500_000
-DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
+from mics_fn.precision import Policy
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """All that decides what is measured.
-
-    Args:
-        node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
-        turns: how long.
-        peers: names from `PEERS`.
-        rates: of the links between nodes, all measured in one run.
-        alone: whether the peers that make sense there are compared in a world of one too.
-        accumulate: micro-steps in a step.
-        sequences: samples of one rank and micro-step.
-        device: "auto", "cpu" or "cuda".
-        model: sizes of the GPT.
-        lr: AdamW's learning rate.
-        seed: of parameters and batches.
-    """
-
-    node_size: int
-    partition_size: int
-    turns: Turns = field(default_factory=Turns)
-    peers: tuple[str, ...] = DEFAULT_PEERS
-    rates: tuple[Rate, ...] = (Rate(AS_IS, Turns.steps),)
-    alone: bool = True
-    accumulate: int = 1
-    sequences: int = 1
-    device: str = "auto"
-    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
-    lr: float = 3e-4
-    seed: int = 0
-
-
-class Stage(NamedTuple):
-    """Where peers are built: this rank's part of a world, which may be itself alone."""
-
-    config: StepConfig
-    device: torch.device
-    world_size: int
-    partition_size: int
-    own: Any  # the process group of this rank alone; None unless the world is that
-    batches: list[list[Batch]]  # for each step its micro-batches, the same for every peer
-    closing: contextlib.ExitStack  # of what peers leave open
-
-
-def make_stage(
-    config: StepConfig,
-    device: torch.device,
-    closing: contextlib.ExitStack,
-    *,
-    own: Any = None,
-    steps: int | None = None,
-) -> Stage:
-    """A stage of all ranks, or of this one alone if its `own` group is given."""
-    world_size = 1 if own is not None else dist.get_world_size()
-    p = 1 if own is not None else config.partition_size
-    steps = (
-        config.turns.all_steps(*(rate.steps for rate in config.rates)) if steps is None else steps
-    )
-    batches = _batches(config, dist.get_rank(), device, steps)
-    return Stage(config, device, world_size, p, own, batches, closing)
-
-
-def own_group() -> Any:
-    """The process group of this rank alone; all ranks call it, so that they count groups alike."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
-def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) -> list[list[Batch]]:
-    text = load_text(TEXT_BYTES)
-    sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
-    found = []
-    for step in range(steps):
-        micros = [
-            text.batch("train", step=step, micro=micro, rank=rank, **sizes)
-            for micro in range(config.accumulate)
-        ]
-        found.append([(x.to(device), y.to(device)) for x, y in micros])
-    return found
-
-
-def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
-    """The GPT with the parameters that every peer starts from."""
-    torch.manual_seed(config.seed)
-    return gpt.GPT(config.model).to(device)
-
-
-def _trainer(stage: Stage, *, wide: bool, keep: bool) -> Peer:
-    """`Trainer`, with a partition group as asked for or of all ranks.
+def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None = None) -> Peer:
+    """`Trainer`, with a partition group as asked for, or of all ranks, or in a placement.
 
     It keeps all gathered parameters, or has a budget of two buckets, which is ZeRO-3's memory: one
     in use, one that comes next, and the one more that `live_bytes` allows.
     """
-    config, p = stage.config, stage.world_size if wide else stage.partition_size
+    config, n, p = stage.config, stage.world_size, stage.partition_size
+    p = n if wide else p
+    cut = PLACES[place].cut(n, config.node_size) if place else Cut(p, p, p)
     if stage.own is not None:
         groups = mf.make_groups(1, ranks=[dist.get_rank()], device=stage.device)
+    elif place:
+        groups = make_place(place, n, config.node_size, device=stage.device)
     else:
         groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
     stage.closing.enter_context(groups)
     model = make_model(config, stage.device)
     # Few parameters are larger than a bucket, and such a one is a bucket alone.
-    largest = max(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.numel() for parameter in model.parameters())
+    largest *= stage.policy.dtypes("", torch.float32).compute.itemsize
     trainer = mf.Trainer(
         model,
         mf.adamw(config.lr),
@@ -135,6 +51,7 @@ def _trainer(stage: Stage, *, wide: bool, keep: bool) -> Peer:
         loss=gpt.loss,
         accumulate=config.accumulate,
         live_bytes=None if keep else 2 * largest,
+        precision=stage.policy,
     )
     del model
     joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
@@ -144,8 +61,10 @@ def _trainer(stage: Stage, *, wide: bool, keep: bool) -> Peer:
 
     leaves, _ = tree.flatten(trainer.state.params, is_leaf)
     buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
-    needs = _needs([bucket.nbytes for bucket in buckets], p, 3, keep=keep)
-    name = f"Trainer p={p}, {'keep' if keep else 'two buckets'}"
+    wider = max(sum_dtype(b, config.accumulate).itemsize / b.compute.itemsize for b in buckets)
+    needs = _needs([b.nbytes for b in buckets], cut, 3, keep=keep, wider=wider)
+    how = place or ("keep" if keep else "two buckets")
+    name = f"Trainer p={cut.states}, {how}"
     return Peer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
 
 
@@ -170,8 +89,10 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     With `keep` parameters are gathered once a step, otherwise again for backward.
     """
     config, p = stage.config, stage.world_size if full else stage.partition_size
-    model = make_model(config, stage.device)
-    options = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
+    dtypes = stage.policy.dtypes("", torch.float32)
+    model = make_model(config, stage.device).to(dtypes.param)
+    options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
+    options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
     for block in model.blocks:
         fully_shard(block, **options)
     root = fully_shard(model, **options)
@@ -183,10 +104,12 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
             root.set_reshard_after_backward(last)
         return contextlib.nullcontext()
 
-    blocks = [sum(x.numel() * x.itemsize for x in block.parameters()) for block in model.blocks]
-    whole = sum(x.numel() * x.itemsize for x in model.parameters())
+    size = dtypes.compute.itemsize
+    blocks = [sum(x.numel() * size for x in block.parameters()) for block in model.blocks]
+    whole = sum(x.numel() * size for x in model.parameters())
     name = f"FSDP2 {'full, ' if full else ''}p={p}, {'keep' if keep else 'default'}"
-    needs = _needs([*blocks, whole - sum(blocks)], p, 2, keep=keep)
+    wider = dtypes.param.itemsize / size
+    needs = _needs([*blocks, whole - sum(blocks)], Cut(p, p, p), 2, keep=keep, wider=wider)
     return _torch_loop(name, stage, model, begin, needs)
 
 
@@ -241,17 +164,23 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in local)
 
 
-def _needs(units: Iterable[int], p: int, live: int, *, keep: bool) -> dict[str, float]:
+def _needs(
+    units: Iterable[int], cut: Cut, live: int, *, keep: bool, wider: float = 1
+) -> dict[str, float]:
     """What a step needs beyond states, at the least, where parameters travel in such units.
 
-    Gathered parameters: all, or the few that are live at once. Gradients: this rank's part of
-    all, and two full units, one that is made while the other is reduced.
+    Gathered parameters: all, or the few that are live at once, and a copy that is kept.
+    Gradients: this rank's part of all, in a dtype so much wider, and two full units, one that is
+    made while the other is reduced.
     """
     ordered = sorted(units, reverse=True)
     total, two, few = sum(ordered), sum(ordered[:2]), sum(ordered[:live])
-    if p == 1:  # what is gathered are the states themselves
-        return {"parameters": 0, "gradients": total}
-    return {"parameters": total if keep else few, "gradients": total / p + two}
+    if cut.states == 1:  # what is gathered are the states themselves
+        return {"parameters": 0, "gradients": total * wider}
+    held = total / cut.params if cut.params < cut.states else 0
+    gathered = 0 if cut.params == 1 else total if keep else few
+    mine = total * wider / cut.states if cut.grads < cut.states else 0
+    return {"parameters": held + gathered, "gradients": total * wider / cut.grads + mine + two}
 
 
 class Kind(NamedTuple):
@@ -261,30 +190,57 @@ class Kind(NamedTuple):
     ours: bool = False
     alone: bool = True  # in a world of one
     together: bool = True
+    mixed: bool = True  # knows policies of precision
+
+
+def _placed(place: str) -> Kind:
+    return Kind(partial(_trainer, keep=False, place=place), ours=True, alone=False)
 
 
 PEERS = {
-    "keep": Kind(partial(_trainer, wide=False, keep=True), ours=True),
-    "zero3": Kind(partial(_trainer, wide=False, keep=False), ours=True),
+    "keep": Kind(partial(_trainer, keep=True), ours=True),
+    "zero3": Kind(partial(_trainer, keep=False), ours=True),
     "wide-keep": Kind(partial(_trainer, wide=True, keep=True), ours=True, alone=False),
     "wide-zero3": Kind(partial(_trainer, wide=True, keep=False), ours=True, alone=False),
+    **{name: _placed(name) for name in ("zero1", "zero2", "hpz", "hybrid")},
     "fsdp2": Kind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": Kind(partial(_fsdp2, full=False, keep=True)),
     "fsdp2-full": Kind(partial(_fsdp2, full=True, keep=False), alone=False),
     "fsdp2-full-keep": Kind(partial(_fsdp2, full=True, keep=True), alone=False),
-    "ddp": Kind(_ddp, alone=False),
-    "plain": Kind(_plain, together=False),
+    "ddp": Kind(_ddp, alone=False, mixed=False),
+    "plain": Kind(_plain, together=False, mixed=False),
 }
 
 
+def kind_of(label: str) -> Kind:
+    """The way to train of a peer of a run: a name, or a name and its policy as `phases` says."""
+    return PEERS[label.partition("@")[0]]
+
+
+def build(stage: Stage, label: str) -> Peer:
+    """The peer of a run by its label."""
+    return kind_of(label).build(stage._replace(policy=Policy.parse(label.partition("@")[2])))
+
+
 def phases(config: StepConfig, world_size: int) -> dict[int, list[str]]:
-    """World sizes to measure in, each with those of the chosen peers that make sense there."""
+    """World sizes to measure in, each with those of the chosen peers that make sense there.
+
+    With policies a peer that knows them is there once for each, as "name@policy".
+    """
     found = {}
     if config.alone or world_size == 1:
         found[1] = [name for name in config.peers if PEERS[name].alone]
     if world_size > 1:
         found[world_size] = [name for name in config.peers if PEERS[name].together]
-    return {size: names for size, names in found.items() if names}
+    return {size: _with_policies(config, names) for size, names in found.items() if names}
+
+
+def _with_policies(config: StepConfig, names: Iterable[str]) -> list[str]:
+    found = []
+    for name in names:
+        mixed = PEERS[name].mixed and config.policies
+        found += [f"{name}@{policy}" for policy in config.policies] if mixed else [name]
+    return found
 
 
 def check_peers(config: StepConfig, world_size: int) -> None:
@@ -301,6 +257,12 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if len(set(config.peers)) < len(config.peers):
         raise PlanError(message(f"{asked}: one is named twice", fix="name each once"))
     if not phases(config, world_size):
-        fits = " ".join(phases(replace(config, peers=tuple(PEERS)), world_size)[world_size])
+        every = replace(config, peers=tuple(PEERS), policies=())
+        fits = " ".join(phases(every, world_size)[world_size])
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(message(what, fix=f"choose from {fits}"))
+    others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
+    for text in config.policies if others else ():
+        if Policy.parse(text).overrides:
+            what = f"--policy {text!r}: {others[0]} has one policy for all parameters"
+            raise PlanError(message(what, fix="leave the overrides out, or that peer"))

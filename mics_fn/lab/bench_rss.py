@@ -21,7 +21,8 @@ from mics_fn.lab import gpt
 from mics_fn.lab.bench_links import AS_IS
 from mics_fn.lab.bench_measure import in_job, say, start
 from mics_fn.lab.bench_memory import give_back_at_once, memory_bytes, peak_bytes, reset_peak
-from mics_fn.lab.bench_peers import PEERS, StepConfig, make_model, make_stage, own_group, phases
+from mics_fn.lab.bench_peers import build, phases
+from mics_fn.lab.bench_stage import StepConfig, make_model, make_stage, own_group
 from mics_fn.lab.launch import launch
 from mics_fn.lab.report import human_bytes, table
 
@@ -88,7 +89,7 @@ def _take_steps(run: Run, device: torch.device, warmup: int, steps: int) -> dict
     with contextlib.ExitStack() as closing:
         own = own_group() if dist.get_world_size() == 1 else None
         stage = make_stage(run.config, device, closing, own=own, steps=warmup + steps)
-        peer = PEERS[run.name].build(stage)
+        peer = build(stage, run.name)
         for number in range(warmup):
             peer.step(number)
         dist.barrier()

@@ -20,7 +20,8 @@ from mics_fn.lab.bench_measure import (
     start,
     take_turns,
 )
-from mics_fn.lab.bench_peers import PEERS, StepConfig, make_model, make_stage, own_group, phases
+from mics_fn.lab.bench_peers import build, kind_of, phases
+from mics_fn.lab.bench_stage import StepConfig, make_model, make_stage, own_group
 from mics_fn.lab.report import human_bytes, table
 
 LEGEND = """\
@@ -29,6 +30,8 @@ CPU: seconds of all threads of a rank in a step, the median, also for x/it. a no
 through its network interface, the median; "-" where nodes have none of their own. gap: largest
 relative difference to the loss of {first} at any of these steps. states: parameters and optimizer
 state of the fullest rank. in a step: by how much memory grows beyond them, other peers around."""
+OVER_FIRST = """
+x/it is between peers of one policy; over {first}: a peer's time over its own with that policy."""
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def _run(
     """This rank's part of one comparison, of all ranks or within its `own` group."""
     with contextlib.ExitStack() as closing:
         stage = make_stage(config, device, closing, own=own)
-        peers = [PEERS[name].build(stage) for name in names]
+        peers = [build(stage, name) for name in names]
         if own is not None:
             return take_turns(peers, config.turns, device=device)
         interface = node_interface(config.node_size)
@@ -106,7 +109,7 @@ def _compare(
 ) -> dict[str, Any]:
     """The figures of one comparison."""
     by_name = dict(zip(names, laps, strict=True))
-    ours = [name for name in names if PEERS[name].ours]
+    ours = [name for name in names if kind_of(name).ours]
     first = (ours or names)[0]
     losses = {name: [float(loss) for loss in lap.results] for name, lap in by_name.items()}
     gaps = {
@@ -124,7 +127,7 @@ def _compare(
         every.append({"rate": rate.name, "steps": rate.steps, "peers": list(timed.values())})
     return {
         "ranks": of_ranks,
-        "ours": ours,
+        "ours": list(dict.fromkeys(map(_base, ours))),
         "first": first,
         "steps_taken": len(losses[first]),
         "peers": peers,
@@ -157,7 +160,10 @@ def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) 
     lap = by_name[name]
     seconds, cpu_seconds, sent = lap.seconds[at], lap.cpu_seconds[at], lap.sent_bytes[at]
     known = [nbytes for nbytes in sent if nbytes is not None]
-    others = [other for other in ours if other != name]
+    # In the same precision; and each over itself in the first one.
+    others = {_base(x): x for x in ours if x != name and _policy(x) == _policy(name)}
+    first = next(x for x in by_name if _base(x) == _base(name))
+    over_first = ratio(seconds, by_name[first].seconds[at])._asdict() if first != name else None
     return {
         "name": name,
         "title": lap.name,
@@ -165,11 +171,24 @@ def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) 
         "seconds": spread(seconds)._asdict(),
         "cpu_seconds": spread(cpu_seconds)._asdict(),
         "node_bytes": None if len(known) < len(sent) else median(known),
-        "over_it": {x: ratio(by_name[x].seconds[at], seconds)._asdict() for x in others},
-        "cpu_over_it": {
-            x: ratio(by_name[x].cpu_seconds[at], cpu_seconds)._asdict() for x in others
+        "over_it": {
+            x: ratio(by_name[label].seconds[at], seconds)._asdict() for x, label in others.items()
         },
+        "cpu_over_it": {
+            x: ratio(by_name[label].cpu_seconds[at], cpu_seconds)._asdict()
+            for x, label in others.items()
+        },
+        "over_first": over_first,
     }
+
+
+def _base(label: str) -> str:
+    """A peer's name without its policy."""
+    return label.partition("@")[0]
+
+
+def _policy(label: str) -> str:
+    return label.partition("@")[2]
 
 
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
@@ -183,25 +202,32 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
         for found in part["rates"]:
             links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
             title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
-            blocks.append(_times(title, found, part["ours"], alone=alone))
+            policies = config.policies[:1] if len(config.policies) > 1 else ()
+            blocks.append(_times(title, found, part["ours"], policies, alone=alone))
         blocks.append(_memory(f"world {part['ranks']}, all of the run", part["peers"]))
         legend = LEGEND.format(first=part["first"])
+        if len(config.policies) > 1:
+            legend += OVER_FIRST.format(first=config.policies[0])
     return "\n\n".join([*blocks, legend])
 
 
-def _times(title: str, found: dict[str, Any], ours: Sequence[str], *, alone: bool) -> str:
+def _times(
+    title: str, found: dict[str, Any], ours: Sequence[str], policies: Sequence[str], *, alone: bool
+) -> str:
     """Times at one rate; a rank alone has no links, and shows what the host does."""
     over = [f"{name}/it" for name in ours]
     wire = [] if alone else ["a node sends"]
     cpu_over = [f"CPU {text}" for text in over] if alone else []
-    rows = [("", "seconds a step", *over, "CPU", *cpu_over, *wire, "gap")]
+    first = [f"over {policy}" for policy in policies]
+    rows = [("", "seconds a step", *over, *first, "CPU", *cpu_over, *wire, "gap")]
     for peer in found["peers"]:
-        ratios, cpu = peer["over_it"], peer["cpu_over_it"]
+        ratios, cpu, over_first = peer["over_it"], peer["cpu_over_it"], peer["over_first"]
         rows.append(
             (
                 f"{peer['name']}: {peer['title']}",
                 between(peer["seconds"], ".4f"),
                 *(between(ratios[x], ".3f") if x in ratios else "" for x in ours),
+                *(between(over_first, ".3f") if over_first else "" for _ in first),
                 f"{peer['cpu_seconds']['median']:.4f}",
                 *(f"{cpu[x]['median']:.3f}" if x in cpu else "" for x in ours if cpu_over),
                 *(_bytes(peer["node_bytes"]) for _ in wire),

@@ -114,7 +114,10 @@ def _init(module: nn.Module) -> None:
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy in nats per token of `(tokens_in, tokens_out)`, each [batch, time]."""
+    """Mean cross-entropy in nats per token of `(tokens_in, tokens_out)`, each [batch, time].
+
+    In float32, whatever the model computes with.
+    """
     tokens_in, tokens_out = batch
-    logits = model(tokens_in)
+    logits = model(tokens_in).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens_out.flatten())

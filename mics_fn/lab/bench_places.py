@@ -1,0 +1,168 @@
+"""Placements by name, and what each should hold and send: plain formulas to measure against."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+import mics_fn as mf
+from mics_fn import placement
+from mics_fn.comm import MOST_FULL
+from mics_fn.errors import PlanError, message
+from mics_fn.lab.report import gather_bytes
+from mics_fn.layout import Bucket
+
+FILLED = 2  # buckets of full gradients that backward still makes, in the dtype that computes
+
+
+class Cut(NamedTuple):
+    """Over how many ranks each thing is cut."""
+
+    states: int
+    params: int  # gathered parameters, from their first use in a step to its end
+    grads: int  # gradients of a micro-step
+
+
+class Place(NamedTuple):
+    """A placement: what makes it, and over how many ranks it cuts, by letters.
+
+    "n" are all ranks, "k" those of a node, "1" is whole.
+    """
+
+    put: Callable[[mf.Groups], mf.Groups]
+    letters: str  # states, parameters, gradients
+
+    def cut(self, num_ranks: int, node_size: int) -> Cut:
+        """The numbers in a world."""
+        sizes = {"n": num_ranks, "k": node_size, "1": 1}
+        return Cut(*(sizes[letter] for letter in self.letters))
+
+
+PLACES = {
+    "ddp": Place(placement.ddp, "111"),
+    "zero1": Place(placement.zero1, "n11"),
+    "zero2": Place(placement.zero2, "n1n"),
+    "zero3": Place(placement.zero3, "nnn"),
+    "mics": Place(placement.mics, "kkk"),
+    "fsdp": Place(placement.fsdp, "kkk"),
+    "hpz": Place(placement.hpz, "nkn"),
+    "hybrid": Place(placement.hybrid, "nkk"),
+}
+
+
+def check_places(names: Sequence[str]) -> None:
+    """Refuse names that are none.
+
+    Raises:
+        PlanError: it says which.
+    """
+    wrong = [name for name in names if name not in PLACES]
+    if wrong:
+        what = f"--placement {' '.join(names)}: there is no placement {' '.join(wrong)}"
+        raise PlanError(message(what, fix=f"choose from {' '.join(PLACES)}"))
+
+
+def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.Groups:
+    """Groups of a placement, made by all ranks.
+
+    Args:
+        name: of `PLACES`.
+        num_ranks, node_size: the world.
+        options: further ones of `make_groups`.
+    """
+    place = PLACES[name]
+    partition_size = place.cut(num_ranks, node_size).states
+    return place.put(mf.make_groups(partition_size, node_size=node_size, **options))
+
+
+def memory_formula(
+    buckets: Sequence[Bucket], cut: Cut, *, live_bytes: int | None, micro_steps: int = 1
+) -> dict[str, float]:
+    """The most that a rank of several holds in a step with AdamW, by what it is.
+
+    Args:
+        buckets: of the model, all trained; padding is counted.
+        cut: over how many ranks what is cut.
+        live_bytes: budget for gathered parameters; None keeps all.
+        micro_steps: in a step.
+
+    Returns:
+        Bytes of "states" (parameters and both moments: all that there is between steps),
+        "parameters" (a copy kept for the step, and what is gathered), "sums" (of gradients; and
+        this rank's means, where those are smaller), and "in full" (the few buckets of gradients on
+        their way). Activations are not in it.
+
+    Example:
+        >>> from mics_fn.layout import LeafSpec, plan_buckets
+        >>> leaves = [LeafSpec(f"w{i}", (100,), torch.float32, 4, True, None) for i in range(8)]
+        >>> buckets = [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=400)]
+        >>> memory_formula(buckets, Cut(4, 4, 4), live_bytes=0)
+        {'states': 2688.0, 'parameters': 448, 'sums': 896.0, 'in full': 3584}
+    """
+    compute = [bucket.nbytes for bucket in buckets]
+    reduce = [bucket.numel * bucket.reduce.itemsize for bucket in buckets]
+    sums = [bucket.numel * sum_dtype(bucket, micro_steps).itemsize for bucket in buckets]
+    few = min(MOST_FULL, len(buckets))
+    live = 0
+    if cut.params > 1 or (cut.states == 1 and any(b.compute != b.dtype for b in buckets)):
+        live = sum(compute)
+    if live and live_bytes is not None:  # one bucket is always allowed, and one ahead
+        budget = max(live_bytes, max(compute))
+        live = min(live, budget + (max(compute) if live_bytes > max(compute) else 0))
+    packed = 0
+    if cut.states > 1 or micro_steps > 1:
+        packed = 2 * few * max(reduce if cut.grads > 1 else sums)
+    return {
+        "states": 3 * sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets) / cut.states,
+        "parameters": live + (sum(compute) / cut.params if cut.params < cut.states else 0),
+        "sums": sum(sums) / cut.grads + (sum(sums) / cut.states if cut.grads < cut.states else 0),
+        "in full": packed + min(FILLED, len(buckets)) * max(compute),
+    }
+
+
+def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
+    """The dtype of a sum of gradients; of a single micro-step it is the wider one of its ends."""
+    if micro_steps > 1:
+        return bucket.accumulate
+    return torch.promote_types(bucket.dtype, bucket.reduce)
+
+
+def traffic_formula(
+    levels: Sequence[tuple[str, int]],
+    cut: Cut,
+    *,
+    gathered: float,
+    reduced: float,
+    num_replicas: int,
+    fetches: float = 1,
+    micro_steps: int = 1,
+) -> dict[str, float]:
+    """What each rank sends in a step, by what for.
+
+    Args:
+        levels: names and sizes of the levels of a partition group, outermost first.
+        cut: over how many ranks what is cut.
+        gathered, reduced: bytes of all parameters and of all gradients as they travel, padding
+            included.
+        num_replicas: ranks in a replication group.
+        fetches: how often a parameter is gathered in a step, on average; only the first time goes
+            over the levels behind which a copy is kept.
+        micro_steps: in a step; each goes over the levels within which gradients are cut.
+
+    Example:
+        >>> sizes = {"gathered": 800, "reduced": 800, "num_replicas": 1, "fetches": 2}
+        >>> traffic_formula([("node", 2), ("rank", 2)], Cut(4, 2, 4), **sizes)
+        {'gather node': 200.0, 'gather rank': 800.0, 'reduce node': 200.0, 'reduce rank': 400.0}
+    """
+    sizes = [size for _, size in levels]
+    found = {}
+    for purpose, nbytes, often, least in (
+        ("gather", gathered, fetches, cut.params),
+        ("reduce", reduced, micro_steps, cut.grads),
+    ):
+        for i, sent in enumerate(gather_bytes(sizes, nbytes)):
+            found[f"{purpose} {levels[i][0]}"] = sent * (1 if prod(sizes[i:]) > least else often)
+    if num_replicas > 1:
+        found["replicas"] = 2 * (num_replicas - 1) / num_replicas * reduced / cut.states
+    return found

@@ -1,0 +1,109 @@
+"""Where the peers of `bench step` are built: sizes, batches, and this rank's part of a world."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mics_fn.lab import gpt
+from mics_fn.lab.bench_links import AS_IS, Rate
+from mics_fn.lab.bench_measure import Turns
+from mics_fn.lab.text import load_text
+from mics_fn.precision import Policy
+
+Batch = tuple[Tensor, Tensor]
+TEXT_BYTES = 500_000
+DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """All that decides what is measured.
+
+    Args:
+        node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
+        turns: how long.
+        peers: names from `PEERS`.
+        policies: texts of precision policies; each peer that knows any is built with each. () is
+            float32 throughout, and no name shows it.
+        rates: of the links between nodes, all measured in one run.
+        alone: whether the peers that make sense there are compared in a world of one too.
+        accumulate: micro-steps in a step.
+        sequences: samples of one rank and micro-step.
+        device: "auto", "cpu" or "cuda".
+        model: sizes of the GPT.
+        lr: AdamW's learning rate.
+        seed: of parameters and batches.
+    """
+
+    node_size: int
+    partition_size: int
+    turns: Turns = field(default_factory=Turns)
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    policies: tuple[str, ...] = ()
+    rates: tuple[Rate, ...] = (Rate(AS_IS, Turns.steps),)
+    alone: bool = True
+    accumulate: int = 1
+    sequences: int = 1
+    device: str = "auto"
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+    lr: float = 3e-4
+    seed: int = 0
+
+
+class Stage(NamedTuple):
+    """Where peers are built: this rank's part of a world, which may be itself alone."""
+
+    config: StepConfig
+    device: torch.device
+    world_size: int
+    partition_size: int
+    own: Any  # the process group of this rank alone; None unless the world is that
+    batches: list[list[Batch]]  # for each step its micro-batches, the same for every peer
+    closing: contextlib.ExitStack  # of what peers leave open
+    policy: Policy = Policy()  # of the next peer
+
+
+def make_stage(
+    config: StepConfig,
+    device: torch.device,
+    closing: contextlib.ExitStack,
+    *,
+    own: Any = None,
+    steps: int | None = None,
+) -> Stage:
+    """A stage of all ranks, or of this one alone if its `own` group is given."""
+    world_size = 1 if own is not None else dist.get_world_size()
+    p = 1 if own is not None else config.partition_size
+    steps = (
+        config.turns.all_steps(*(rate.steps for rate in config.rates)) if steps is None else steps
+    )
+    batches = _batches(config, dist.get_rank(), device, steps)
+    return Stage(config, device, world_size, p, own, batches, closing)
+
+
+def own_group() -> Any:
+    """The process group of this rank alone; all ranks call it, so that they count groups alike."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) -> list[list[Batch]]:
+    text = load_text(TEXT_BYTES)
+    sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
+    found = []
+    for step in range(steps):
+        micros = [
+            text.batch("train", step=step, micro=micro, rank=rank, **sizes)
+            for micro in range(config.accumulate)
+        ]
+        found.append([(x.to(device), y.to(device)) for x, y in micros])
+    return found
+
+
+def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
+    """The GPT with the parameters that every peer starts from."""
+    torch.manual_seed(config.seed)
+    return gpt.GPT(config.model).to(device)

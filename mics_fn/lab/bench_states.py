@@ -1,0 +1,202 @@
+"""`bench memory`: what a rank holds, between steps and within one, against the formulas.
+
+[Note: what counts] Every tensor that exists counts (see [Note: counted storage] in `storage`), so
+whatever else were kept would show. Between two steps there are the states, and buffers that wait
+for the next step: those of gathers and reductions are used again and never given back. They are
+shown beside the states. Within a step they are in use, and part of what is measured there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.agreement import checksum
+from mics_fn.lab import gpt
+from mics_fn.lab.bench_measure import of_all_ranks, say, start
+from mics_fn.lab.bench_places import PLACES, make_place, memory_formula
+from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.storage import count_on
+from mics_fn.lab.text import load_text
+from mics_fn.layout import Bucket
+from mics_fn.leaf import Sharded, is_leaf
+from mics_fn.precision import Policy
+
+TEXT_BYTES = 500_000
+BUCKETS = 16  # as many as `Trainer` makes of a model of usual size
+TOLERANCE = 0.02  # of the formula, beside one bucket
+LIVE_BUCKETS = 2
+LEGEND = """\
+Of the fullest rank, in bytes of tensors; padding counts. between steps: parameters and AdamW's two
+moments; waiting: buffers that the next step uses again. in a step: the most after {warmup} steps of
+warm-up, with room for {live} gathered buckets; activations are measured and not in the formula.
+gap: from the formula, and how many of the largest bucket that is. formula of a step: states,
+gathered parameters (kept for the step, or live at once), sums of gradients and means, and the few
+buckets of gradients in full."""
+
+
+@dataclass(frozen=True)
+class StatesConfig:
+    """All that decides what is measured.
+
+    Args:
+        node_size: ranks of a node.
+        placements: names from `PLACES`.
+        policies: texts of precision policies.
+        steps: measured steps.
+        warmup: steps before them; the first one learns the order of use.
+        accumulate: micro-steps in a step.
+        device: "auto", "cpu" or "cuda".
+        model: sizes of the GPT.
+    """
+
+    node_size: int
+    placements: tuple[str, ...] = tuple(PLACES)
+    policies: tuple[str, ...] = ("f32", "compute=bf16,reduce=bf16")
+    steps: int = 2
+    warmup: int = 3
+    accumulate: int = 1
+    device: str = "auto"
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+
+
+class Held(NamedTuple):
+    """What one rank held, in bytes."""
+
+    between: int  # after the last step, without what waits
+    waiting: int
+    within: int  # the most in the measured steps
+    first: int  # the most before them
+
+
+def measure_states(config: StatesConfig) -> dict[str, Any]:
+    """Count what each placement holds with each policy, as one rank of a job.
+
+    Returns:
+        On rank 0 the figures; {} on the others.
+    """
+    device = start(config.device)
+    checksum(torch.zeros(1, device=device))  # it makes a table of 8 MiB, once in a process
+    rows = []
+    for name in config.placements:
+        for policy in config.policies:
+            say(f"{name}, {policy}: counting ...")
+            rows.append(_measure(config, name, policy, device))
+    if dist.is_initialized() and dist.get_rank():
+        return {}
+    params = sum(p.numel() for p in make_model(config, torch.device("meta")).parameters())
+    return {"params": params, "rows": rows}
+
+
+def _measure(config: StatesConfig, name: str, policy: str, device: torch.device) -> dict[str, Any]:
+    """One placement with one policy, on all ranks."""
+    n = dist.get_world_size() if dist.is_initialized() else 1
+    cut = PLACES[name].cut(n, config.node_size)
+    with make_place(name, n, config.node_size, device=device) as groups:
+        buckets, live, mine = _run(config, groups, policy)
+    every: list[Held] = of_all_ranks(mine)
+    parts = memory_formula(buckets, cut, live_bytes=live, micro_steps=config.accumulate)
+    bucket = max(b.numel * max(b.dtype.itemsize, b.accumulate.itemsize) for b in buckets)
+    between = against(parts["states"], max(held.between for held in every), bucket)
+    within = against(sum(parts.values()), max(held.within for held in every), bucket)
+    return {
+        "placement": name,
+        "policy": policy,
+        "cut": cut._asdict(),
+        "buckets": len(buckets),
+        "bucket_bytes": bucket,
+        "live_bytes": live,
+        "formula": parts,
+        "between": between,
+        "within": within,
+        "waiting_bytes": max(held.waiting for held in every),
+        "first_bytes": max(held.first for held in every),
+        "ranks": [held._asdict() for held in every],
+    }
+
+
+def _run(config: StatesConfig, groups: mf.Groups, policy: str) -> tuple[list[Bucket], int, Held]:
+    """The model's buckets, the budget, and what this rank held."""
+    text, context = load_text(TEXT_BYTES), config.model.context
+    batch = text.batch("train", step=0, rank=groups.rank, size=config.accumulate, context=context)
+    precision = Policy.parse(policy)
+    with count_on(groups.device) as count:
+        model = make_model(config, groups.device)
+        sizes = [p.numel() for p in model.parameters()]
+        live = LIVE_BUCKETS * max(sizes) * precision.dtypes("", torch.float32).compute.itemsize
+        trainer = mf.Trainer(
+            model,
+            mf.adamw(3e-4),
+            groups,
+            loss=gpt.loss,
+            accumulate=config.accumulate,
+            live_bytes=live,
+            precision=precision,
+            bucket_bytes=4 * sum(sizes) // BUCKETS,
+        )
+        del model
+        peaks = []
+        for steps in (config.warmup, config.steps):
+            count.reset_peak()
+            for _ in range(steps):
+                trainer.step(batch)
+            peaks.append(count.peak)
+        leaves, _ = tree.flatten(trainer.state.params, is_leaf)
+        buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
+        ordered = sorted(buckets, key=lambda bucket: bucket.index)
+        waiting = groups.hierarchy.waiting_bytes
+        return ordered, live, Held(count.now - waiting, waiting, peaks[1], peaks[0])
+
+
+def make_model(config: StatesConfig, device: torch.device) -> gpt.GPT:
+    """The GPT that every placement starts from."""
+    torch.manual_seed(0)
+    with device:
+        return gpt.GPT(config.model)
+
+
+def against(formula: float, measured: int, bucket: int) -> dict[str, Any]:
+    """A measurement beside its formula, and whether it is close: see `TOLERANCE`."""
+    gap = measured - formula
+    return {
+        "formula": formula,
+        "measured": measured,
+        "ratio": measured / formula,
+        "gap_buckets": gap / bucket,
+        "close": abs(gap) <= TOLERANCE * formula + bucket,
+    }
+
+
+def render_states(figures: dict[str, Any], config: StatesConfig) -> str:
+    """The figures as tables."""
+    heads = ("between steps", "formula", "ratio", "waiting", "in a step", "formula", "ratio", "gap")
+    rows: list[tuple[str, ...]] = [("placement", "policy", *heads)]
+    parts = [("placement", "policy", *figures["rows"][0]["formula"])]
+    far = []
+    for row in figures["rows"]:
+        between, within = row["between"], row["within"]
+        label = (row["placement"], row["policy"])
+        rows.append(
+            (
+                *label,
+                *(human_bytes(between[key]) for key in ("measured", "formula")),
+                f"{between['ratio']:.4f}",
+                human_bytes(row["waiting_bytes"]),
+                *(human_bytes(within[key]) for key in ("measured", "formula")),
+                f"{within['ratio']:.4f}",
+                f"{within['gap_buckets']:+.2f}",
+            )
+        )
+        parts.append((*label, *(human_bytes(part) for part in row["formula"].values())))
+        far += [" ".join(label)] if not (between["close"] and within["close"]) else []
+    title = (
+        f"memory of a rank, {figures['params']:,} parameters, nodes of {config.node_size}, "
+        f"accumulate {config.accumulate}"
+    )
+    close = f"within {TOLERANCE:.0%} and one bucket of the formula"
+    verdict = f"  NOT {close}: {', '.join(far)}" if far else f"  all {close}"
+    legend = LEGEND.format(warmup=config.warmup, live=LIVE_BUCKETS)
+    return f"{table(title, rows)}\n{verdict}\n\n{table('formula of a step', parts)}\n\n{legend}"

@@ -1,0 +1,104 @@
+"""The memory that tensors take, counted tensor by tensor: the same number in every run.
+
+[Note: counted storage] What a process occupies depends on its allocator, on code and on the clock.
+What its tensors take does not: each op is seen as torch runs it, in backward too, and the memory
+behind its results counts from then until its last tensor is gone. What an op or a communication
+library takes for itself, and gives back, is not seen. On a GPU torch's allocator counts, and sees
+that too.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mics_fn import _torch
+from mics_fn.lab.bench_memory import memory_bytes, peak_bytes, reset_peak
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class StorageCount(_torch.DispatchMode):
+    """Bytes of the tensors made in a `with` block, on this thread. See [Note: counted storage].
+
+    Tensors that were there before are not in it.
+
+    Example:
+        >>> with StorageCount() as count:
+        ...     a = torch.ones(4)
+        ...     b = a.view(2, 2) + 1
+        ...     del a
+        >>> count.now, count.peak
+        (16, 32)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a wrapper: what it does with plain tensors comes here in turn
+        kwargs = kwargs or {}
+        self._see((args, kwargs), old=True)  # views of what was there before take nothing
+        out = func(*args, **kwargs)
+        self._see(out)
+        return out
+
+    def _see(self, values: Any, old: bool = False) -> None:
+        for tensor in _torch.flatten(values)[0]:
+            if type(tensor) not in _PLAIN or tensor.is_meta:
+                continue
+            key, storage = _torch.storage_id(tensor), tensor.untyped_storage()
+            if key not in self._sizes:
+                self._sizes[key] = 0 if old else storage.nbytes()
+                self.now += self._sizes[key]
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def reset_peak(self) -> None:
+        """Let the peak begin again at what is there now."""
+        self.peak = self.now
+
+
+class DeviceCount:
+    """The same of a GPU, by torch's allocator, counted from when the `with` block begins.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._before = device, 0
+
+    def __enter__(self) -> "DeviceCount":
+        self._before = reset_peak(self.device) or 0
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    @property
+    def now(self) -> int:
+        """Bytes beyond those before."""
+        torch.cuda.synchronize(self.device)
+        return (memory_bytes(self.device) or 0) - self._before
+
+    @property
+    def peak(self) -> int:
+        """The most since `reset_peak`."""
+        return (peak_bytes(self.device) or 0) - self._before
+
+    def reset_peak(self) -> None:
+        """Let the peak begin again at what is there now."""
+        reset_peak(self.device)
+
+
+def count_on(device: torch.device) -> Any:
+    """What counts the memory of tensors on a device, as a `with` block: its `now` and `peak`."""
+    return DeviceCount(device) if device.type == "cuda" else StorageCount()
