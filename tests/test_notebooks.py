@@ -39,6 +39,17 @@ EXPECTED = {
         "bucket 3 is not live; fetch it",
         "rank 1: use 2 of this run is of bucket 3",
     ],
+    "3_placements.ipynb": [
+        "levels kept for a step: 1, reduced once a step: 1  as named: True",
+        "hpz     parameters within 1e-5 of the single process, on every rank: True",
+        "mics                          812,976   812,976      1,683,008",
+        "ddp     replicas 812,976; as the formulas: True",
+        "zero3   gather node 1,075,200, gather rank 2,150,400,",
+        "hpz     gather node 135,504, gather rank 2,150,400,",
+        "sent {'gather rank': 275536, 'reduce rank': 135504, 'replicas': 135504}",
+        "['torch.bfloat16', 'torch.float32']",
+        "rank 3: parameters within 1e-5 of the single process: True",
+    ],
     "4_slow_links.ipynb": [
         "every_step(): sent 308,736 bytes to the other region, loss halved: True",
         "diloco(12): sent 25,728 bytes to the other region, loss halved: True",
@@ -48,7 +59,12 @@ EXPECTED = {
         "ranks 2, 3: local_sgd(24)",
     ],
 }
-PICTURES = {"1_shard_and_gather.ipynb": 1, "2_schedules.ipynb": 2, "4_slow_links.ipynb": 2}
+PICTURES = {
+    "1_shard_and_gather.ipynb": 1,
+    "2_schedules.ipynb": 2,
+    "3_placements.ipynb": 1,
+    "4_slow_links.ipynb": 2,
+}
 
 
 def printed(notebook: Any) -> list[str]:
