@@ -125,9 +125,9 @@ class Recorder(_torch.DispatchMode):
                 whole = view.is_dense and view.nbytes == self.tape.cells[view.cell].nbytes
                 changes[view.cell] = changes.get(view.cell, True) and name in over and whole
         generator, start = named.get("generator"), None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            place = self.tape.cells[next(iter(changes))].device
-            generator = default_generator(place) if generator is None else generator
+        where = self.tape.cells[next(iter(changes))].device
+        if torch.Tag.nondeterministic_seeded in func.tags and where.type != "meta":
+            generator = default_generator(where) if generator is None else generator
             start = self._stamp(generator)
             named = (
                 named | {"generator": generator} if _torch.op_takes(func, "generator") else named
@@ -192,7 +192,7 @@ class Recorder(_torch.DispatchMode):
             return found
 
     def finish(self) -> None:
-        """No more ops; what the tape needs to be replayed is written down.
+        """No more ops, and all generators as they were before the first; the tape is complete.
 
         Raises:
           NotRecorded: memory that an op reads was written to by code that is no op.
@@ -202,9 +202,10 @@ class Recorder(_torch.DispatchMode):
             if not torch.equal(_bits(tensor), bits):
                 raise NotRecorded("a tensor shares memory that other code wrote to (numpy?)")
         self.tape.finals = [(g, start_of(g)) for g, _ in self._first.values()]
+        self.forget()
 
     def forget(self) -> None:
-        """All generators as they were before the first op."""
+        """No more ops, and all generators as they were before the first."""
         self.active = False
         for generator, state in self._first.values():
             generator.set_state(state)

@@ -38,15 +38,14 @@ class Filling:
     def __init__(
         self, verb: str, params: Mapping[str, Tensor], groups: Any, options: dict[str, Any]
     ) -> None:
-        shapes = layout_of(verb, "params", dict(params), groups, **options)
         names, _ = tree.flatten({name: name for name in params})
         homes = tree.spread(
-            groups,
-            shapes,
-            what="groups",
-            is_leaf=is_leaf,
-            is_value=lambda value: isinstance(value, Groups),
+            groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
         )
+        for home in dict.fromkeys(homes):
+            # Others may come with another tree, also where this one was seen before.
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
+        shapes = layout_of(verb, "params", dict(params), groups, **options)
         self.verb = verb
         self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
         leaves = dict(zip(names, tree.flatten(shapes, is_leaf)[0], strict=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.layout import Bucket, gaps, pieces
 
-_BLOCK = 2**18  # elements that are widened at a time
+_BLOCK = 2**16  # elements that are widened at a time: their wide copies fit in the caches
 
 
 @lru_cache(maxsize=4096)
@@ -152,8 +152,10 @@ def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
     for x, y, mean in zip(a.split(block), b.split(block), out.split(block), strict=True):
         if mean.dtype == wide:
             mean.copy_(x).lerp_(y.to(wide), 0.5)
+        elif wide == a.dtype:
+            mean.copy_(torch.lerp(x, y, 0.5))
         else:
-            mean.copy_(torch.lerp(x.to(wide), y.to(wide), 0.5))
+            mean.copy_(x.to(wide).lerp_(y.to(wide), 0.5))
 
 
 class Buffers:

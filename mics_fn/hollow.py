@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, message
@@ -73,14 +73,27 @@ class Hollow(Tensor):
             return f"Hollow(shape={tuple(self.shape)}, {self.dtype})"
         return self.recorder.ask(self, repr)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            # Torch's own asks for the address of what is no plain tensor.
-            copied = self.detach().clone().requires_grad_(self.requires_grad)
-            for name, value in vars(self).items():
-                setattr(copied, name, value)
-            memo[id(self)] = copied
-        return memo[id(self)]
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        # As torch does it; its own code asks for the address of what is no plain tensor.
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy of a tensor that is no leaf")
+        copied = self.detach()
+        if isinstance(self, nn.Parameter):
+            copied = copied.clone()
+        else:  # all of its memory, and once for all tensors there
+            shape, stride, offset = geometry(self)
+            copies = memo.setdefault("hollow", {})
+            key, length = _torch.storage_id(self), self.untyped_storage().nbytes() // self.itemsize
+            if key not in copies:
+                copies[key] = copied.as_strided((length,), (1,), 0).view(torch.uint8).clone()
+            copied = copies[key].view(self.dtype).as_strided(shape, stride, offset)
+        copied.requires_grad_(self.requires_grad)
+        for name, value in vars(self).items():
+            setattr(copied, name, value)
+        memo[id(self)] = copied
+        return copied
 
 
 def hollows_in(value: Any) -> list[Hollow]:

@@ -139,6 +139,9 @@ class _Made:
         for name, value in self.params.items():
             if name in sources:
                 filling.read(name, sources[name].read)
+            elif value.device.type == "meta":
+                fix = "let model_fn make it without device='meta', or pass weights="
+                raise LeafError(message(f"init: params[{name!r}] is on meta: no value", fix=fix))
             elif not isinstance(value, Hollow):
                 filling.put(name, value)
             elif filling.part(name) != (0, 0):
@@ -221,7 +224,9 @@ def _record(
         recorder.forget()
         if not isinstance(error, Exception):
             raise
-        return None, f"{recorder.last}{_place(error)}: {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, NotRecorded) else f"{type(error).__name__}: "
+        first = str(error).partition("\n")[0]
+        return None, f"{kind}{first} (after {recorder.last}{_place(error)})"
 
 
 def _place(error: BaseException) -> str:

@@ -120,14 +120,14 @@ def matched(
     for aliases in same.values():
         given = [name for name in aliases if name in found]
         for name in given:
-            wrong += _difference(name, params[name], found[name])
+            wrong += _difference("params", name, params[name], found[name])
         if given:
             sources |= {name: found[name if name in given else given[0]] for name in aliases}
         else:
             missing.append(f"params[{aliases[0]!r}] is missing")
     for name, value in others.items():
         if name in found and value is not None:
-            wrong += _difference(name, value, found[name])
+            wrong += _difference("buffers", name, value, found[name])
     extra = [f"{k!r} is not expected" for k in found if k not in params and k not in others]
     problems = wrong + missing + (extra if strict else [])
     if problems:
@@ -139,12 +139,12 @@ def matched(
     return sources
 
 
-def _difference(name: str, want: Tensor, got: Entry) -> list[str]:
+def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:
     if tuple(want.shape) != got.shape:
-        return [f"params[{name!r}]: expected shape {tuple(want.shape)}, got {got.shape}"]
+        return [f"{root}[{name!r}]: expected shape {tuple(want.shape)}, got {got.shape}"]
     if want.is_floating_point() != got.dtype.is_floating_point:
         kinds = dtype_name(want.dtype), dtype_name(got.dtype)
-        return [f"params[{name!r}]: expected {kinds[0]}, got {kinds[1]}"]
+        return [f"{root}[{name!r}]: expected {kinds[0]}, got {kinds[1]}"]
     return []
 
 

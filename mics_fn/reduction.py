@@ -8,7 +8,7 @@ zeros at the end. So no rank can wait for a reduction that another one does not 
 [Note: gradients in flight] A bucket's gradients are packed in one of a few slots of memory, where
 they stay until hop 1 is done, over the late levels too; who comes next to that slot waits. So full
 gradients take a few buckets' memory whatever the size of the model, and how much follows from no
-clock.
+clock. Where hop 2 sends a copy in another dtype it counts as well.
 """
 
 from collections.abc import Sequence
@@ -162,11 +162,16 @@ class Reduction:
         device, now = route.device if out is None else out.device, self._now(route)
         late = route.split(route.late)[0] if self.last else route.split(0)[0]
         push_all(route.life)
+        # Hop 2 in another dtype sends a copy, which is one more buffer on its way.
+        copies = self.last and replicas_of(use).size > 1 and self._dtype(bucket) != bucket.reduce
+        stays = out is not None and now.size == late.size == 1  # nothing is scattered
         slot = self._place % route.slots.count
-        if out is not None and now.size == late.size == 1:
-            pair, slot = (out, out), None  # nothing is scattered: it is packed where it stays
+        used = slot if copies or not stays else None
+        if used is not None:
+            _until_free(route, used)
+        if out is not None and stays:
+            pair = (out, out)
         else:
-            _until_free(route, slot)
             # What does not travel is not rounded.
             dtype = bucket.reduce if now.size > 1 else self._dtype(bucket)
             pair = route.slots.pair(slot, (bucket.numel,), dtype, device)
@@ -177,15 +182,16 @@ class Reduction:
         if out is None:  # NCCL reads one buffer of the pair and writes the other, in turns
             at = len(comms) % 2 if device.type == "cuda" else 0
             out = pair[at][: bucket.numel // now.size]
-        levels = len(now.levels) + len(late.levels)
         comms += scatter_comms(late, out)
+        levels = len(now.levels) + len(late.levels)
         if self.last:
             comms += mean_comms(replicas_of(use), out)
-        steps = self._steps(index, parts, out, slot)
+            levels = len(comms) if copies else levels
+        steps = self._steps(index, parts, out, used)
         pending = Pending(steps, comms, keep=(*pair, out), device=device, purpose="reduce")
         self._pendings.append(pending)
-        if slot is not None and device.type != "cuda":
-            route.slots.users[slot] = pending, levels
+        if used is not None and device.type != "cuda":
+            route.slots.users[used] = pending, levels
 
     def _steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
         """Hop 1, the sum over passes, and in the last pass what is late, and hop 2."""

@@ -61,7 +61,13 @@ class Replay:
         named = tree.map_leaves(
             lambda x: tensor_of(x, shown[x.cell]) if isinstance(x, View) else x, op.named
         )
-        outs = tree.flatten(op.func(**named))[0]
+        try:
+            outs = tree.flatten(op.func(**named))[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
         if len(outs) != len(op.made):
             raise NotRecorded(
                 f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
@@ -112,10 +118,8 @@ class Replay:
             memory: Memory = {}
             try:
                 self.run(wanted[cell], memory, keep=cell.__eq__)
-            except torch.OutOfMemoryError:
-                raise
-            except (NotRecorded, RuntimeError, TypeError) as error:
-                raise NotRecorded(f"{type(error).__name__}: {error}", cell) from error
+            except NotRecorded as error:
+                raise NotRecorded(str(error), cell) from error
             ready(cell, memory)
             for index in randoms[cell]:
                 self._used(self.tape.ops[index].start)

@@ -157,22 +157,22 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
             bucket_bytes=1100,
             precision=policy,
         )
-        dtype = mf.Policy.parse(policy).dtypes("", F32).compute
+        dtypes = mf.Policy.parse(policy).dtypes("", F32)
         for _ in range(3):
             groups.traffic.clear()
-            trainer.step(torch.ones(4, 16, dtype=dtype))
+            trainer.step(torch.ones(4, 16))
         leaves, _ = tree.flatten(trainer.state.params, is_leaf)
         numel = sum(bucket.numel for bucket in {leaf.bucket for leaf in leaves})
-        assert isinstance(trainer.schedule, mf.OnDemand)
-        assert trainer.schedule.schedule is not None
-        fetched = [action for action in trainer.schedule.schedule.actions if action.kind == "fetch"]
+        schedule = trainer.schedule.schedule  # type: ignore[union-attr]
+        actions = schedule.actions if schedule is not None else ()
+        fetched = [action for action in actions if action.kind == "fetch"]
         formula = traffic_formula(
             [(level.name, level.gather.size) for level in route.levels],
             cut,
-            gathered=numel * dtype.itemsize,
-            reduced=numel * mf.Policy.parse(policy).dtypes("", F32).reduce.itemsize,
+            gathered=numel * dtypes.compute.itemsize,
+            reduced=numel * dtypes.reduce.itemsize,
             num_replicas=groups.num_replicas,
-            fetches=len(fetched) / 6,
+            fetches=len(fetched) / 6 or 1,  # where there is no schedule all is kept
             micro_steps=accumulate,
         )
         return {"ledger": dict(groups.traffic.sent_bytes), "formula": formula, "n": len(fetched)}
@@ -183,7 +183,9 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
 def test_the_ledger_of_a_step_equals_the_formula(name, policy, ranks):
     for found in ranks(4).run(traffic_of, name, policy, 2):
         assert found["ledger"] == {k: v for k, v in found["formula"].items() if v}
-        assert found["n"] > 6 or name not in ("zero3", "mics", "fsdp", "hpz", "hybrid")
+        again = name in ("zero3", "mics", "fsdp", "hpz", "hybrid")
+        cast = name == "ddp" and policy != "f32"
+        assert (found["n"] > 6) == (again or cast)
 
 
 # The bench.

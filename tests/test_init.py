@@ -2,32 +2,26 @@
 
 import copy
 import importlib.util
-import math
 import random
+import re
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.construct import Recorder
-from mics_fn.hollow import Hollow
 from mics_fn.lab import gpt
 from mics_fn.leaf import is_leaf
-from mics_fn.replay import Memory
 from mics_fn.stamps import number_in, stamped
 
 if importlib.util.find_spec("transformers"):
@@ -86,6 +80,7 @@ class FromTwo(nn.Module):
         super().__init__()
         self.a, self.b = nn.Parameter(torch.empty(6, 4)), nn.Parameter(torch.empty(4, 6))
         self.product = nn.Parameter(torch.empty(6, 6))
+        self.gain: Tensor
         self.register_buffer("gain", torch.ones(()))
         self.reset()
 
@@ -149,12 +144,13 @@ class OddAttributes(nn.Module):
         self.weight.no_decay = True  # pyright: ignore
         self.mask = torch.ones(4, 4).tril()
         self.tables = {"a": [torch.arange(3), (torch.rand(2), "x")]}
-        self.half = self.weight * 2  # not a leaf
+        self.twice = self.weight * 2  # not a leaf
         self.loose = [nn.Parameter(torch.rand(3))]
         self.parts = self.weight.data[1:]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.weight * self.mask) + self.tables["a"][1][0].sum()  # pyright: ignore
+        tables: Any = self.tables
+        return x @ (self.weight * self.mask) + tables["a"][1][0].sum()
 
 
 def from_numpy() -> nn.Module:
@@ -167,8 +163,7 @@ def from_numpy() -> nn.Module:
 
 def pieces_of_one() -> nn.Module:
     """Parameters that are parts of one tensor, some of them views of it."""
-    big = torch.randn(6, 5)
-    model = nn.Module()
+    big, model = torch.randn(6, 5), nn.Module()
     model.rows = nn.ParameterList(row.clone() for row in big)
     model.left, model.right = nn.Parameter(big[:, :2]), nn.Parameter(big[:, 2:].t())
     return model
@@ -176,7 +171,7 @@ def pieces_of_one() -> nn.Module:
 
 def memory_ties() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second, third = model[0], model[1], model[2]
+    first, second, third = cast(Any, model)
     second.weight = first.weight
     third.weight = nn.Parameter(first.weight.detach())
     third.bias.requires_grad_(False)
@@ -258,11 +253,7 @@ def data_of(shards: Any) -> list[Tensor]:
 
 
 def same_as_in_full(
-    model_fn: Callable[[], nn.Module],
-    groups: mf.Groups,
-    *,
-    falls_back: bool = False,
-    **options: Any,
+    model_fn: Callable[[], nn.Module], groups: mf.Groups, reason: str | None = None, **options: Any
 ) -> tuple[nn.Module, Any]:
     """Compare `init` with making the model and sharding it."""
     model = made(model_fn)
@@ -270,9 +261,11 @@ def same_as_in_full(
     params = dict(model.named_parameters(remove_duplicate=False))
     want = mf.shard(params, groups, order=module_order(params), **options)
     seeded()
-    expected = pytest.warns(UserWarning, match="can not be made in parts")
-    with expected if falls_back else warnings.catch_warnings():
+    with warnings.catch_warnings(record=reason is not None) as seen:
+        warnings.filterwarnings("error" if reason is None else "always", "init: this model can not")
         skeleton, shards = mf.init(model_fn, groups, seed=SEED, **options)
+    found = [str(w.message) for w in seen or () if "can not be made in parts" in str(w.message)]
+    assert (reason is None and not found) or (len(found) == 1 and re.search(reason or "", found[0]))
     assert torch.equal(states[0], torch.get_rng_state()), "torch's generator"
     assert states[1:] == (random.random(), np.random.rand()), "other generators"
     assert list(shards) == list(params)
@@ -331,126 +324,336 @@ def test_each_rank_has_its_part_of_that(ranks, layout: Layout, part: int):
     ranks(layout.world_size).run(on_ranks, layout, list(MODELS)[part::4])
 
 
-# Programs: any mixture of draws, views and writes.
+# What can not be recorded or repeated: the values are the same, and a warning says what.
 
 
-class Interpreter:
-    """Runs a list of small steps on a few tensors; what they do is the same in every run."""
+class WritesNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) * random.random())
+        with torch.no_grad():
+            self.weight.numpy()[:2] = np.random.rand(2)
+        self.last = nn.Parameter(torch.rand(3))
+
+
+class TakesAddress(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+        self.even = self.weight.data_ptr() % 2 == 0
+
+
+OUTSIDE = torch.zeros(3)
+
+
+def writes_outside() -> nn.Module:
+    OUTSIDE.add_(torch.ones(3)).sub_(torch.ones(3))
+    return nn.Linear(2, 2)
+
+
+def resizes() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight.data = torch.zeros(2).resize_(3, 2).fill_(0.5)
+    return model
+
+
+def outside_changes() -> nn.Module:
+    """Numpy writes to memory that a tensor shares, after it was copied from."""
+    array, model = np.random.randn(3, 4), nn.Linear(4, 3)
+    model.weight.data.copy_(torch.from_numpy(array))
+    array[:] = 0
+    return model
+
+
+@torch.library.custom_op("mics_fn_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x.contiguous()
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[::-1]).t()  # other strides than it has
+
+
+@torch.library.custom_op("mics_fn_tests::ruleless", mutates_args=())
+def ruleless(x: Tensor) -> Tensor:
+    return x.flip(0) + 1
+
+
+def wrong_rule() -> nn.Module:
+    model = nn.Linear(3, 4)
+    model.bias = nn.Parameter(torch.rand(5))
+    model.weight = nn.Parameter(doubled(model.weight.detach()))
+    return model
+
+
+def no_rule() -> nn.Module:
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(ruleless(model.weight.detach()))
+    return model
+
+
+def lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    model(torch.rand(5, 3))
+    return model
+
+
+FALL_BACK: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "numpy": (WritesNumpy, r"read-only \(after aten.detach.default, at .*test_init.py:\d+\)"),
+    "address": (TakesAddress, "Cannot access data pointer"),
+    "outside": (writes_outside, "aten.add_.Tensor writes to a tensor that was made outside"),
+    "resize": (resizes, "aten.resize_.default resizes memory"),
+    "changes": (outside_changes, "shares memory that other code wrote to"),
+    "wrong-rule": (
+        wrong_rule,
+        "\n  weight: .*doubled.default gave .*rule for tensors without data",
+    ),
+    "lazy": (lazy, "test_init.py"),
+}
+
+
+@pytest.mark.parametrize("name", FALL_BACK)
+def test_what_can_not_be_recorded_is_made_in_full(name: str):
+    model_fn, reason = FALL_BACK[name]
+    with mf.make_groups(1) as groups:
+        same_as_in_full(model_fn, groups, reason=reason)
+    assert torch.equal(OUTSIDE, torch.zeros(3))
+
+
+def full_on_ranks(layout: Layout) -> None:
+    for model_fn, reason in FALL_BACK.values():
+        same_as_in_full(model_fn, groups_of(layout), reason=reason, bucket_bytes=40)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+def test_what_can_not_be_recorded_is_made_in_full_on_ranks(ranks, layout: Layout):
+    ranks(layout.world_size).run(full_on_ranks, layout)
+
+
+def full_on_one_rank(layout: Layout) -> None:
+    """The way is each rank's own matter: the others do not wait for anything."""
+    model_fn = WritesNumpy if dist.get_rank() == 1 else PlainNumpy
+    groups = groups_of(layout)
+    seeded()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _, shards = mf.init(model_fn, groups, seed=SEED)
+    assert len(seen) == (dist.get_rank() == 1)
+    same_bits(mf.unshard(shards, groups), {k: p.data for k, p in made(model_fn).named_parameters()})
+
+
+class PlainNumpy(nn.Module):
+    """The same values as `WritesNumpy`."""
 
     def __init__(self) -> None:
-        self.at = [torch.empty(0) for _ in range(4)]
-        self.own = torch.Generator().manual_seed(1)
-        self.read: list[float] = []
-        for i in range(4):
-            self.at[i] = torch.full((4, 6), float(i))
-        self.at[0].normal_(generator=self.own)
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) * random.random())
+        with torch.no_grad():
+            self.weight[:2] = torch.from_numpy(np.random.rand(2))
+        self.last = nn.Parameter(torch.rand(3))
 
-    def run(self, steps: list[tuple[int, int, int, int]]) -> None:
-        kinds = [self.draw, self.write, self.view, self.copy, self.make, self.look, self.reseed]
-        for kind, a, b, n in steps:
-            kinds[kind % len(kinds)](a % 4, b % 4, n)
 
-    def part(self, i: int, n: int) -> Tensor:
-        x = self.at[i]
-        if x.ndim != 2 or x.numel() < 8 or not x.is_contiguous():
-            return x
-        parts = [x, x.t(), x[:1], x.view(-1)[n % 5 :], x[..., ::2], x.unsqueeze(0), x.diagonal()]
-        return parts[n % len(parts)]
+def test_one_rank_may_make_it_in_full(ranks):
+    ranks(4).run(full_on_one_rank, Layout((2, 2), 2))
 
-    def draw(self, a: int, b: int, n: int) -> None:
-        part, own = self.part(a, n), self.own if n % 3 == 0 else None
-        draws = [
-            lambda: part.normal_(generator=own),
-            lambda: part.uniform_(-1, n + 1, generator=own),
-            lambda: part.bernoulli_(0.5, generator=own),
-            lambda: part.copy_(torch.rand(part.shape, generator=own)),
-            lambda: part.mul_(torch.rand_like(part)),
-            lambda: part.copy_(torch.poisson(part.abs().contiguous() + n, own)),
-        ]
-        draws[n // 3 % len(draws)]()
 
-    def write(self, a: int, b: int, n: int) -> None:
-        part = self.part(a, n)
-        writes = [
-            lambda: part.fill_(n),
-            lambda: part.add_(1),
-            lambda: part.zero_(),
-            lambda: part.mul_(self.at[b].sum()),
-            lambda: part.div_(self.at[b].double().norm() + 1),
-            lambda: part.clamp_(-n, n),
-        ]
-        writes[n // 7 % len(writes)]()
+def test_generators_of_others_end_as_after_a_plain_construction():
+    """Also where the model is made twice, since it could not be recorded."""
+    for wrap in (lambda m: m, lambda m: nn.ModuleList([m, TakesAddress()])):
+        own = [torch.Generator().manual_seed(9) for _ in range(2)]
+        made(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[0])))
+        with mf.make_groups(1) as groups, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mf.init(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[1])), groups, seed=SEED)
+        assert torch.equal(own[0].get_state(), own[1].get_state())
 
-    def view(self, a: int, b: int, n: int) -> None:
-        part = self.part(b, n)
-        self.at[a] = part if part.numel() > 1 else part.clone()
-        if n % 4 == 0:
-            self.at[b].unsqueeze_(0).squeeze_(0)
 
-    def copy(self, a: int, b: int, n: int) -> None:
-        if self.at[a].shape == self.at[b].shape:
-            self.at[a].copy_(self.at[b].clone())
-        elif n % 2:
-            self.at[a].data = self.at[b].detach().clone()
+def test_a_seed_can_be_read_while_a_model_is_recorded():
+    with mf.make_groups(1) as groups:
+        skeleton, _ = mf.init(OwnGenerator, groups, seed=SEED)
+    assert skeleton.seeds == (SEED, 3)
 
-    def make(self, a: int, b: int, n: int) -> None:
-        x = self.at[b]
-        makes = [
-            lambda: torch.zeros(4, 6),
-            lambda: torch.randn(4, 6),
-            lambda: x.double().to(torch.bfloat16).float(),
-            lambda: x + self.at[a].flatten()[0],
-            lambda: torch.cat([x.flatten(), self.at[a].flatten()])[:24].clone(),
-            lambda: torch.where(x > x.mean(), x, torch.randn(())),
-            lambda: copy.deepcopy(x),
-        ]
-        self.at[a] = makes[n % len(makes)]()
 
-    def look(self, a: int, b: int, n: int) -> None:
-        x = self.at[b]
-        self.read.append(float(x.double().sum()))
-        if self.read[-1] > 0:
-            x[x > x.mean()] = 0.5
-        self.read.append(float(x.flatten()[0]))
+def test_a_state_carries_a_number():
+    for words in (632, 2):
+        state = torch.zeros(words, dtype=torch.int64).view(torch.uint8)
+        assert number_in(state) is None
+        assert [number_in(stamped(state, n)) for n in (0, 5, 2**24)] == [0, 5, 2**24]
+        assert torch.equal(state[:8], stamped(state, 3)[:8]), "the seed"
 
-    def reseed(self, a: int, b: int, n: int) -> None:
-        states = [torch.get_rng_state(), self.own.get_state()]
-        if n % 3 == 0:
-            torch.manual_seed(n)
-        elif n % 3 == 1:
-            torch.rand(n)
-            torch.set_rng_state(states[0])
+
+class Unset(nn.Module):
+    """Memory that nothing, or not all of it, is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.empty(400))
+        self.part = nn.Parameter(torch.empty(400))
+        self.part.data[:3].normal_()
+        self.copied = nn.Parameter(torch.empty(5, 80).t().clone())
+
+
+def unset(layout: Layout) -> None:
+    groups = groups_of(layout)
+    dirt = [torch.full((400,), 7.0) for _ in range(20)]  # what fresh memory would show
+    del dirt
+    _, shards = mf.init(Unset, groups, seed=SEED)
+    full = mf.unshard(shards, groups)
+    assert full["part"][:3].all()
+    assert not any(x.any() for x in (full["whole"], full["part"][3:], full["copied"]))
+
+
+def test_memory_that_nothing_sets_is_zero_on_all_ranks(ranks):
+    ranks(4).run(unset, Layout((2, 2), 2))
+
+
+# The skeleton.
+
+
+def test_what_a_module_holds_besides_is_real():
+    with mf.make_groups(1) as groups:
+        skeleton: Any
+        skeleton, shards = mf.init(OddAttributes, groups, seed=SEED)
+        model: Any = made(OddAttributes)
+        assert set(shards) == {"weight"}
+        assert skeleton.weight.no_decay is True
+        assert (skeleton.twice.is_meta, skeleton.twice.shape) == (True, (4, 4))
+        assert isinstance(skeleton.loose[0], nn.Parameter)
+        for value in (skeleton.mask, skeleton.tables["a"][1][0], skeleton.loose[0], skeleton.parts):
+            assert type(value) in (Tensor, nn.Parameter)
+        same_bits(skeleton.mask, model.mask)
+        same_bits(skeleton.parts, model.parts)
+        same_bits(skeleton.tables["a"][1][0], model.tables["a"][1][0])
+        same_bits(skeleton.loose[0].data, model.loose[0].data)
+        x = torch.rand(2, 4)
+        same_bits(functional_call(skeleton, mf.gather(shards, groups), x), model(x))
+
+
+@pytest.mark.parametrize("name", ["zoo-conv2d", "zoo-gru", "zoo-weight-norm", "zoo-tied"])
+def test_the_skeleton_computes_what_the_model_does(name: str):
+    batch = ZOO[name.removeprefix("zoo-")].batch(0, 0)
+    with mf.make_groups(1) as groups:
+        skeleton, shards = mf.init(MODELS[name], groups, seed=SEED)
+        with torch.no_grad():
+            out = functional_call(skeleton, mf.gather(shards, groups), batch)
+            want = made(MODELS[name])(*batch)
+        torch.testing.assert_close(out, want, rtol=1e-13, atol=1e-13)  # kernels look at alignment
+
+
+def test_a_model_of_somebody_else_stays_as_it_is():
+    inner = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    before = copy.deepcopy(model.state_dict())
+    with mf.make_groups(1) as groups:
+        for model_fn in (lambda: model, lambda: nn.Sequential(nn.Linear(4, 4), inner)):
+            skeleton, shards = mf.init(model_fn, groups, seed=SEED)
+            assert all(p.is_meta for p in skeleton.parameters())
+            for buffer in skeleton.buffers():
+                buffer.add_(1)
+            same_bits(mf.gather(shards, groups)["1.weight"], before["1.weight"])
+    same_bits(dict(model.state_dict()), dict(before))
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
+
+
+def test_a_tensor_that_got_away_says_where_it_comes_from():
+    away = []
+
+    def model_fn() -> nn.Module:
+        away.append(torch.rand(3))
+        return nn.Linear(2, 2)
+
+    with mf.make_groups(1) as groups:
+        mf.init(model_fn, groups, seed=SEED)
+    assert repr(away[0]) == "Hollow(shape=(3,), torch.float32)"
+    with pytest.raises(mf.LeafError, match="made with the model"):
+        away[0].add(1)
+
+
+# Options, groups and mistakes.
+
+
+def experts(layout: Layout) -> None:
+    dense, alone = groups_of(layout), groups_of(Layout(layout.sizes, 1))
+
+    def groups(path: str) -> mf.Groups:
+        return alone if "experts" in path else dense
+
+    def model_fn() -> nn.Module:
+        return nn.ModuleDict({"body": nn.Linear(5, 3), "experts": nn.Linear(3, 7)})
+
+    model = made(model_fn)
+    params = dict(model.named_parameters())
+    options: Any = {"frozen": lambda path: "bias" in path, "bucket_bytes": 50}
+    for home in (groups, {k: groups(k) for k in params}):
+        want = mf.shard(params, home, order=module_order(params), **options)
+        _, shards = mf.init(model_fn, home, seed=SEED, **options)
+        assert tree.flatten(shards)[1] == tree.flatten(want)[1]
+        same_bits(data_of(shards), data_of(want))
+        assert isinstance(shards["body.bias"], mf.Fixed)
+
+
+def test_experts_on_other_groups(ranks):
+    ranks(4).run(experts, Layout((2, 2), 2))
+
+
+def test_an_order_can_be_given():
+    def model_fn() -> nn.Module:
+        return nn.ModuleList(nn.Linear(n, n) for n in (5, 4, 3))
+
+    with mf.make_groups(1) as groups:
+        options: Any = {"order": lambda path: -int(path[2]), "bucket_bytes": 120}
+        _, shards = mf.init(model_fn, groups, seed=SEED, **options)
+    assert [cast(mf.Sharded, shards[f"{i}.weight"]).bucket.index for i in range(3)] == [2, 1, 0]
+
+
+def refused(layout: Layout, kind: str) -> tuple[str, bool]:
+    groups, rank = groups_of(layout), dist.get_rank()
+
+    def model_fn() -> nn.Module:
+        if kind == "raises" and rank == 2:
+            raise ValueError("no such config")
+        width = 3 + (kind == "tree" and rank == 3)
+        model = nn.Linear(4, width)
+        if kind == "values" and rank == 3:
+            model.weight.data[2, 3] += 1e-3
+        return model
+
+    mf.init(lambda: nn.Linear(4, 3), groups, seed=SEED)  # what was seen before is compared again
+    try:
+        mf.init(model_fn, groups, seed=SEED + (kind == "seed" and rank == 1))
+    except (mf.DesyncError, ValueError) as error:
+        return f"{type(error).__name__}: {error}", number_in(torch.get_rng_state()) is None
+    return "nothing was refused", True
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("seed", ["ranks 0, 2, 3: seed=11", "rank 1: seed=12"]),
+        ("raises", ["rank 2: ValueError: no such config", "ranks 0, 1, 3: seed=11"]),
+        ("tree", ["rank 3: params['bias'] (4,) float32"]),
+        ("values", ["first difference: params['weight']", "rank 3: other values than on rank 1"]),
+    ],
+)
+def test_ranks_that_differ_all_hear_of_it(ranks, kind: str, lines: list[str]):
+    found = ranks(4).run(refused, Layout((2, 2), 2), kind)
+    for rank, (text, left_alone) in enumerate(found):
+        assert left_alone, "a generator that no longer follows from a seed"
+        if kind == "raises" and rank == 2:
+            assert text == "ValueError: no such config"
         else:
-            self.own.set_state(states[0])
+            assert text.startswith("DesyncError: init: ")
+            assert all(line in text for line in lines), text
 
 
-STEPS = st.tuples(*[st.integers(0, 6)] * 3, st.integers(0, 41))
-
-
-@settings(max_examples=150)
-@given(steps=st.lists(STEPS, max_size=25), chosen=st.sets(st.integers(0, 3), min_size=1))
-def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
-    torch.manual_seed(SEED)
-    real = Interpreter()
-    real.run(steps)
-    want, state = [x.clone() for x in real.at], torch.get_rng_state()
-    torch.manual_seed(SEED)
-    with Recorder() as recorder:
-        found = Interpreter()
-        found.run(steps)
-    assert found.read == real.read or any(map(math.isnan, real.read))
-    recorder.finish()
-    views = {i: recorder.view_of(found.at[i]) for i in chosen}
-    got: dict[int, Tensor] = {}
-
-    def ready(cell: int, memory: Memory) -> None:
-        for i, view in views.items():
-            if view.cell == cell:
-                got[i] = recorder.replay.show(view, memory).clone()
-
-    recorder.replay.parts({view.cell for view in views.values()}, ready)
-    recorder.replay.finish()
-    same_bits(got, {i: want[i] for i in chosen})
-    assert all(got[i].stride() == want[i].stride() for i in chosen)
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.equal(real.own.get_state(), found.own.get_state())
+def test_mistakes_are_named():
+    with mf.make_groups(1) as groups:
+        with pytest.raises(mf.LeafError, match="model_fn gave int"):
+            mf.init(lambda: 3, groups, seed=0)  # pyright: ignore
+        with pytest.raises(TypeError, match="bucket_size"):
+            mf.init(lambda: nn.Linear(2, 2), groups, seed=0, bucket_size=3)
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+            mf.init(lambda: nn.Linear(2, 2)(torch.ones(3)), groups, seed=0)
+        with pytest.raises(mf.LeafError, match=r"params\['weight'\] is on meta"):
+            mf.init(lambda: nn.Linear(2, 2, device="meta"), groups, seed=0)

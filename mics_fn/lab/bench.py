@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
+from mics_fn.lab.bench_init import measure_init, render_init
 from mics_fn.lab.bench_links import AS_IS, LINKS, read_rates
 from mics_fn.lab.bench_measure import Turns, num_ranks, on_ranks
 from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
@@ -89,6 +90,7 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
     default = " ".join(StatesConfig.policies)
     text = f"precision policies, each a text such as compute=bf16 (default {default})"
     add("--policy", default=StatesConfig.policies, help=text, metavar="TEXT", nargs="+")
+    add("--init", action="store_true", help="instead, while a model becomes shards over all ranks")
 
 
 def _add_step_flags(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +121,8 @@ def main(args: argparse.Namespace) -> int:
     bench = BENCHES[args.bench]
     if args.bench == "step" and args.rss:
         bench = RSS
+    if args.bench == "memory" and args.init:
+        bench = INIT
     if args.json is not None and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
     ranks = 1 if args.bench in ("opt", "touch") else num_ranks(args.ranks, DEFAULT_RANKS)
@@ -287,3 +291,4 @@ BENCHES = {
 }
 
 RSS = Bench("the memory of a rank", _step_config, run_rss, render_rss)
+INIT = Bench("the making of a model", _states_config, _on_ranks(measure_init), render_init)

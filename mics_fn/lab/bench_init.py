@@ -1,0 +1,127 @@
+"""`bench memory --init`: the most that a rank holds while a model becomes shards."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.lab import gpt
+from mics_fn.lab.bench_measure import of_all_ranks, say, start
+from mics_fn.lab.bench_states import BUCKETS, TOLERANCE, StatesConfig, against, make_model
+from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.storage import count_on
+from mics_fn.layout import Bucket
+from mics_fn.leaf import is_leaf
+
+LEGEND = """\
+Of the fullest rank, in bytes of tensors. model, then shard: every rank makes the whole model;
+formula: the model, this rank's shards, and one bucket that is being cut. init: formula: this
+rank's shards, one bucket, and the largest parameter. left: what is there afterwards, the shards."""
+
+Shards = dict[str, Any]
+Make = Callable[[StatesConfig, mf.Groups, dict[str, Any]], Shards]
+
+
+class Way(NamedTuple):
+    """A way from a model to shards, and what it holds at most: in bytes, by formula."""
+
+    make: Make
+    formula: Callable[[float, Sequence[Bucket], Sequence[int]], float]  # shards, buckets, leaves
+
+
+def _from_model(config: StatesConfig, groups: mf.Groups, options: dict[str, Any]) -> Shards:
+    model = make_model(config, groups.device)
+    places = {f"[{name!r}]": i for i, (name, _) in enumerate(model.named_parameters())}
+    params = dict(model.named_parameters())
+    return mf.shard(params, groups, order=places.__getitem__, **options)
+
+
+def _by_init(config: StatesConfig, groups: mf.Groups, options: dict[str, Any]) -> Shards:
+    return mf.init(lambda: gpt.GPT(config.model), groups, seed=0, **options)[1]
+
+
+def _full(bucket: Bucket) -> int:
+    return bucket.numel * bucket.dtype.itemsize
+
+
+WAYS = {
+    "model, then shard": Way(
+        _from_model,
+        lambda shards, buckets, leaves: sum(leaves) + shards + max(_full(b) for b in buckets),
+    ),
+    "init": Way(
+        _by_init,
+        lambda shards, buckets, leaves: shards + max(_full(b) for b in buckets) + max(leaves),
+    ),
+}
+
+
+def measure_init(config: StatesConfig) -> dict[str, Any]:
+    """Count what each way holds, cut over all ranks, as one rank of a job.
+
+    Returns:
+        On rank 0 the figures; {} on the others.
+    """
+    device = start(config.device)
+    n = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = [p.numel() * p.itemsize for p in make_model(config, torch.device("meta")).parameters()]
+    rows = []
+    with mf.make_groups(n, node_size=config.node_size, device=device) as groups:
+        # Small models first: what is made once in a process is none of the model's.
+        tiny = replace(config, model=gpt.GPTConfig(256, 4, dim=16, num_heads=2, num_blocks=1))
+        for name, way in WAYS.items():
+            for policy in config.policies:
+                say(f"{name}, {policy}: counting ...")
+                options = {"precision": policy, "bucket_bytes": sum(sizes) // BUCKETS}
+                init_peak(way.make, tiny, groups, options)
+                peak, left, buckets = init_peak(way.make, config, groups, options)
+                shards = sum(b.chunk * b.dtype.itemsize for b in buckets)
+                bucket = max(map(_full, buckets))
+                row = {"way": name, "policy": policy, "shards": shards, "bucket_bytes": bucket}
+                row["left"] = max(of_all_ranks(left))
+                formula = way.formula(shards, buckets, sizes)
+                row["peak"] = against(formula, max(of_all_ranks(peak)), bucket)
+                rows.append(row)
+    if dist.is_initialized() and dist.get_rank():
+        return {}
+    return {"params": sum(sizes) // 4, "ranks": n, "rows": rows}
+
+
+def init_peak(
+    make: Make, config: StatesConfig, groups: mf.Groups, options: dict[str, Any]
+) -> tuple[int, int, list[Bucket]]:
+    """The most bytes while shards are made, those that are left, and the buckets."""
+    gc.collect()
+    with count_on(groups.device) as count:
+        shards = make(config, groups, options)
+        gc.collect()
+        found = {leaf.bucket for leaf in tree.flatten(shards, is_leaf)[0]}
+        return count.peak, count.now, sorted(found, key=lambda bucket: bucket.index)
+
+
+def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
+    """The figures as a table."""
+    rows = [("", "policy", "at most", "formula", "ratio", "gap", "left", "shards")]
+    far = []
+    for row in figures["rows"]:
+        peak = row["peak"]
+        rows.append(
+            (
+                row["way"],
+                row["policy"],
+                *(human_bytes(peak[key]) for key in ("measured", "formula")),
+                f"{peak['ratio']:.4f}",
+                f"{peak['gap_buckets']:+.2f}",
+                *(human_bytes(row[key]) for key in ("left", "shards")),
+            )
+        )
+        far += [] if peak["close"] else [f"{row['way']} {row['policy']}"]
+    title = f"memory of a rank that makes {figures['params']:,} parameters, p = {figures['ranks']}"
+    close = f"within {TOLERANCE:.0%} and one bucket of the formula"
+    verdict = f"  NOT {close}: {', '.join(far)}" if far else f"  all {close}"
+    return f"{table(title, rows)}\n{verdict}\n\n{LEGEND}"

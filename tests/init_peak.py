@@ -1,0 +1,52 @@
+"""What making a model as shards takes, beside the formula."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mics_fn import tree
+from mics_fn.init import init
+from mics_fn.lab.bench_memory import peak_growth
+from mics_fn.leaf import Fixed, Sharded, is_leaf
+
+
+class InitMemory(NamedTuple):
+    """Bytes of one rank.
+
+    Args:
+      grown: by how much memory grew at most; None where that can not be seen.
+      held: its shards.
+      largest: the largest parameter in full.
+      whole: all parameters in full.
+    """
+
+    grown: int | None
+    held: int
+    largest: int
+    whole: int
+
+    @property
+    def formula(self) -> int:
+        """Its shards, and one parameter at a time."""
+        return self.held + self.largest
+
+
+def measure_init(
+    model_fn: Callable[[], nn.Module], groups: Any, device: torch.device, **options: Any
+) -> InitMemory:
+    """The memory of `init` with these arguments, on this rank.
+
+    Call `bench_memory.give_back_at_once` before: what the allocator keeps would count.
+    """
+    made: list[Any] = []
+
+    def make() -> None:
+        made.append(init(model_fn, groups, **options))
+
+    grown = peak_growth(make, device)
+    leaves = tree.flatten(made[0][1], is_leaf)[0]
+    kept = [leaf for leaf in leaves if isinstance(leaf, Sharded | Fixed)]
+    sizes = [leaf.dtype.itemsize * torch.Size(leaf.shape).numel() for leaf in kept]
+    return InitMemory(grown, sum(leaf.data.nbytes for leaf in kept), max(sizes), sum(sizes))

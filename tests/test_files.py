@@ -1,0 +1,446 @@
+"""`load_shards`: what is in the file, of which each rank reads only its own part."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import DTYPES, Layout, groups_of, random, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn import tree, weights
+from mics_fn.layout import pieces
+from mics_fn.leaf import is_leaf
+
+LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4)]
+CODES = {getattr(torch, name): code for code, name in weights.DTYPES.items()}
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], **extra: Any) -> None:
+    """By hand, so that the reader is not checked by itself."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}, **extra}
+    data = b""
+    for name, x in tensors.items():
+        raw = bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) if x.numel() else b""
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": CODES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_indexed(folder: Path, tensors: dict[str, Tensor]) -> None:
+    names, half = list(tensors), len(tensors) // 2
+    files = {"model-00001-of-00002.safetensors": names[:half], "b.safetensors": names[half:]}
+    for file, part in files.items():
+        write_safetensors(folder / file, {name: tensors[name] for name in part})
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_torch(path: Path, tensors: dict[str, Tensor]) -> None:
+    torch.save(tensors, path)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path, dict[str, Tensor]], None]]] = {
+    "safetensors": ("a.safetensors", write_safetensors),
+    "torch": ("a.pt", write_torch),
+    "index": ("", write_indexed),
+    "folder": ("", lambda folder, x: write_safetensors(folder / "model.safetensors", x)),
+    "old-folder": ("", lambda folder, x: write_torch(folder / "pytorch_model.bin", x)),
+}
+
+
+def tensors_of(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {
+        "h.10.w": random(1, 7, 5, dtype=dtype),
+        "h.2.w": random(2, 33, dtype=dtype),
+        "scalar": random(3, dtype=dtype),
+        "empty": torch.zeros(0, 4, dtype=dtype),
+        "deep": random(4, 2, 3, 4, dtype=dtype),
+        "count": torch.tensor([5, -7]),
+        "mask": torch.tensor([True, False, True]),
+        "half": random(5, 9, dtype=torch.bfloat16),
+    }
+
+
+def data_of(shards: Any) -> list[Tensor]:
+    leaves = tree.flatten(shards, is_leaf)[0]
+    return [leaf.data for leaf in leaves if isinstance(leaf, mf.Sharded | mf.Fixed)]
+
+
+def same_shards(found: Any, want: Any) -> None:
+    assert tree.flatten(found)[1] == tree.flatten(want)[1]
+    same_bits(data_of(found), data_of(want))
+
+
+# What is read.
+
+
+def loaded(layout: Layout, path: Path, dtype: torch.dtype) -> None:
+    groups, tensors = groups_of(layout), tensors_of(dtype)
+    for bucket_bytes in (64, 25 * 2**20):
+        want = mf.shard(tensors, groups, bucket_bytes=bucket_bytes)
+        same_shards(mf.load_shards(path, groups, bucket_bytes=bucket_bytes), want)
+    same_shards(mf.load_shards(tensors, groups), mf.shard(tensors, groups))
+    wide = {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
+    same_shards(mf.load_shards(path, groups, dtype=torch.float64), mf.shard(wide, groups))
+    meta = {k: torch.empty_like(x, device="meta") for k, x in wide.items()}
+    like = mf.load_shards(path, groups, like=meta)
+    place = {f"[{name!r}]": i for i, name in enumerate(meta)}
+    same_shards(like, mf.shard(wide, groups, order=lambda path: place[path]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_the_shards_are_those_of_the_tensors_in_the_file(ranks, tmp_path, layout, kind):
+    name, write = WRITERS[kind]
+    for dtype in DTYPES:
+        write(tmp_path / name, tensors_of(dtype))
+        ranks(layout.world_size).run(loaded, layout, tmp_path / name, dtype)
+
+
+def test_every_dtype_of_safetensors_that_torch_has(tmp_path):
+    tensors = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in CODES}
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    with weights.open_weights("test", tmp_path / "a.safetensors") as found:
+        assert list(found) == list(tensors)
+        for name, x in tensors.items():
+            entry = found[name]
+            assert (entry.shape, entry.dtype) == ((3, 4), x.dtype)
+            bits = x.view(-1)[2:7].view(torch.uint8)
+            assert torch.equal(entry.read(2, 7).view(torch.uint8), bits)
+
+
+def test_files_of_the_safetensors_library_are_read(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    tensors = tensors_of()
+    library.save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    with mf.make_groups(1) as groups:
+        same_shards(mf.load_shards(tmp_path / "a.safetensors", groups), mf.shard(tensors, groups))
+
+
+@settings(max_examples=80)
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=4).map(tuple),
+    kind=st.sampled_from(["plain", "turned", "strided", "expanded"]),
+    data=st.data(),
+)
+def test_any_elements_of_a_tensor_are_read_alone(shape, kind, data):
+    x = random(0, *shape)
+    if kind == "turned":
+        x = x.permute(tuple(reversed(range(x.ndim))))
+    elif kind == "strided" and shape:
+        x = random(0, *shape[:-1], 2 * shape[-1])[..., ::2]
+    elif kind == "expanded":
+        x = x.unsqueeze(0).expand(3, *shape)
+    start = data.draw(st.integers(0, x.numel()))
+    stop = data.draw(st.integers(start, x.numel()))
+    with weights.open_weights("test", {"x": x}) as found:
+        same_bits(found["x"].read(start, stop), x.reshape(-1)[start:stop])
+
+
+# Only this rank's part is read.
+
+
+def mine(layout: Layout, shards: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The elements of each leaf that are this rank's."""
+    chunk, parts = groups_of(layout).hierarchy.chunk, {}
+    for name, leaf in shards.items():
+        piece = pieces(leaf.bucket, chunk)[leaf.slot]
+        parts[name] = (piece.origin, piece.origin + piece.length)
+    return parts
+
+
+def counted(layout: Layout, path: Path, sizes: dict[str, int]) -> int:
+    """Bytes of the file that a rank reads, beyond the header."""
+    spans: list[tuple[int, int]] = []
+    plain = weights._bytes
+
+    def watched(file: Any, offset: int, length: int) -> bytearray:
+        spans.append((offset, length))
+        return plain(file, offset, length)
+
+    weights._bytes = watched
+    try:
+        shards = mf.load_shards(path, groups_of(layout), bucket_bytes=4096)
+    finally:
+        weights._bytes = plain
+    parts = mine(layout, shards)
+    base = 8 + spans[1][1]
+    expected = {
+        (base + sizes[name] + 4 * start, 4 * (stop - start))
+        for name, (start, stop) in parts.items()
+        if start < stop
+    }
+    assert set(spans[2:]) == expected
+    assert len(spans) == 2 + len(expected)
+    return sum(length for _, length in spans[2:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_exactly_a_ranks_bytes_of_a_safetensors_file_are_read(ranks, tmp_path, layout):
+    tensors = {f"w{i}": random(i, 61, 17) for i in range(9)}
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    places = {name: 61 * 17 * 4 * i for i, name in enumerate(tensors)}
+    found = ranks(layout.world_size).run(counted, layout, tmp_path / "a.safetensors", places)
+    assert sum(found) == layout.world_size // layout.partition_size * 9 * 61 * 17 * 4
+
+
+def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
+    """With blocks much smaller than a piece."""
+    from mics_fn import filling
+
+    before, filling.BLOCK_BYTES = filling.BLOCK_BYTES, 12
+    try:
+        same_shards(mf.load_shards(path, groups_of(layout)), mf.shard(tensors, groups_of(layout)))
+    finally:
+        filling.BLOCK_BYTES = before
+
+
+def test_large_pieces_are_read_in_blocks(ranks, tmp_path):
+    write_safetensors(tmp_path / "a.safetensors", tensors_of())
+    ranks(2).run(large_blocks, LAYOUTS[1], tmp_path / "a.safetensors", tensors_of())
+
+
+def own_part(layout: Layout, others: dict[int, Path], tensors: dict[str, Tensor]) -> None:
+    want = mf.shard(tensors, groups_of(layout), bucket_bytes=4096)
+    found = mf.load_shards(others[dist.get_rank()], groups_of(layout), bucket_bytes=4096)
+    same_shards(found, want)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_what_others_keep_may_be_anything(ranks, tmp_path, kind):
+    """Each rank reads a file of its own in which all but its part is NaN."""
+    layout, (name, write) = LAYOUTS[3], WRITERS[kind]
+    tensors = {f"w{i}": random(i, 61, 17) for i in range(5)}
+    write(tmp_path / name, tensors)
+    parts = ranks(4).run(parts_of, layout, tensors)
+    others = {}
+    for rank, part in enumerate(parts):
+        masked = {k: torch.full_like(x, float("nan")) for k, x in tensors.items()}
+        for k, (start, stop) in part.items():
+            masked[k].view(-1)[start:stop] = tensors[k].view(-1)[start:stop]
+        (tmp_path / str(rank)).mkdir()
+        others[rank] = tmp_path / str(rank) / name
+        write(others[rank], masked)
+    ranks(4).run(own_part, layout, others, tensors)
+
+
+def parts_of(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return mine(layout, mf.shard(tensors, groups_of(layout), bucket_bytes=4096))
+
+
+def pages(path: Path, layout: Layout, numel: int) -> tuple[int, int]:
+    """Pages of the mapped file that became resident, and those of a rank's part."""
+    groups = groups_of(layout)
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        found, inside = 0, False
+        for line in lines:
+            if "-" in line.split(" ")[0]:
+                inside = path.name in line
+            elif inside and line.startswith("Rss:"):
+                found += int(line.split()[1]) * 1024
+        return found
+
+    kept = []
+    plain = weights._of_tensors
+
+    def holding(verb: str, where: str, found: Any) -> Any:
+        kept.append(found)  # so that it stays mapped
+        return plain(verb, where, found)
+
+    weights._of_tensors = holding
+    try:
+        shards = mf.load_shards(path, groups)
+    finally:
+        weights._of_tensors = plain
+    return resident(), sum(x.nbytes for x in data_of(shards))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc/self/smaps")
+def test_only_a_ranks_pages_of_a_torch_file_are_touched(ranks, tmp_path):
+    numel = 4 * 2**20
+    torch.save({"w": torch.ones(numel)}, tmp_path / "unique-name.pt")
+    for touched, held in ranks(4).run(pages, tmp_path / "unique-name.pt", LAYOUTS[3], numel):
+        assert held == numel
+        assert held <= touched <= held + 2 * 2**20  # readahead of a fault maps some pages around
+
+
+# Modules.
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 6), nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embed.weight
+        self.head.bias.requires_grad_(False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def module_cases(layout: Layout, folder: Path) -> None:
+    groups = groups_of(layout)
+    torch.manual_seed(3)
+    model = Tied()
+    params = dict(model.named_parameters(remove_duplicate=False))
+    place = {f"[{name!r}]": i for i, name in enumerate(params)}
+    want = mf.shard(params, groups, order=lambda path: place[path])
+    with torch.device("meta"):
+        skeleton = Tied()
+    drawn, _ = mf.init(Tied, groups, seed=0)
+    for like in (model, skeleton, drawn, params):
+        for file in ("full.pt", "untied.safetensors"):
+            strict = isinstance(like, nn.Module)
+            same_shards(mf.load_shards(folder / file, groups, like=like, strict=strict), want)
+    renamed = mf.load_shards(
+        folder / "wrapped.pt",
+        groups,
+        like=skeleton,
+        names=lambda name: None if name == "step" else name.removeprefix("module."),
+    )
+    same_shards(renamed, want)
+    half = mf.load_shards(folder / "full.pt", groups, like=skeleton, dtype=torch.bfloat16)
+    other = Tied().to(torch.bfloat16)
+    other.load_state_dict(model.state_dict())
+    params = dict(other.named_parameters(remove_duplicate=False))
+    same_shards(half, mf.shard(params, groups, order=lambda path: place[path]))
+    assert isinstance(half["head.weight"], mf.Tied | mf.Sharded)
+    assert isinstance(half["head.bias"], mf.Fixed)
+    with_weights, shards = mf.init(Tied, groups, seed=5, weights=folder / "full.pt")
+    same_shards(shards, want)
+    same_bits(dict(with_weights.named_buffers()), dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_module_says_what_is_tied_frozen_and_expected(ranks, tmp_path, layout):
+    torch.manual_seed(3)
+    model = Tied()
+    state = model.state_dict()
+    state["norm.running_mean"] += 1
+    torch.save(state, tmp_path / "full.pt")
+    untied = {k: x for k, x in state.items() if k != "embed.weight"}
+    write_safetensors(tmp_path / "untied.safetensors", untied)
+    wrapped = {f"module.{k}": x for k, x in state.items()} | {"step": torch.tensor(3)}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    ranks(layout.world_size).run(with_running_mean, layout, tmp_path)
+
+
+def with_running_mean(layout: Layout, folder: Path) -> None:
+    module_cases(layout, folder)
+
+
+# Mistakes.
+
+
+def test_what_does_not_match_is_named(tmp_path):
+    tensors = {"a": torch.ones(2, 3), "b": torch.ones(4), "count": torch.tensor(3)}
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, tensors)
+    like = {"a": torch.ones(3, 2), "c": torch.ones(4), "count": torch.ones(())}
+    with mf.make_groups(1) as groups:
+        with pytest.raises(mf.TreeError) as error:
+            mf.load_shards(path, groups, like=like)
+        text = str(error.value)
+        assert "params['a']: expected shape (3, 2), got (2, 3)" in text
+        assert "params['c'] is missing" in text
+        assert "params['count']: expected float32, got int64" in text
+        assert "'b' is not expected" in text
+        assert "fix: " in text
+        with pytest.raises(mf.TreeError, match="'b' is not expected"):
+            mf.load_shards(path, groups, like={"a": tensors["a"], "count": tensors["count"]})
+        with pytest.raises(mf.TreeError, match="and 6 more"):
+            mf.load_shards(path, groups, like={str(i): torch.ones(1) for i in range(8)})
+        state = nn.BatchNorm1d(2).state_dict() | {"running_mean": torch.ones(3)}
+        with pytest.raises(mf.TreeError, match=r"buffers\['running_mean'\]: expected shape \(2,\)"):
+            mf.init(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
+
+
+def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    whole = folder / "whole.safetensors"
+    write_safetensors(whole, tensors_of())
+    data = whole.read_bytes()
+    text = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}
+    made: dict[str, tuple[bytes, str]] = {
+        "cut.safetensors": (data[:-5], "does not fit bytes"),
+        "header.safetensors": (data[:60], "longer than the file"),
+        "nothing": (b"", "ends early"),
+        "text": (b"hello, this is no file of weights at all", "longer than the file"),
+        "shape.safetensors": (packed(text), "does not fit bytes 0 to 4"),
+        "dtype.safetensors": (packed({"x": {**text["x"], "dtype": "F4"}}), "torch has no dtype F4"),
+        "list.safetensors": (packed([1]), "list"),
+        "a.index.json": (b"{}", "has no weight_map"),
+    }
+    for name, (content, _) in made.items():
+        (folder / name).write_bytes(content)
+    found = {name: (folder / name, line) for name, (_, line) in made.items()}
+    write_safetensors(folder / "part.safetensors", {"a": torch.ones(1)})
+    index = {"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
+    (folder / "b.index.json").write_text(json.dumps(index))
+    found["lost"] = (folder / "b.index.json", "'b' should be in part.safetensors")
+    torch.save({"model": {"a": torch.ones(1)}}, folder / "nested.pt")
+    found["nested"] = (folder / "nested.pt", "'model': dict")
+    torch.save([torch.ones(1)], folder / "list.pt")
+    found["list"] = (folder / "list.pt", "got list")
+    (folder / "none").mkdir()
+    found["folder"] = (folder / "none", "no weights in the folder")
+    return found
+
+
+def packed(header: Any) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    with mf.make_groups(1) as groups:
+        for name, (path, line) in broken_files(tmp_path).items():
+            with pytest.raises(mf.TreeError) as error:
+                mf.load_shards(path, groups)
+            assert line in str(error.value), name
+            assert "fix: " in str(error.value), name
+        with pytest.raises(FileNotFoundError):
+            mf.load_shards(tmp_path / "absent", groups)
+
+
+def refused(layout: Layout, folder: Path, kind: str) -> str:
+    groups, own = groups_of(layout), f"{kind}-{dist.get_rank()}.safetensors"
+    try:
+        mf.load_shards(folder / own, groups)
+    except (mf.DesyncError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("absent", ["rank 2: FileNotFoundError", "ranks 0, 1, 3"]),
+        ("shape", ["rank 2: params['w'] (7, 5) float32"]),
+        ("value", ["first difference: params['w']", "rank 2: other values than on rank 0"]),
+    ],
+)
+def test_files_that_differ_between_ranks_are_refused_on_all(ranks, tmp_path, kind, lines):
+    for rank in range(4):
+        shape = (7, 5) if kind == "shape" and rank == 2 else (5, 7)
+        x = random(0, *shape)
+        x[0, 0] += kind == "value" and rank == 2
+        if kind != "absent" or rank != 2:
+            write_safetensors(tmp_path / f"{kind}-{rank}.safetensors", {"w": x})
+    found = ranks(4).run(refused, Layout((2, 2), 2), tmp_path, kind)
+    for rank, text in enumerate(found):
+        if kind == "absent" and rank == 2:
+            assert text.startswith("FileNotFoundError")
+        else:
+            assert text.startswith("DesyncError: load_shards: ")
+            assert all(line in text for line in lines), text

@@ -1,0 +1,106 @@
+"""What `init` and `load_shards` hold at most: this rank's shards, and one parameter at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout, groups_of
+from init_peak import InitMemory, measure_init
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.lab.bench_memory import give_back_at_once
+from mics_fn.lab.ranks import run_ranks
+
+WIDTH, DEPTH = 64, 24
+SMALL = 8 * 1024  # bytes: biases, and numbers that ranks exchange
+
+
+class Most(TorchDispatchMode):
+    """The most bytes of tensors with data at once, among those that ops give while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree.flatten(out)[0]:
+            # Checksums are 8 bytes an element, of a million elements at once at most.
+            if isinstance(x, Tensor) and not x.is_meta and x.dtype != torch.int64:
+                storage = x.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.live[ref.cdata] = (ref, storage.nbytes())
+        self.live = {k: v for k, v in self.live.items() if not v[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self.live.values()))
+        return out
+
+
+def stack(init: Callable[[Tensor], Any], width: int = WIDTH, depth: int = DEPTH) -> nn.Module:
+    """Every weight is initialised twice, and touched again when all are there."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    for layer in model.children():
+        init(layer.weight)  # pyright: ignore[reportArgumentType]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.div_(3)
+    return model
+
+
+def most(layout: Layout, name: str) -> tuple[int, int]:
+    groups = groups_of(layout)
+    with Most() as seen:
+        _, shards = mf.init(INITS[name][0], groups, seed=1)
+    chunks = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tree.flatten(shards)[0]}
+    return seen.most, sum(storage.nbytes() for storage in chunks.values())
+
+
+def by_its_own_spread(weight: Tensor) -> None:
+    weight.data.normal_().mul_(weight.data.std().item())
+
+
+# How many parameters' memory making one takes: itself, and what its initialiser uses besides.
+INITS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "normal": (partial(stack, nn.init.normal_), 1),
+    "orthogonal": (partial(stack, nn.init.orthogonal_), 3),
+    "truncated": (partial(stack, nn.init.trunc_normal_), 4.5),
+    "bfloat16": (lambda: stack(nn.init.normal_).to(torch.bfloat16), 3),  # two are of float32
+    "read": (partial(stack, by_its_own_spread), 1),
+}
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2), Layout((4,), 4)], ids=str)
+@pytest.mark.parametrize("name", INITS)
+def test_one_parameter_at_a_time_is_there_besides_the_shards(ranks, layout: Layout, name: str):
+    factor = INITS[name][1]
+    parameter = WIDTH * WIDTH * (2 if name == "bfloat16" else 4)
+    for found, held in ranks(layout.world_size).run(most, layout, name):
+        assert held >= DEPTH * parameter / layout.partition_size
+        assert held + parameter <= found <= held + factor * parameter + SMALL
+        assert layout.partition_size == 1 or found < 0.75 * DEPTH * parameter
+
+
+def wide(depth: int) -> nn.Module:
+    return stack(nn.init.normal_, width=768, depth=depth)
+
+
+def resident(depth: int) -> InitMemory:
+    give_back_at_once()
+    groups = mf.make_groups(4)
+    for _ in range(2):  # then all code is loaded
+        mf.init(partial(wide, 2), groups, seed=1)
+    return measure_init(partial(wide, depth), groups, torch.device("cpu"), seed=1)
+
+
+def test_resident_memory_follows_the_formula():
+    for found in run_ranks(resident, 4, 40):
+        assert found.held == found.whole / 4
+        assert found.formula < 0.3 * found.whole
+        if found.grown is not None:
+            assert found.grown <= found.formula + found.largest + 4 * 2**20
