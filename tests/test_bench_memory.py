@@ -191,13 +191,18 @@ def test_the_ledger_of_a_step_equals_the_formula(name, policy, ranks):
 # The bench.
 
 
-def test_memory_of_every_placement(tmp_path: Path):
+def bench_memory(tmp_path: Path, *argv: str) -> tuple[dict[str, Any], str]:
+    """The figures of a small model, and what was printed."""
     file = tmp_path / "figures.json"
-    line = [sys.executable, "-m", "mics_fn", "bench", "memory", "--json", str(file)]
+    line = [sys.executable, "-m", "mics_fn", "bench", "memory", *argv, "--json", str(file)]
     line += ["--dim", "64", "--heads", "2", "--blocks", "4", "--vocab", "256", "--context", "2"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(file.read_text())
+    return json.loads(file.read_text()), done.stdout
+
+
+def test_memory_of_every_placement(tmp_path: Path):
+    figures, printed = bench_memory(tmp_path)
     rows = figures["rows"]
     bf16 = "compute=bf16,reduce=bf16"
     assert [(r["placement"], r["policy"]) for r in rows] == [
@@ -213,8 +218,25 @@ def test_memory_of_every_placement(tmp_path: Path):
     for name, nbytes in states.items():
         full = 12 * figures["params"]
         assert full <= nbytes * share.get(name, 4) <= 1.02 * full
-    assert "all within 2% and one bucket of the formula" in done.stdout
-    assert "NOT" not in done.stdout
+    assert "all within 2% and one bucket of the formula" in printed
+    assert "NOT" not in printed
+
+
+def test_memory_while_a_model_is_made(tmp_path: Path):
+    figures, printed = bench_memory(
+        tmp_path, "--init", "--ranks", "2", "--policy", "f32", "param=bf16"
+    )
+    rows = {(row["way"], row["policy"]): row for row in figures["rows"]}
+    full = 4 * figures["params"]
+    for (way, policy), row in rows.items():
+        share = full / 2 if policy == "f32" else full / 4
+        assert share <= row["shards"] == pytest.approx(row["left"], abs=100)
+        assert row["shards"] < 1.02 * share
+        assert row["peak"]["close"], row
+        assert (row["peak"]["measured"] > full) == (way == "model, then shard")
+        largest = row["peak"]["measured"] - row["shards"]
+        assert way != "init" or largest == pytest.approx(4 * 64 * 256, abs=100)
+    assert "all within 2% and one bucket" in printed
 
 
 def test_what_is_far_from_the_formula_is_named():

@@ -20,8 +20,9 @@ from mics_fn.leaf import is_leaf
 
 LEGEND = """\
 Of the fullest rank, in bytes of tensors. model, then shard: every rank makes the whole model;
-formula: the model, this rank's shards, and one bucket that is being cut. init: formula: this
-rank's shards, one bucket, and the largest parameter. left: what is there afterwards, the shards."""
+formula: the model, and this rank's shards with one bucket that is being cut (or, before that, what
+a digest of the values takes). init: this rank's shards and the largest parameter. left: what is
+there afterwards; it should be the shards."""
 
 Shards = dict[str, Any]
 Make = Callable[[StatesConfig, mf.Groups, dict[str, Any]], Shards]
@@ -49,15 +50,14 @@ def _full(bucket: Bucket) -> int:
     return bucket.numel * bucket.dtype.itemsize
 
 
+def _whole_and_parts(shards: float, buckets: Sequence[Bucket], leaves: Sequence[int]) -> float:
+    hashed = 16 * min(max(leaves) // 4, 2**20)  # two int64 for each element, of float32, at a time
+    return sum(leaves) + max(hashed, shards + max(map(_full, buckets)))
+
+
 WAYS = {
-    "model, then shard": Way(
-        _from_model,
-        lambda shards, buckets, leaves: sum(leaves) + shards + max(_full(b) for b in buckets),
-    ),
-    "init": Way(
-        _by_init,
-        lambda shards, buckets, leaves: shards + max(_full(b) for b in buckets) + max(leaves),
-    ),
+    "model, then shard": Way(_from_model, _whole_and_parts),
+    "init": Way(_by_init, lambda shards, buckets, leaves: shards + max(leaves)),
 }
 
 
