@@ -106,7 +106,9 @@ def init_peak(
 
 def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
     """The figures as a table."""
-    rows = [("", "policy", "at most", "formula", "ratio", "gap", "left", "shards")]
+    rows: list[tuple[str, ...]] = [
+        ("", "policy", "at most", "formula", "ratio", "gap", "left", "shards")
+    ]
     far = []
     for row in figures["rows"]:
         peak = row["peak"]
