@@ -12,7 +12,16 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.agreement import checksum
-from mics_fn.hollow import META, Hollow, geometry, hollows_in, on_meta, place, tensors_in
+from mics_fn.hollow import (
+    META,
+    Hollow,
+    geometry,
+    hollows_in,
+    left_behind,
+    on_meta,
+    place,
+    tensors_in,
+)
 from mics_fn.replay import Memory, Replay
 from mics_fn.stamps import default_generator, stamped, start_of
 from mics_fn.tape import NotRecorded, Op, Tape, View
@@ -103,37 +112,32 @@ class Recorder(_torch.DispatchMode):
         out: Any,
         known: int,
     ) -> None:
+        """Write an op down, unless all that it gives are views; `known` cells were there before."""
         outs = [self.view_of(x) if isinstance(x, Hollow) else None for x in tree.flatten(out)[0]]
         made = [view if view is not None and view.cell >= known else None for view in outs]
         if not written and not any(made):
             return
-        first = next((view for view in made if view is not None), None)
-        if first is not None and not hollows_in(
-            named
-        ):  # defaults may be others when it is replayed
-            device = self.tape.cells[first.cell].device
-            for name, value in (("dtype", first.dtype), ("device", device)):
-                named = named | ({name: value} if _torch.op_takes(func, name) else {})
+        fresh = next((view for view in made if view is not None), None)
+        if fresh is not None and not hollows_in(named):
+            # The defaults that count are those of now.
+            now = {"dtype": fresh.dtype, "device": self.tape.cells[fresh.cell].device}
+            named = named | {k: v for k, v in now.items() if _torch.op_takes(func, k)}
         blind = _torch.op_name(func) in OVERWRITES
         over = {name for name, is_out in writes.items() if blind or is_out}
-        reads = {
-            self.view_of(h).cell for k, v in named.items() if k not in over for h in hollows_in(v)
-        }
+        read = hollows_in({name: value for name, value in named.items() if name not in over})
         changes = {view.cell: True for view in made if view is not None}
         for name in writes:
             for view in map(self.view_of, hollows_in(named.get(name))):
                 whole = view.is_dense and view.nbytes == self.tape.cells[view.cell].nbytes
                 changes[view.cell] = changes.get(view.cell, True) and name in over and whole
-        generator, start = named.get("generator"), None
+        generator, start = None, None
         where = self.tape.cells[next(iter(changes))].device
         if torch.Tag.nondeterministic_seeded in func.tags and where.type != "meta":
-            generator = default_generator(where) if generator is None else generator
+            generator = named.get("generator") or default_generator(where)
             start = self._stamp(generator)
-            named = (
-                named | {"generator": generator} if _torch.op_takes(func, "generator") else named
-            )
         views = tree.map_leaves(lambda x: self.view_of(x) if isinstance(x, Hollow) else x, named)
-        self.tape.add(Op(func, views, made, tuple(sorted(reads)), changes, generator, start))
+        reads = sorted({self.view_of(hollow).cell for hollow in read})
+        self.tape.add(Op(func, views, made, tuple(reads), changes, generator, start))
 
     def _result(self, func: Any, named: dict[str, Any], metas: dict[str, Any]) -> Any:
         """The op's result without data, by torch's rules, or where they do not know by its data."""
@@ -168,6 +172,8 @@ class Recorder(_torch.DispatchMode):
 
     def ask(self, hollow: Hollow, question: Callable[[Tensor], Any]) -> Any:
         """What it would answer with what it would hold now."""
+        if not self.active:
+            raise left_behind("reading")
         value = self.value(hollow)
         with self._pause():
             return question(value)

@@ -46,9 +46,7 @@ class Hollow(Tensor):
             return args[0].device
         if func is _torch.ASK_COMPATIBLE:
             return True
-        text = f"{func} on a tensor that init left without data: it was made with the model"
-        fix = "keep it in the module, as a buffer or an attribute, where init finds it"
-        raise LeafError(message(text, fix=fix))
+        raise left_behind(f"{func}")
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -94,6 +92,13 @@ class Hollow(Tensor):
             setattr(copied, name, value)
         memo[id(self)] = copied
         return copied
+
+
+def left_behind(what: str) -> LeafError:
+    """For a tensor that is still hollow when its model is made."""
+    text = f"{what} on a tensor that init left without data: it was made with the model"
+    fix = "keep it in the module, as a buffer or an attribute, where init finds it"
+    return LeafError(message(text, fix=fix))
 
 
 def hollows_in(value: Any) -> list[Hollow]:

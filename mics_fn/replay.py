@@ -166,7 +166,7 @@ class Replay:
         """From now on drop states that nothing begins with any more."""
         ops = self.tape.ops
         later = [i for i in self.tape.randoms if i not in self._after]
-        inputs = (j for i in later if ops[i].reads for j in self.tape.inputs_of(i).ops)
+        inputs = (j for i in later if ops[i].reads for j in self.tape.inputs_of(i).ops[:-1])
         starts = [ops[i].start for i in (*pending, *later, *inputs)]
         starts += [state for _, state in self.tape.finals]
         self._uses = Counter(start for start in starts if isinstance(start, int))

@@ -6,6 +6,7 @@ stay right. One that holds tensors of somebody else is copied.
 
 import copy
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mics_fn.hollow import META, Hollow
 OWN = {"recorder", "_is_param"}  # what a hollow tensor has that is not its user's
 # Nothing that a model owns lies behind these.
 CLOSED = (str, bytes, int, float, complex, type, torch.Tensor, torch.dtype, torch.device)
+CLOSED += (ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
 def hollow_parts(model: Any) -> dict[int, Hollow]:
@@ -33,7 +35,7 @@ def with_parts(model: nn.Module, new: dict[int, Tensor]) -> nn.Module:
     """The model with a tensor instead of each hollow one, by its `id`."""
     for hollow in hollow_parts(model).values():
         for name, value in vars(hollow).items():
-            if name not in OWN:  # such as marks for an optimizer
+            if name not in OWN and not isinstance(value, Hollow):  # marks for an optimizer
                 setattr(new[id(hollow)], name, value)
     _swap(model, lambda hollow: new[id(hollow)])
     real = [p for p in model.parameters() if not p.is_meta]

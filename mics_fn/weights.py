@@ -156,6 +156,8 @@ def _entry(
 
     def read(start: int, stop: int) -> Tensor:
         width = kind.itemsize
+        if start == stop:
+            return torch.empty(0, dtype=kind)
         data = _bytes(file, base + begin + start * width, (stop - start) * width)
         return torch.frombuffer(data, dtype=kind)
 

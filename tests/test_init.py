@@ -556,6 +556,17 @@ def test_a_model_of_somebody_else_stays_as_it_is():
     assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
 
 
+def test_parameters_that_share_memory_are_one_in_the_skeleton():
+    with mf.make_groups(1) as groups:
+        skeleton, shards = mf.init(memory_ties, groups, seed=SEED)
+        first, second, third = cast(Any, skeleton)
+        assert first.weight is second.weight
+        assert first.weight is third.weight
+        again = mf.load_shards(mf.gather(shards, groups), groups, like=skeleton)
+        assert tree.flatten(again)[1] == tree.flatten(shards)[1]
+        same_bits(data_of(again), data_of(shards))
+
+
 def test_a_tensor_that_got_away_says_where_it_comes_from():
     away = []
 

@@ -86,6 +86,35 @@ def test_one_parameter_at_a_time_is_there_besides_the_shards(ranks, layout: Layo
         assert layout.partition_size == 1 or found < 0.75 * DEPTH * parameter
 
 
+class Draws(TorchDispatchMode):
+    """Counts the ops that draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        real = all(not x.is_meta for x in tree.flatten(args)[0] if isinstance(x, Tensor))
+        self.count += real and torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_number_is_drawn_once():
+    """Also those that are drawn again by somebody else, and so needed by nobody."""
+    with mf.make_groups(1) as groups:
+        for model_fn in (INITS["normal"][0], INITS["orthogonal"][0], INITS["bfloat16"][0]):
+            with Draws() as plain:
+                model_fn()
+            with Draws() as ours:
+                mf.init(model_fn, groups, seed=1)
+            assert ours.count == plain.count == 3 * DEPTH
+            with Draws() as ours:
+                weights = {k: p.detach() for k, p in model_fn().named_parameters()}
+                before = ours.count
+                mf.init(model_fn, groups, seed=1, weights=weights)
+            assert ours.count == before
+
+
 def wide(depth: int) -> nn.Module:
     return stack(nn.init.normal_, width=768, depth=depth)
 

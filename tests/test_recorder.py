@@ -135,3 +135,52 @@ def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
     assert all(got[i].stride() == want[i].stride() for i in chosen)
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(real.own.get_state(), found.own.get_state())
+
+
+# What such programs seldom meet.
+
+
+def test_what_a_value_followed_from_is_not_taken_for_what_it_was_before():
+    with Recorder():
+        a, b = torch.full((2,), 2.0), torch.ones(2)
+        c = a + b
+        a.mul_(3)
+        assert float(a.sum()) == 12  # and now it is known what `a` holds
+        assert float((a + c).sum()) == 18
+        a.add_(1)
+        assert a.tolist() == [7, 7]
+        assert c.tolist() == [3, 3]
+
+
+def test_an_op_that_writes_to_several_tensors_runs_once_for_all():
+    with Recorder():
+        pair = [torch.ones(2), torch.full((2,), 5.0)]
+        torch._foreach_mul_(pair, 2)  # pyright: ignore[reportPrivateImportUsage]
+        assert [float(pair[i].sum()) for i in (0, 1, 0, 1)] == [4, 20, 4, 20]
+        q, r = torch.linalg.qr(torch.eye(3) * 2)
+        q.mul_(3)
+        sums = [float(x.abs().sum()) for x in (q, r, q)]
+        assert sums == [9, 6, 9]
+
+
+def test_a_write_that_leaves_something_keeps_what_was_there():
+    with Recorder():
+        x = torch.arange(12.0)
+        x.as_strided((3, 4), (2, 1)).fill_(-1)  # as many elements as there are, some of them twice
+        assert x.tolist() == [-1.0] * 8 + [8.0, 9.0, 10.0, 11.0]
+        y = torch.arange(4.0)
+        y.expand(3, 4)[1].fill_(2)
+        assert y.tolist() == [2, 2, 2, 2]
+
+
+def test_the_end_of_a_stream_is_what_code_has_set():
+    torch.manual_seed(1)
+    with Recorder() as recorder:
+        x = torch.rand(3)
+        torch.manual_seed(5)
+    recorder.finish()
+    assert torch.initial_seed() == 1
+    recorder.replay.parts([recorder.view_of(x).cell], lambda cell, memory: None)
+    recorder.replay.finish()
+    state = torch.get_rng_state()
+    assert torch.equal(state, torch.manual_seed(5).get_state())
