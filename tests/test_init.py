@@ -469,6 +469,15 @@ def test_generators_of_others_end_as_after_a_plain_construction():
         assert torch.equal(own[0].get_state(), own[1].get_state())
 
 
+def test_generators_stay_as_seeded_where_weights_are_read():
+    model = made(OwnGenerator)
+    with mf.make_groups(1) as groups:
+        _, shards = mf.init(OwnGenerator, groups, seed=5, weights=model.state_dict())
+        same_bits(mf.gather(shards, groups), {k: p.data for k, p in model.named_parameters()})
+    state = torch.get_rng_state()
+    assert torch.equal(state, torch.manual_seed(5).get_state())
+
+
 def test_a_seed_can_be_read_while_a_model_is_recorded():
     with mf.make_groups(1) as groups:
         skeleton, _ = mf.init(OwnGenerator, groups, seed=SEED)

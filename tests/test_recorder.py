@@ -163,6 +163,18 @@ def test_an_op_that_writes_to_several_tensors_runs_once_for_all():
         assert sums == [9, 6, 9]
 
 
+def test_an_op_that_writes_to_several_tensors_leaves_what_came_later():
+    with Recorder():
+        x, places = torch.tensor([[1.0, 5.0], [4.0, 2.0]]), torch.full((4,), 7)
+        most = torch.zeros(2)
+        torch.max(x, 0, out=(most, places[:2]))
+        most.add_(1)
+        assert most.tolist() == [5, 6]
+        assert (most + places[:2]).tolist() == [6, 6]
+        assert places.tolist() == [1, 0, 7, 7]
+        assert most.tolist() == [5, 6]
+
+
 def test_a_write_that_leaves_something_keeps_what_was_there():
     with Recorder():
         x = torch.arange(12.0)
