@@ -41,7 +41,7 @@ def init(
     What `model_fn` does is recorded without data. Then each parameter is made by itself, with the
     random numbers that it would have had, and this rank's part is kept. So all values are, bit for
     bit, those of `torch.manual_seed(seed); model_fn()` on the groups' device, and torch's
-    generators are left as that leaves them. It takes about as long, since every rank draws all
+    generators are left as that leaves them. It takes somewhat longer: every rank draws all
     numbers. If something in `model_fn` can not be recorded or repeated, a warning says what, and
     each rank makes the whole model and keeps its part: the values are the same, the memory is not.
 
