@@ -114,7 +114,7 @@ class Cache:
         held_numel, out_numel = self._needs(index)
         chunk = self._held.get(index, chunk)
         if held_numel and index not in self._held:
-            self._held[index] = self._take(index, held_numel, True)
+            self._held[index] = self._take(index, held_numel, exact=True)
         if out_numel:
             self._buffers[index] = self._take(index, out_numel)
         held, out = self._held.get(index), self._buffers.get(index)
@@ -128,11 +128,11 @@ class Cache:
         moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
         return held, use.bucket.numel if moves else 0
 
-    def _take(self, index: int, numel: int, snug: bool = False) -> Tensor:
+    def _take(self, index: int, numel: int, exact: bool = False) -> Tensor:
         use, chunk = self.uses[index], self._chunks[index]
         if _torch.is_hollow(chunk):
             return chunk.new_empty(numel, dtype=use.bucket.compute)
-        return use.hierarchy.fetched.take((numel,), use.bucket.compute, chunk.device, snug)
+        return use.hierarchy.fetched.take((numel,), use.bucket.compute, chunk.device, exact)
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
@@ -165,7 +165,7 @@ class Cache:
             if action.kind == "fetch":
                 held, out = self._needs(index)
                 if held and index not in self._held:
-                    self._held[index] = self._take(index, held, True)
+                    self._held[index] = self._take(index, held, exact=True)
                 if out:
                     taken[index] = self._take(index, out)
             elif action.kind == "drop" and index in taken:

@@ -144,7 +144,8 @@ class Hierarchy:
     partition: Comm = field(repr=False)  # control messages inside the partition group
     agreed: set = field(default_factory=set, repr=False)  # trees that its ranks agreed on before
     # Memory of what is on its way: in reductions at once, in those that overlap backward, in
-    # gathers, and chunks of reduced gradients.
+    # gathers, and chunks of reduced gradients. A chunk has its memory for itself, as shards have:
+    # so an optimizer takes both as one tensor, whatever these groups were used for before.
     buffers: Buffers = field(default_factory=Buffers, repr=False)
     slots: Slots = field(default_factory=lambda: Slots(MOST_FULL), repr=False)
     fetched: Buffers = field(default_factory=Buffers, repr=False)

@@ -18,6 +18,7 @@ from mics_fn import _torch
 from mics_fn.layout import Bucket, gaps, pieces
 
 _BLOCK = 2**16  # elements that are widened at a time: their wide copies fit in the caches
+_PATIENCE = 16  # takes of each buffer that there ever was, until one that nobody took is let go
 
 
 @lru_cache(maxsize=4096)
@@ -181,35 +182,48 @@ class Buffers:
     def __init__(self, keep: int | None = None) -> None:
         self.keep = keep
         self.made = 0  # buffers that were new
-        self._free: list[tuple[Tensor, Any]] = []  # 1D, uint8; and the event to wait for
+        self._takes = 0
+        # 1D, uint8; the event to wait for; and how many were taken before it was given back.
+        self._free: list[tuple[Tensor, Any, int]] = []
 
     def take(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, snug: bool = False
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, exact: bool = False
     ) -> Tensor:
         """An uninitialised tensor: in the smallest free buffer that is large enough, else new.
 
-        One that is kept for long should be `snug`, in a buffer of less than twice its size.
+        With `exact` only in one of just its size, as for what is kept for long.
         """
         nbytes = prod(shape) * dtype.itemsize
+        self._takes += 1
         fits = [
             (event is not None and not event.query(), raw.nbytes, i)
-            for i, (raw, event) in enumerate(self._free)
-            if raw.device == device and raw.nbytes >= nbytes
-            if not snug or raw.nbytes < 2 * nbytes
+            for i, (raw, event, _) in enumerate(self._free)
+            if raw.device == device and (raw.nbytes == nbytes if exact else raw.nbytes >= nbytes)
         ]
         # One buffer that is still read would make its next user wait; two can take turns.
-        if not nbytes or not fits or (len(fits) == 1 and fits[0][0]):
-            self.made += bool(nbytes)
+        if not nbytes or not fits or (len(fits) == 1 and fits[0][0] and not exact):
+            if nbytes:
+                self._let_go()
+                self.made += 1
             return torch.empty(shape, dtype=dtype, device=device)
-        raw, event = self._free.pop(min(fits)[2])
+        raw, event, _ = self._free.pop(min(fits)[2])
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
         return raw[:nbytes].view(dtype).view(shape)
 
+    def _let_go(self) -> None:
+        """Forget buffers that nobody takes any more, such as those of a model that is gone."""
+        since = self._takes - _PATIENCE * self.made
+        self._free = [
+            (raw, event, given)
+            for raw, event, given in self._free
+            if given >= since or (event is not None and not event.query())
+        ]
+
     @property
     def waiting_bytes(self) -> int:
         """Bytes of those that wait for their next use."""
-        return sum(raw.nbytes for raw, _ in self._free)
+        return sum(raw.nbytes for raw, _, _ in self._free)
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody reads or writes any more, later work on CUDA excepted."""
@@ -218,7 +232,7 @@ class Buffers:
         storage = tensor.untyped_storage()
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-        self._free.append((raw, event))
+        self._free.append((raw, event, self._takes))
         if self.keep is not None and len(self._free) > self.keep:
             self._free.sort(key=lambda waiting: -waiting[0].nbytes)
             del self._free[self.keep :]

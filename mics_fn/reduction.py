@@ -122,7 +122,7 @@ class Reduction:
         if self._pass:
             return None
         shape = (bucket.numel // self._now(route).size,)
-        return route.chunks.take(shape, self._dtype(bucket), route.device)
+        return route.chunks.take(shape, self._dtype(bucket), route.device, exact=True)
 
     def _now(self, route: Hierarchy) -> Hierarchy:
         """The levels that are reduced in every pass."""
@@ -223,7 +223,7 @@ class Reduction:
             return total
         full, spare = route.slots.pair(slot, total.shape, bucket.reduce, total.device)
         full = total if total.dtype == bucket.reduce else full.copy_(total)
-        mine = route.chunks.take((bucket.chunk,), total.dtype, total.device)
+        mine = route.chunks.take((bucket.chunk,), total.dtype, total.device, exact=True)
         yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
         # Not before the end of the step, or how many chunks there are would follow a clock.
         self._given.append((route.chunks, total))

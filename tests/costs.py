@@ -111,9 +111,9 @@ class Counted(Buffers):
         super().__init__()
         self.used = self.peak = 0
 
-    def take(self, *args: Any) -> Any:
+    def take(self, *args: Any, **how: Any) -> Any:
         """As ever; counted as asked for, not as found."""
-        tensor = super().take(*args)
+        tensor = super().take(*args, **how)
         self.used += tensor.nbytes
         self.peak = max(self.peak, self.used)
         return tensor

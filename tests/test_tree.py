@@ -219,6 +219,30 @@ def test_buffers_come_back_and_are_few():
     assert buffers.take((8,), torch.float32, cpu).data_ptr() not in memory[1:], "keep=2"
 
 
+def test_a_buffer_can_be_the_tensors_alone():
+    buffers, cpu = flat.Buffers(), torch.device("cpu")
+    wide, narrow = (buffers.take((n,), torch.float32, cpu, exact=True) for n in (100, 60))
+    places = wide.data_ptr(), narrow.data_ptr()
+    buffers.give(wide)
+    other = buffers.take((60,), torch.float32, cpu, exact=True)
+    assert other.data_ptr() not in places
+    assert other.untyped_storage().nbytes() == 240
+    buffers.give(narrow)
+    assert buffers.take((50,), torch.float64, cpu, exact=True).data_ptr() == places[0]
+    assert buffers.take((49,), torch.float32, cpu).data_ptr() == places[1]
+
+
+def test_buffers_that_nobody_takes_any_more_are_let_go():
+    buffers, cpu = flat.Buffers(), torch.device("cpu")
+    for n in (100, 60):  # of a model that is gone, and of the next one
+        for _ in range(40):
+            buffers.give(buffers.take((n,), torch.float32, cpu, exact=True))
+    assert buffers.waiting_bytes == 4 * 160, "nothing was made since"
+    buffers.give(buffers.take((30,), torch.float32, cpu, exact=True))
+    assert buffers.waiting_bytes == 4 * 90
+    assert buffers.made == 3
+
+
 def test_optree_sees_our_nodes_only_in_our_namespace():
     assert (
         optree.tree_leaves(NODES["Sharded"](), namespace="") != tree.flatten(NODES["Sharded"]())[0]
