@@ -209,6 +209,8 @@ def work(folder: Path) -> None:
         (folder / f"result{rank}.pickle").write_bytes(result)
         if dist.is_initialized():
             dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
     except BaseException as err:
         text = "".join(traceback.format_exception_only(err)).strip().removeprefix("mics_fn.errors.")
         trace.write("".join(traceback.format_exception(err)))
@@ -219,3 +221,5 @@ def work(folder: Path) -> None:
         time.sleep(LINGER_S)
         # Not by a normal exit: threads of a broken group may hold it up.
         os._exit(1)
+    # A thread of gloo that has yet to let go of a tensor would abort a normal exit.
+    os._exit(0)
