@@ -164,7 +164,9 @@ def test_step_with_policies(tmp_path: Path) -> None:
     held = {label.partition("@")[0]: set() for label in peers}
     for peer in part["peers"]:
         held[peer["name"].partition("@")[0]].add(peer["held_bytes"])
-    assert all(len(each) == 1 for each in held.values()), "masters are float32 in both"
+    # Masters are float32 in both; a leaf is padded to 16 bytes of what travels: 8 elements at most.
+    padding = 3 * 4 * 8 * len(list(MODEL.parameters()))
+    assert all(max(each) - min(each) < padding < max(each) / 4 for each in held.values()), held
     assert "over f32" in printed
 
 
