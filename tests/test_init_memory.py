@@ -145,11 +145,14 @@ def wide(depth: int) -> nn.Module:
 
 
 def resident(depth: int) -> InitMemory:
+    """Of three times the least: pages of code and of the allocator come and go, and only add."""
     give_back_at_once()
     groups = mf.make_groups(4)
     for _ in range(2):  # then all code is loaded
         mf.init(partial(wide, 2), groups, seed=1)
-    return measure_init(partial(wide, depth), groups, torch.device("cpu"), seed=1)
+    cpu, make = torch.device("cpu"), partial(wide, depth)
+    found = [measure_init(make, groups, cpu, seed=1) for _ in range(3)]
+    return min(found, key=lambda memory: memory.grown or 0)
 
 
 def test_resident_memory_follows_the_formula():
