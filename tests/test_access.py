@@ -81,8 +81,11 @@ def gets_tree(groups, params, bucket_bytes):
         same_leaf(mf.get(shards, f"grads{path}", groups.flat), full)
 
 
-@every_layout
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*((x, torch.float32) for x in LAYOUTS), *((x, torch.bfloat16) for x in LEVELS)],
+    ids=str,
+)
 def test_get_gives_every_leaf_in_full(ranks, layout, dtype):
     for bucket_bytes in (40, 25 * 2**20):
         ranks(layout.world_size).run(gets, layout, dtype, bucket_bytes)

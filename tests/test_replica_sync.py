@@ -35,6 +35,7 @@ from mics_fn.leaf import is_leaf
 STEPS = 7
 LR, OUTER_LR, MOMENTUM = 0.25, 0.5, 0.5
 FAR = [x for x in LAYOUTS if x.world_size > x.partition_size]
+NEAR = [x for x in LAYOUTS if x not in FAR]
 POLICIES = {
     "every": mf.every_step,
     "local1": lambda: mf.local_sgd(1),
@@ -160,7 +161,7 @@ def trained_models(layout, policy, donate, bucket_bytes):
     return mf.unshard(state.params, inner), mf.unshard(anchor, inner)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
 @pytest.mark.parametrize("policy", ["every", "local3", "diloco2", "diloco3"])
 def test_equals_its_twin_to_the_bit(ranks, layout, policy):
     pool = ranks(layout.world_size)
@@ -198,7 +199,7 @@ def at_every_step(layout):
     return found[0]["a"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
 def test_sgd_averaged_at_every_step_is_hop_2(ranks, layout):
     """p - lr g averaged over replicas is p - lr mean(g), exactly where nothing rounds."""
     found = ranks(layout.world_size).run(at_every_step, layout)
@@ -396,7 +397,7 @@ def traffic_by_step(layout, policy):
     return seen[1:], [bucket.chunk * bucket.dtype.itemsize for bucket in buckets]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
 def test_bytes_between_replicas_follow_the_formula(ranks, layout):
     pool, r = ranks(layout.world_size), layout.world_size // layout.partition_size
     inside = [
@@ -425,7 +426,7 @@ def alone_in_the_world(layout):
     assert "replicas" not in groups.traffic.snapshot()
 
 
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x not in FAR], ids=str)
+@pytest.mark.parametrize("layout", NEAR, ids=str)
 def test_with_one_replica_there_is_nothing_to_average(ranks, layout):
     ranks(layout.world_size).run(alone_in_the_world, layout)
 

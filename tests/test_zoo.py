@@ -33,8 +33,10 @@ else:
     TRANSFORMERS: dict[str, Case] = {}
 
 ZOO = CASES | TRANSFORMERS
-LAYOUTS = [Layout((2,), 2), Layout((2, 2), 2)]
-LIVE_BYTES = [None, 0]  # all gathered parameters stay, or one bucket
+# One bucket is gathered at a time, or all gathered parameters stay.
+WAYS = pytest.mark.parametrize(
+    ("layout", "live_bytes"), [(Layout((2,), 2), 0), (Layout((2, 2), 2), None)], ids=str
+)
 MARKS: dict[str, pytest.MarkDecorator] = {
     "func": pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own jvp
 }
@@ -189,16 +191,14 @@ def check(ranks: Any, layout: Layout, name: str, live_bytes: int | None) -> None
     same_bits({k: found[0].params[k] for k in frozen}, {k: named(model)[k] for k in frozen})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("live_bytes", LIVE_BYTES)
+@WAYS
 @pytest.mark.parametrize("name", [pytest.param(k, marks=MARKS.get(k, ())) for k in CASES])
 def test_equals_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
 
 
 @pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("live_bytes", LIVE_BYTES)
+@WAYS
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_equal_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)

@@ -10,6 +10,7 @@ a parallel region of OpenMP in the parent, one in the child would hang: children
 """
 
 import contextlib
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -136,6 +137,7 @@ class RankPool:
         """Start all ranks; with `first`, they inherit that call and answer it at once."""
         _refuse_unsafe_fork()
         self.close()
+        importlib.import_module("torch._dynamo")  # which torch.func would import in each of them
         folder = Path(tempfile.mkdtemp(prefix="mics_ranks_"))
         self._dirs.append(folder)
         context = mp.get_context("fork")
