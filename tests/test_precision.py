@@ -414,7 +414,7 @@ def test_a_mean_over_nobody_is_refused():
         mean_factors(F16, 0)
 
 
-# The scale of a loss: sequences of good (.) and overflowing (X) steps, and what comes of them.
+# The scale of a loss: sequences of good (.) and overflowing (!) steps, and what comes of them.
 
 SEQUENCES = [
     # options, sequence, then value, credits and good_steps after each step
@@ -423,23 +423,23 @@ SEQUENCES = [
     ({"init": 8.0, "interval": 2}, ".....", "8 16 16 32 32", "1 1 1 1 1", "1 0 1 0 1"),
     ({"init": 8.0, "interval": 1}, "...", "16 32 64", "1 1 1", "0 0 0"),
     # nothing but overflows, down to the floor and no further
-    ({"init": 8.0, "interval": 2}, "XXXXX", "4 2 1 1 1", "0 0 0 0 0", "0 0 0 0 0"),
-    ({"init": 8.0, "interval": 2, "min": 3.0}, "XXX", "4 3 3", "0 0 0", "0 0 0"),
-    ({"init": 8.0, "interval": 2, "factor": 4.0, "min": 0.25}, "XXX", "2 .5 .25", "0 0 0", "0 0 0"),
+    ({"init": 8.0, "interval": 2}, "!!!!!", "4 2 1 1 1", "0 0 0 0 0", "0 0 0 0 0"),
+    ({"init": 8.0, "interval": 2, "min": 3.0}, "!!!", "4 3 3", "0 0 0", "0 0 0"),
+    ({"init": 8.0, "interval": 2, "factor": 4.0, "min": 0.25}, "!!!", "2 .5 .25", "0 0 0", "0 0 0"),
     # some: each ends a run of good steps
-    ({"init": 8.0, "interval": 2}, ".X..X.", "8 4 4 8 4 4", "1 0 0 1 0 0", "1 0 1 0 0 1"),
-    ({"init": 8.0, "interval": 3}, "..X..X...", "8 8 4 4 4 2 2 2 4", "1 1 0 0 0 0 0 0 1",
+    ({"init": 8.0, "interval": 2}, ".!..!.", "8 4 4 8 4 4", "1 0 0 1 0 0", "1 0 1 0 0 1"),
+    ({"init": 8.0, "interval": 3}, "..!..!...", "8 8 4 4 4 2 2 2 4", "1 1 0 0 0 0 0 0 1",
      "1 2 0 1 2 0 1 2 0"),
     # the ceiling
-    ({"init": 8.0, "interval": 1, "max": 20.0}, "...X", "16 20 20 10", "1 1 1 0", "0 0 0 0"),
+    ({"init": 8.0, "interval": 1, "max": 20.0}, "...!", "16 20 20 10", "1 1 1 0", "0 0 0 0"),
     # hysteresis: the second overflow counts, and each after it
-    ({"init": 8.0, "interval": 2, "hysteresis": 2}, "XXX", "8 4 2", "1 0 0", "0 0 0"),
-    ({"init": 8.0, "interval": 2, "hysteresis": 3}, "XXXX", "8 8 4 2", "2 1 0 0", "0 0 0 0"),
+    ({"init": 8.0, "interval": 2, "hysteresis": 2}, "!!!", "8 4 2", "1 0 0", "0 0 0"),
+    ({"init": 8.0, "interval": 2, "hysteresis": 3}, "!!!!", "8 8 4 2", "2 1 0 0", "0 0 0 0"),
     # one good step does not restore credits, growth does
-    ({"init": 8.0, "interval": 2, "hysteresis": 2}, "X.X.X", "8 8 4 4 2", "1 1 0 0 0", "0 1 0 1 0"),
+    ({"init": 8.0, "interval": 2, "hysteresis": 2}, "!.!.!", "8 8 4 4 2", "1 1 0 0 0", "0 1 0 1 0"),
     (
         {"init": 8.0, "interval": 2, "hysteresis": 2},
-        "X..X.X..XX",
+        "!..!.!..!!",
         "8 8 16 16 16 8 8 16 16 8",
         "1 1 2 1 1 0 0 2 1 0",
         "0 1 0 0 1 0 1 0 0 0",
@@ -447,7 +447,7 @@ SEQUENCES = [
     # at the ceiling a run of good steps still restores credits
     (
         {"init": 8.0, "interval": 2, "hysteresis": 2, "max": 8.0},
-        "X..XX",
+        "!..!!",
         "8 8 8 8 4",
         "1 1 2 1 0",
         "0 1 0 0 0",
@@ -464,7 +464,7 @@ def test_a_dynamic_scale_follows_the_table(options, steps, values, credits, good
         scale = scale.adjust(torch.tensor(step == ".") if i % 2 else step == ".")
         found.append((scale.value, scale.credits, scale.good_steps, scale.overflows))
     columns = [[float(x) for x in text.split()] for text in (values, credits, good)]
-    overflows = [steps[: i + 1].count("X") for i in range(len(steps))]
+    overflows = [steps[: i + 1].count("!") for i in range(len(steps))]
     assert found == list(zip(*columns, overflows, strict=True))
     assert start == mf.dynamic_scale(**options), "the first is as it was"
 
