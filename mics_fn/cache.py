@@ -114,7 +114,7 @@ class Cache:
         held_numel, out_numel = self._needs(index)
         chunk = self._held.get(index, chunk)
         if held_numel and index not in self._held:
-            self._held[index] = self._take(index, held_numel, exact=True)
+            self._held[index] = self._take(index, held_numel, keep=True)
         if out_numel:
             self._buffers[index] = self._take(index, out_numel)
         held, out = self._held.get(index), self._buffers.get(index)
@@ -128,11 +128,12 @@ class Cache:
         moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
         return held, use.bucket.numel if moves else 0
 
-    def _take(self, index: int, numel: int, exact: bool = False) -> Tensor:
+    def _take(self, index: int, numel: int, keep: bool = False) -> Tensor:
         use, chunk = self.uses[index], self._chunks[index]
         if _torch.is_hollow(chunk):
             return chunk.new_empty(numel, dtype=use.bucket.compute)
-        return use.hierarchy.fetched.take((numel,), use.bucket.compute, chunk.device, exact)
+        pool = use.hierarchy.held if keep else use.hierarchy.fetched
+        return pool.take((numel,), use.bucket.compute, chunk.device, exact=keep)
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
@@ -165,7 +166,7 @@ class Cache:
             if action.kind == "fetch":
                 held, out = self._needs(index)
                 if held and index not in self._held:
-                    self._held[index] = self._take(index, held, exact=True)
+                    self._held[index] = self._take(index, held, keep=True)
                 if out:
                     taken[index] = self._take(index, out)
             elif action.kind == "drop" and index in taken:
@@ -181,7 +182,7 @@ class Cache:
     def _give_held(self) -> None:
         for index in list(getattr(self, "_held", ())):
             if index not in self._coming:
-                self.uses[index].hierarchy.fetched.give(self._held.pop(index))
+                self.uses[index].hierarchy.held.give(self._held.pop(index))
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:

@@ -143,12 +143,14 @@ class Hierarchy:
     life: Life = field(repr=False)
     partition: Comm = field(repr=False)  # control messages inside the partition group
     agreed: set = field(default_factory=set, repr=False)  # trees that its ranks agreed on before
-    # Memory of what is on its way: in reductions at once, in those that overlap backward, in
-    # gathers, and chunks of reduced gradients. A chunk has its memory for itself, as shards have:
-    # so an optimizer takes both as one tensor, whatever these groups were used for before.
+    # Memory of what is on its way: in reductions at once, in those that overlap backward, and in
+    # gathers; and of what a step keeps, copies of parameters and chunks of gradients. Such a chunk
+    # has its memory for itself, as that of shards has: so an optimizer takes both as one tensor,
+    # whatever these groups were used for before.
     buffers: Buffers = field(default_factory=Buffers, repr=False)
     slots: Slots = field(default_factory=lambda: Slots(MOST_FULL), repr=False)
     fetched: Buffers = field(default_factory=Buffers, repr=False)
+    held: Buffers = field(default_factory=Buffers, repr=False)
     chunks: Buffers = field(default_factory=Buffers, repr=False)
     control: Any = field(default=None, repr=False)  # `control.Control` of its ranks
     # [Note: placements] Shards are cut over all levels. What a run gathered over the first `hold`
@@ -198,7 +200,7 @@ class Hierarchy:
     @property
     def waiting_bytes(self) -> int:
         """Memory that waits for the next step between two of them."""
-        pools = (self.buffers, self.fetched, self.chunks)
+        pools = (self.buffers, self.fetched, self.held, self.chunks)
         return self.slots.nbytes + sum(pool.waiting_bytes for pool in pools)
 
     @cached_property

@@ -124,7 +124,7 @@ class Counted(Buffers):
         super().give(tensor)
 
 
-POOLS = ("fetched", "chunks", "buffers")
+POOLS = ("fetched", "held", "chunks", "buffers")
 
 
 def counted(groups: mf.Groups) -> mf.Groups:
