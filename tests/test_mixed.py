@@ -19,7 +19,7 @@ from cases import (
     same_bits,
     unit_roundoff,
 )
-from costs import Placed, buckets_of, counted, level_sizes, sent_in_a_step
+from costs import Placed, buckets_of, counted, level_sizes, per_level, sent_in_a_step
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -244,6 +244,50 @@ def test_sums_of_gradients_and_their_bytes(ranks, layout):
     for i, scheme in enumerate(PLACEMENTS[layout]):
         policies = POLICIES if scheme in ("ddp", "zero1") else POLICIES[i + 1 :: 3]
         ranks(layout.world_size).run(means_and_bytes, layout, scheme, policies, 2 + i % 2)
+
+
+def hops(layout, policies):
+    """Gradients of a plain gather, and by a `GradSum`: the same bits, and what they sent."""
+    groups, rank, n = groups_of(layout), dist.get_rank(), layout.world_size
+    sizes, r = level_sizes(layout), layout.world_size // layout.partition_size
+    values = {"a": random(0, 37), "b": random(1, 5, 9)}
+    for policy in policies:
+        said = policy_of(policy).dtypes("", F32)
+        shards = mf.shard(values, groups, precision=policy)
+        (bucket,) = buckets_of(shards)
+        each = [
+            {k: random(50 + other, *v.shape).to(said.compute) for k, v in values.items()}
+            for other in range(n)
+        ]
+
+        def loss(full, ys=each[rank]):
+            return sum((full[k] * y).sum().float() for k, y in ys.items())
+
+        groups.traffic.clear()
+        hop1 = torch.func.grad(lambda s: loss(mf.gather(s, groups)))(shards)
+        near = groups.traffic.snapshot()
+        hop2 = mf.reduce_grads(hop1, groups)
+        sent = {name: nbytes for name, (_, nbytes) in groups.traffic.snapshot().items()}
+        travels = bucket.numel * said.reduce.itemsize
+        levels = [level.reduce.name for level in groups.hierarchy.levels]
+        want = dict(zip(levels, per_level(travels, sizes), strict=True))
+        assert {name: near[name][1] for name in levels} == want, policy
+        assert sent.get("replicas", 0) == 2 * (r - 1) * travels // layout.partition_size // r
+        assert all(x.dtype == said.param for g in (hop1, hop2) for x in tree.flatten(g)[0])
+        total = mf.GradSum()
+        total.backward(loss(mf.gather(shards, groups, schedule=mf.keep_all(), into=total)))
+        same_bits(mf.unshard(total.grads(), groups), mf.unshard(hop2, groups))
+        total.release()
+        if n == 2:  # one mean of two rounded values, which is then rounded no more
+            pairs = {k: [ys[k].to(said.reduce) for ys in each] for k in values}
+            wide = {k: in_rank_order([y.float() for y in pair]) for k, pair in pairs.items()}
+            same_bits(mf.unshard(hop1, groups), wide)
+
+
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
+def test_both_hops_send_the_dtype_to_reduce_in(ranks, layout):
+    policies = ("reduce=bf16", "compute=bf16,reduce=bf16", "compute=bf16,reduce=f32", None)
+    ranks(layout.world_size).run(hops, layout, policies)
 
 
 # What narrow dtypes can lose, and do not.

@@ -476,3 +476,32 @@ def one_policy_two_placements(layout):
 
 def test_a_policy_knows_placements_apart(ranks):
     ranks(4).run(one_policy_two_placements, Layout((2, 2), 4))
+
+
+def along_the_flat_route(layout):
+    """Gathers of each bucket in a run, with memory for one, where a gather is one hop."""
+    found = {}
+    for scheme in ("zero2", "zero3", "hpz"):
+        groups = getattr(placement, scheme)(groups_of(layout))
+        shards = mf.shard(make_params(), groups, bucket_bytes=BUCKET_BYTES)
+        policy = mf.on_demand(live_bytes=0, prefetch=0)
+        for _ in range(2):
+            groups.traffic.clear()
+            full, cache = defer(tree.map_leaves(taught, shards), groups.flat, policy)
+            loss_of(full, micro_batch(0, 0, dist.get_rank())).backward()
+            cache.close()
+        sent = groups.traffic.snapshot().items()
+        calls = sum(count for name, (count, _) in sent if name.startswith("gather"))
+        found[scheme] = calls / len([b for b in buckets_of(shards) if b.numel])
+    return found
+
+
+def taught(piece):
+    return piece.detach().requires_grad_(piece.is_floating_point())
+
+
+def test_a_flat_route_keeps_all_or_nothing(ranks):
+    """Its one hop has no part that could be kept."""
+    for found in ranks(4).run(along_the_flat_route, Layout((2, 2), 4)):
+        assert found["zero2"] == 1
+        assert found["zero3"] == found["hpz"] > 1
