@@ -1,7 +1,9 @@
 """Communicators: who is in one, this rank's place, what it sent, and how one is made."""
 
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.flat import Buffers, Slots
+from mics_fn.rendezvous import poll
 from mics_fn.topology import chunk_of, fold_ranks
 
 MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
@@ -227,6 +230,41 @@ class Maker:
     key: str  # where groups meet in the store; new, and the same on all ranks
     traffic: Traffic = field(default_factory=Traffic)
     life: Life = field(default_factory=Life)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Leave the block once all ranks have made their groups there; if one fails, all do.
+
+        One that went on and closed them would cut connections that others are still making.
+
+        Communication: a few small messages to the store.
+
+        Raises:
+          GroupsError: another rank failed, or was not done in time.
+        """
+        if len(self.ranks) == 1:
+            yield
+            return
+        store, n = _torch.default_store(), len(self.ranks)
+        made, failed = f"{self.key}/made", f"{self.key}/failed"
+        try:
+            yield
+            deadline = time.monotonic() + self.timeout_s
+            store.set(f"{made}/{self.rank}", "made")
+            store.add(made, 1)
+            if not poll(lambda: store.check([failed]) or store.add(made, 0) == n, n, deadline):
+                late = [rank for rank in self.ranks[:1024] if not store.check([f"{made}/{rank}"])]
+                what = f"{name_ranks(late)} did not make all groups within {self.timeout_s:g} s"
+                store.compare_set(failed, "", what if late else "")
+            what = store.get(failed).decode() if store.check([failed]) else ""
+            if what:
+                fix = "look at these ranks' own errors, then call make_groups again on all"
+                raise GroupsError(message(f"make_groups: {what}", fix=fix))
+        except BaseException:
+            with suppress(RuntimeError):  # a store that is gone must not hide the first error
+                store.compare_set(failed, "", f"rank {self.rank} could not make its groups")
+            self.life.close()
+            raise
 
     def comm(self, name: str, positions: Sequence[int]) -> Comm:
         """A communicator of these positions, this rank's among them; its members call it alike.

@@ -150,7 +150,7 @@ def make_groups(
     Raises:
       PlanError: sizes that do not fit together; with those that would.
       DesyncError: ranks disagree on an argument or on what they found; names ranks and values.
-      GroupsError: torch.distributed is not initialised, or a group cannot be made.
+      GroupsError: torch.distributed is not initialised, or some rank cannot make a group.
       CollectiveTimeoutError: some rank of the job did not call it in time.
 
     Example:
@@ -254,7 +254,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
-    try:
+    with maker.together():
         levels = tuple(
             maker.level(name, plan.level_group(position, i))
             for i, name in enumerate(plan.level_names)
@@ -266,15 +266,12 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
             partition = replace(one_level[0].reduce, name="partition")
         else:
             partition = maker.comm("partition", sorted(order))
-        control = _control(maker, partition)
-        shared = {"device": device, "life": life, "partition": partition, "control": control}
-        hierarchy = flat = Hierarchy(levels, coords, chunk, **shared)
-        if one_level is not levels:
-            flat = Hierarchy(one_level, (chunk,), chunk, **shared)
         replicas = maker.comm("replicas", plan.replication_group(position))
-    except BaseException:
-        life.close()
-        raise
+    control = _control(maker, partition)
+    shared = {"device": device, "life": life, "partition": partition, "control": control}
+    hierarchy = flat = Hierarchy(levels, coords, chunk, **shared)
+    if one_level is not levels:
+        flat = Hierarchy(one_level, (chunk,), chunk, **shared)
     return Groups(
         plan=plan,
         ranks=maker.ranks,

@@ -96,7 +96,7 @@ def meet(
         if rank == ranks[0]:
             _judge(store, ranks, here, facts, deadline)
         verdict = f"{here['key']}/verdict"
-        if not _poll(lambda: store.check([verdict]), len(ranks), deadline):
+        if not poll(lambda: store.check([verdict]), len(ranks), deadline):
             _tell(store, [here["key"]], _no_show(store, here, ranks))
         told = json.loads(store.get(verdict))
     except BaseException:
@@ -136,7 +136,7 @@ def _judge(
     key, found = here["key"], {}
     for other in ranks:
         mine, there = f"{key}/{other}", {}
-        if not _poll(partial(_settled, store, other, here, there), 1, deadline):
+        if not poll(partial(_settled, store, other, here, there), 1, deadline):
             return _tell(store, [key], _no_show(store, here, ranks))
         if there:
             return _tell(store, [key, there["key"]], _elsewhere(here, there))
@@ -168,7 +168,7 @@ def _tell(store: Store, keys: Sequence[str], verdict: dict[str, Any]) -> None:
         store.compare_set(f"{key}/verdict", "", json.dumps(verdict))
 
 
-def _poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:
+def poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:
     """Wait by asking, so that an interrupt is heard; False after the deadline."""
     # One store serves all ranks, so the more that wait the more rarely each one asks.
     pause_s, longest_s = 0.001, max(0.05, 5e-5 * num_waiting)

@@ -1,5 +1,6 @@
 """Process groups on real gloo ranks: members, sources of sizes, agreement, and their end."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -280,6 +281,53 @@ def test_a_failure_halfway_leaves_no_group_behind(ranks: Pools) -> None:
         "  fix: look at these ranks' own errors, then call make_groups again on all"
     )
     assert ranks(4).run(fail_at, 3)[2] == (text, 0, 3)
+
+
+def one_makes(how: str) -> Any:
+    """Rank 1 is late, or fails, in its last group, where the others have made all of theirs."""
+    new_group, ended = _torch.new_group, []
+
+    def last(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if dist.get_rank() == 1 and kwargs["name"] == "mics_fn replicas":
+            time.sleep(3 if how == "too late" else 0.3)
+            if how == "fails":
+                dist.destroy_process_group(group)
+                raise RuntimeError("connection refused")
+        ended.append(time.monotonic())
+        return group
+
+    before, text = _torch.num_process_groups(), ""
+    with mock.patch.object(_torch, "new_group", last):
+        try:
+            make_groups(2, timeout_s=1 if how == "too late" else 20).close()
+        except GroupsError as error:
+            text = str(error)
+    return text, ended[-1], time.monotonic(), _torch.num_process_groups() - before
+
+
+def test_no_rank_goes_on_before_all_have_their_groups(ranks: Pools) -> None:
+    found = ranks(4).run(one_makes, "late")
+    assert [text for text, *_ in found] == [""] * 4
+    assert min(gone for _, _, gone, _ in found) >= max(ended for _, ended, _, _ in found)
+
+
+@pytest.mark.parametrize("how", ["fails", "too late"])
+def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str) -> None:
+    fix = "  fix: look at these ranks' own errors, then call make_groups again on all"
+    what = {
+        "fails": "rank 1 could not make its groups",
+        "too late": "rank 1 did not make all groups within 1 s",
+    }[how]
+    want = [f"make_groups: {what}\n{fix}"] * 4
+    if how == "fails":
+        failed = "rank 1 cannot make 'replicas' of ranks 1, 3\n  connection refused"
+        want[1] = f"make_groups: {failed}\n{fix}"
+    found = ranks(4).run(one_makes, how)
+    assert [text for text, *_ in found] == want
+    assert [left for *_, left in found] == [0] * 4
+    least = min(gone - ended for _, ended, gone, _ in found[2:])
+    assert least < (5 if how == "fails" else 2.5), "they hear of it, or wait no longer than allowed"
 
 
 def use_after_close() -> list[str]:

@@ -261,7 +261,7 @@ def hops(layout, policies):
         ]
 
         def loss(full, ys=each[rank]):
-            return sum((full[k] * y).sum().float() for k, y in ys.items())
+            return torch.stack([(full[k] * y).sum().float() for k, y in ys.items()]).sum()
 
         groups.traffic.clear()
         hop1 = torch.func.grad(lambda s: loss(mf.gather(s, groups)))(shards)
