@@ -12,11 +12,14 @@ import hypothesis
 import pytest
 import torch
 
+from mics_fn import pending
 from mics_fn.lab.ranks import RankPool
 
 LIMIT_S = 120.0
 
-torch.set_num_threads(1)  # ranks fork from here, and two cores have no room for more
+# Ranks fork from here: there are more of them than cores.
+torch.set_num_threads(1)
+pending._SHORTEST_SLEEP_S = 5e-4  # each look takes time from those who are waited for
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 hypothesis.settings.register_profile(
