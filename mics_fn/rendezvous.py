@@ -163,9 +163,15 @@ def _settled(store: Store, other: int, here: Mapping[str, Any], there: dict[str,
 
 
 def _tell(store: Store, keys: Sequence[str], verdict: dict[str, Any]) -> None:
-    """Write a verdict for all who wait at these keys; the first one written stands."""
-    for key in keys:
-        store.compare_set(f"{key}/verdict", "", json.dumps(verdict))
+    """Write a verdict for all who wait at these keys; the first one written stands.
+
+    Two ranks may tell the same two places at once: all begin at the same one, and pass on what
+    stands there.
+    """
+    text = json.dumps(verdict)
+    for key in sorted(keys):
+        stands = store.compare_set(f"{key}/verdict", "", text).decode()
+        text = stands if "error" in json.loads(stands) else text
 
 
 def poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:

@@ -1,5 +1,6 @@
 """Ranks that disagree, or do not come: every rank hears who and what, soon, and can try again."""
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from mics_fn import _torch
+from mics_fn import _torch, rendezvous
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, MicsError, PlanError
 from mics_fn.groups import make_groups
 from mics_fn.lab.ranks import RankPool
@@ -285,6 +286,30 @@ def test_ranks_of_which_each_waits_for_another(ranks: Pools) -> None:
     kind, text = same_error(ranks(4).run(attempt, given))
     assert kind is DesyncError
     assert "ranks: [1, 2, 0] on rank 1\n" in text  # who tells first is open: rank 0 or rank 1
+
+
+class TwoTell(dict):
+    """A store in which a second rank tells all places after the first one has told one of them."""
+
+    def __init__(self, second: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.second: Callable[[Any], None] | None = second
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        assert expected == ""
+        stands = self.setdefault(key, desired)
+        second, self.second = self.second, None
+        if second is not None:
+            second(self)
+        return stands.encode()
+
+
+@pytest.mark.parametrize("orders", [("ab", "ab"), ("ab", "ba"), ("ba", "ab")], ids=str)
+def test_two_ranks_that_tell_two_places_tell_one_thing(orders: tuple[str, str]) -> None:
+    first, second = ({"error": "desync", "text": f"by {name}"} for name in ("one", "two"))
+    store: Any = TwoTell(lambda store: rendezvous._tell(store, [*orders[1]], second))
+    rendezvous._tell(store, [*orders[0]], first)
+    assert store == {f"{place}/verdict": json.dumps(first) for place in "ab"}
 
 
 def come_late(missing: int) -> Any:
