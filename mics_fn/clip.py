@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
-from mics_fn.columns import map_columns, writable
+from mics_fn.columns import map_columns
 from mics_fn.errors import LeafError, OptimizerError, message
 from mics_fn.groups import Groups
 from mics_fn.leaf import Sharded, is_leaf
@@ -102,7 +102,7 @@ def limited(
 
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
         return grads
-    return map_columns(limit, writable(grads) if donate else grads, donate=donate)
+    return map_columns(limit, grads, donate=donate)
 
 
 def check_limit(verb: str, name: str, value: float) -> None:

@@ -3,12 +3,18 @@
 The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket
 are views of one chunk. An elementwise function may as well take the chunk: fewer, longer tensors,
 the same numbers. Padding is computed with and never looked at.
+
+[Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
+a view. torch's fused kernels, and whoever looks at memory, take a tensor for `numel` numbers in a
+row. So whatever is read through a column is dense, and what is written to is made so before, by
+`fresh` or `writable`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
@@ -33,14 +39,16 @@ def columns(
       keys: one a piece; only neighbours with equal keys are joined. Default: all equal.
 
     Returns:
-      Columns that cover every element once. Padding may be covered too.
+      Columns that cover every element once, of dense tensors. Padding may be covered too. Pieces
+      that are not dense are copied, so that only dense ones can be written to.
     """
     found = []
     for members in _by_storage(trees[0]):
         joined = all(_same_places(trees[0], other, members) for other in trees[1:])
         if not joined or not _is_flat(trees[0], members):
             found += [
-                Column(keys[i] if keys else None, tuple(each[i] for each in trees)) for i in members
+                Column(keys[i] if keys else None, tuple(_dense(each[i]) for each in trees))
+                for i in members
             ]
             continue
         runs = [list(run) for _, run in groupby(members, lambda i: keys[i] if keys else None)]
@@ -52,6 +60,15 @@ def columns(
             key = keys[run[0]] if keys else None
             found.append(Column(key, tuple(_span(each[run[0]], low, high) for each in trees)))
     return found
+
+
+def _dense(piece: Tensor) -> Tensor:
+    """The piece, or a copy if it is not its numbers in a row. See [Note: dense]."""
+    return piece if piece.is_contiguous() and not piece.is_neg() else _copy(piece)
+
+
+def _copy(piece: Tensor) -> Tensor:
+    return piece.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _by_storage(pieces: Sequence[Tensor]) -> list[list[int]]:
@@ -69,7 +86,9 @@ def _is_flat(pieces: Sequence[Tensor], members: Sequence[int]) -> bool:
     end = 0
     for i in members:
         piece = pieces[i]
-        if piece.ndim != 1 or piece.stride(0) != 1 or piece.storage_offset() < end:
+        if piece.ndim != 1 or piece.stride(0) != 1 or piece.is_neg():
+            return False
+        if piece.storage_offset() < end:
             return False
         end = piece.storage_offset() + piece.numel()
     return True
@@ -87,6 +106,7 @@ def _same_places(a: Sequence[Tensor], b: Sequence[Tensor], members: Sequence[int
             _home(y, seen) != home
             or y.storage_offset() != x.storage_offset()
             or not y.is_contiguous()
+            or y.is_neg()
         ):
             return False
     return True
@@ -122,7 +142,7 @@ def fresh(shards: Tree) -> Tree:
                 out[i] = flat.narrow(0, pieces[i].storage_offset(), pieces[i].numel())
         else:
             for i in members:
-                out[i] = pieces[i].detach().clone()
+                out[i] = _copy(pieces[i])
     return spec.unflatten(out)
 
 
@@ -139,7 +159,7 @@ def writable(shards: Tree) -> Tree:
         whole = all(_storage_numel(pieces[i]) == held[i].bucket.chunk for i in members)
         if not (whole and _is_flat(pieces, members)):
             for i in members:
-                pieces[i] = pieces[i].detach().clone()
+                pieces[i] = _copy(pieces[i])
     given = iter(pieces)
     return spec.unflatten(
         [
@@ -162,9 +182,9 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     Returns:
       The tree with the results.
 
-    Memory: a copy of `target`, none with `donate`.
+    Memory: a copy of `target`; with `donate` only of those pieces that are no whole chunks.
     """
-    out = target if donate else fresh(target)
+    out = writable(target) if donate else fresh(target)
     pieces, spec = tree.flatten(out)
     for column in columns([pieces, *(tree.flatten(other)[0] for other in rest)]):
         fn(*column.tensors)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from mics_fn import tree
-from mics_fn.columns import columns, fresh
+from mics_fn.columns import columns, fresh, writable
 from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.torch_optim import from_torch
 from mics_fn.tree import Tree
@@ -145,9 +145,8 @@ def lion(
         return LionState(0, mean)
 
     def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
-        rate, mean = rate_at(lr, state.count), state.mean
-        if not donate:
-            params, mean = fresh(params), fresh(mean)
+        own = writable if donate else fresh
+        rate, params, mean = rate_at(lr, state.count), own(params), own(state.mean)
         pieces, spec = tree.flatten(params)
         means, mean_spec = tree.flatten(mean)
         keys = decay_keys(decay_mask, params)

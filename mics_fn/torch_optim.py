@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.columns import columns, fresh
+from mics_fn.columns import columns, fresh, writable
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -86,9 +86,8 @@ def from_torch(
         return _init(cls, at(0), kind, params)
 
     def step(grads: Tree, state: TorchState, params: Tree, donate: bool) -> tuple[Tree, TorchState]:
-        moments = state.moments
-        if not donate:
-            params, moments = fresh(params), {name: fresh(m) for name, m in moments.items()}
+        own = writable if donate else fresh
+        params, moments = own(params), {name: own(m) for name, m in state.moments.items()}
         pieces, spec = tree.flatten(params)
         kept = {name: tree.flatten(moment) for name, moment in moments.items()}
         parts = [tree.flatten(grads)[0], *(moment for moment, _ in kept.values())]
@@ -98,10 +97,10 @@ def from_torch(
             by_decay.setdefault(column.key, []).append(column.tensors)
         scalars, now = state.scalars, at(state.count)
         for decays, mine in (by_decay or {None: []}).items():
-            own = {**now, "weight_decay": 0.0} if decays is False else now
-            scalars = _step(cls, own, kind, mine or [_nothing(pieces, kind)], state)
+            given = {**now, "weight_decay": 0.0} if decays is False else now
+            scalars = _step(cls, given, kind, mine or [_nothing(pieces, kind)], state)
         # The pieces were written to; the nodes around them are new, since old ones may be donated.
-        moments = {name: own.unflatten(moment) for name, (moment, own) in kept.items()}
+        moments = {name: shape.unflatten(moment) for name, (moment, shape) in kept.items()}
         return spec.unflatten(pieces), TorchState(state.count + 1, moments, scalars)
 
     return from_step(init, step)

@@ -1,13 +1,23 @@
 """Optimizers over shards: torch's arithmetic to the bit, purity, donation, masks, protocols."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of, random, same_bits
-from hypothesis import given
+from cases import (
+    ODD_MEMORY,
+    Layout,
+    groups_of,
+    in_odd_memory,
+    in_own_memory,
+    random,
+    same_bits,
+    unit_roundoff,
+)
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mics_fn as mf
@@ -268,6 +278,171 @@ def test_donation_reuses_buffers_and_names_what_is_used_again():
     assert repr(kept.params["a"]) == "Sharded(params['a'] was donated to opt_step at step 0)"
     with pytest.raises(mf.DonatedError, match="opt.*exp_avg.*was donated to opt_step at step 0"):
         _ = kept.opt[1].moments["exp_avg"]["a"].data + 1
+
+
+# Memory that is not a piece's numbers in a row, and not its alone.
+
+
+def single_ops(name, options):
+    """One of torch's, without kernels over lists: those round by place."""
+    cls = getattr(torch.optim, name)
+    single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
+    return lambda: mf.from_torch(cls, lr=1e-2, **options, **single)
+
+
+EVERY = {
+    **{f"{name} {options}": single_ops(name, options) for name, options in CASES},
+    "foreach": lambda: mf.from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9, foreach=True),
+    "sgd": lambda: mf.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda: mf.adam(0.1),
+    "adamw": lambda: mf.adamw(0.1, decay_mask=lambda path: "b" not in path),
+    "lion": lambda: mf.lion(0.1, weight_decay=0.1, decay_mask=lambda path: "b" not in path),
+    "clip_by_value": lambda: mf.chain(mf.clip_by_value(0.5), mf.sgd(0.1)),
+    "protocol": lambda: OptaxLike(),
+}
+
+
+def odd_memory(layout, names, kinds):
+    groups = groups_of(layout)
+    guard = mf.Guard(max_value=0.1)
+    for name in names:
+        start = mf.init_state(mf.shard(values(), groups), EVERY[name]())
+        grads = mf.reduce_grads(grads_at(0), groups, like=start.params)
+        state = mf.opt_step(start, grads)
+        for kind in ("columns", "overlapping") if " " in name else kinds:
+            check_odd_gradients(state, in_odd_memory(kind, grads))
+            check_odd_state(state, grads, lambda t, kind=kind: in_odd_memory(kind, t))
+    for kind in kinds:
+        odd = in_odd_memory(kind, grads)
+        want = guard.judge(in_own_memory(odd), groups).grads
+        exact = torch.cat(
+            [x.double().flatten() for x in tree.flatten(mf.unshard(odd, groups))[0]]
+        ).norm()
+        assert abs(mf.global_norm(odd, groups) - exact) <= 120 * 6e-8 * exact  # as in `clipped`
+        same_bits(guard.judge(odd, groups).grads, want)
+        same_bits(guard.judge(odd, groups, donate=True).grads, want)
+
+
+def check_odd_gradients(state, odd):
+    own = in_own_memory(odd)
+    want = mf.opt_step(state, own)
+    got = mf.opt_step(state, odd)
+    same_bits((got.params, got.opt), (want.params, want.opt))
+    same_bits(odd, own)
+
+
+def check_odd_state(state, grads, odd):
+    for donate in (False, True):
+        there = replace(state, params=odd(state.params), opt=odd(state.opt))
+        # all pieces apart, since fused kernels round by place
+        want = mf.opt_step(in_own_memory(there), in_own_memory(grads))
+        got = mf.opt_step(there, in_own_memory(grads), donate=donate)
+        same_bits((got.params, got.opt), (want.params, want.opt))
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout((1,), 1), list(EVERY)),
+        (Layout((2,), 1), ["sgd", "adamw", "lion"]),
+        (Layout((2,), 2), ["sgd", "adamw", "lion"]),
+    ],
+    ids=["alone", "replicas", "parts"],
+)
+def test_odd_memory_changes_no_bit(ranks, layout, names):
+    """Of gradients, parameters and moments: expanded, strided, negated, overlapping."""
+    ranks(layout.world_size).run(odd_memory, layout, names, list(ODD_MEMORY))
+
+
+def _by(x):
+    """Weights of elements, so that no two count alike."""
+    return torch.sin(torch.arange(1.0, x.numel() + 1, dtype=x.dtype)).view(x.shape)
+
+
+# What one weight (a, b) adds to a loss, such that its gradient is a view of some sort.
+TERMS = {
+    "sum": lambda w: w.sum(),
+    "rows": lambda w: w.sum(0) @ _by(w[0]),
+    "mean": lambda w: w.mean(1).square().sum(),
+    "expanded": lambda w: (w.unsqueeze(0).expand(3, *w.shape) * 2).sum(),
+    "transposed": lambda w: (w.t() @ _by(w)).sum() + (w.t() * _by(w.t())).sum(),
+    "permuted": lambda w: (w.t().contiguous() * _by(w.t())).sum(),
+    "column": lambda w: (torch.stack([w, 2 * w.detach()], 2) * _by(w.new_empty(*w.shape, 2))).sum(),
+    "real": lambda w: (torch.view_as_real(torch.complex(w, w.detach())) * 3).sum(),
+    "imaginary": lambda w: (torch.complex(w.detach(), w).conj() * 1j).real.sum(),
+    "parts": lambda w: sum(i * x.sum() for i, x in enumerate(w.flatten().split(3))),
+    "diagonal": lambda w: w.diagonal().sum() + w[0, 0] ** 2,
+    "window": lambda w: (w.flatten().unfold(0, 1, 1) * 5).sum(),
+    "matrix": lambda w: (_by(w.t()) @ w).square().sum() / w.numel(),
+    "unused": lambda w: w.new_zeros(()),
+}
+WITH_TORCH = {
+    "sgd": (mf.sgd, torch.optim.SGD, {}),
+    "momentum": (mf.sgd, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "adam": (mf.adam, torch.optim.Adam, {"eps": 1e-2}),
+    "adamw": (mf.adamw, torch.optim.AdamW, {"eps": 1e-2}),
+    "rmsprop": (
+        lambda lr, **options: mf.from_torch(torch.optim.RMSprop, lr=lr, **options),
+        torch.optim.RMSprop,
+        {"eps": 1e-2},
+    ),
+}
+
+
+def trained_by_torch(weights, loss_of, name):
+    _, cls, options = WITH_TORCH[name]
+    twin = [w.clone().requires_grad_() for w in weights]
+    optimizer = cls(twin, lr=0.05, foreach=False, **options)
+    for _ in range(STEPS):
+        grads = torch.autograd.grad(loss_of(twin), twin, allow_unused=True)
+        for w, g in zip(twin, grads, strict=True):
+            w.grad = torch.zeros_like(w) if g is None else g
+        optimizer.step()
+    return [w.detach() for w in twin]
+
+
+def trained_alone(weights, loss_of, name, ways, donate):
+    groups, (make, _, options) = mf.make_groups(1), WITH_TORCH[name]
+    state = mf.init_state(mf.shard(weights, groups), make(0.05, **options))
+    for _ in range(STEPS):
+        grads = torch.func.grad(lambda s: loss_of(mf.gather(s, groups, **ways)))(state.params)
+        state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=donate)
+    return mf.unshard(state.params, groups)
+
+
+@settings(max_examples=25)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4),
+    name=st.sampled_from(sorted(WITH_TORCH)),
+    ways=st.sampled_from([{}, {"schedule": mf.keep_all()}]),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    data=st.data(),
+)
+def test_random_models_on_one_rank_equal_torch(shapes, name, ways, flags, data):
+    """Their gradients are views of all sorts, which torch's own plain optimizers take as they are.
+
+    As in `test_zoo` the bound is measured: how far a relative error of 100 roundings at the start
+    carries in the twin.
+    """
+    some = st.lists(st.sampled_from(sorted(TERMS)), min_size=1, max_size=3)
+    terms, (shared, donate) = [data.draw(some) for _ in shapes], flags
+    shapes = [*shapes, (2, 3), (2, 3)]
+    weights = [random(i, *s, dtype=torch.float64) for i, s in enumerate(shapes)]
+
+    def loss_of(full):
+        total = sum(TERMS[t](w) for w, mine in zip(full, terms, strict=False) for t in mine)
+        if shared:  # two weights get one tensor as their gradient
+            return total + (full[-2] + full[-1]).tanh().sum()
+        return total + full[-1].square().sum()
+
+    error = 100 * unit_roundoff(torch.float64)
+    off = [w * (1 + error * random(9, *w.shape, dtype=w.dtype).sign()) for w in weights]
+    got = trained_alone(weights, loss_of, name, ways, donate)
+    want, shifted = (trained_by_torch(start, loss_of, name) for start in (weights, off))
+    carried = max((a - b).abs().max() for a, b in zip(want, shifted, strict=True))
+    size = max(w.abs().max() for w in want)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= carried + error * size
 
 
 # Structure of gradients.

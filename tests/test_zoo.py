@@ -1,4 +1,4 @@
-"""Training each model of the zoo on several ranks equals one process on all ranks' batches.
+"""Training each model of the zoo, on one rank or several, equals one process on all their batches.
 
 The one process, the twin, is plain torch: a whole model, every rank's batch after the other, the
 mean of their gradients, torch.optim. Compared are the gradient of the first step (what SGD takes
@@ -35,7 +35,9 @@ else:
 ZOO = CASES | TRANSFORMERS
 # One bucket is gathered at a time, or all gathered parameters stay.
 WAYS = pytest.mark.parametrize(
-    ("layout", "live_bytes"), [(Layout((2,), 2), 0), (Layout((2, 2), 2), None)], ids=str
+    ("layout", "live_bytes"),
+    [(Layout((1,), 1), None), (Layout((2,), 2), 0), (Layout((2, 2), 2), None)],
+    ids=str,
 )
 MARKS: dict[str, pytest.MarkDecorator] = {
     "func": pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own jvp

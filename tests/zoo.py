@@ -14,6 +14,7 @@ and in one process. What each is for:
 | conv1d, conv2d, channels-last | convolutions and all norms; running statistics; strided memory |
 | lstm, gru, rnn, cells | fused kernels that take lists of weights |
 | attention, encoder, decoder | packed and separate projections; the encoder's fast path in eval |
+| strided | gradients that are columns, parts of complex ones, or one number expanded |
 | float32-cast, bfloat16-cast, autocast | a cast copy of a weight is what is used and saved |
 | experts, skip, reorder | weights that no rank uses, that come and go, that change places |
 | checkpoint | forward of a block runs again in backward; hooks on what is saved |
@@ -242,6 +243,7 @@ CASES: dict[str, Case] = {
     "rnn": Case(_rnn, floats((4, 2, 6))),
     "cells": Case(m.Cells, floats((4, 2, 6))),
     "attention": Case(m.Attention, SEQUENCES),
+    "strided": Case(m.Strided, SEQUENCES),
     "encoder": Case(_encoder, SEQUENCES),
     "decoder": Case(m.Decoder, floats((2, 5, 8), (2, 3, 8))),
     "float32-cast": Case(partial(w.Casts, torch.float32), ROWS, error=FLOAT32),

@@ -77,6 +77,22 @@ class Attention(nn.Module):
         return out + weights.mean()
 
 
+class Strided(nn.Module):
+    """Weights whose gradients autograd gives as columns, as parts of complex ones, expanded."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.real, self.imag = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.shift = nn.Parameter(torch.randn(2, 3))
+        self.biased = nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.biased(x, x, x, need_weights=False)[0]
+        x = torch.view_as_real(x.to(torch.complex128) @ torch.complex(self.real, self.imag)).sum(-1)
+        return x.tanh() @ torch.stack([self.left, self.right], 1).tanh() + self.shift.sum()
+
+
 class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
