@@ -93,6 +93,18 @@ def inside_torch_func() -> bool:
     return stack is not None
 
 
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a `torch.func` transform stands between this tensor and its data."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor below all `torch.func` transforms, batched dimensions included."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # pyright: ignore
+    return tensor
+
+
 def wrapper_without_data(cls: type, geometry: tuple, dtype: torch.dtype, device: Any) -> Any:
     """A tensor of a subclass that has metadata only; asking for its memory raises.
 

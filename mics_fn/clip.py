@@ -1,5 +1,6 @@
 """The norm of a sharded gradient, and clipping, as parts of a `chain`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ from mics_fn.collectives import collect
 from mics_fn.columns import map_columns
 from mics_fn.errors import LeafError, OptimizerError, message
 from mics_fn.groups import Groups
-from mics_fn.leaf import Sharded, is_leaf
-from mics_fn.linear import homes_of
+from mics_fn.layout import Bucket
+from mics_fn.leaf import Sharded, is_leaf, needs_derivative, refuse_derivative
+from mics_fn.linear import BucketUse, homes_of, linear_map
 from mics_fn.optim import Transform, from_update
 from mics_fn.tree import Tree
 
 
 def global_norm(grads: Tree, groups: Any) -> Tensor:
-    """The L2 norm of a whole tree, every element counted once.
+    """The L2 norm of a whole tree, every element counted once. Differentiable.
 
     Args:
       grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
@@ -28,12 +30,14 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     Returns:
       A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
       it. Squares are added in float32 at least, so it is infinite only where a gradient is, or
-      where float32 ends.
+      where float32 ends; where the norm is differentiated, in float64. The gradient of a norm of 0
+      is 0.
 
     Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank
-      order, so that replicas get the same bits.
+      order, so that replicas get the same bits. Its VJP as much, as does every gather; both level
+      by level.
 
-    Memory: none.
+    Memory: none; where the norm is differentiated, the pieces in float64.
 
     Raises: `LeafError` where a leaf is a full tensor.
 
@@ -53,16 +57,44 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
             path = tree.paths(grads, "grads", is_leaf)[i]
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
-    totals = []
-    for home, pieces in by_home.items():
-        norms: list[Tensor] = []
-        # The norm of a float16 tensor can be above what float16 holds, though no element is.
-        for dtype, narrow in ((torch.float32, True), (None, False)):
-            held = [x for x in pieces if x.numel() and (x.itemsize < 4) is narrow]
-            norms += _torch.foreach_norm(held, 2, dtype) if held else ()
-        here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
-        totals.append(collect(home.partition, here).sum(0))
-    return torch.stack(totals).sum().sqrt() if totals else torch.zeros((), dtype=torch.float64)
+    differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
+    of_home = _smooth_total if differentiated else _total
+    totals = [of_home(home, pieces) for home, pieces in by_home.items()]
+    if not totals:
+        return torch.zeros((), dtype=torch.float64)
+    total = torch.stack(totals).sum()
+    if not differentiated:
+        return total.sqrt()
+    # A root has no finite derivative at 0, and 0 times that would be NaN.
+    above = total > 0
+    return torch.where(above, torch.where(above, total, 1.0).sqrt(), total)
+
+
+def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
+    """The sum of squares over a partition group."""
+    norms: list[Tensor] = []
+    # The norm of a float16 tensor can be above what float16 holds, though no element is.
+    for dtype, narrow in ((torch.float32, True), (None, False)):
+        held = [x for x in pieces if x.numel() and (x.itemsize < 4) is narrow]
+        norms += _torch.foreach_norm(held, 2, dtype) if held else ()
+    here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
+    return collect(home.partition, here).sum(0)
+
+
+def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
+    """The same, differentiable any number of times; the norms of `_total` are not, at 0.
+
+    What each rank adds is a tensor in parts, one element a rank, and the sum is a full value: so
+    its derivative is that of a gather. See [Note: adjoint] in `linear`.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=home.device)
+    here = torch.stack([zero, *(x.double().square().sum() for x in pieces)]).sum()
+    p = home.partition.size
+    if p == 1:
+        return here
+    bucket = Bucket(0, torch.float64, p, ((p,),), (0,), p)
+    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,))], here.view(1))
+    return every.sum()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -86,7 +118,11 @@ def limited(
       donate: write into the chunks of `grads`, which are gone afterwards.
 
     Memory: a copy of the shards; with `donate` only of those that are no whole chunks.
+
+    Raises:
+      LeafError: a derivative would be needed: this is done in place.
     """
+    refuse_derivative("clipping", tree.flatten(grads)[0], "clip with torch's operators")
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):

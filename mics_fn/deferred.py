@@ -307,8 +307,10 @@ _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
     aten._reshape_alias.default: _view,
     aten._to_copy.default: _to_copy,
     aten.t.default: _transpose,
-    # Asked of the halves of a dual tensor: a deferred one stands for memory of its own.
+    # Asked of the halves of a dual tensor, before anything is fetched: a deferred one stands for
+    # memory of its own.
     aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
+    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
 }
 
 

@@ -60,7 +60,7 @@ def gather(
       PlanError: the groups are not those that the tree was sharded with.
       DonatedError: a shard was given away earlier.
       DesyncError: ranks gather different trees, or use deferred parameters in different orders.
-      LeafError: an op writes to a deferred parameter.
+      LeafError: an op writes to a deferred parameter; `into` inside torch.func.
       TreeError: `into` without a schedule, or used twice.
 
     Example:
@@ -95,8 +95,10 @@ def defer(
     cache = Cache(uses, partial(names_of, spec, uses), known, policy, control, into)
     if into is not None:
         trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
-        full = [x.detach().requires_grad_() if i in set(trained) else x for i, x in enumerate(full)]
-        into.expect([full[i] for i in trained], partial(_as_tree, spec, leaves, uses))
+        pieces = [full[i] for i in trained]
+        variables = into.expect(pieces, partial(_as_tree, spec, leaves, uses))
+        for i, variable in zip(trained, variables, strict=True):
+            full[i] = variable
     put(full, uses, fetch_all(cache, full))
     cache.start()
     owner = owner_index(leaves)

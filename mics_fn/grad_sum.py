@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mics_fn.errors import TreeError, message
 from mics_fn.flat import split_chunk
+from mics_fn.leaf import refuse_derivative
 from mics_fn.reduction import Reduction, alone
 from mics_fn.tree import Tree
 
@@ -48,12 +49,21 @@ class GradSum(Reduction):
         self._variables: list[Tensor] | None = None
         self._pass = 0
 
-    def expect(self, variables: list[Tensor], build: Callable[[dict[int, list]], Tree]) -> None:
-        """Called by `gather`: what to differentiate, and how pieces become a tree."""
+    def expect(
+        self, pieces: list[Tensor], build: Callable[[dict[int, list]], Tree]
+    ) -> list[Tensor]:
+        """Called by `gather`: what to differentiate, and how pieces become a tree.
+
+        Returns:
+          The pieces as leaves of autograd.
+        """
+        refuse_derivative("gather(into=)", (), "leave into= out inside torch.func")
         if self._variables is not None:
             text = "gather: into= is in use by another gather"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
-        self._variables, self._build = variables, build
+        self._variables = [piece.detach().requires_grad_() for piece in pieces]
+        self._build = build
+        return self._variables
 
     def backward(self, loss: Tensor) -> None:
         """Run one pass of backward; its gradients are added to the sum.
@@ -64,6 +74,7 @@ class GradSum(Reduction):
         Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
           hop 2 as well.
         """
+        refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         if self._variables is None or self._pass == self.micro_steps:
             passes = f"{self._pass} of {self.micro_steps} passes are done"
             fix = "gather(..., into=) first, and give micro_steps= as many passes as there are"

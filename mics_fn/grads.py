@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.gather import PendingTree, check_shards
-from mics_fn.leaf import Fixed, Sharded, dtype_name, is_leaf, owner_index
+from mics_fn.leaf import Fixed, Sharded, dtype_name, is_leaf, needs_derivative, owner_index
 from mics_fn.leaf import donate as mark_donated
 from mics_fn.linear import (
     BucketUse,
@@ -274,9 +274,7 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
     if not far:
         return grads
     data = [leaf.data if isinstance(leaf, Sharded) else None for leaf in leaves]
-    if donate and (
-        _torch.inside_torch_func() or any(d.requires_grad for d in data if d is not None)
-    ):
+    if donate and needs_derivative(data):
         text = "sync_replicas: donate=True under autograd"
         raise DonatedError(
             message(text, fix="pass donate=False where gradients are differentiated")

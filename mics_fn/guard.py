@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mics_fn import tree
 from mics_fn.clip import check_limit, clip_factor, global_norm, limited
 from mics_fn.collectives import collect
 from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.leaf import donate as mark_donated
+from mics_fn.leaf import refuse_derivative
 from mics_fn.linear import homes_of
 from mics_fn.loss_scale import LossScale, no_scale, require
 from mics_fn.tree import Tree
@@ -166,7 +168,6 @@ class Guard:
         """Whether it may refuse a step: then the host waits once a step, else never."""
         return self.scale.checks or self.spike is not None or bool(self.check)
 
-    @torch.no_grad()
     def judge(self, grads: Tree, groups: Any, donate: bool = False) -> Verdict:
         """Unscale and clip gradients, and decide whether to step on them.
 
@@ -186,9 +187,16 @@ class Guard:
         Memory: a copy of the gradients' shards, none with `donate` or where nothing is to do.
 
         Raises:
-          LeafError: a leaf is a full tensor.
+          LeafError: a leaf is a full tensor; or inside torch.func, or where a gradient requires
+            one itself: a verdict has no derivative.
           GroupsError: a hierarchy is given, which does not say who the replicas are.
         """
+        fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
+        refuse_derivative("Guard.judge", tree.flatten(grads)[0], fix)
+        with torch.no_grad():
+            return self._judge(grads, groups, donate)
+
+    def _judge(self, grads: Tree, groups: Any, donate: bool) -> Verdict:
         homes = dict.fromkeys(homes_of("Guard.judge", "groups", groups, grads))
         if not self.decides and self.max_norm is None:
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)

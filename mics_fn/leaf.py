@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import tree
-from mics_fn.errors import DonatedError, TreeError, message
+from mics_fn import _torch, tree
+from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.layout import Bucket
 from mics_fn.tree import Tree
 
@@ -194,3 +194,30 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
 def names(shards: Tree) -> list[str]:
     """The path of each `Sharded` leaf, in the order of the tree's pieces."""
     return [path.removesuffix(".data") for path in tree.paths(shards)]
+
+
+def needs_derivative(values: Sequence[Tensor | None]) -> bool:
+    """Whether somebody may differentiate what is made of these tensors here."""
+    if _torch.inside_torch_func():
+        return True
+    return torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in values)
+
+
+def refuse_derivative(verb: str, values: Sequence[Tensor | None], fix: str) -> None:
+    """Raise LeafError where a verb without a derivative meets somebody who may need one."""
+    if needs_derivative(values):
+        text = f"{verb}: its result has no derivative, and here one would be needed"
+        raise LeafError(message(text, fix=fix))
+
+
+def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise LeafError for a tensor that would lose its way back to what is differentiated.
+
+    Leaves of autograd, such as an `nn.Parameter`, have none: they are read, and get no gradient.
+    """
+    for path, x in zip(paths, tensors, strict=True):
+        computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
+        if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
+            text = f"{verb}: {path} is computed from what is differentiated, and has no way back"
+            fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
+            raise LeafError(message(text, fix=fix))

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import tree
 from mics_fn.collectives import start_all_gather, start_mean, start_reduce_scatter
-from mics_fn.errors import GroupsError, LeafError, PlanError, message
+from mics_fn.errors import GroupsError, PlanError, message
 from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.layout import Bucket
-from mics_fn.leaf import Leaf, Tied, is_leaf
+from mics_fn.leaf import Leaf, Tied, is_leaf, refuse_derivative
 from mics_fn.pending import Pending, wait_all
 from mics_fn.tree import Tree
 
@@ -304,12 +304,8 @@ def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[T
 
 def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:
     """Start a map on plain tensors; it has no derivative, so it refuses what would need one."""
-    members = [values[i] for use in uses for i in use.members]
-    tracked = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in members)
-    if tracked or _torch.inside_torch_func():
-        text = f"start_{verb}: its result has no derivative, and here one would be needed"
-        raise LeafError(message(text, fix=f"use {verb}, or torch.no_grad()"))
-    return _MAPS[name](uses, members)
+    refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
+    return _MAPS[name](uses, [values[i] for use in uses for i in use.members])
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:

@@ -77,7 +77,9 @@ class Reduction:
         self._issue()
         if out is None or self.micro_steps is not None:
             return []
-        return use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, out))
+        # Autograd, which may go through them, is not to take what is written later for a change.
+        pieces = [piece.data for piece in split_chunk(use.bucket, use.hierarchy.chunk, out)]
+        return use.by_member(pieces)
 
     def missing(self) -> list[int]:
         """Buckets that got no gradient in this pass, in the order of reductions."""

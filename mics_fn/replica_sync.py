@@ -15,7 +15,7 @@ from mics_fn.columns import fresh, map_columns
 from mics_fn.errors import PlanError, TreeError, message
 from mics_fn.grads import sync_replicas
 from mics_fn.leaf import donate as mark_donated
-from mics_fn.leaf import is_leaf
+from mics_fn.leaf import is_leaf, refuse_derivative
 from mics_fn.optim import TrainState, as_transform, init_state, opt_step
 from mics_fn.ready import sgd
 from mics_fn.replicas import alone, check_equal, check_policy, homes_with_replicas
@@ -112,7 +112,9 @@ class ReplicaSync:
         Raises:
           DesyncError: ranks have different policies, or replicas differ.
           PlanError: `groups` are not those of the tree.
+          LeafError: replicas go apart, and a derivative would be needed; see `after`.
         """
+        self._refuse_derivative("init", params)
         homes = homes_with_replicas("ReplicaSync.init", params, groups)
         check_policy("ReplicaSync.init", self.name, homes)
         if self.apart:
@@ -123,7 +125,6 @@ class ReplicaSync:
         """Whether the next `after` leaves replicas equal; the same on every rank."""
         return (state.step + 1) % self.every == 0
 
-    @torch.no_grad()
     def after(
         self, params: Tree, state: SyncState, groups: Any, *, donate: bool = False
     ) -> tuple[Tree, SyncState]:
@@ -146,18 +147,27 @@ class ReplicaSync:
         Raises:
           PlanError: `groups` are those of the steps, in which no other replica is.
           TreeError: `state` is of another tree or policy.
+          LeafError: replicas go apart, and this is inside torch.func, or a parameter requires a
+            gradient: a merge has no derivative.
           CollectiveError: the merge failed; with `donate` the parameters are gone then, and the
             anchor is not.
         """
         later = replace(state, step=state.step + 1)
         if not self.apart:
             return params, later
+        self._refuse_derivative("after", params)
         if state.step == 0 or self.due(state):  # a mistake shows before the first H steps are done
             homes_with_replicas("ReplicaSync.after", params, groups)
         if not self.due(state):
             return params, later
-        merged, outer = self.merge(params, state.outer, groups, donate)
+        with torch.no_grad():
+            merged, outer = self.merge(params, state.outer, groups, donate)
         return merged, replace(later, outer=outer)
+
+    def _refuse_derivative(self, verb: str, params: Tree) -> None:
+        if self.apart:
+            fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
+            refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
 
     def __repr__(self) -> str:
         return self.name

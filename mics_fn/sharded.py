@@ -14,7 +14,7 @@ from mics_fn.errors import LeafError, PlanError, message, name_ranks
 from mics_fn.flat import pack_full, split_chunk
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
-from mics_fn.leaf import Fixed, Leaf, Nothing, Sharded, Tied, dtype_name, is_leaf
+from mics_fn.leaf import Fixed, Leaf, Nothing, Sharded, Tied, dtype_name, is_leaf, refuse_computed
 from mics_fn.linear import require_groups
 from mics_fn.precision import Policy, policy_of
 from mics_fn.tree import Tree
@@ -58,7 +58,8 @@ def shard(
     Memory: this rank's shards (1/p of the floats), and one bucket while cutting.
 
     Raises:
-      LeafError: a leaf is no dense tensor, or lies on another device than its groups.
+      LeafError: a leaf is no dense tensor, lies on another device than its groups, or is computed
+        from what is being differentiated: only gather has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
       TreeError, PlanError: `groups` is no prefix of `params`; a tied leaf lives on two groups.
 
@@ -76,6 +77,7 @@ def shard(
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
     layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
     plan = _plan("shard", "params", params, groups, layout)
+    refuse_computed("shard", plan.paths, plan.leaves)
     _agree_on(plan)
     if replicas == "check":
         _check_values(plan)
@@ -274,7 +276,7 @@ def _owners(leaves: Sequence[Tensor]) -> list[int]:
         key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
             view = (leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype)
-            key = (_torch.storage_id(leaf), *view)
+            key = (_torch.storage_id(_torch.unwrapped(leaf)), *view)
         owners.append(first.setdefault(key, i))
     return owners
 

@@ -17,7 +17,7 @@ from mics_fn.gather import bucket_sizes, defer, unshard
 from mics_fn.grad_sum import GradSum
 from mics_fn.groups import Groups
 from mics_fn.guard import Guard, Verdict
-from mics_fn.leaf import is_leaf
+from mics_fn.leaf import is_leaf, refuse_derivative
 from mics_fn.loop import Progress, count, cut, reproducible, to_device
 from mics_fn.optim import TrainState, init_state, opt_step
 from mics_fn.policy import OnDemand
@@ -166,7 +166,9 @@ class Trainer:
 
         Raises:
           TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts.
+          LeafError: inside torch.func: a step has no derivative.
         """
+        refuse_derivative("Trainer.step", (), "call it outside of torch.func")
         started, guard = time.perf_counter(), self.guard
         batch = to_device(batch, self._home.device)
         parts, state, losses = cut(batch, self.accumulate), self.state, []
@@ -237,7 +239,11 @@ class Trainer:
           0-dim tensor on the device.
 
         Communication: one gather, and an all-reduce of one number over each of the two groups.
+
+        Raises:
+          LeafError: inside torch.func: the result has no derivative.
         """
+        refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         batch = to_device(batch, self._home.device)
         buffers = {name: value.clone() for name, value in self.state.buffers.items()}
         with torch.no_grad(), self._program.evaluating():

@@ -1,0 +1,456 @@
+"""Every public name that computes on tensors is differentiated correctly, or refuses by name.
+
+A program is a loss of shards that goes through a verb; its twin is the same of full parameters on
+one process. Each runs under every transform of torch.func and under plain autograd.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, everywhere, groups_of, random
+from test_api import public_names
+from torch import nn
+from torch.func import grad, grad_and_value, jacrev, jvp, vjp, vmap
+
+import mics_fn as mf
+from mics_fn import tree
+
+ALONE, PAIR, COPIES = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)
+BOTH = Layout((2, 2), 2)  # two replicas of two ranks
+TOLERANCE = 64 * torch.finfo(torch.float64).eps  # relative; sums of some dozen terms of order one
+
+
+def make_params():
+    shared = random(3, 3, 2, dtype=torch.float64)
+    return {
+        "a": random(1, 5, dtype=torch.float64),
+        "none": None,
+        "still": nn.Parameter(random(2, 3, dtype=torch.float64), requires_grad=False),
+        "steps": torch.tensor(3),
+        "tied": [shared, shared],
+        "zero": torch.zeros(4, dtype=torch.float64),
+    }
+
+
+def loss_of(full: Any, rank: int) -> Any:
+    """Another function on each rank; every trained leaf counts, at every order."""
+    w = full["tied"][0]
+    scale = (rank + 1) * full["still"].sum().detach() * full["steps"]
+    both = (w * full["tied"][1]).sin().sum() + (w.t() @ full["a"][:3]).square().sum()
+    return scale * (both + full["a"].pow(3).sum() + full["zero"].exp().sum())
+
+
+class Program(NamedTuple):
+    """A loss of shards through a verb, and what it is of full parameters."""
+
+    sharded: Callable[[Any, "Place"], Any]
+    plain: Callable[[Any, "Place"], Any]
+    # What sends counts of this rank's own makes one model, but no stack of models.
+    over_models: bool = True
+
+
+class Place(NamedTuple):
+    """Where a program runs."""
+
+    groups: mf.Groups
+    like: Any  # the shards
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks of this one's partition group."""
+        p = self.groups.partition_size
+        return [r for r in range(self.groups.world_size) if r // p == self.rank // p]
+
+
+def weight(rank: int) -> float:
+    return 1.0 + rank / 4
+
+
+def weighted(full: Any, factor: float) -> Any:
+    return tree.map_leaves(lambda x: x * factor if x.is_floating_point() else None, full)
+
+
+def frozen_too(full: Any, like: Any) -> Any:
+    return {**full, "still": like["still"], "steps": like["steps"]}
+
+
+def through_scatter(verb: Callable, ranks_of: Callable) -> Program:
+    """Every rank scales the parameters by a factor of its own; what comes is scaled by the mean."""
+
+    def factor(place: Place) -> float:
+        ranks = ranks_of(place)
+        return sum(map(weight, ranks)) / len(ranks)
+
+    def sharded(s: Any, place: Place) -> Any:
+        full = mf.gather(s, place.groups)
+        scaled = {**weighted(full, weight(place.rank)), "still": None, "steps": None, "none": None}
+        scaled["tied"] = [scaled["tied"][0], None]  # gradients of tied leaves would be added
+        back = mf.gather(verb(scaled, place.groups, like=place.like), place.groups)
+        return loss_of(back, place.rank)
+
+    def plain(full: Any, place: Place) -> Any:
+        return loss_of(frozen_too(weighted(full, factor(place)), full), place.rank)
+
+    return Program(sharded, plain)
+
+
+def norm_of(leaves: list) -> Any:
+    return sum(x.square().sum() for x in leaves).sqrt()
+
+
+PROGRAMS: dict[str, Program] = {
+    "gather": Program(
+        lambda s, at: loss_of(mf.gather(s, at.groups), at.rank),
+        lambda p, at: loss_of(p, at.rank),
+    ),
+    "gather, on demand": Program(
+        lambda s, at: loss_of(
+            mf.gather(s, at.groups, schedule=mf.on_demand(live_bytes=0)), at.rank
+        ),
+        lambda p, at: loss_of(p, at.rank),
+        over_models=False,
+    ),
+    "gather, keep_all": Program(
+        lambda s, at: loss_of(mf.gather(s, at.groups, schedule=mf.keep_all()), at.rank),
+        lambda p, at: loss_of(p, at.rank),
+        over_models=False,
+    ),
+    "unshard": Program(
+        lambda s, at: loss_of(mf.unshard(s, at.groups), at.rank),
+        lambda p, at: loss_of(p, at.rank),
+    ),
+    "sync_replicas": Program(
+        lambda s, at: loss_of(mf.gather(mf.sync_replicas(s, at.groups), at.groups), at.rank),
+        lambda p, at: loss_of(p, at.rank),
+    ),
+    "scatter_grads": through_scatter(mf.scatter_grads, lambda at: at.peers),
+    "reduce_grads": through_scatter(mf.reduce_grads, lambda at: range(at.groups.world_size)),
+    "global_norm": Program(
+        lambda s, at: (at.rank + 1) * mf.global_norm(s, at.groups).pow(3),
+        lambda p, at: (at.rank + 1) * norm_of([p["a"], p["tied"][0], p["zero"]]).pow(3),
+    ),
+    "global_norm of what is computed": Program(
+        lambda s, at: (
+            mf.global_norm(tree.map_leaves(torch.sin, s), at.groups)
+            * loss_of(mf.gather(s, at.groups), at.rank)
+        ),
+        lambda p, at: (
+            norm_of([x.sin() for x in (p["a"], p["tied"][0], p["zero"])]) * loss_of(p, at.rank)
+        ),
+    ),
+}
+
+
+# The transforms. A tree of full values is compared on each rank with the mean over ranks.
+
+
+def mean(value: Any, place: Place) -> Any:
+    n = place.groups.world_size
+    return tree.map_leaves(lambda x: sum(everywhere(x, n)) / n if n > 1 else x, value)
+
+
+def close(name: str, got: Any, want: Any) -> None:
+    a, b = tree.flatten(got)[0], tree.flatten(want)[0]
+    assert len(a) == len(b) > 0, name
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape, name
+        error = float((x - y).abs().max())
+        assert error <= TOLERANCE * max(1.0, float(y.abs().max())), (name, error, y)
+    assert any(y.abs().sum() > 0 for y in b), f"{name}: a twin of zeros proves nothing"
+
+
+def trained(full: Any) -> Any:
+    """What can be differentiated of a full tree, the tied leaf once."""
+    return {"a": full["a"], "tied": full["tied"][0], "zero": full["zero"]}
+
+
+def dot(a: Any, b: Any) -> Any:
+    pairs = zip(tree.flatten(a)[0], tree.flatten(b)[0], strict=True)
+    return sum((x * y).sum() for x, y in pairs)
+
+
+def check_program(layout: Layout, name: str) -> None:
+    program, groups = PROGRAMS[name], groups_of(layout)
+    params = make_params()
+    shards = mf.shard(params, groups, bucket_bytes=100)
+    place, start = Place(groups, shards), trained(params)
+
+    def sharded(s: Any) -> Any:
+        return program.sharded(s, place)
+
+    def plain(p: Any) -> Any:
+        return program.plain({**params, **p, "tied": [p["tied"]] * 2}, place)
+
+    def full(grads: Any) -> Any:
+        return trained(mf.unshard(mf.reduce_grads(grads, groups), groups))
+
+    want = mean(grad(plain)(start), place)
+    close("grad", full(grad(sharded)(shards)), want)
+    close("value", grad_and_value(sharded)(shards)[1], plain(start))
+    value, pull = vjp(sharded, shards)
+    close("vjp", full(pull(torch.full_like(value, 4.0))[0]), tree.map_leaves(lambda x: 4 * x, want))
+    v, v_shards = tree.map_leaves(torch.cos, start), tree.map_leaves(torch.cos, shards)
+    close("jvp", list(jvp(sharded, (shards,), (v_shards,))), list(jvp(plain, (start,), (v,))))
+    close("jacrev", full(jacrev(sharded)(shards)), want)
+
+    second = mean(jvp(grad(plain), (start,), (v,))[1], place)
+    close("grad of grad", full(grad(lambda s: dot(grad(sharded)(s), v_shards))(shards)), second)
+    close("forward over reverse", full(jvp(grad(sharded), (shards,), (v_shards,))[1]), second)
+
+    x = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    samples = vmap(grad(lambda s, t: sharded(s) * t), in_dims=(None, 0))(shards, x)
+    wanted = vmap(grad(lambda p, t: plain(p) * t), in_dims=(None, 0))(start, x)
+    close("vmap(grad)", full(samples), mean(wanted, place))
+    if program.over_models:
+        models = [torch.ones_like, torch.cos, lambda x: x * 2]
+        stack = lambda t: tree.map_leaves(lambda x: torch.stack([f(x) for f in models]), t)  # noqa: E731
+        close("vmap", vmap(sharded)(stack(shards)), vmap(plain)(stack(start)))
+        each = vmap(grad(sharded))(stack(shards))
+        close("vmap(grad) of models", full(each), mean(vmap(grad(plain))(stack(start)), place))
+
+    leaves, spec = tree.flatten(shards)
+    variables = [leaf.detach().requires_grad_() for leaf in leaves]
+    value = sharded(spec.unflatten(variables))
+    found = torch.autograd.grad(value, variables, create_graph=True)
+    first = spec.unflatten([each.detach() for each in found])
+    close("autograd", full(first), want)
+    again = torch.autograd.grad(dot(spec.unflatten(found), v_shards), variables)
+    close("autograd twice", full(spec.unflatten(again)), second)
+
+
+@pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, layout, name):
+    ranks(layout.world_size).run(check_program, layout, name)
+
+
+def norm_over_two_groups():
+    """Leaves cut over different groups of the same ranks count together."""
+    wide, narrow = groups_of(PAIR), groups_of(COPIES)
+    start = {k: random(i, 6, dtype=torch.float64) for i, k in enumerate("ab")}
+    homes = {"a": wide, "b": narrow}
+    shards = mf.shard(start, homes)
+    place = Place(wide, shards)
+
+    def sharded(s):
+        return (place.rank + 1) * mf.global_norm(s, homes).pow(3)
+
+    def plain(p):
+        return (place.rank + 1) * norm_of(list(p.values())).pow(3)
+
+    got = mf.unshard(mf.reduce_grads(grad(sharded)(shards), homes), homes)
+    close("grad", got, mean(grad(plain)(start), place))
+
+
+def test_a_norm_over_several_groups_is_differentiated(ranks):
+    ranks(2).run(norm_over_two_groups)
+
+
+def norm_at_zero(layout):
+    groups = groups_of(layout)
+    shards = mf.shard({"w": torch.zeros(5), "n": torch.zeros(3)}, groups)
+    for found in (
+        grad(lambda s: mf.global_norm(s, groups))(shards),
+        torch.func.jvp(lambda s: mf.global_norm(s, groups), (shards,), (shards,)),
+    ):
+        assert not any(x.any() for x in tree.flatten(found)[0])
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
+def test_the_gradient_of_a_norm_of_zero_is_zero(ranks, layout):
+    ranks(layout.world_size).run(norm_at_zero, layout)
+
+
+# What refuses: a call on shards (and full tensors) that somebody differentiates.
+
+
+class Setting(NamedTuple):
+    """What the calls need that is not differentiated."""
+
+    groups: mf.Groups
+    shards: Any
+    trainer: mf.Trainer
+
+
+def clipped(transform: mf.Transform, s: Any) -> Any:
+    return transform.update(s, transform.init(s), s)[0]
+
+
+def due(sync: mf.ReplicaSync, s: Any, groups: mf.Groups) -> Any:
+    state = sync.init(mf.shard({"w": torch.ones(4)}, groups), groups)
+    return sync.after(s, replace(state, step=0), groups)[0]
+
+
+REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
+    "start_gather": lambda s, at: mf.start_gather(s, at.groups).wait(),
+    "start_scatter_grads": lambda s, at: mf.start_scatter_grads(
+        mf.gather(s, at.groups), at.groups
+    ).wait(),
+    "sync_replicas(donate=True)": lambda s, at: mf.sync_replicas(s, at.groups, donate=True),
+    "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
+    "Guard.judge": lambda s, at: mf.Guard(max_norm=1.0).judge(s, at.groups).grads,
+    "Guard.judge, no limit": lambda s, at: mf.Guard().judge(s, at.groups).grads,
+    "clip_by_global_norm": lambda s, at: clipped(mf.clip_by_global_norm(1.0, at.groups), s),
+    "clip_by_value": lambda s, at: clipped(mf.clip_by_value(0.5), s),
+    "local_sgd": lambda s, at: due(mf.local_sgd(1), s, at.groups),
+    "diloco": lambda s, at: due(mf.diloco(1), s, at.groups),
+    "diloco, init": lambda s, at: mf.diloco(1).init(s, at.groups).outer.params,
+}
+
+# These refuse inside torch.func only: of autograd's leaves they give values without a gradient.
+REFUSALS_INSIDE: dict[str, Callable[[Any, Setting], Any]] = {
+    "get": lambda s, at: mf.get(s, "w", at.groups),
+    "set": lambda s, at: mf.set(s, "w", 1.0, at.groups),
+    "GradSum": lambda s, at: mf.gather(s, at.groups, schedule=mf.on_demand(), into=mf.GradSum()),
+    "GradSum.backward": lambda s, at: mf.GradSum().backward(mf.global_norm(s, at.groups)),
+    "Trainer.step": lambda s, at: at.trainer.step(mf.gather(s, at.groups)["w"][None, :2]).loss,
+    "Trainer.eval": lambda s, at: at.trainer.eval(mf.gather(s, at.groups)["w"][None, :2]),
+    "Trainer.fit": lambda s, at: at.trainer.fit([torch.ones(1, 2)], 1, progress=False)[0].loss,
+}
+
+
+def total(value: Any) -> Any:
+    floats = [x for x in tree.flatten(value)[0] if isinstance(x, torch.Tensor)]
+    return sum(x.double().sum() for x in floats)
+
+
+def refusal(call: Callable, *args: Any) -> str:
+    try:
+        return f"nothing refused, but {call(*args)}"
+    except mf.MicsError as error:
+        return str(error)
+
+
+def refusals(layout: Layout) -> None:
+    groups = groups_of(layout)
+    torch.manual_seed(0)
+    shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
+    loss = lambda model, x: model(x).sum()  # noqa: E731
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.sgd(0.1), groups, loss=loss)
+    at = Setting(groups, shards, trainer)
+    calls = dict(REFUSALS)
+    if groups.num_replicas == 1:  # then it gives the very tree
+        del calls["sync_replicas(donate=True)"]
+    for name, call in {**calls, **REFUSALS_INSIDE}.items():
+        for transform in (
+            lambda f: grad(f)(shards),
+            lambda f: jvp(f, (shards,), (shards,)),
+            lambda f: vmap(f)(tree.map_leaves(lambda x: torch.stack([x, x]), shards)),
+        ):
+            program = partial(lambda s, call: total(call(s, at)), call=call)
+            assert "\n  fix: " in refusal(transform, program), name
+    for name, call in calls.items():
+        s = tree.map_leaves(lambda x: x.clone().requires_grad_(), shards)
+        assert "\n  fix: " in refusal(call, s, at), name
+        with torch.no_grad():
+            call(s, at)
+    values = tree.map_leaves(lambda x: x.clone().requires_grad_(), shards)
+    assert not mf.get(values, "w", groups).requires_grad
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, COPIES], ids=str)
+def test_what_has_no_derivative_refuses(ranks, layout):
+    ranks(layout.world_size).run(refusals, layout)
+
+
+def step_by_hand(layout):
+    """An optimizer's step is differentiated as torch's own arithmetic is, or refuses by name."""
+    groups = groups_of(layout)
+    start = {"w": torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)}
+    shards = mf.shard(start, groups)
+
+    def after(s: Any) -> Any:
+        inner = grad(lambda q: mf.gather(q, groups)["w"].pow(3).sum())(s)
+        state = mf.opt_step(mf.init_state(s, mf.sgd(0.1)), mf.reduce_grads(inner, groups))
+        return mf.gather(state.params, groups)["w"].square().sum()
+
+    try:
+        got = mf.unshard(mf.reduce_grads(grad(after)(shards), groups), groups)
+    except (mf.MicsError, NotImplementedError):  # storages are not there inside torch.func
+        return
+    w = start["w"]
+    close("opt_step", got["w"], grad(lambda w: (w - 0.1 * 3 * w * w).square().sum())(w))
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
+def test_a_step_is_differentiated_or_refuses(ranks, layout):
+    ranks(layout.world_size).run(step_by_hand, layout)
+
+
+# The law: each public function is above, or here with the reason why it need not be.
+
+STEPS = "test_a_step_is_differentiated_or_refuses"
+READS = "gives no tensor that was made of tensors"
+ELSEWHERE = {
+    "opt_step": STEPS,
+    "adam": STEPS,
+    "adamw": STEPS,
+    "lion": STEPS,
+    "sgd": STEPS,
+    "from_torch": STEPS,
+    "chain": STEPS,
+    "init_state": "keeps the parameters as they are, and makes new moments",
+    "keep_all": "see 'gather, keep_all'",
+    "on_demand": "see 'gather, on demand'",
+    "every_step": "merges nothing",
+    "init": "makes parameters of a seed",
+    "load_shards": "makes parameters of files",
+    "warmup_cosine": "a number of a number",
+    "no_scale": "multiplies by a constant",
+    "static_scale": "multiplies by a constant",
+    "dynamic_scale": "multiplies by a constant",
+    "record": READS,
+    "plan": READS,
+    "first_difference": READS,
+    "bucket_sizes": READS,
+    "summary": READS,
+    "norm_spike": READS,
+    "sampler": READS,
+    "node": READS,
+    "make_groups": READS,
+    "init_distributed": READS,
+    "plan_groups": READS,
+}
+METHODS_ELSEWHERE = {
+    "Trainer.params": "unshards what no one differentiates: the trainer's own state",
+    "PendingTree.wait": "see start_gather and start_scatter_grads, which make it",
+    "GradSum.grads": "see GradSum: there is no gradient to give",
+    "GradSum.release": READS,
+    "Groups.close": READS,
+    "ReplicaSync.groups": READS,
+    "ReplicaSync.init": "see 'diloco, init'",
+    "ReplicaSync.after": "see local_sgd and diloco",
+}
+
+
+def named(table: Any) -> set[str]:
+    return {name.partition(",")[0].partition("(")[0].partition(" of ")[0] for name in table}
+
+
+def test_every_public_function_is_in_a_table():
+    covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | set(ELSEWHERE)
+    functions = {name for name, value in public_names().items() if inspect.isfunction(value)}
+    placements = {name for name in functions if name.startswith("placement.")}
+    assert functions - placements - covered == set()
+    assert set(ELSEWHERE) - functions == set()
+
+
+def test_every_public_method_that_communicates_is_in_a_table():
+    covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | set(METHODS_ELSEWHERE)
+    for name, value in public_names().items():
+        for key, method in vars(value).items() if inspect.isclass(value) else ():
+            if inspect.isfunction(method) and key[0] != "_":
+                doc = inspect.getdoc(method) or ""
+                _, _, said = doc.partition("Communication:")
+                if said and not said.strip().startswith("none"):
+                    assert f"{name}.{key}" in covered, f"{name}.{key}: {said.splitlines()[0]}"
