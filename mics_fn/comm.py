@@ -15,6 +15,7 @@ from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.flat import Buffers, Slots
 from mics_fn.rendezvous import poll
+from mics_fn.stalled import Stuck
 from mics_fn.topology import chunk_of, fold_ranks
 
 MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
@@ -65,7 +66,9 @@ class Life:
     closed: bool = False
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     active: list[Any] = field(default_factory=list)  # `Pending`s under way, oldest first
-    watch: Callable[[], None] = lambda: None  # looks for news of other ranks; see `control`
+    # Looks for news of other ranks while nothing moves, and what ends that; see `control`.
+    watch: Callable[[Sequence[Stuck], Counter[str]], None] = lambda stuck, issued: None
+    moves: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Destroy what is owned, newest first; again has no effect."""

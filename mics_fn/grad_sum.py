@@ -50,9 +50,12 @@ class GradSum(Reduction):
         self._pass = 0
 
     def expect(
-        self, pieces: list[Tensor], build: Callable[[dict[int, list]], Tree]
+        self,
+        pieces: list[Tensor],
+        build: Callable[[dict[int, list]], Tree],
+        end_pass: Callable[[bool], None],
     ) -> list[Tensor]:
-        """Called by `gather`: what to differentiate, and how pieces become a tree.
+        """Called by `gather`: what to differentiate, how pieces become a tree, whom to tell.
 
         Returns:
           The pieces as leaves of autograd.
@@ -62,7 +65,7 @@ class GradSum(Reduction):
             text = "gather: into= is in use by another gather"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
         self._variables = [piece.detach().requires_grad_() for piece in pieces]
-        self._build = build
+        self._build, self._end_pass = build, end_pass
         return self._variables
 
     def backward(self, loss: Tensor) -> None:
@@ -81,6 +84,7 @@ class GradSum(Reduction):
             raise TreeError(message(f"GradSum.backward: {passes}", fix=fix))
         if loss.requires_grad and self._variables:
             torch.autograd.grad(loss, self._variables, allow_unused=True)
+        self._end_pass(self.last)
         self.end()
 
     def grads(self) -> Tree:

@@ -294,5 +294,5 @@ def _control(maker: Maker, partition: Comm) -> Control:
     control = Control(
         store, maker.key, partition.ranks, maker.rank, maker.timeout_s, len(maker.ranks)
     )
-    maker.life.watch = control.look
+    maker.life.watch, maker.life.moves = control.look, control.moves
     return control

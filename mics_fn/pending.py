@@ -13,6 +13,7 @@ out too early; `record_stream` is never needed.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import Any
@@ -23,11 +24,13 @@ from torch import Tensor
 
 from mics_fn.comm import Comm, Life
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
+from mics_fn.stalled import Stuck
 
 Steps = Generator["Issued", None, Tensor]
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
 _STALL_S = 1.0  # after this long without a move, and again each time, other ranks are looked at
+_ISSUED: Counter[str] = Counter()  # collectives by process group; see [Note: waiting in two places]
 
 
 class Issued:
@@ -41,6 +44,14 @@ class Issued:
             self.work = call(group=group, async_op=True)
         except (RuntimeError, ValueError) as error:
             raise self._failed(error) from error
+        self._group = group.group_name
+        _ISSUED[self._group] += 1
+        self._number = _ISSUED[self._group]
+
+    def stuck(self) -> Stuck:
+        """Which one it is, for the other ranks."""
+        text = f"{self.op} over '{self.comm.name}'"
+        return Stuck(self._group, self._number, self.comm.ranks, text)
 
     def done(self) -> bool:
         """Whether it has finished (or failed), without waiting."""
@@ -157,6 +168,12 @@ class Pending:
         for comm in self._comms[self.level :]:
             comm.queue.remove(self)
 
+    @property
+    def stuck(self) -> Stuck | None:
+        """What is under way and not over, if anything is."""
+        issued = self._issued
+        return None if issued is None or issued.done() else issued.stuck()
+
     def check_time(self, waited_s: float) -> None:
         """Give up and raise if what is under way has not moved for longer than it may."""
         issued = self._issued
@@ -204,21 +221,26 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
       CollectiveTimeoutError: nothing moved for the timeout of a collective under way.
     """
     since = stalled = time.monotonic()
-    while True:
-        if push_all(life):
-            since = stalled = time.monotonic()
-        if done():
-            return
-        if not life.active:
-            raise CollectiveError("a collective is waited for that failed before")
-        now = time.monotonic()
-        if now - stalled > _STALL_S:
-            stalled = now
-            life.watch()
-        for pending in life.active:
-            pending.check_time(now - since)
-        # In proportion to the wait, so that looking costs little time and little delay.
-        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
+    looked = False
+    try:
+        while True:
+            if push_all(life):
+                since = stalled = time.monotonic()
+            if done():
+                return
+            if not life.active:
+                raise CollectiveError("a collective is waited for that failed before")
+            now = time.monotonic()
+            if now - stalled > _STALL_S:
+                stalled, looked = now, True
+                life.watch([s for pending in life.active if (s := pending.stuck)], _ISSUED)
+            for pending in life.active:
+                pending.check_time(now - since)
+            # In proportion to the wait, so that looking costs little time and little delay.
+            time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
+    finally:
+        if looked:
+            life.moves()
 
 
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:

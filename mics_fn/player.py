@@ -46,7 +46,7 @@ class Player:
         self.left = self.ended = self.settled = False
         self._actions = () if known.schedule is None else known.schedule.actions
         self._next = 0  # of these actions
-        self._agreed = 0  # fetches that no schedule foresaw
+        self.passes: list[int] = []  # uses before the end of each backward pass
         self._control, self._name = control, name
         self._digest = sha256()
         self.number = control.begin(self)
@@ -87,6 +87,34 @@ class Player:
         """A bucket's gradients are complete."""
         self.events.append(Action("reduce", (index,)))
 
+    def end_pass(self, last: bool) -> None:
+        """A backward pass is over here: what it left out is about to be reduced as zeros.
+
+        Args:
+          last: whether no other pass is known to follow in this run.
+        """
+        count, n = len(self.uses), len(self.passes)
+        self.passes.append(count)
+        if self.policy.at_once:
+            return
+        if not self.following:
+            self._control.same(self._so_far(self._pass_end()))
+        elif self.known.passes is not None:
+            if self.known.passes[n : n + 1] != (count,):
+                self._leave(count, self._pass_end())
+        elif last and self._uses_left():  # a schedule that came as text says nothing of passes
+            self._leave(count, self._pass_end())
+
+    def _pass_end(self) -> str:
+        return f"run {self.number} ends a backward pass after {self.passes[-1]} uses of buckets"
+
+    def _so_far(self, place: str) -> str:
+        """A place in words that differ where ways differed before it."""
+        return f"{place} (way so far: {self._digest.hexdigest()[:8]})"
+
+    def _uses_left(self) -> bool:
+        return any(action.kind == "use" for action in self._actions[self._next :])
+
     def _until(self, ids: tuple[int, ...]) -> list[Action] | None:
         """The schedule's actions up to the use that happens now; None if it has another one."""
         found = []
@@ -124,22 +152,32 @@ class Player:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
             # See [Note: the same way] in `control`.
-            way = f"{self.place_of(k)} (way so far: {self._digest.hexdigest()[:8]})"
-            self._control.same(f"{self.number}/{self._agreed}", way)
-            self._agreed += 1
+            self._control.same(self._so_far(self.place_of(k)))
             done.append(self._apply(Action("fetch", (i,))))
         return done
 
     def place_of(self, k: int) -> str:
         """Step k of this run in words."""
         if k >= len(self.uses):
-            return f"ends after {len(self.uses)} uses of buckets"
-        return f"use {k} of this run is of {' and '.join(map(self._name, self.uses[k]))}"
+            return f"run {self.number} ends after {len(self.uses)} uses of buckets"
+        named = " and ".join(map(self._name, self.uses[k]))
+        return f"use {k} of run {self.number} is of {named}"
 
     def place(self, k: int) -> str | None:
         """As `control.Way` says."""
-        reached = len(self.uses) > k or self.ended
-        return self.place_of(k) if reached and not self.left else None
+        if self.left:
+            return None
+        if len(self.uses) == k and self.passes[-1:] == [k] and not self.ended:
+            return self._pass_end()
+        return self.place_of(k) if len(self.uses) > k or self.ended else None
+
+    def last_place(self) -> str:
+        """As `control.Way` says."""
+        if self.passes[-1:] == [len(self.uses)] and not self.ended:
+            return self._pass_end()
+        if not self.uses and not self.ended:
+            return f"run {self.number} began"
+        return self.place_of(len(self.uses) - (not self.ended))
 
     def _leave(self, k: int, text: str) -> None:
         self.left = True
@@ -154,8 +192,7 @@ class Player:
 
     def end(self) -> list[Action]:
         """The run is over: what is left to drop."""
-        rest = self._actions[self._next :] if self.following and not self.ended else ()
-        if any(action.kind == "use" for action in rest):
+        if self.following and not self.ended and self._uses_left():
             self._leave(len(self.uses), self.place_of(len(self.uses)))
         self.ended = True
         return [Action("drop", (i,)) for i in self.live]
@@ -179,14 +216,19 @@ def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Contro
         return
     last.end()
     last.settled = True
-    if last.following or not last.uses:
+    if last.following:
+        if known.passes is None and last.passes:
+            known.passes = tuple(last.passes)
         return
     if not policy.at_once:
         uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
-        control.same(f"{last.number}/end", f"{last.place_of(len(last.uses))}, (all of it: {uses})")
-        known.schedule = policy.plan(last.record, sizes)
+        control.same(f"{last.place_of(len(last.uses))} (all of it: {uses})")
+    if not last.uses:
+        return
+    if not policy.at_once:
+        known.schedule, known.passes = policy.plan(last.record, sizes), tuple(last.passes)
         planned = sha256(str(known.schedule).encode()).hexdigest()[:16]
-        control.same(f"{last.number}/plan", f"made a schedule that differs ({planned})")
+        control.same(f"made a schedule that differs ({planned})")
     if known.order is None:
         # Replicas reduce together too, so one rank's order is everybody's, for good.
         reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]

@@ -37,7 +37,7 @@ EXPECTED = {
         "4 micro-steps: 213 GB with 0.8 GB at once",
         "at once 68,352 bytes, fetched 307,584, sent 153,792",
         "bucket 3 is not live; fetch it",
-        "rank 1: use 2 of this run is of bucket 3",
+        "rank 1: use 2 of run 1 is of bucket 3",
     ],
     "3_placements.ipynb": [
         "levels kept for a step: 1, reduced once a step: 1  as named: True",

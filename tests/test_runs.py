@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from cases import Layout, drop_groups, groups_of, random
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn import pending, tree
 from mics_fn.errors import DesyncError
 from mics_fn.gather import defer
 from mics_fn.reduction import Reduction
@@ -29,10 +30,16 @@ class Blocks(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
 
-    def forward(self, x, skip=(), order=None):
-        for i in order or range(len(self.blocks)):
-            if i not in skip:
-                x = torch.tanh(self.blocks[i](x))
+    def forward(self, x, skip=(), order=None, recompute=False):
+        way = [i for i in order or range(len(self.blocks)) if i not in skip]
+        if recompute:
+            first, way = way[:2], way[2:]
+            x = checkpoint(self.through, first, x, use_reentrant=False)
+        return self.through(way, x)
+
+    def through(self, way, x):
+        for i in way:
+            x = torch.tanh(self.blocks[i](x))
         return x
 
 
@@ -264,6 +271,138 @@ def test_ranks_on_different_ways_are_told_who_and_where(ranks, case, layout, odd
             assert f"{bucket} (['blocks.{bucket[-1]}" in text
         assert seconds < 15, "within a bounded time"
     assert len({text for text, _ in found}) == 1, "the same words everywhere"
+
+
+# Ways of which one is longer: nobody may wait in reductions while others wait for a fetch.
+
+
+def stepping(groups):
+    trainer = make_trainer(groups, live_bytes=0)
+    return lambda **how: trainer.step(batch_of(dist.get_rank(), **how))
+
+
+def accumulating(groups):
+    trainer = make_trainer(groups, live_bytes=0, accumulate=2)
+    return lambda **how: trainer.step(batch_of(dist.get_rank(), **how))
+
+
+def evaluating(groups):
+    trainer = make_trainer(groups, live_bytes=0)
+    return lambda **how: trainer.eval(batch_of(dist.get_rank(), **how))
+
+
+def by_hand(groups, differentiate):
+    torch.manual_seed(0)
+    params = dict(Blocks().named_parameters())
+    # The last block that is used comes first here, so that some reductions need not wait for it.
+    order = list(reversed(params)).index
+    shards = mf.shard(params, groups, bucket_bytes=4, order=lambda path: order(path[2:-2]))
+    policy, skeleton = mf.on_demand(live_bytes=None), Blocks().to("meta")
+
+    def loss(shards, how):
+        full = mf.gather(shards, groups, schedule=policy)
+        x = random(dist.get_rank(), 4, WIDTH)
+        return torch.func.functional_call(skeleton, full, (x,), how).square().mean()
+
+    def run(**how):
+        if differentiate:
+            mf.reduce_grads(torch.func.grad(loss)(shards, how), groups)
+        else:
+            with torch.no_grad():
+                loss(shards, how)
+
+    return run
+
+
+def differentiating(groups):
+    return by_hand(groups, True)
+
+
+def generating(groups):
+    return by_hand(groups, False)
+
+
+KINDS = [stepping, accumulating, evaluating, differentiating, generating]
+SHORTER = {
+    "shorter": {"skip": (2, 3)},
+    "longer": {"order": (0, 1, 2, 3, 1, 0)},
+    "recomputes": {"recompute": True},
+}
+
+
+def one_rank_differs(layout, kind, before, odd_way):
+    drop_groups()
+    groups = groups_of(layout, timeout_s=30.0)
+    run = kind(groups)
+    for _ in range(before):
+        run()
+    started = time.monotonic()
+    try:
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pending, "_STALL_S", 0.3)
+            warnings.simplefilter("ignore")  # that a rank leaves its schedule
+            for _ in range(2):  # what is generated last is missed in the next run
+                run(**(odd_way if dist.get_rank() == 0 else {}))
+    except DesyncError as error:
+        return str(error), time.monotonic() - started
+    finally:
+        drop_groups()
+    return "no error", 0.0
+
+
+# torch.func has no checkpoints, and nothing is recomputed without a backward pass.
+CASES = [
+    (kind, way)
+    for kind in KINDS
+    for way in SHORTER
+    if way != "recomputes" or kind in (stepping, accumulating)
+]
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["first run", "later"])
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_a_rank_whose_way_is_shorter_or_longer_is_told_of_in_time(ranks, kind, way, before):
+    for layout in (PAIR, Layout((2, 2), 2)):
+        found = ranks(layout.world_size).run(one_rank_differs, layout, kind, before, SHORTER[way])
+        if kind is generating:  # nothing is sent between replicas, so the others go on
+            assert found[2:] == [("no error", 0.0)] * (layout.world_size - 2)
+            found = found[:2]
+        for text, seconds in found:
+            assert text.startswith(("gather: ranks take different ways", "ranks wait for")), text
+            assert "rank 0: " in text
+            assert "rank 1: " in text
+            assert seconds < 6, "and not 30"
+        assert len({text for text, _ in found}) == 1, "the same words everywhere"
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store):
+        self.store, self.calls = store, 0
+
+    def __getattr__(self, name):
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+def messages(layout, kind):
+    """Messages to the store in each of a few equal runs."""
+    groups, found = groups_of(layout), []
+    run, control = kind(groups), groups.hierarchy.control
+    control._store = control._shared = store = Counting(control._store)
+    for _ in range(4):
+        store.calls = 0
+        run()
+        found.append(store.calls)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_that_repeat_send_no_message(ranks, kind):
+    for first, *later in ranks(2).run(messages, PAIR, kind):
+        assert first > 0
+        assert later[-2:] == [0, 0], "the second may still say what it learned from the first"
 
 
 def uneven(layout, steps):

@@ -1,0 +1,72 @@
+"""Two ranks that wait for each other, against a simulation of all that they will ever do."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mics_fn.stalled import Stuck, never, news, next_to
+
+PAIR = (0, 1)
+
+
+class Rank:
+    """Runs a program of "a" (issue a collective on group a) and "wait" (for all that it issued)."""
+
+    def __init__(self, program):
+        self.program, self.at, self.issued = program, 0, Counter()
+
+    def stuck(self, other):
+        return [
+            Stuck(group, number, PAIR, group)
+            for group in sorted(self.issued)
+            for number in range(other.issued[group] + 1, self.issued[group] + 1)
+        ]
+
+    def blocked(self, other):
+        waits = self.at < len(self.program) and self.program[self.at] == "wait"
+        return waits and bool(self.stuck(other))
+
+    def step(self):
+        if self.program[self.at] != "wait":
+            self.issued[self.program[self.at]] += 1
+        self.at += 1
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["a", "b", "wait"]), max_size=8), min_size=2, max_size=2),
+    st.lists(st.integers(0, 2), max_size=40),
+)
+def test_what_is_said_never_to_end_never_ends_and_what_never_ends_is_found(programs, turns):
+    ranks = [Rank([*program, "wait"]) for program in programs]
+    told: list = [None, None]
+    verdicts = []
+
+    def go(i):
+        """One step, or a look at what the other told when it waited last, which may be old."""
+        me, other = ranks[i], ranks[1 - i]
+        if me.blocked(other):
+            stuck = me.stuck(other)
+            told[i] = news(stuck, Counter(me.issued), "")
+            there = told[1 - i]
+            verdicts.append(there is not None and never(stuck, me.issued, there, 1 - i))
+            return verdicts[-1]
+        if me.at < len(me.program):
+            me.step()
+            return True
+        return False
+
+    for turn in turns:
+        if turn < 2:
+            go(turn)
+    for _ in range(40):
+        go(0)
+        go(1)
+    both_wait = all(me.blocked(ranks[1 - i]) for i, me in enumerate(ranks))
+    assert any(verdicts) == both_wait
+
+
+def test_who_waits_looks_at_a_few_of_those_who_share_it():
+    many = Stuck("a", 1, tuple(range(100)), "")
+    assert next_to(98, [many]) == [99, *range(7)]
+    assert next_to(0, [Stuck("a", 1, (4, 0), ""), Stuck("b", 1, (0, 2, 4), "")]) == [4, 2]
