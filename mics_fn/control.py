@@ -86,12 +86,12 @@ class Control:
         """Begin a run; the n-th on one rank is the n-th on the others. Returns its number."""
         self._runs = max(self._runs + 1, least)
         self._ways = [*self._ways[-1:], way]
-        if self._store is not None:
+        if self._shared is not None:
             # What was said in runs long past is of no use, and a store has to hold it in memory.
             past = self._written[0] if len(self._written) == _RUNS_KEPT else []
             for key in past:
                 with suppress(RuntimeError, NotImplementedError):
-                    self._store.delete_key(key)
+                    self._shared.delete_key(key)
             self._written.append([])
         return self._runs
 
@@ -115,6 +115,14 @@ class Control:
         if self._shared is None:
             return text
         return self._shared.compare_set(f"{self._all}/{event}", "", text).decode()
+
+    def tally(self, event: str, amount: int) -> int:
+        """Add to a number that all groups of the job share, and read it; never waits."""
+        key = f"{self._all}/{event}"
+        if self._shared is None:
+            return amount
+        self._written[-1].append(key)
+        return self._shared.add(key, amount)
 
     def leave(self, number: int, k: int, text: str) -> None:
         """Leave a schedule at step k; returns when all ranks have left it there, alike.
@@ -261,6 +269,10 @@ class Controls(Control):
     def adopt(self, event: str, text: str) -> str:
         """In the groups that span most of the job."""
         return max(self._parts, key=lambda part: part.job_size).adopt(event, text)
+
+    def tally(self, event: str, amount: int) -> int:
+        """Likewise."""
+        return max(self._parts, key=lambda part: part.job_size).tally(event, amount)
 
 
 def together(controls: Sequence[Control]) -> Control:

@@ -96,8 +96,7 @@ def defer(
     if into is not None:
         trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
         pieces = [full[i] for i in trained]
-        build = partial(_as_tree, spec, leaves, uses)
-        variables = into.expect(pieces, build, cache.player.end_pass)
+        variables = into.expect(pieces, partial(_as_tree, spec, leaves, uses), cache.player)
         for i, variable in zip(trained, variables, strict=True):
             full[i] = variable
     put(full, uses, fetch_all(cache, full))

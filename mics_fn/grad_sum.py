@@ -1,12 +1,13 @@
 """`GradSum`: the gradients of a whole step, micro-step by micro-step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mics_fn.errors import TreeError, message
+from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.flat import split_chunk
+from mics_fn.graph import Passes, Run
 from mics_fn.leaf import refuse_derivative
 from mics_fn.reduction import Reduction, alone
 from mics_fn.tree import Tree
@@ -50,12 +51,9 @@ class GradSum(Reduction):
         self._pass = 0
 
     def expect(
-        self,
-        pieces: list[Tensor],
-        build: Callable[[dict[int, list]], Tree],
-        end_pass: Callable[[bool], None],
+        self, pieces: list[Tensor], build: Callable[[dict[int, list]], Tree], run: Run
     ) -> list[Tensor]:
-        """Called by `gather`: what to differentiate, how pieces become a tree, whom to tell.
+        """Called by `gather`: what to differentiate, how pieces become a tree, of which run.
 
         Returns:
           The pieces as leaves of autograd.
@@ -65,8 +63,17 @@ class GradSum(Reduction):
             text = "gather: into= is in use by another gather"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
         self._variables = [piece.detach().requires_grad_() for piece in pieces]
-        self._build, self._end_pass = build, end_pass
+        self._build, self._run = build, run
+        self._passes = Passes(self._variables, self.uses, run)
         return self._variables
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """As `Reduction.add`; see [Note: a backward in backward] in `graph`."""
+        if index in self._ready:
+            text = "backward: a bucket got gradients in two parts in one pass"
+            fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
+            raise LeafError(message(text, [f"bucket {index}"], fix))
+        return [] if self._passes.keeps(index, grads) else super().add(index, grads)
 
     def backward(self, loss: Tensor) -> None:
         """Run one pass of backward; its gradients are added to the sum.
@@ -76,6 +83,10 @@ class GradSum(Reduction):
 
         Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
           hop 2 as well.
+
+        Raises:
+          TreeError: all passes are done, or there was no `gather` into this.
+          LeafError: gradients came in a way that only a first pass can learn of.
         """
         refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         if self._variables is None or self._pass == self.micro_steps:
@@ -83,8 +94,10 @@ class GradSum(Reduction):
             fix = "gather(..., into=) first, and give micro_steps= as many passes as there are"
             raise TreeError(message(f"GradSum.backward: {passes}", fix=fix))
         if loss.requires_grad and self._variables:
-            torch.autograd.grad(loss, self._variables, allow_unused=True)
-        self._end_pass(self.last)
+            for index, grads in self._passes.differentiate(loss).items():
+                self.add(index, grads)
+        self._passes.end(loss, self.missing(), last=self.last)
+        self._run.end_pass(self.last)
         self.end()
 
     def grads(self) -> Tree:
@@ -94,11 +107,16 @@ class GradSum(Reduction):
           A tree for `opt_step`; valid until `release`.
 
         Communication: waits for what `backward` started.
+
+        Raises:
+          TreeError: passes are missing.
+          LeafError: no parameter got a gradient in any of them, on any rank.
         """
         if self._variables is None or self._pass != self.micro_steps:
             text = f"GradSum.grads: {self._pass} of {self.micro_steps} passes are done"
             raise TreeError(message(text, fix="call backward for each micro-step first"))
         self.wait()
+        self._passes.check()
         return self._build({index: self._pieces(index) for index in self._totals})
 
     def _pieces(self, index: int) -> list[Tensor]:

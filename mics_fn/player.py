@@ -115,6 +115,14 @@ class Player:
     def _uses_left(self) -> bool:
         return any(action.kind == "use" for action in self._actions[self._next :])
 
+    def tally(self, event: str, amount: int) -> int:
+        """As `Control.tally`, for this run."""
+        return self._control.tally(f"{event}/{self.number}", amount)
+
+    def name(self, index: int) -> str:
+        """A bucket in words."""
+        return self._name(index)
+
     def _until(self, ids: tuple[int, ...]) -> list[Action] | None:
         """The schedule's actions up to the use that happens now; None if it has another one."""
         found = []

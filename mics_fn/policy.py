@@ -19,7 +19,10 @@ class Known:
     firsts: tuple[int, ...] | None = None  # buckets by their first use, for `keep_all`; likewise
     passes: tuple[int, ...] | None = None  # uses before the end of each backward pass of a run
     last: Any = None  # the `Player` of the last run; its record may be news
-    warned: bool = False
+    warned: bool = False  # of another way than the schedule's
+    missed: set[int] = field(default_factory=set)  # buckets that some pass gave no gradient
+    recomputes: bool | None = None  # whether losses do, as `Graph` says; None before the first
+    said: bool = False  # likewise, of gradients that stayed away
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from mics_fn.control import Control
 from mics_fn.fetch import fetch_all
 from mics_fn.gather import check_shards, defer, in_order, names_of
 from mics_fn.grad_sum import GradSum
+from mics_fn.graph import Graph, differentiate
 from mics_fn.layout import pieces
 from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, is_leaf, owner_index
 from mics_fn.linear import grouped, put
@@ -60,7 +61,7 @@ def record(
         full, cache = defer(shards, groups, OnDemand(None, 0), total)
         total.backward(loss_fn(full, batch))
         cache.close()
-        total.grads()
+        total.wait()
         return cache.player.record
     try:
         return _without_data(loss_fn, leaves, spec, batch)
@@ -88,7 +89,7 @@ def _without_data(
         loss = loss_fn(spec.unflatten([data[owner[i]] for i in range(len(hollow))]), batch)
         variables = [leaf.data for leaf in hollow if isinstance(leaf, Sharded)]
         if loss.requires_grad:
-            torch.autograd.grad(loss, variables, allow_unused=True)
+            differentiate(loss, variables, recomputes=Graph.of(loss).recomputes)
     return cache.player.record
 
 

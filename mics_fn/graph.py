@@ -1,0 +1,185 @@
+"""Backward passes of a loss: how they must be run, and what it means if gradients stay away.
+
+[Note: a backward in backward] Reentrant checkpointing recomputes a block in backward and runs a
+backward of its own through it, which autograd allows only where no inputs are named. Gradients of a
+bucket then come in several parts, and none can be known to be the last. So they are added up, and
+reduced at the end of the pass.
+
+[Note: no gradient] A rank whose loss uses no parameter is legal, as where all its labels are
+masked: its gradients are zeros. If that is so on every rank, the step would train nothing. Each
+such rank says so in the store before it ends the last pass. A rank's reductions are done only when
+all others have ended that pass, so by then it can read how many said so, and nobody waits.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mics_fn.errors import LeafError, message
+from mics_fn.groups import Groups
+from mics_fn.linear import BucketUse
+from mics_fn.policy import Known
+
+
+class Graph(NamedTuple):
+    """What is seen in the graph of a loss."""
+
+    recomputes: bool = False  # some node runs a backward of its own
+    strangers: tuple[Tensor, ...] = ()  # Parameters of modules, which nobody gathered
+
+    @classmethod
+    def of(cls, loss: Tensor) -> "Graph":
+        """Walk the graph of a loss, which takes a microsecond a node."""
+        todo: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+        seen, recomputes, strangers = {None, *todo}, False, []
+        while todo:
+            node = todo.pop()
+            # `CheckpointFunction` is its name in torch, DeepSpeed, Megatron and fairscale.
+            recomputes = recomputes or "Checkpoint" in node.name()
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, nn.Parameter):
+                strangers.append(variable)
+            for following, _ in node.next_functions:
+                if following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return cls(recomputes, tuple(strangers))
+
+    def strange(self) -> str:
+        """Its strangers in words."""
+        shapes = ", ".join(str(tuple(p.shape)) for p in self.strangers[:3])
+        more = ", ..." if len(self.strangers) > 3 else ""
+        return f"depends on Parameters that it was not given, of shape {shapes}{more}"
+
+
+def differentiate(loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool) -> None:
+    """Run backward for what its nodes do; see [Note: a backward in backward]."""
+    if recomputes:
+        torch.autograd.backward(loss)
+    else:
+        torch.autograd.grad(loss, variables, allow_unused=True)
+
+
+class Run(Protocol):
+    """One run of a model, as its `Player` knows it."""
+
+    known: Known
+
+    def name(self, index: int) -> str:
+        """A bucket in words."""
+        ...
+
+    def end_pass(self, last: bool) -> None:
+        """A backward pass is over here, and what it left out is not reduced yet."""
+        ...
+
+    def tally(self, event: str, amount: int) -> int:
+        """Add to a number that all ranks share, and read it; never waits."""
+        ...
+
+
+class Passes:
+    """The backward passes of a step.
+
+    Args:
+      variables: what to differentiate by.
+      uses: the buckets.
+      run: of the model.
+    """
+
+    def __init__(self, variables: Sequence[Tensor], uses: Sequence[BucketUse], run: Run) -> None:
+        self._variables, self._run = variables, run
+        homes = [use.home for use in uses if use.bucket.trainable and use.bucket.numel]
+        found = [home.ranks if isinstance(home, Groups) else home.partition.ranks for home in homes]
+        self._ranks: Sequence[int] = max(found, key=len, default=())  # that reduce together
+        self._device = homes[0].device if homes else None
+        self._reached: set[int] = set()
+        self._held: dict[int, list[Tensor | None]] | None = None
+        self._graph: Graph | None = None  # of the first pass under this policy
+        self._cause = ""
+
+    def differentiate(self, loss: Tensor) -> dict[int, list[Tensor | None]]:
+        """Run one pass; returns the gradients that were kept back, by bucket."""
+        known = self._run.known
+        if known.recomputes is None:
+            self._graph = Graph.of(loss)
+            known.recomputes = self._graph.recomputes
+        self._held = {} if known.recomputes else None
+        differentiate(loss, self._variables, recomputes=known.recomputes)
+        held, self._held = self._held, None
+        return held or {}
+
+    def keeps(self, index: int, grads: Sequence[Tensor | None]) -> bool:
+        """A bucket's gradients are there; whether they are kept until the end of the pass."""
+        if any(grad is not None for grad in grads):
+            self._reached.add(index)
+        if self._held is None:
+            return False
+        sums = self._held.setdefault(index, [None] * len(grads))
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                before = sums[i]
+                sums[i] = grad if before is None else before + grad
+        return True
+
+    def end(self, loss: Tensor, missing: Sequence[int], *, last: bool) -> None:
+        """A pass has run, and these buckets got nothing in it.
+
+        Raises:
+          LeafError: a block was recomputed by a backward of its own, as in no pass before.
+        """
+        known = self._run.known
+        new = set(missing) - known.missed
+        known.missed |= new
+        if new and self._graph is None and loss.requires_grad and not known.recomputes:
+            known.recomputes = Graph.of(loss).recomputes
+            if known.recomputes:
+                text = "backward: a block is checkpointed with use_reentrant=True, unlike before"
+                lines = [f"{self._run.name(min(new))} got no gradient"]
+                raise LeafError(message(text, lines, "use use_reentrant=False, or step again"))
+        if self._reached:
+            return
+        if not loss.requires_grad:
+            self._cause = "it requires no gradient: it was detached, or made under torch.no_grad()"
+        else:
+            graph = self._graph or Graph.of(loss)
+            self._cause = "it requires a gradient, but depends on none of these parameters"
+            if graph.strangers:
+                self._cause = f"it {graph.strange()}: it closes over another module"
+        if last and len(self._ranks) > 1:
+            self._run.tally(self._event(), 1)
+
+    def check(self) -> None:
+        """All reductions are done: whether this step trains something.
+
+        Raises:
+          LeafError: on all ranks, if none of them had any gradient.
+        """
+        if self._reached or not self._ranks:
+            self._warn()
+            return
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # reductions only wait there
+        n = len(self._ranks)
+        if n == 1 or self._run.tally(self._event(), 0) == n:
+            who = f", on any of {n} ranks" if n > 1 else ""
+            text = f"backward: the loss gave no parameter a gradient{who}"
+            fix = "compute it from the model, or the parameters, that the loss function is given"
+            raise LeafError(message(text, [self._cause], fix))
+
+    def _event(self) -> str:
+        return f"no gradient/{min(self._ranks)}"
+
+    def _warn(self) -> None:
+        """Say once that the loss uses parameters which nobody trains here."""
+        known = self._run.known
+        if self._graph is None or not self._graph.strangers or known.said:
+            return
+        known.said = True
+        lines = ["they get no gradient here; this is said once"]
+        fix = "use the model that the loss function is given, or detach what is not trained"
+        text = message(f"backward: the loss {self._graph.strange()}", lines, fix)
+        warnings.warn(text, stacklevel=4)
