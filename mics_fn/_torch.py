@@ -145,6 +145,20 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values lie in other tensors that its class keeps, as quantised ones do."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def hooks_of(tensor: torch.Tensor) -> list[str]:
+    """Which hooks were put on a tensor itself, by the names of the methods that do so."""
+    kinds = {
+        "register_hook": "_backward_hooks",
+        "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+    }
+    return [method for method, kept in kinds.items() if getattr(tensor, kept, None)]
+
+
 @contextmanager
 def new_groups_meet_at(prefix: str) -> Iterator[None]:
     """Groups made in this block meet under `prefix` in the default store.

@@ -19,8 +19,11 @@ class TreeError(MicsError, ValueError):
     """A pytree that does not match the one it is used with."""
 
 
-class LeafError(MicsError, TypeError):
+class LeafError(MicsError, ValueError):
     """A leaf of the wrong kind: its type, dtype, device or layout."""
+
+    # Not a TypeError: torch takes one that leaves a tensor's operator for "not implemented", and
+    # Python would then go on with another operator, `w = w + 1` for `w += 1`.
 
 
 class DesyncError(MicsError, RuntimeError):

@@ -23,7 +23,7 @@ from mics_fn.leaf import Leaf
 from mics_fn.linear import require_groups
 from mics_fn.load import matched, order_of
 from mics_fn.replay import Memory
-from mics_fn.skeleton import hollow_parameter, hollow_parts, with_parts
+from mics_fn.skeleton import hollow_parameter, tensors_of, with_parts
 from mics_fn.tape import NotRecorded
 from mics_fn.weights import Source, Weights, open_weights
 
@@ -163,7 +163,7 @@ class _Made:
             if isinstance(value, Hollow):
                 key = (*place(value), value.dtype) if value.numel() else id(value)
                 new[id(value)] = tied.setdefault(key, hollow_parameter(value))
-        others = [h for h in hollow_parts(self.model).values() if id(h) not in new]
+        others = [h for h in tensors_of(self.model, Hollow).values() if id(h) not in new]
         for hollow in others:
             if not hollow.is_leaf:  # a module makes it again from parameters
                 new[id(hollow)] = hollow_parameter(hollow).data

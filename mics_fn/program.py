@@ -3,17 +3,17 @@
 Modules are read, never changed: parameters are swapped into a copy on meta by `functional_call`.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mics_fn.casting import Casting
 from mics_fn.errors import LeafError, message
 from mics_fn.precision import Policy
+from mics_fn.skeleton import on_meta_copy
 from mics_fn.tree import Tree
 
 Buffers = dict[str, Tensor]
@@ -74,12 +74,7 @@ class ModuleProgram:
         self.buffers = {name: value.detach().clone() for name, value in buffers.items()}
         saved = model.state_dict(keep_vars=True)
         self.averaged = [k for k, v in buffers.items() if k in saved and v.is_floating_point()]
-        memo: dict[int, Any] = {}
-        for value in (*self.params.values(), *buffers.values()):
-            empty = torch.empty_like(value, device="meta")
-            is_param = isinstance(value, nn.Parameter)
-            memo[id(value)] = nn.Parameter(empty, value.requires_grad) if is_param else empty
-        self.skeleton = copy.deepcopy(model, memo)
+        self.skeleton = on_meta_copy(model, [*self.params.values(), *buffers.values()])
         self._step = _Step(self.skeleton, loss or _own_loss, policy)
 
     def __call__(
@@ -124,22 +119,8 @@ class _Step(nn.Module):
     def forward(self, batch: Any, backward: Backward | None) -> Tensor:
         model: Any = self.model
         if self.policy.casts:
-            model = _Casting(model, self.policy)
+            model = Casting(model, self.policy)
         return _finished(self.loss(model, batch), backward)
-
-
-class _Casting:
-    """Stands for a model: casts what its calls take and give; all else is the model's own."""
-
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
-        self._model, self._policy = model, policy
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._policy.cast_inputs((args, kwargs))
-        return self._policy.cast_output(self._model(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -253,6 +253,15 @@ def _check_leaf(verb: str, where: str, leaf: Any, home: Groups) -> None:
         raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
     if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
         raise LeafError(message(f"{verb}: {where} is a DTensor", fix="pass its full_tensor()"))
+    if _torch.is_wrapper(leaf):
+        text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
+        fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
+        raise LeafError(message(text, fix=fix))
+    hooks = _torch.hooks_of(leaf)
+    if hooks:
+        text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
+        fix = "remove them; a Transform before the optimizer in a chain can change gradients"
+        raise LeafError(message(text, fix=fix))
     if not leaf.is_meta and leaf.device != home.device:
         raise LeafError(
             message(

@@ -5,13 +5,14 @@ stay right. One that holds tensors of somebody else is copied.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mics_fn.errors import LeafError, message
 from mics_fn.hollow import META, Hollow
 
 OWN = {"recorder", "_is_param"}  # what a hollow tensor has that is not its user's
@@ -20,28 +21,71 @@ CLOSED = (str, bytes, int, float, complex, type, torch.Tensor, torch.dtype, torc
 CLOSED += (ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
-def hollow_parts(model: Any) -> dict[int, Hollow]:
-    """The hollow tensors that a model holds in modules, containers and objects, by `id`."""
-    found: dict[int, Hollow] = {}
+def tensors_of(model: Any, kind: type[Tensor] = Tensor) -> dict[int, Any]:
+    """The tensors of a kind that a model holds in modules, containers and objects, by `id`."""
+    found: dict[int, Any] = {}
 
-    def look(x: Hollow) -> Hollow:
+    def look(x: Tensor) -> Tensor:
         return found.setdefault(id(x), x)
 
-    _swap(model, look)
+    _swap(model, kind, look)
     return found
 
 
 def with_parts(model: nn.Module, new: dict[int, Tensor]) -> nn.Module:
     """The model with a tensor instead of each hollow one, by its `id`."""
-    for hollow in hollow_parts(model).values():
+    for hollow in tensors_of(model, Hollow).values():
         for name, value in vars(hollow).items():
             if name not in OWN and not isinstance(value, Hollow):  # marks for an optimizer
                 setattr(new[id(hollow)], name, value)
-    _swap(model, lambda hollow: new[id(hollow)])
+    _swap(model, Hollow, lambda hollow: new[id(hollow)])
     real = [p for p in model.parameters() if not p.is_meta]
     if not real:
         return model
     memo: dict[int, Any] = {id(p): hollow_parameter(p) for p in real}
+    return copy.deepcopy(model, memo)
+
+
+class Computed(Tensor):
+    """Stands in a skeleton for a tensor that its module computed from parameters.
+
+    Such a tensor is of no use once the parameters have moved on. Modules that compute it again in
+    each forward, as those of `weight_norm` and `prune` do, replace it before they use it.
+    """
+
+    where: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Computed)]
+        what = found[0].where if found else "a tensor of the model"
+        text = f"{what} was computed from parameters before the model was trained, and is used"
+        raise LeafError(message(text, fix="compute it in forward, from the parameters given there"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Computed({self.where})"
+
+
+def on_meta_copy(model: nn.Module, values: Iterable[Tensor]) -> nn.Module:
+    """A copy of a model with these parameters and buffers of it on meta, whatever their class."""
+    memo: dict[int, Any] = {}
+    for value in values:
+        if nn.parameter.is_lazy(value):
+            text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
+            raise LeafError(message(text, fix="call it once on a batch, which gives them one"))
+        empty = hollow_parameter(value)
+        memo[id(value)] = empty if isinstance(value, nn.Parameter) else empty.data
+    names = {
+        id(value): f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+    for key, tensor in tensors_of(model).items():
+        if not tensor.is_leaf and key not in memo:  # which torch cannot copy
+            memo[key] = torch.empty(0, device=META).as_subclass(Computed)
+            memo[key].where = f"model.{names[key]}" if key in names else "a tensor of the model"
     return copy.deepcopy(model, memo)
 
 
@@ -51,13 +95,13 @@ def hollow_parameter(like: Tensor) -> nn.Parameter:
     return nn.Parameter(empty, like.requires_grad)
 
 
-def _swap(model: Any, new: Callable[[Hollow], Tensor]) -> None:
-    """Put `new` of it wherever a hollow tensor stands."""
+def _swap(model: Any, kind: type[Tensor], new: Callable[[Any], Tensor]) -> None:
+    """Put `new` of it wherever a tensor of that kind stands."""
     seen: set[int] = set()
     todo: list[Any] = [model]
 
     def moved(x: Any) -> Any:
-        if isinstance(x, Hollow):
+        if isinstance(x, kind):
             return new(x)
         if isinstance(x, tuple | frozenset | set) and not isinstance(x, torch.Size):
             parts = [moved(part) for part in x]

@@ -1,0 +1,92 @@
+"""A stand-in for a model: its calls take the dtype to compute in, and give that of the output."""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from mics_fn.precision import Policy
+
+
+class Casting:
+    """Stands for a module in a loss: what is called on it is cast, all else is the module's own.
+
+    That holds for the module itself, for the methods that its class adds to `nn.Module`, and for
+    its parts, however they are reached: by name, index or iteration. Inside of a call nothing is
+    cast. To `isinstance` a stand-in is what it stands for.
+
+    Args:
+      module: what it stands for, and what attributes are set on.
+      policy: float tensors among the arguments of a call become its `compute`, those of the result
+        its `output`.
+
+    Example:
+      >>> model = Casting(nn.Sequential(nn.Linear(2, 2).bfloat16()), Policy.parse("compute=bf16"))
+      >>> model(torch.ones(1, 2)).dtype, model[0](torch.ones(1, 2)).dtype
+      (torch.bfloat16, torch.bfloat16)
+      >>> len(model), isinstance(model, nn.Sequential)
+      (1, True)
+    """
+
+    __slots__ = ("_module", "_policy")
+
+    def __init__(self, module: nn.Module, policy: Policy) -> None:
+        # Plain assignment would reach the module.
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_policy", policy)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cast(self._module)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._stand_in(getattr(self._module, name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value._module if type(value) is Casting else value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._stand_in(self._module[key])  # pyright: ignore[reportIndexIssue]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._stand_in, iter(self._module))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def __len__(self) -> int:
+        return len(self._module)  # pyright: ignore[reportArgumentType]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._module  # pyright: ignore[reportOperatorIssue]
+
+    def __bool__(self) -> bool:
+        return bool(self._module)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
+
+    def __repr__(self) -> str:
+        return repr(self._module)
+
+    def _stand_in(self, value: Any, name: str = "") -> Any:
+        """What stands for a part or a method of the module; any other value as it is."""
+        if isinstance(value, nn.Module):
+            return Casting(value, self._policy)
+        added = isinstance(value, MethodType) and not hasattr(nn.Module, name)
+        if added or (name == "forward" and callable(value)):
+            return self._cast(value)
+        return value
+
+    def _cast(self, call: Callable) -> Callable:
+        @wraps(call, updated=())  # a module's attributes are not those of its call
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._policy.cast_inputs((args, kwargs))
+            return self._policy.cast_output(call(*args, **kwargs))
+
+        return cast

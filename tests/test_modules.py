@@ -1,0 +1,239 @@
+"""What a module may hold and how a loss may use it: right as in plain torch, or refused by name."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import prune, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import mics_fn as mf
+from mics_fn.casting import Casting
+from mics_fn.precision import Policy
+
+X = torch.linspace(-1, 1, 12).view(4, 3)
+
+
+class Net(nn.Module):
+    """A model with a method of its own, parts by name, and an output that is no plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.heads = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 2)})
+        self.gain = 1.0
+
+    def forward(self, x):
+        return self.heads["a"](self.body(x)) * self.gain
+
+    def encode(self, x):
+        return self.body(x)
+
+
+def through_parts(model, x):
+    for layer in model.body:
+        x = layer(x)
+    return model.heads["b"](x)
+
+
+def with_gain(model, x):
+    model.gain = 3.0
+    assert model.gain == 3.0
+    return model(x)
+
+
+WAYS = {
+    "call": lambda model, x: model(x),
+    "forward": lambda model, x: model.forward(x),
+    "method": lambda model, x: model.encode(x),
+    "part": lambda model, x: model.body(x),
+    "index": lambda model, x: model.body[2](model.body[0](x)),
+    "slice": lambda model, x: model.body[:2](x),
+    "iteration and key": through_parts,
+    "set attribute": with_gain,
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "functional_call": lambda model, x: functional_call(
+        model, {k: v * 2 for k, v in model.named_parameters()}, (x,)
+    ),
+    "weight": lambda model, x: model(x).float() + model.heads["a"].weight.float().sum(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_loss_calls_on_a_model_is_cast(way: str):
+    """The twin is a plain module in bfloat16, cast by hand at its edges."""
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model).bfloat16()
+
+    def loss(model, x):
+        out = WAYS[way](model, x)
+        assert out.dtype == torch.float32
+        return out.square().mean()
+
+    trainer = mf.Trainer(
+        model, mf.sgd(1.0), mf.make_groups(1), loss=loss, precision="compute=bf16, output=f32"
+    )
+    got = trainer.step(X).loss
+    want = WAYS[way](twin, X.bfloat16()).float().square().mean()
+    want.backward()
+    assert torch.equal(got, want.detach())
+    for (name, after), p in zip(trainer.params().items(), twin.parameters(), strict=True):
+        before = model.state_dict()[name]
+        grad = torch.zeros_like(before) if p.grad is None else p.grad.float()
+        torch.testing.assert_close(after, before - grad, rtol=2**-20, atol=2**-22)
+    assert model.gain == 1.0, "the user's module was changed"
+
+
+def test_a_stand_in_is_what_it_stands_for():
+    layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model = Casting(layers, Policy.parse("compute=bf16"))
+    assert isinstance(model, nn.Sequential)
+    assert len(model) == 2
+    assert bool(Casting(nn.Linear(1, 1), Policy()))  # which has no length
+    assert isinstance(model[1], nn.ReLU)
+    assert [type(part) for part in model] == [Casting, Casting]
+    assert repr(model) == repr(layers)
+    assert "append" in dir(model)
+    model.extra = model[0]
+    assert layers.extra is layers[0]  # the part, not what stands for it
+    del model.extra
+    assert not hasattr(layers, "extra")
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert model.state_dict()["0.weight"].dtype == torch.float32  # a method of every module
+    with pytest.raises(TypeError):
+        len(Casting(nn.Linear(1, 1), Policy()))
+    with pytest.raises(AttributeError):
+        _ = model.nothing
+    in_dict = Casting(nn.ModuleDict({"a": nn.Linear(1, 1)}), Policy())
+    assert "a" in in_dict
+    assert "b" not in in_dict
+
+
+def normed():
+    with pytest.warns(FutureWarning):
+        return weight_norm(nn.Linear(3, 3))
+
+
+RECOMPUTED = {
+    "weight_norm": normed,
+    "prune": lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_tensors_that_a_forward_computes_again_are_no_obstacle(name: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(RECOMPUTED[name](), nn.Linear(3, 1))
+    twin = nn.Sequential(RECOMPUTED[name](), nn.Linear(3, 1))
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    trainer = mf.Trainer(
+        model, mf.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).square().mean()
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = twin(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.step(X).loss, loss.detach(), rtol=1e-6, atol=1e-7)
+    for name, value in trainer.params().items():
+        torch.testing.assert_close(value, twin.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Cached(nn.Module):
+    """Uses a product that was computed once, from weights that have moved on since."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        product = self.linear.weight @ self.linear.weight.t()
+        self.cache = [product] if held else product
+
+    def forward(self, x):
+        cache = self.cache[0] if isinstance(self.cache, list) else self.cache
+        return self.linear(x) @ cache
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_product_of_old_parameters_is_refused_where_it_is_used(held: bool):
+    trainer = mf.Trainer(Cached(held), mf.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
+    name = "a tensor of the model" if held else r"model\.cache"
+    with pytest.raises(mf.LeafError, match=f"{name} was computed from parameters before"):
+        trainer.step(X)
+
+
+class Wrapped(torch.Tensor):
+    """Stands for a quantised weight: its values lie in another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            cls, inner.shape, dtype=torch.float32, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Wrapped(args[0].inner)
+        raise NotImplementedError(f"{func}")
+
+
+def quantised():
+    model = nn.Linear(3, 3)
+    inner = torch.ones(3, 3, dtype=torch.int8)
+    model.weight = nn.Parameter(Wrapped(inner), requires_grad=False)
+    return model
+
+
+def hooked(register):
+    model = nn.Linear(3, 3)
+    register(model.weight)(lambda *given: None)
+    return model
+
+
+REFUSED = {
+    "wrapper": (quantised, r"\['weight'\] is Wrapped, which keeps its values in other tensors"),
+    "hook": (
+        lambda: hooked(lambda p: p.register_hook),
+        r"\['weight'\] has hooks \(register_hook\), which nothing would call",
+    ),
+    "post hook": (
+        lambda: hooked(lambda p: p.register_post_accumulate_grad_hook),
+        r"\['weight'\] has hooks \(register_post_accumulate_grad_hook\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_parameters_that_would_lose_something_are_refused(case: str):
+    make, text = REFUSED[case]
+    groups, model = mf.make_groups(1), make()
+    for take in (
+        lambda: mf.Trainer(model, mf.sgd(0.1), groups),
+        lambda: mf.shard(dict(model.named_parameters()), groups),
+    ):
+        with pytest.raises(mf.LeafError, match=text):
+            take()
+
+
+def test_a_hook_on_a_parameter_of_a_model_made_in_parts_is_refused():
+    with pytest.raises(mf.LeafError, match=r"init: params\['weight'\] has hooks"):
+        mf.init(lambda: hooked(lambda p: p.register_hook), mf.make_groups(1), seed=0)
+
+
+def test_a_model_with_lazy_parameters_is_refused():
+    with pytest.raises(mf.LeafError, match="LazyLinear has parameters without a shape yet"):
+        mf.Trainer(nn.LazyLinear(2), mf.sgd(0.1), mf.make_groups(1))
