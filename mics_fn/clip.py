@@ -1,6 +1,6 @@
 """The norm of a sharded gradient, and clipping, as parts of a `chain`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,13 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
 from mics_fn.columns import map_columns
-from mics_fn.errors import LeafError, OptimizerError, message
-from mics_fn.groups import Groups
+from mics_fn.errors import LeafError, OptimizerError, PlanError, message
+from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket
 from mics_fn.leaf import Sharded, is_leaf, needs_derivative, refuse_derivative
 from mics_fn.linear import BucketUse, homes_of, linear_map
 from mics_fn.optim import Transform, from_update
+from mics_fn.topology import fold_ranks
 from mics_fn.tree import Tree
 
 
@@ -24,8 +25,8 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     Args:
       grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
         replicated leaves do not count.
-      groups: as for `shard`; several have the same ranks, else each rank gets the norm of those
-        leaves that it holds a part of.
+      groups: as for `shard`, of all ranks that hold a part of the model: see [Note: parts of a
+        model].
 
     Returns:
       A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
@@ -39,13 +40,31 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
 
     Memory: none; where the norm is differentiated, the pieces in float64.
 
-    Raises: `LeafError` where a leaf is a full tensor.
+    Raises:
+      LeafError: a leaf is a full tensor.
+      PlanError: some leaves, or some parts of them, are on ranks that these groups do not reach.
 
     Example:
       >>> groups = make_groups(1)
       >>> global_norm(shard([torch.tensor([3.0, 4.0])], groups), groups)
       tensor(5., dtype=torch.float64)
     """
+    problem = norm_problem("global_norm", counted_homes("global_norm", grads, groups))
+    if problem is not None:
+        raise problem
+    return norm_here(grads, groups)
+
+
+def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Groups | Hierarchy]:
+    """The groups of those leaves that count in a norm."""
+    leaves, _ = tree.flatten(grads, is_leaf)
+    homes = homes_of(verb, "groups", groups, grads)
+    found = (home for leaf, home in zip(leaves, homes, strict=True) if isinstance(leaf, Sharded))
+    return list(dict.fromkeys(found))
+
+
+def norm_here(grads: Tree, groups: Any) -> Tensor:
+    """`global_norm` of the leaves that this rank holds a part of."""
     leaves, _ = tree.flatten(grads, is_leaf)
     homes = homes_of("global_norm", "groups", groups, grads)
     by_home: dict[Groups, list[Tensor]] = {}
@@ -95,6 +114,31 @@ def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     bucket = Bucket(0, torch.float64, p, ((p,),), (0,), p)
     (every,) = linear_map("gather", [BucketUse(bucket, home, (0,))], here.view(1))
     return every.sum()
+
+
+def norm_problem(verb: str, homes: Iterable[Groups | Hierarchy]) -> PlanError | None:
+    """Why the norm of a whole tree cannot be known on these groups; None if it can.
+
+    [Note: parts of a model] Groups of the data-parallel part of a mesh hold one tensor parallel
+    part of the leaves that are cut, and one copy of those that are not. Nothing says which are
+    which, so that no norm over the other parts can be taken: neither a sum nor one part is right.
+    Likewise where leaves live on groups of other ranks, as experts do. Ranks would clip by
+    different factors and their copies drift apart, so it is refused.
+    """
+    lives = list(dict.fromkeys(home.life for home in homes))
+    if all(life.whole for life in lives) and len({frozenset(life.ranks) for life in lives}) < 2:
+        return None
+    sets = dict.fromkeys(fold_ranks(sorted(life.ranks)) for life in lives)
+    lines = [f"ranks {ranks}" for ranks in sets if ranks]
+    if len(sets) > 1:
+        what = f"{verb}: leaves live on groups of different ranks, and no rank sees the whole norm"
+    else:
+        what = f"{verb}: these groups are a part of the world, and see the norm of their part alone"
+    fix = (
+        "clip by value (max_value=, clip_by_value), or take the norm over all parts yourself and "
+        "scale the gradients; if no other rank holds a part of this model: make_groups(whole=True)"
+    )
+    return PlanError(message(what, lines, fix=fix))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -163,12 +207,17 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
     Raises:
       OptimizerError: `max_norm` is not above 0.
+      PlanError: as `global_norm`, here already where `groups` is no function.
 
     Example:
       >>> groups = make_groups(1)
       >>> optimizer = chain(clip_by_global_norm(1.0, groups), sgd(0.1))
     """
     check_limit("clip_by_global_norm", "max_norm", max_norm)
+    homes = [x for x in tree.flatten(groups)[0] if isinstance(x, Groups | Hierarchy)]
+    problem = norm_problem("clip_by_global_norm", homes)
+    if problem is not None:
+        raise problem
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         return limited(grads, clip_factor(global_norm(grads, groups), max_norm)), state

@@ -117,7 +117,8 @@ def start_reduce_scatter(
       dtype: of the result; default that of `full`, which is what travels.
 
     Returns:
-      A `Pending` whose result has the shape of one chunk: the mean over the group.
+      A `Pending` whose result has the shape of one chunk: the mean over the group, times its
+      factor of gradients.
 
     Communication: one reduce-scatter a level; (p - 1)/p of full's bytes sent. None if p = 1.
 
@@ -131,7 +132,8 @@ def start_reduce_scatter(
         yield from scatter_steps(hierarchy, full, out, spare)
         if comms:
             buffers.give(spare)
-        return out.to(dtype or full.dtype)
+        out, factor = out.to(dtype or full.dtype), hierarchy.grad_factor
+        return out if factor == 1.0 else out * factor
 
     return Pending(steps(), comms, keep=(full, spare), device=full.device, purpose="reduce")
 

@@ -61,8 +61,10 @@ class Traffic:
 
 @dataclass(eq=False)
 class Life:
-    """Shared by all that one `Groups` holds: what is under way, and what it must destroy."""
+    """Shared by all that one `Groups` holds: whose it is, what is under way, what to destroy."""
 
+    ranks: tuple[int, ...] = ()  # global ranks of the job
+    whole: bool = True  # whether no other rank of the world holds a part of the same model
     closed: bool = False
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     active: list[Any] = field(default_factory=list)  # `Pending`s under way, oldest first
@@ -164,6 +166,12 @@ class Hierarchy:
     # gradients only the sum over micro-steps is reduced over the first `late` levels.
     hold: int = 0
     late: int = 0
+    # [Note: mean over more ranks] Leaves that live on fewer ranks than there are losses, such as
+    # experts, have gradients that sum over tokens of other ranks too. With `mean_over=n` hop 1
+    # multiplies its mean by the ranks of these groups over n, so that their sum is divided by n.
+    # That happens wherever a full gradient becomes shards, and nowhere else: hop 2 stays a plain
+    # mean, of parameters as well, and can be repeated.
+    grad_factor: float = 1.0
 
     @cached_property
     def _splits(self) -> dict[int, tuple["Hierarchy", "Hierarchy"]]:
@@ -215,6 +223,7 @@ class Hierarchy:
         text = ",".join(f"{level.name}:{level.gather.size}" for level in self.levels) or "none"
         for what, outer in (("params", self.hold), ("grads", self.late)):
             text += f" {what} over {self.split(outer)[1].size}" * bool(outer)
+        text += f" gradients times {self.grad_factor:g}" * (self.grad_factor != 1.0)
         return text + " in fixed order" * any(level.reduce.fixed_order for level in self.levels)
 
     def __repr__(self) -> str:

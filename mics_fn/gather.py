@@ -202,7 +202,7 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
     """
     leaves, spec, uses = _read("gather", shards, hierarchy)
     data = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
-    far = [use for use in uses if use.bucket.parts > 1]
+    far = [use for use in uses if use.far]
     started = start("gather", "gather", far, data)
     owner = owner_index(leaves)
 
@@ -230,7 +230,7 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
     """Full tensors as views, where a group of one rank holds everything; other data as it is."""
     full = list(data)
     for use in uses:
-        if use.bucket.parts == 1:
+        if not use.far:
             for i, shape in zip(use.index, use.bucket.shapes, strict=True):
                 if i is not None:
                     piece = data[i].to(use.bucket.compute)
@@ -241,7 +241,7 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
 
 def _gather_uses(leaves: Sequence[Leaf], uses: Sequence[BucketUse]) -> list[Any]:
     data: list[Any] = [None if isinstance(leaf, Tied) else leaf.data for leaf in leaves]
-    far = [use for use in uses if use.bucket.parts > 1]
+    far = [use for use in uses if use.far]
     trained = [use for use in far if use.bucket.trainable]
     frozen = [use for use in far if not use.bucket.trainable]
     full = _near(uses, data)

@@ -151,7 +151,7 @@ def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
             raise TreeError(message(text, fix="reduce a bucket's gradients together"))
         for i in done:
             out[i] = given[i]
-        if not done and use.bucket.parts > 1:
+        if not done and use.far:
             far.append(use)
         elif not done:
             for i in use.members:

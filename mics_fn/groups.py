@@ -46,6 +46,7 @@ class Groups:
     timeout_s: float
     traffic: Traffic
     life: Life
+    mean_over: int | None = None  # ranks that a mean of gradients is over; None: those of the job
     agreed: set = field(default_factory=set)  # digests of trees that ranks agreed on before
 
     @property
@@ -87,6 +88,7 @@ class Groups:
         """The facts that are the same on every rank, for digests."""
         route = self.hierarchy
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
+        text += f" mean over {self.mean_over}" * (self.mean_over is not None)
         return text + " in fixed order" * (self.replicas.fixed_order and not route.levels)
 
     def __repr__(self) -> str:
@@ -118,6 +120,8 @@ def make_groups(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout_s: float = 300.0,
+    mean_over: int | None = None,
+    whole: bool = False,
 ) -> Groups:
     """Make the process groups of this rank. All ranks of the job call it, with equal arguments.
 
@@ -137,6 +141,14 @@ def make_groups(
         default group has NCCL, else the CPU; in a world of one, torch's default device.
       backend: for the new groups; None takes the default group's for `device`.
       timeout_s: bound in seconds of this call, and later of every wait on these groups.
+      mean_over: number of ranks that a mean of gradients is over; None: the ranks of these groups.
+        Expert leaves live on fewer ranks than there are losses: each rank's gradient of them is a
+        sum over tokens that other ranks sent, and the mean of losses is over all data-parallel
+        ranks, so that their groups take `mean_over=` as many as those are. Means of parameters and
+        buffers stay over the ranks of the groups.
+      whole: other ranks of the world than those of `mesh` or `ranks` hold no part of this model,
+        as in a job beside this one. Without it they are taken for tensor, pipeline or expert
+        parallel ranks, and what needs a norm of the whole gradient refuses these groups.
 
     Returns:
       Frozen `Groups`, which close themselves in a `with` block.
@@ -167,11 +179,12 @@ def make_groups(
         partition_size = _shard_dim(mesh)
     chosen, served_by = device_and_backend(device, mesh, backend)
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
-    problem = _problem(timeout_s, **wiring, num_ranks=len(universe), world_size=world_size)
+    sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
+    problem = _problem(timeout_s, **wiring, **sizes)
     place = _place(rank, None if problem else node_size, known=bool(problem or topology))
     common = {"partition_size": partition_size, **wiring, "device": chosen.type}
     seconds = float(timeout_s) if isinstance(timeout_s, int) else timeout_s
-    common |= {"backend": served_by, "timeout_s": seconds}
+    common |= {"backend": served_by, "timeout_s": seconds, "mean_over": mean_over, "whole": whole}
     key, found = "", 1
     if len(universe) > 1:
         store = _torch.default_store()
@@ -182,7 +195,9 @@ def make_groups(
         raise problem
     wired = topology or Topology.of(len(universe), found, nodes_per_rack)
     plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-    return _create(plan, Maker(universe, rank, served_by, timeout_s, key), chosen)
+    life = Life(universe, whole=whole or len(universe) == world_size)
+    maker = Maker(universe, rank, served_by, timeout_s, key, life=life)
+    return _create(plan, maker, chosen, mean_over)
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -202,12 +217,16 @@ def _problem(
     topology: Topology | None,
     num_ranks: int,
     world_size: int,
+    mean_over: int | None,
 ) -> PlanError | None:
     """What is wrong with the arguments, the same on all ranks that give the same ones."""
     try:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e8:
             fix = "pass seconds above 0"
             raise PlanError(message(f"timeout_s={timeout_s!r} bounds nothing", fix=fix))
+        if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
+            fix = "pass the number of data-parallel ranks whose losses are averaged"
+            raise PlanError(message(f"mean_over={mean_over!r} is no int of at least 1", fix=fix))
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)
@@ -249,7 +268,7 @@ def _facts(common: dict[str, object], place: Place) -> list[Fact]:
     return [*facts, Fact("the number of process groups so far", num_groups, fix)]
 
 
-def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
+def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | None) -> Groups:
     """Make the groups that this rank is a member of, all kinds in one order on every rank."""
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
@@ -269,6 +288,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
         replicas = maker.comm("replicas", plan.replication_group(position))
     control = _control(maker, partition)
     shared = {"device": device, "life": life, "partition": partition, "control": control}
+    shared["grad_factor"] = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     hierarchy = flat = Hierarchy(levels, coords, chunk, **shared)
     if one_level is not levels:
         flat = Hierarchy(one_level, (chunk,), chunk, **shared)
@@ -285,6 +305,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device) -> Groups:
         timeout_s=maker.timeout_s,
         traffic=maker.traffic,
         life=life,
+        mean_over=mean_over,
     )
 
 

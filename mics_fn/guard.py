@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.clip import check_limit, clip_factor, global_norm, limited
+from mics_fn.clip import (
+    check_limit,
+    clip_factor,
+    counted_homes,
+    limited,
+    norm_here,
+    norm_problem,
+)
 from mics_fn.collectives import collect
 from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
@@ -103,7 +110,7 @@ class Verdict(NamedTuple):
       grads: unscaled and clipped; as they were given if the step is refused.
       norm: 0-dim float64 tensor on the device: the L2 norm of the unscaled, unclipped gradient, as
         `global_norm` gives it. None if the guard needs none: without `max_norm`, where nothing is
-        decided.
+        decided; and where it cannot be known, since leaves live on groups of different ranks.
       finite: whether the norm was finite on all ranks; None where nobody looked.
       spike: whether it was a spike.
       accept: whether to take the step; the same on all ranks.
@@ -173,8 +180,8 @@ class Guard:
 
         Args:
           grads: tree of shards, both hops done, of a loss that `scale` of this very guard scaled.
-          groups: as for `shard`. Where leaves have different groups, one of them has all the ranks,
-            and for `max_norm` all do, as `global_norm` says.
+          groups: as for `shard`. For `max_norm` and a watch all have all the ranks of the model, as
+            `global_norm` says; for `check` and a scale one of them has.
           donate: write into the chunks of `grads`, which can not be used again if there was
             something to write.
 
@@ -189,6 +196,7 @@ class Guard:
         Raises:
           LeafError: a leaf is a full tensor; or inside torch.func, or where a gradient requires
             one itself: a verdict has no derivative.
+          PlanError: the groups do not reach all ranks that hold a part of the model.
           GroupsError: a hierarchy is given, which does not say who the replicas are.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
@@ -198,14 +206,16 @@ class Guard:
 
     def _judge(self, grads: Tree, groups: Any, donate: bool) -> Verdict:
         homes = dict.fromkeys(homes_of("Guard.judge", "groups", groups, grads))
+        exact = self.check_groups(grads, groups)
         if not self.decides and self.max_norm is None:
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)
-        norm = global_norm(grads, groups) / self.scale.value
-        factor = clip_factor(norm, self.max_norm or math.inf)
+        here = norm_here(grads, groups) / self.scale.value
+        norm = here if exact else None
+        factor = clip_factor(here, self.max_norm or math.inf)
         if not self.decides:
             return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
         # One transfer for both numbers.
-        times, highest = torch.stack([factor, _highest(norm, homes)]).tolist()
+        times, highest = torch.stack([factor, _highest(here, homes)]).tolist()
         finite, spike, watch = math.isfinite(highest), False, self.spike
         if watch is not None:
             spike, watch = watch.look(highest)
@@ -214,6 +224,30 @@ class Guard:
             return Verdict(grads, norm, finite, spike, False, after)
         out = self._limited(grads, times / self.scale.value, donate)
         return Verdict(out, norm, finite, spike, True, after)
+
+    def check_groups(self, like: Tree, groups: Any) -> bool:
+        """Refuse groups on which this guard cannot know what it has to.
+
+        Args:
+          like: the tree of shards, of parameters or of gradients.
+          groups: as for `judge`.
+
+        Returns:
+          Whether the norm of the whole tree can be known.
+
+        Communication: none.
+
+        Raises:
+          PlanError: see [Note: parts of a model] in `clip`. For a decision without a norm it is
+            enough that some groups reach all ranks: then all hear of a gradient that is not finite.
+        """
+        homes = counted_homes("Guard.judge", like, groups)
+        problem = norm_problem("Guard.judge", homes)
+        needs_norm = self.max_norm is not None or self.spike is not None
+        alone = self.decides and not any(home.life.whole for home in homes)
+        if problem is not None and (needs_norm or alone):
+            raise problem
+        return problem is None
 
     def _limited(self, grads: Tree, factor: Tensor | float, donate: bool) -> Tree:
         out = limited(grads, factor, self.max_value, donate=donate)

@@ -44,6 +44,11 @@ class BucketUse:
         return self.home.hierarchy if isinstance(self.home, Groups) else self.home
 
     @property
+    def far(self) -> bool:
+        """Whether a gather and its adjoint do more than to look at this rank's piece."""
+        return self.bucket.parts > 1 or self.hierarchy.grad_factor != 1.0
+
+    @property
     def members(self) -> list[int]:
         return [i for i in self.index if i is not None]
 
@@ -103,10 +108,6 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Groups | Hierarchy]) 
         raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
 
 
-def _is_home(value: Any) -> bool:
-    return isinstance(value, Groups | Hierarchy)
-
-
 def require_groups(verb: str, name: str, homes: Any) -> None:
     """Raise a clear error where a verb is called without groups."""
     if homes is None:
@@ -117,7 +118,8 @@ def require_groups(verb: str, name: str, homes: Any) -> None:
 def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
     """The groups (or hierarchy) of each leaf of a tree of shards, all of them open."""
     require_groups(verb, name, homes)
-    found = tree.spread(homes, like, what=name, is_leaf=is_leaf, is_value=_is_home)
+    values = {"what": name, "is_value": lambda value: isinstance(value, Groups | Hierarchy)}
+    found = tree.spread(homes, like, is_leaf=is_leaf, **values)
     for home in dict.fromkeys(found):
         home.partition.check_open()
     return found
@@ -165,7 +167,7 @@ def _reduce_scatter(
         full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         pendings.append(start_reduce_scatter(use.hierarchy, parts, use.bucket.dtype))
-        if use.bucket.parts > 1:  # else the result is a view of it
+        if use.far:  # else the result is a view of it
             packed.append((buffers, full))
 
     def finish(chunks: list[Tensor]) -> list[Tensor]:

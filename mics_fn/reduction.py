@@ -138,11 +138,11 @@ class Reduction:
             empty = value is None
             zeros = torch.zeros(numel, dtype=dtype, device=device) if empty else None
             # torch may hand out one tensor as two gradients: a sum needs memory of its own.
-            summed = self.micro_steps is not None and self.micro_steps > 1 and not self._pass
-            pieces.append(zeros if empty else value.reshape(numel).to(dtype, copy=summed))
+            summed = (self.micro_steps or 1) > 1 and not self._pass
+            written = summed or self._divisor(use) != 1
+            pieces.append(zeros if empty else value.reshape(numel).to(dtype, copy=written))
         self._ready[index] = _STARTED
-        if self.micro_steps is not None:
-            self._sum(index, pieces, self.last)
+        self._sum(index, pieces, self.last)
         self._issue()
         return pieces
 
@@ -202,9 +202,7 @@ class Reduction:
 
         def steps() -> Steps:
             yield from scatter_steps(now, parts[0], out, parts[1])
-            total = out
-            if self.micro_steps is not None:
-                (total,) = self._sum(index, [out], last)
+            (total,) = self._sum(index, [out], last)
             if last:
                 (total,) = self._totals[index] = [(yield from self._late_steps(use, total, slot))]
             if out.is_cuda and slot is not None:  # from here on the slot is free
@@ -233,12 +231,17 @@ class Reduction:
 
     def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
         """Add to the total, or make it; in the last pass it becomes the mean over passes."""
-        total = self._totals.setdefault(index, values)
+        single, divisor = self.micro_steps is None, self._divisor(self.uses[index])
+        total = values if single else self._totals.setdefault(index, values)
         if total is not values:
             _torch.foreach_add(total, values)
-        if last and values and self.micro_steps != 1:
-            _torch.foreach_div(total, self.micro_steps)
+        if (last or single) and values and divisor != 1:
+            _torch.foreach_div(total, divisor)
         return total
+
+    def _divisor(self, use: BucketUse) -> float:
+        """What the sum over passes is divided by; see [Note: mean over more ranks] in `comm`."""
+        return (self.micro_steps or 1) / use.hierarchy.grad_factor
 
 
 def _until_free(route: Hierarchy, slot: int) -> None:

@@ -252,7 +252,11 @@ def _check_leaf(verb: str, where: str, leaf: Any, home: Groups) -> None:
         kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
         raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
     if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
-        raise LeafError(message(f"{verb}: {where} is a DTensor", fix="pass its full_tensor()"))
+        fix = (
+            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
+            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
+        )
+        raise LeafError(message(f"{verb}: {where} is a DTensor", fix=fix))
     if _torch.is_wrapper(leaf):
         text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"

@@ -145,6 +145,7 @@ class Trainer:
         if not any(map(is_leaf, tree.flatten(params, is_leaf)[0])):
             options.setdefault("bucket_bytes", bucket_bytes_for(params, self._home))
             params = shard(params, groups, precision=self.precision, **options)
+        self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
         own, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
         self.schedule = schedule or own
