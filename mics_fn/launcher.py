@@ -1,18 +1,50 @@
-"""What a launcher says in the environment: torchrun's variables, or Slurm's. Pure parsing."""
+"""What a launcher says in the environment: torchrun's variables, MPI's or Slurm's. Pure parsing.
+
+[Note: who speaks] Launchers start each other: mpirun inside of a Slurm job starts its daemons by
+srun, whose variables then reach the ranks and are those of the daemon. So the one that is nearest
+to the process goes first: torchrun, then MPI, then Slurm. A process that some launcher started as
+one of several must never train alone without a word, so that variables which are there in part are
+an error.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mics_fn.errors import GroupsError, message
 
+
+class _Mpi(NamedTuple):
+    """The variables of a kind of mpirun."""
+
+    source: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+def _prefixed(source: str, prefix: str) -> _Mpi:
+    return _Mpi(source, *(prefix + x for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
+_MPI = (
+    _prefixed("Open MPI", "OMPI_COMM_WORLD_"),
+    _prefixed("MVAPICH", "MV2_COMM_WORLD_"),
+    _prefixed("jsrun", "JSM_NAMESPACE_"),
+    # MPICH, Intel MPI, Cray and Flux share two names; which it is shows in the others.
+    _Mpi("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Mpi("Cray PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _Mpi("Flux", "PMI_RANK", "PMI_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+)
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
 class Launch(NamedTuple):
     """This process's place in a launch, and where its ranks meet."""
 
-    source: str  # "torchrun" or "Slurm"
+    source: str  # "torchrun", "Slurm" or a kind of MPI
     rank: int
     world_size: int
     local_rank: int
@@ -25,7 +57,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     """The launch that an environment describes; None where there is none.
 
     Args:
-      env: such as `os.environ`; torchrun's variables go before Slurm's.
+      env: such as `os.environ`; see [Note: who speaks].
 
     Raises:
       GroupsError: only some of the variables are there, or one is no number.
@@ -37,9 +69,10 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     """
     if "RANK" in env or env.get("WORLD_SIZE", "1") != "1":
         return _torchrun(env)
-    if "SLURM_PROCID" in env and _slurm_world(env) > 1:
-        return _slurm(env)
-    return None
+    mpi = _mpi_of(env)
+    if mpi is not None:
+        return _mpirun(env, mpi)
+    return _slurm(env) if _in_slurm_step(env) else None
 
 
 def launched_world_size(env: Mapping[str, str]) -> int:
@@ -51,10 +84,11 @@ def launched_world_size(env: Mapping[str, str]) -> int:
     >>> launched_world_size({"WORLD_SIZE": "8"}), launched_world_size({"SLURM_NTASKS": "8"})
     (8, 1)
     """
-    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if name in env:
-            return _int(env, name)
-    return 1
+    if "WORLD_SIZE" in env:
+        return _int(env, "WORLD_SIZE")
+    mpi = _mpi_of(env)
+    name = "SLURM_STEP_NUM_TASKS" if mpi is None else mpi.size
+    return _int(env, name) if name in env else 1
 
 
 def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
@@ -65,6 +99,8 @@ def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
     """
     if "LOCAL_WORLD_SIZE" in env:
         return rank // _int(env, "LOCAL_WORLD_SIZE"), f"LOCAL_WORLD_SIZE={env['LOCAL_WORLD_SIZE']}"
+    if _mpi_of(env) is not None:  # it may map ranks to nodes in any way: their hosts tell
+        return None
     for name in _SLURM_TASKS:
         if name not in env:
             continue
@@ -101,12 +137,7 @@ def _node_by_counts(counts: tuple[int, ...], rank: int) -> int | None:
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in env]
-    if missing:
-        there = [name for name in needed if name in env]
-        what = f"the environment has {', '.join(there)} but not {', '.join(missing)}"
-        fix = "launch with torchrun, or set them all"
-        raise GroupsError(message(f"init_distributed: {what}", fix=fix))
+    _require(env, needed, "launch with torchrun")
     rank, world, local, port = (
         _int(env, name, least=least)
         for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1))
@@ -115,14 +146,76 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     return Launch("torchrun", rank, world, local, node_size, env["MASTER_ADDR"], port)
 
 
+def _mpi_of(env: Mapping[str, str]) -> _Mpi | None:
+    """The kind of MPI that started this process as one rank of several, if one did."""
+    for mpi in _MPI:
+        size = _int(env, mpi.size) if mpi.size in env else 1
+        rank = _int(env, mpi.rank, least=0) if mpi.rank in env else 0
+        by_srun = (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
+        if by_srun == (env.get(mpi.rank), env.get(mpi.size)):  # as srun --mpi=pmi2 has it
+            continue
+        if size > 1 or (rank > 0 and mpi.size not in env):
+            here = [other for other in _MPI if other.rank == mpi.rank and other.local_rank in env]
+            return next(iter(here), mpi)
+    return None
+
+
+def _mpirun(env: Mapping[str, str], mpi: _Mpi) -> Launch:
+    _require(env, (mpi.rank, mpi.size, mpi.local_rank), f"launch all ranks with {mpi.source} alike")
+    rank, local = (_int(env, name, least=0) for name in (mpi.rank, mpi.local_rank))
+    world = _int(env, mpi.size)
+    node_size = _int(env, mpi.local_size) if mpi.local_size in env else None
+    addr = env.get("MASTER_ADDR", "127.0.0.1" if node_size == world else None)
+    port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env)
+    missing = ["MASTER_ADDR"] * (addr is None) + ["MASTER_PORT"] * (port is None)
+    if addr is None or port is None:
+        what = f"{mpi.source} runs {world} ranks, without {' and '.join(missing)}"
+        fix = "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
+        fix += "MASTER_PORT, to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)"
+        raise GroupsError(message(f"init_distributed: {what}", fix=fix))
+    return Launch(mpi.source, rank, world, local, node_size, addr, port)
+
+
+def _port_of_job(env: Mapping[str, str]) -> int | None:
+    """A port that jobs on one node do not share, and all ranks of a job find alike."""
+    for name in _JOBS:
+        digits = re.sub(r"\D", "", env.get(name, ""))
+        if digits:
+            return 20000 + int(digits) % 10000
+    return None
+
+
+def _require(env: Mapping[str, str], needed: Sequence[str], fix: str) -> None:
+    """Raise GroupsError where some variables of a launcher are missing."""
+    missing = [name for name in needed if name not in env]
+    if missing:
+        there = [name for name in needed if name in env]
+        what = f"the environment has {', '.join(there)} but not {', '.join(missing)}"
+        raise GroupsError(message(f"init_distributed: {what}", fix=f"{fix}, or set them all"))
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks.
+
+    A batch script is a task of its own, with rank 0 of a job of many; what it calls runs alone.
+    """
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return _int(env, "SLURM_STEP_NUM_TASKS") > 1
+    rank = _int(env, "SLURM_PROCID", least=0) if "SLURM_PROCID" in env else 0
+    in_batch = env.get("ENVIRONMENT") == "BATCH" and rank == 0
+    return rank > 0 or ("SLURM_PROCID" in env and _slurm_world(env) > 1 and not in_batch)
+
+
 def _slurm_world(env: Mapping[str, str]) -> int:
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     return _int(env, name) if name in env else 1
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
-    rank, world = _int(env, "SLURM_PROCID", least=0), _slurm_world(env)
-    local = _int(env, "SLURM_LOCALID", least=0) if "SLURM_LOCALID" in env else 0
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    _require(env, ("SLURM_PROCID", size, "SLURM_LOCALID"), "launch with srun")
+    rank, local = (_int(env, name, least=0) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    world = _int(env, size)
     name = next((name for name in _SLURM_TASKS if name in env), None)
     counts = set(tasks_per_node(env[name], name)) if name else set()
     node_size = counts.pop() if len(counts) == 1 else None
@@ -136,9 +229,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         raise GroupsError(
             message(what, fix=f"put this line before srun in the batch script: {line}")
         )
-    # Jobs that share a node must not share a port, and every task must find the same one.
-    job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
-    port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + job % 10000
+    port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env) or 20000
     return Launch("Slurm", rank, world, local, node_size, addr or "127.0.0.1", port)
 
 

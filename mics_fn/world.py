@@ -19,9 +19,11 @@ def init_distributed(
 ) -> torch.device:
     """Start torch.distributed from the launcher's environment, and choose this rank's device.
 
-    Reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else Slurm's
-    SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. Does nothing but choose the device where
-    torch.distributed is initialised already, or nothing was launched.
+    Reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else those of Open
+    MPI, MVAPICH, MPICH, Intel MPI, Cray PALS, jsrun or Flux (as OMPI_COMM_WORLD_RANK), with
+    MASTER_ADDR and MASTER_PORT, else Slurm's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. Does
+    nothing but choose the device where torch.distributed is initialised already, or nothing was
+    launched.
 
     Args:
       device: "auto" takes CUDA if every rank of the node has a GPU, else the CPU. Say "cuda" where
@@ -53,7 +55,7 @@ def init_distributed(
         torch.cuda.set_device(chosen)
     if launch is None:
         return chosen
-    # env:// also finds a store that torchrun's agent keeps; Slurm has none.
+    # env:// also finds a store that torchrun's agent keeps; the others have none.
     meeting = f"tcp://{launch.master_addr}:{launch.master_port}"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",

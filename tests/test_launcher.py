@@ -23,6 +23,35 @@ SLURM = {
     "MASTER_ADDR": "node0",
 }
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "7",
+}
+RENAMED = {
+    "MVAPICH": {"OMPI_COMM_WORLD_": "MV2_COMM_WORLD_"},
+    "jsrun": {"OMPI_COMM_WORLD_": "JSM_NAMESPACE_"},
+    "Cray PALS": {"OMPI_COMM_WORLD_": "PMI_"},
+    "MPI": {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "MPI_LOCALRANKID",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "MPI_LOCALNRANKS",
+        "OMPI_COMM_WORLD_": "PMI_",
+    },
+}
+
+
+def renamed(source: str) -> dict[str, str]:
+    """The variables of Open MPI under another launcher's names."""
+    out = {}
+    for name, value in OPEN_MPI.items():
+        for old, new in RENAMED.get(source, {}).items():
+            name = name.replace(old, new)
+        out[name] = value
+    return out
+
 
 def without(env: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
@@ -41,6 +70,42 @@ def test_slurm() -> None:
     assert uneven.node_size is None
 
 
+@pytest.mark.parametrize("source", ["Open MPI", *RENAMED])
+def test_mpi(source: str) -> None:
+    env = renamed(source)
+    assert read_launch(env) == Launch(source, 5, 8, 1, 4, "node0", 7)
+    assert launched_world_size(env) == 8
+    assert node_of(env, 5) is None, "their hosts tell, since MPI maps ranks in any way"
+    daemon = {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    assert read_launch(SLURM | daemon | env) == read_launch(env), "srun started mpirun's daemon"
+    assert node_of(daemon | env, 5) is None
+    assert read_launch(env | TORCHRUN) == read_launch(TORCHRUN)
+    one = {name: value.replace("8", "1").replace("5", "0") for name, value in env.items()}
+    assert read_launch(one) is None
+
+
+def test_flux() -> None:
+    env = {"PMI_RANK": "5", "PMI_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1"}
+    env |= {"MASTER_ADDR": "node0", "MASTER_PORT": "7"}
+    assert read_launch(env) == Launch("Flux", 5, 8, 1, None, "node0", 7)
+
+
+def test_mpi_on_one_node_meets_on_it_at_a_port_of_its_job() -> None:
+    env = without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT") | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+    launch = read_launch(env | {"PBS_JOBID": "123456.server"})
+    assert launch is not None
+    assert (launch.master_addr, launch.master_port) == ("127.0.0.1", 23456)
+
+
+def test_srun_with_pmi_is_srun() -> None:
+    step = SLURM | {"SLURM_STEP_NUM_TASKS": "8"}
+    assert read_launch(step | {"PMI_RANK": "5", "PMI_SIZE": "8"}) == read_launch(step)
+
+
 def test_slurm_on_one_node_meets_on_it() -> None:
     launch = read_launch(without(SLURM, "MASTER_ADDR") | {"SLURM_NNODES": "1"})
     assert launch is not None
@@ -52,6 +117,18 @@ def test_the_step_counts_and_not_the_job() -> None:
     assert launch is not None
     assert launch.world_size == 6
     assert read_launch(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+def test_what_a_batch_script_calls_runs_alone() -> None:
+    """The script is the first task of a job of many, but no step of it."""
+    batch = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
+    assert read_launch(batch) is None
+    assert launched_world_size(batch) == 1
+    launch = read_launch(batch | {"SLURM_STEP_NUM_TASKS": "8"})  # srun in that script
+    assert launch is not None
+    assert (launch.rank, launch.world_size) == (0, 8)
+    allocated = without(SLURM, "SLURM_PROCID", "SLURM_LOCALID")  # a shell of salloc
+    assert read_launch(allocated) is None
 
 
 @pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1"}, {"SLURM_PROCID": "0"}], ids=str)
@@ -86,6 +163,33 @@ def test_no_launch(env: dict[str, str]) -> None:
             "init_distributed: Slurm runs 8 tasks on 2 nodes, without MASTER_ADDR\n"
             "  fix: put this line before srun in the batch script: export MASTER_ADDR="
             '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "8"},
+            "init_distributed: the environment has SLURM_STEP_NUM_TASKS but not SLURM_PROCID, "
+            "SLURM_LOCALID\n  fix: launch with srun, or set them all",
+        ),
+        (
+            {"SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
+            "init_distributed: the environment has SLURM_PROCID, SLURM_LOCALID but not "
+            "SLURM_NTASKS\n  fix: launch with srun, or set them all",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            "init_distributed: the environment has OMPI_COMM_WORLD_SIZE but not "
+            "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK\n"
+            "  fix: launch all ranks with Open MPI alike, or set them all",
+        ),
+        (
+            {"PMI_RANK": "3"},
+            "init_distributed: the environment has PMI_RANK but not PMI_SIZE, MPI_LOCALRANKID\n"
+            "  fix: launch all ranks with MPI alike, or set them all",
+        ),
+        (
+            without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"),
+            "init_distributed: Open MPI runs 8 ranks, without MASTER_ADDR and MASTER_PORT\n"
+            "  fix: export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
+            "MASTER_PORT, to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)",
         ),
         (
             SLURM | {"SLURM_TASKS_PER_NODE": "4(y2)"},

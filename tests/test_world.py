@@ -16,7 +16,7 @@ from mics_fn.lab.ranks import run_ranks
 from mics_fn.world import device_and_backend
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
 def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "4")
     with pytest.raises(GroupsError) as caught:
@@ -63,12 +63,15 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI"])
 def test_init_distributed_from_a_launcher(launcher: str) -> None:
     env = {"MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
     if launcher == "torchrun":
         env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         names = ("RANK", "LOCAL_RANK")
+    elif launcher == "Open MPI":
+        env |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     else:
         env |= {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
         names = ("SLURM_PROCID", "SLURM_LOCALID")
