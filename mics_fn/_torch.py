@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,6 +92,17 @@ def inside_torch_func() -> bool:
     """Whether a `torch.func` transform is running around the caller."""
     stack = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
     return stack is not None
+
+
+def inside_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is open around the caller."""
+    return forward_ad._current_level >= 0
+
+
+def is_tracing() -> bool:
+    """Whether torch records each op by a proxy, as `make_fx` and `linearize` do."""
+    key = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]
+    return torch._C._get_dispatch_mode(key) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

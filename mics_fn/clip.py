@@ -1,6 +1,6 @@
 """The norm of a sharded gradient, and clipping, as parts of a `chain`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from mics_fn.errors import LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket
 from mics_fn.leaf import Sharded, is_leaf, needs_derivative, refuse_derivative
-from mics_fn.linear import BucketUse, homes_of, linear_map
+from mics_fn.linear import BucketUse, deal, homes_of, linear_map, uses_of
 from mics_fn.optim import Transform, from_update
 from mics_fn.topology import fold_ranks
 from mics_fn.tree import Tree
@@ -77,6 +77,8 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
+    if differentiated:
+        by_home = _looked_at(by_home, uses_of("global_norm", leaves, homes), leaves)
     of_home = _smooth_total if differentiated else _total
     totals = [of_home(home, pieces) for home, pieces in by_home.items()]
     if not totals:
@@ -87,6 +89,21 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
     # A root has no finite derivative at 0, and 0 times that would be NaN.
     above = total > 0
     return torch.where(above, torch.where(above, total, 1.0).sqrt(), total)
+
+
+def _looked_at(
+    by_home: Mapping[Groups, Any], uses: Sequence[BucketUse], leaves: Sequence[Any]
+) -> dict[Groups, list[Tensor]]:
+    """The pieces as they are; but directions that only one rank means are told apart here.
+
+    Squares add up a rank's elements, and then nobody could; see [Note: rows of ranks] in `rows`.
+    """
+    uses = [use for use in uses if use.bucket.trainable]
+    data = [leaves[i].data for use in uses for i in use.members]
+    found: dict[Groups, list[Tensor]] = {home: [] for home in by_home}
+    for use, pieces in deal(uses, linear_map("own", uses, *data)):
+        found[use.home] += pieces
+    return found
 
 
 def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ so that second derivatives are those of the reduce-scatter; see [Note: adjoint] 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from mics_fn import _torch
 from mics_fn.cache import Cache
 from mics_fn.deferred import Deferred
 from mics_fn.errors import LeafError, message
+from mics_fn.leaf import refuse_tracing
 from mics_fn.linear import BucketUse, deal, linear_map
 from mics_fn.reduction import Reduction
+from mics_fn.rows import in_front
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 
@@ -60,7 +63,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(None if t is None else t.view_as(t) for t in tangents)
+        seen = _seen_together([ctx.cache.uses[i] for i in ctx.trained], tangents)
+        return tuple(None if t is None else t.view_as(t) for t in seen)
 
     vmap = staticmethod(_no_batch)
 
@@ -122,16 +126,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, reduction: Reduction, index: int, *grads: Any) -> tuple:  # pyright: ignore
-        front = [
-            g if g is None or dim is None else g.movedim(dim, 0)
-            for g, dim in zip(grads, in_dims[2:], strict=True)
-        ]
-        front = [
-            g.expand(info.batch_size, *g.shape) if g is not None and dim is None else g
-            for g, dim in zip(front, in_dims[2:], strict=True)
-        ]
         reduction.skip(index)
-        found = linear_map("scatter", [reduction.uses[index]], *front)
+        found = linear_map("scatter", [reduction.uses[index]], *in_front(info, in_dims[2:], grads))
         return tuple(found), (0,) * len(found)
 
 
@@ -145,11 +141,12 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.uses = [use for use in inputs[0].uses if use.bucket.trainable]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        return (None, *cotangents)
+        return (None, *_seen_together(ctx.uses, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _reduction: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
@@ -158,6 +155,18 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, reduction: Reduction, *pieces: Any) -> tuple:  # pyright: ignore
         return _Wait.apply(reduction, *pieces), in_dims[1:]
+
+
+def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """(Co)tangents in parts as they are, one a member, once `check_rows` saw them all at once."""
+    if all(use.hierarchy.size == 1 for use in uses):
+        return list(data)
+    given = [
+        replace(use, index=tuple(use.by_slot([None if v is None else 0 for v in values])))
+        for use, values in deal(uses, data)
+    ]
+    found = iter(linear_map("own", given, *(v for v in data if v is not None), derived=True))
+    return [None if v is None else next(found) for v in data]
 
 
 class _QuickJoin(torch.autograd.Function):
@@ -210,7 +219,11 @@ def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
 
     Returns:
       One deferred tensor a member of each bucket, by bucket.
+
+    Raises:
+      LeafError: torch records ops to repeat them later.
     """
+    refuse_tracing()
     uses: Sequence[BucketUse] = cache.uses
     trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
     frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]

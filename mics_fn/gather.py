@@ -45,7 +45,8 @@ def gather(
       The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied
       leaves are one tensor. The gradient of a function of them is a tree of shards, averaged over
       the partition group; no raw collective is left to differentiate, so grad, vjp, jvp, vmap,
-      jacrev and their compositions work.
+      jacrev of full values and their compositions work. Over p > 1 ranks `jacfwd`, `hessian` and
+      `jacrev` of shards do not: each rank would take a basis of its own piece.
 
     Communication: one all-gather a level and bucket; each rank receives (p - 1)/p of the full
       bytes. Its VJP is one reduce-scatter a level and bucket. None if p = 1. A tree that is new to
@@ -60,7 +61,8 @@ def gather(
       PlanError: the groups are not those that the tree was sharded with.
       DonatedError: a shard was given away earlier.
       DesyncError: ranks gather different trees, or use deferred parameters in different orders.
-      LeafError: an op writes to a deferred parameter; `into` inside torch.func.
+      LeafError: an op writes to a deferred parameter; `into` inside torch.func; a basis of each
+        rank's own piece, as said above; or `linearize`, which would record what is sent.
       TreeError: `into` without a schedule, or used twice.
 
     Example:

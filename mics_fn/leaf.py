@@ -19,6 +19,10 @@ from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.layout import Bucket
 from mics_fn.tree import Tree
 
+# What errors say of it; see [Note: rows of ranks] in `rows`.
+LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
+SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
+
 
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,6 +49,14 @@ class Sharded:
     def dtype(self) -> torch.dtype:
         """The dtype of the bucket."""
         return self.bucket.dtype
+
+    def refuse_children(self) -> None:
+        """Raise LeafError for shards of shards: torch.func's Jacobian of a basis in parts."""
+        if self.bucket.parts == 1 or isinstance(self.data, Tensor):
+            return
+        if any(isinstance(x, Sharded) for x in tree.flatten(self.data, is_leaf)[0]):
+            text = f"the Jacobian of shards of {self.shape} with respect to shards"
+            raise LeafError(message(text, [LOCAL_BASIS], SHARED_BASIS))
 
     def __getattr__(self, name: str) -> Any:
         # Only what is missing gets here: a donated leaf has lost its data.
@@ -198,7 +210,7 @@ def names(shards: Tree) -> list[str]:
 
 def needs_derivative(values: Sequence[Tensor | None]) -> bool:
     """Whether somebody may differentiate what is made of these tensors here."""
-    if _torch.inside_torch_func():
+    if _torch.inside_torch_func() or _torch.inside_forward_ad():
         return True
     return torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in values)
 
@@ -221,3 +233,12 @@ def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) 
             text = f"{verb}: {path} is computed from what is differentiated, and has no way back"
             fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
             raise LeafError(message(text, fix=fix))
+
+
+def refuse_tracing() -> None:
+    """Raise LeafError while torch records ops to repeat them later."""
+    if _torch.is_tracing():
+        text = "gather: torch records this program (linearize, make_fx, export), and can not record"
+        text += " what ranks send"
+        fix = "use jvp or vjp; or gather outside, and give full tensors to what is recorded"
+        raise LeafError(message(text, fix=fix))

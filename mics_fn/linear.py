@@ -26,8 +26,9 @@ from mics_fn.errors import GroupsError, PlanError, message
 from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.layout import Bucket
-from mics_fn.leaf import Leaf, Tied, is_leaf, refuse_derivative
+from mics_fn.leaf import Leaf, Tied, is_leaf, refuse_derivative, refuse_tracing
 from mics_fn.pending import Pending, wait_all
+from mics_fn.rows import check_rows, in_front
 from mics_fn.tree import Tree
 
 
@@ -245,56 +246,59 @@ _MAPS: dict[str, Callable[..., Started]] = {
     "gather": _all_gather,
     "scatter": _reduce_scatter,
     "mean": replica_mean,
+    "own": lambda uses, data: Started([], lambda _: [x.view_as(x) for x in data]),
 }
-_TRANSPOSED = {"gather": "scatter", "scatter": "gather", "mean": "mean"}  # [Note: adjoint]
+# See [Note: adjoint]. "own" leaves parts as they are, to be looked at by `check_rows`.
+_TRANSPOSED = {"gather": "scatter", "scatter": "gather", "mean": "mean", "own": "own"}
 
 
 class _Linear(torch.autograd.Function):
     """One of the maps, differentiable in both modes and under vmap. See [Note: adjoint]."""
 
     @staticmethod
-    def forward(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
+    def forward(  # pyright: ignore
+        name: str, levels: int | None, uses: Sequence[BucketUse], *data: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if name != "own":
+            refuse_tracing()
+        check_rows(name, levels, deal(uses, data))
         if name == "scatter":
             return tuple(_reduce_scatter_in_turns(uses, data))
         return tuple(_MAPS[name](uses, data).wait())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.name, ctx.uses = inputs[:2]
-        ctx.given = [value is not None for value in inputs[2:]]
+        ctx.name, _, ctx.uses = inputs[:3]
+        ctx.given = [value is not None for value in inputs[3:]]
         # A missing cotangent is packed as zeros; it is never made in full.
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        found = _Linear.apply(_TRANSPOSED[ctx.name], ctx.uses, *cotangents)
+        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, ctx.uses, *cotangents)
         return (
-            None,
-            None,
+            *(None, None, None),
             *(g if given else None for g, given in zip(found, ctx.given, strict=True)),
         )
 
     @staticmethod
-    def jvp(ctx: Any, _name: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return _Linear.apply(ctx.name, ctx.uses, *tangents)
+    def jvp(ctx: Any, _name: None, _levels: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return _Linear.apply(ctx.name, 0, ctx.uses, *tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, name: str, uses: Any, *data: Tensor | None) -> tuple:  # pyright: ignore
-        front = [
-            None
-            if value is None
-            else value.expand(info.batch_size, *value.shape)
-            if dim is None
-            else value.movedim(dim, 0)
-            for value, dim in zip(data, in_dims[2:], strict=True)
-        ]
-        found = _Linear.apply(name, uses, *front)
+    def vmap(  # pyright: ignore
+        info: Any, in_dims: tuple, name: str, levels: int | None, uses: Any, *data: Tensor | None
+    ) -> tuple:
+        levels = None if levels is None else levels + 1
+        found = _Linear.apply(name, levels, uses, *in_front(info, in_dims[3:], data))
         return found, (0,) * len(found)
 
 
-def linear_map(name: str, uses: Sequence[BucketUse], *data: Tensor | None) -> list[Tensor]:
-    """Apply a map to one value a member of each use."""
-    return list(_Linear.apply(name, uses, *data))
+def linear_map(
+    name: str, uses: Sequence[BucketUse], *data: Tensor | None, derived: bool = False
+) -> list[Tensor]:
+    """Apply a map to one value a member of each use; `derived` if they are (co)tangents."""
+    return list(_Linear.apply(name, 0 if derived else None, uses, *data))
 
 
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:

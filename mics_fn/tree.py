@@ -34,7 +34,7 @@ def node(cls: T) -> T:
     """Make a dataclass a pytree node for optree and for torch (so also for `torch.func`).
 
     Fields made with `static()` belong to the structure and must be hashable; the others are
-    children.
+    children. If the class has a method `refuse_children`, it is called where torch rebuilds one.
 
     Args:
       cls: a dataclass; its instances are rebuilt without calling `__init__`.
@@ -81,7 +81,14 @@ def node(cls: T) -> T:
             put(value, name, item)
         return value
 
-    return _register(cls, flatten_node, unflatten_node)
+    refuse = getattr(cls, "refuse_children", None)
+
+    def unflatten_for_torch(values: Iterable[Any], context: tuple) -> Any:
+        value = unflatten_node(values, context)
+        refuse(value)  # pyright: ignore[reportOptionalCall]
+        return value
+
+    return _register(cls, flatten_node, unflatten_node, refuse and unflatten_for_torch)
 
 
 def atom(cls: T) -> T:
@@ -93,7 +100,9 @@ def atom(cls: T) -> T:
     return _register(cls, lambda value: ([], value, ()), lambda _, value: value)
 
 
-def _register(cls: T, flatten_node: Callable, unflatten_node: Callable) -> T:
+def _register(
+    cls: T, flatten_node: Callable, unflatten_node: Callable, for_torch: Callable | None = None
+) -> T:
     """Register a node; `flatten_node` gives children, context and the children's names."""
     optree.register_pytree_node(
         cls,
@@ -102,7 +111,8 @@ def _register(cls: T, flatten_node: Callable, unflatten_node: Callable) -> T:
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )
-    _torch.register_torch_node(cls, lambda value: flatten_node(value)[:2], unflatten_node)
+    rebuild = for_torch or unflatten_node
+    _torch.register_torch_node(cls, lambda value: flatten_node(value)[:2], rebuild)
     return cls
 
 

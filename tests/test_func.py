@@ -84,7 +84,9 @@ def close(got, want):
 
 
 def policy(live):
-    """None: gathered at once; else deferred under a budget of so many bytes."""
+    """None: gathered at once; else deferred, all kept or under a budget of so many bytes."""
+    if live == "keep":
+        return mf.keep_all()
     return None if live is None else mf.on_demand(live_bytes=live)
 
 
@@ -252,9 +254,12 @@ PROGRAMS = [
 ]
 
 
+LIVES = (None, 0, "keep", 300, 10**9)
+
+
 @pytest.mark.parametrize(
     ("layout", "live"),
-    [(x, live) for x in LAYOUTS for live in (None, 0, 300, 10**9)[: 2 if x.world_size > 4 else 4]],
+    [(x, live) for x in LAYOUTS for live in LIVES[: 2 if x.world_size > 4 else 5]],
     ids=str,
 )
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -1,0 +1,119 @@
+"""Batches in which ranks meet under `vmap`: as many rows on each, and row k of all one thing.
+
+[Note: rows of ranks] A map between ranks adds up row k of all of them. Where ranks batch samples,
+whole models or directions, that is meant. `jacfwd`, `hessian`, and `jacrev` of what gives shards
+batch a basis of this rank's own pieces instead: row k is another direction on each rank, and the
+result would be the derivative in the direction of their sum. From inside `vmap` nobody can add the
+rows that are missing, so this is refused. It is recognised by its values, at the first map that
+tangents or cotangents in parts come to: on every rank a row has one element at most, no two rows
+have the same one, and ranks have elements in the same row. A basis that ranks share, each vector of
+which was cut by `shard`, has each row's element on one rank, and is none of that.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.collectives import collect
+from mics_fn.comm import Comm
+from mics_fn.errors import DesyncError, LeafError, message, name_ranks
+from mics_fn.leaf import LOCAL_BASIS, SHARED_BASIS
+
+_MOST_DIMS = 16  # of a batch; there is a dim for each vmap around
+
+
+def in_front(info: Any, in_dims: Sequence[int | None], data: Sequence[Any]) -> list[Any]:
+    """Values as `vmap` gives them to an autograd function, each with its batch in front."""
+    return [
+        value
+        if value is None
+        else value.expand(info.batch_size, *value.shape)
+        if dim is None
+        else value.movedim(dim, 0)
+        for value, dim in zip(data, in_dims, strict=True)
+    ]
+
+
+def check_rows(name: str, levels: int | None, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+    """Raise on every rank unless a batch has equal rows everywhere. See [Note: rows of ranks].
+
+    Args:
+      name: of the map.
+      levels: how many `vmap` there are around a tangent or cotangent; None for a value itself.
+      dealt: each use of a bucket with its values, one a member; plain tensors.
+
+    Raises:
+      LeafError: rows are a basis of each rank's own.
+      DesyncError: ranks have other numbers of rows.
+
+    Communication: nothing without a batch; else 136 bytes over each group that meets, and for
+      tangents in parts that look like a basis a byte a row. The host waits.
+    """
+    first = _first_of(name, dealt)
+    if first is None:
+        return
+    batch, device = first
+    met: dict[Comm, list[Tensor]] = {}
+    for use, values in dealt:
+        comm = use.home.replicas if name == "mean" else use.hierarchy.partition
+        met.setdefault(comm, []).extend(v for v in values if v is not None)
+    in_parts = levels if levels and name in ("gather", "own") else 0
+    for comm, values in met.items():
+        if comm.size > 1:
+            rows = [_own_rows(values, dim, batch) for dim in range(in_parts)]
+            _compare(name, comm, batch, rows, device)
+
+
+def _first_of(name: str, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
+    """Shape of the batch and device of the values; None where nothing is batched."""
+    for use, values in dealt:
+        slots = [slot for slot, i in enumerate(use.index) if i is not None]
+        for slot, value in zip(slots, values, strict=True):
+            if value is not None:
+                own = len(use.bucket.shapes[slot]) if name == "scatter" else 1
+                plain = value.ndim == own or _torch.is_hollow(value)
+                return None if plain else (tuple(value.shape[: value.ndim - own]), value.device)
+    return None
+
+
+def _own_rows(values: Sequence[Tensor], dim: int, batch: Sequence[int]) -> Tensor | None:
+    """Which rows along a dim of the batch have an element, if none has two, and none another's."""
+    found = [torch.zeros(batch[dim], 0, dtype=torch.bool)]
+    for value in values:
+        rows = value.movedim(dim, 0).ne(0)
+        found.append(rows.flatten(1, -2).any(1) if len(batch) > 1 else rows)
+    table = torch.cat([each.to(found[-1].device) for each in found], 1)
+    if bool((table.sum(0) > 1).any() | (table.sum(1) > 1).any()):
+        return None
+    return table.any(1)
+
+
+def _compare(
+    name: str,
+    comm: Comm,
+    batch: Sequence[int],
+    rows: Sequence[Tensor | None],
+    device: torch.device,
+) -> None:
+    looks = [int(r is not None) << d for d, r in enumerate(rows)]
+    mine = [sum(looks), len(batch), *batch[: _MOST_DIMS - 1]]
+    mine += [0] * (_MOST_DIMS + 1 - len(mine))
+    found = collect(comm, torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
+    shapes = {tuple(theirs[2 : 2 + theirs[1]]): [] for theirs in found}
+    for rank, theirs in zip(comm.ranks, found, strict=True):
+        shapes[tuple(theirs[2 : 2 + theirs[1]])].append(rank)
+    if len(shapes) > 1:
+        lines = [f"{name_ranks(ranks)}: batch {shape}" for shape, ranks in shapes.items()]
+        text = f"{name}: ranks batch other numbers of rows under vmap"
+        if rows:
+            raise LeafError(message(text, [*lines, LOCAL_BASIS], SHARED_BASIS))
+        raise DesyncError(message(text, lines, "give all ranks batches of one shape"))
+    for d, own in enumerate(rows):
+        if own is not None and all(theirs[0] >> d & 1 for theirs in found):
+            shared = collect(comm, own.to(torch.uint8)).sum(0)
+            if bool((shared > 1).any()):
+                text = "torch.func: row k of a batch under vmap is another direction on each rank"
+                raise LeafError(message(text, [LOCAL_BASIS], SHARED_BASIS))
