@@ -16,6 +16,7 @@ from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket, pieces
 from mics_fn.leaf import Fixed, dtype_name, is_leaf
 from mics_fn.linear import grouped
+from mics_fn.memory import same_tensor
 from mics_fn.tree import Tree
 
 # `set` is the public name of a function here: no code of this file may mean the builtin.
@@ -231,6 +232,9 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     if _bucket_of(leaf) is None:
         if isinstance(value, Tensor):  # the caller may write to its own
             value = value.clone(memory_format=torch.contiguous_format)
+        if isinstance(leaf, Tensor):  # a buffer may be there under several names
+            alike = (i for i, x in enumerate(found.all) if same_tensor(x, leaf))
+            return dict.fromkeys([at, *alike], value)
         return {at: Fixed(value) if is_leaf(leaf) else value}
     places, slot = found.shards, leaf.slot
     uses = grouped([found.all[i] for i in places], [found.homes[i] for i in places])

@@ -14,6 +14,7 @@ from mics_fn.flat import split_chunk
 from mics_fn.groups import Groups
 from mics_fn.layout import Bucket, Piece, pieces
 from mics_fn.leaf import Fixed, Leaf, Sharded, is_leaf
+from mics_fn.memory import refuse_overlaps
 from mics_fn.sharded import layout_of
 
 BLOCK_BYTES = 2**24  # read at once
@@ -50,6 +51,8 @@ class Filling:
         self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
         leaves = dict(zip(names, tree.flatten(shapes, is_leaf)[0], strict=True))
         self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
+        trained = [f"params[{k!r}]" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
+        refuse_overlaps(verb, {f"params[{k!r}]": value for k, value in params.items()}, trained)
         self._make_memory()
 
     def _make_memory(self) -> None:

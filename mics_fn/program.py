@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mics_fn.buffers import Buffers, Values
 from mics_fn.casting import Casting
 from mics_fn.errors import LeafError, message
 from mics_fn.precision import Policy
 from mics_fn.skeleton import on_meta_copy
 from mics_fn.tree import Tree
-
-Buffers = dict[str, Tensor]
-
 
 Backward = Callable[[Tensor], None]
 
@@ -26,7 +24,7 @@ class Result(NamedTuple):
     """What a call gives."""
 
     loss: Tensor  # 0-dim, detached
-    buffers: Buffers  # the next ones
+    buffers: Values  # the next ones
 
 
 class FunctionProgram:
@@ -39,9 +37,10 @@ class FunctionProgram:
 
     def __init__(self, loss_fn: Callable[[Tree, Any], Tensor], policy: Policy) -> None:
         self.loss_fn, self.policy = loss_fn, policy
+        self.buffers = Buffers({}, {}, {})
 
     def __call__(
-        self, params: Tree, buffers: Buffers, batch: Any, backward: Backward | None = None
+        self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
         """Loss of a batch, after `backward` of it."""
         loss = self.loss_fn(params, self.policy.cast_inputs(batch))
@@ -69,28 +68,29 @@ class ModuleProgram:
         loss: Callable[[nn.Module, Any], Tensor] | None,
         policy: Policy,
     ) -> None:
-        self.params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        params: Values = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.buffers = {name: value.detach().clone() for name, value in buffers.items()}
-        saved = model.state_dict(keep_vars=True)
-        self.averaged = [k for k, v in buffers.items() if k in saved and v.is_floating_point()]
-        self.skeleton = on_meta_copy(model, [*self.params.values(), *buffers.values()])
+        self.buffers = Buffers(params, buffers, model.state_dict(keep_vars=True))
+        self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
+        self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._step = _Step(self.skeleton, loss or _own_loss, policy)
 
     def __call__(
-        self, params: Tree, buffers: Buffers, batch: Any, backward: Backward | None = None
+        self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
         """Loss of a batch, after `backward` of it while the parameters are swapped in."""
         given = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
         # All names are given; to check that again (strict=True) walks the module at every call.
         loss = functional_call(self._step, given, (batch, backward), tie_weights=False)
         # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
+        if backward is not None and self.buffers.shared:
+            self.buffers.replaced([k for k, x in buffers.items() if given[f"model.{k}"] is not x])
         return Result(loss, {k: given[f"model.{k}"].detach() for k in buffers})
 
-    def take_params(self) -> dict[str, Tensor]:
-        """The parameters by name, once: nothing here keeps them alive afterwards."""
-        params, self.params = self.params, {}
-        return params
+    def take(self) -> tuple[Values, Values]:
+        """Parameters and buffers by name, once: nothing here keeps them alive afterwards."""
+        values, self._values = self._values, ({}, {})
+        return values
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

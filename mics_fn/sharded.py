@@ -16,6 +16,7 @@ from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
 from mics_fn.leaf import Fixed, Leaf, Nothing, Sharded, Tied, dtype_name, is_leaf, refuse_computed
 from mics_fn.linear import require_groups
+from mics_fn.memory import Place, refuse_overlaps
 from mics_fn.precision import Policy, policy_of
 from mics_fn.tree import Tree
 
@@ -58,8 +59,8 @@ def shard(
     Memory: this rank's shards (1/p of the floats), and one bucket while cutting.
 
     Raises:
-      LeafError: a leaf is no dense tensor, lies on another device than its groups, or is computed
-        from what is being differentiated: only gather has a derivative.
+      LeafError: a leaf is no dense tensor, lies on another device than its groups, overlaps with
+        another in memory, or is computed from what is differentiated: only gather has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
       TreeError, PlanError: `groups` is no prefix of `params`; a tied leaf lives on two groups.
 
@@ -78,6 +79,8 @@ def shard(
     layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
     plan = _plan("shard", "params", params, groups, layout)
     refuse_computed("shard", plan.paths, plan.leaves)
+    trained = [plan.paths[i] for i, (bucket, _) in plan.slots.items() if bucket.trainable]
+    refuse_overlaps("shard", dict(zip(plan.paths, plan.leaves, strict=True)), trained)
     _agree_on(plan)
     if replicas == "check":
         _check_values(plan)
@@ -288,8 +291,7 @@ def _owners(leaves: Sequence[Tensor]) -> list[int]:
     for i, leaf in enumerate(leaves):
         key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
-            view = (leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype)
-            key = (_torch.storage_id(_torch.unwrapped(leaf)), *view)
+            key = Place.of(_torch.unwrapped(leaf))
         owners.append(first.setdefault(key, i))
     return owners
 

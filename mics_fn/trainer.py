@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import placement, tree
+from mics_fn.buffers import Values
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.data import Epochs
 from mics_fn.defaults import bucket_bytes_for, schedules_for
@@ -22,7 +23,7 @@ from mics_fn.loop import Progress, count, cut, reproducible, to_device
 from mics_fn.optim import TrainState, init_state, opt_step
 from mics_fn.policy import OnDemand
 from mics_fn.precision import Policy, policy_of
-from mics_fn.program import Buffers, FunctionProgram, ModuleProgram
+from mics_fn.program import FunctionProgram, ModuleProgram
 from mics_fn.replica_sync import ReplicaSync, every_step
 from mics_fn.schedule import Schedule
 from mics_fn.sharded import shard
@@ -128,10 +129,10 @@ class Trainer:
         self.precision, self.guard = policy_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
         self._program: ModuleProgram | FunctionProgram
-        buffers: Buffers = {}
+        buffers: Values = {}
         if isinstance(model, nn.Module):
             self._program = ModuleProgram(model, loss, self.precision)
-            own_params, buffers = self._program.take_params(), self._program.buffers
+            own_params, buffers = self._program.take()
             place = {f"[{name!r}]": i for i, name in enumerate(own_params)}
             options.setdefault("order", lambda path: place[path])
             params = own_params if params is None else params
@@ -173,7 +174,7 @@ class Trainer:
         started, guard = time.perf_counter(), self.guard
         batch = to_device(batch, self._home.device)
         parts, state, losses = cut(batch, self.accumulate), self.state, []
-        buffers = {name: value.clone() for name, value in state.buffers.items()}
+        buffers = self._program.buffers.copies(state.buffers)
         total = GradSum(self.accumulate, dtype=self.grad_dtype)
         with torch.enable_grad(), reproducible(self.deterministic):
             full, cache = defer(state.params, self._step_groups, self.schedule, total)
@@ -199,36 +200,20 @@ class Trainer:
             spike=verdict.spike,
         )
 
-    def _update(self, grads: Tree, buffers: Buffers) -> Verdict:
+    def _update(self, grads: Tree, buffers: Values) -> Verdict:
         """The optimizer's step, if the guard accepts it; and what the replicas do together."""
         verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
         if verdict.accept:
-            buffers = self._average(buffers)
+            home = self._home
+            if not self.replica_sync.due(self.sync_state):
+                home = self.replica_sync.groups(home)
+            buffers = self._program.buffers.average(buffers, home)
             state = replace(opt_step(state, verdict.grads, donate=True), buffers=buffers)
         params, self.sync_state = self.replica_sync.after(
             state.params, self.sync_state, self.groups, donate=True
         )
         self.state, self.guard = replace(state, params=params), verdict.next
         return verdict
-
-    def _average(self, buffers: Buffers) -> Buffers:
-        """Persistent float buffers become their mean over ranks, coalesced by dtype.
-
-        Over those of this replica where replicas stay apart in this step, else over all.
-        """
-        names, home = getattr(self._program, "averaged", []), self._home
-        if not self.replica_sync.due(self.sync_state):
-            home = self.replica_sync.groups(home)
-        if home.world_size == 1:
-            return buffers
-        for dtype in dict.fromkeys(buffers[name].dtype for name in names):
-            mine = [name for name in names if buffers[name].dtype == dtype]
-            flat = torch.cat([buffers[name].flatten() for name in mine])
-            sizes = [buffers[name].numel() for name in mine]
-            means = mean_over_ranks(home, flat).split(sizes)
-            for name, mean in zip(mine, means, strict=True):
-                buffers[name] = mean.view(buffers[name].shape)
-        return buffers
 
     def eval(self, batch: Any) -> Tensor:
         """The loss of a batch in evaluation mode, averaged over all ranks; nothing changes.
@@ -246,7 +231,7 @@ class Trainer:
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         batch = to_device(batch, self._home.device)
-        buffers = {name: value.clone() for name, value in self.state.buffers.items()}
+        buffers = self._program.buffers.copies(self.state.buffers)
         with torch.no_grad(), self._program.evaluating():
             full, cache = defer(self.state.params, self.groups, self._eval_schedule)
             loss = self._program(full, buffers, batch).loss

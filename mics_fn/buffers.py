@@ -1,0 +1,90 @@
+"""The buffers of a module as values: copied at each step, averaged over ranks after it.
+
+[Note: shared buffers] A buffer that two modules hold is one tensor under two names, and others may
+be views of one memory: what one module writes, the other reads. A step begins with copies that
+share memory in the same way, also where the state has been copied tensor by tensor. A name to
+which a module assigned a new tensor is one of its own from then on, as in any module.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mics_fn.collectives import mean_over_ranks
+from mics_fn.errors import LeafError, message
+from mics_fn.groups import Groups
+from mics_fn.memory import Place, each_once, overlaps
+
+Values = dict[str, Tensor]
+
+
+class Buffers:
+    """Which buffers of a module are averaged, and which share memory.
+
+    Args:
+      params: the module's parameters by name.
+      buffers: its buffers by name.
+      saved: the names that a state dict has.
+
+    Raises:
+      LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
+    ) -> None:
+        names, self.shared = [*params, *buffers], []
+        for group in overlaps([*params.values(), *buffers.values()]):
+            here = {names[i]: buffers[names[i]] for i in group if i >= len(params)}
+            if here and len(here) < len(group):
+                self._refuse(names[group[0]], next(iter(here)), "parameter", "which moves")
+            if len({x.dtype for x in here.values()}) > 1:
+                first, second, *_ = here
+                self._refuse(first, second, "buffer", "of another dtype")
+            if here:
+                self.shared.append({name: Place.of(x) for name, x in here.items()})
+        persistent = {name for name in buffers if name in saved}
+        for group in self.shared:
+            persistent |= set(group) if persistent & set(group) else set()
+        floats = [name for name, value in buffers.items() if value.is_floating_point()]
+        self._averaged = [name for name in floats if name in persistent]
+
+    @staticmethod
+    def _refuse(first: str, second: str, kind: str, which: str) -> None:
+        text = f"Trainer: buffer {second!r} lies in the memory of {kind} {first!r}, {which}"
+        raise LeafError(message(text, fix="clone it, or take the view of it in forward"))
+
+    def copies(self, values: Values) -> Values:
+        """Copies that share memory as the module's buffers do; see [Note: shared buffers]."""
+        found: Values = {}
+        for group in self.shared:
+            start = min(place.offset for place in group.values())
+            stop = max(place.stop for place in group.values())
+            memory = values[next(iter(group))].new_empty(stop - start)
+            for name, place in group.items():
+                view = memory.as_strided(place.size, place.stride, place.offset - start)
+                once = each_once(view)
+                once.copy_(values[name][tuple(slice(n) for n in once.shape)])
+                found[name] = view
+        return {name: found[name] if name in found else x.clone() for name, x in values.items()}
+
+    def replaced(self, names: list[str]) -> None:
+        """Modules assigned new tensors to these."""
+        for group in self.shared:
+            for name in names:
+                group.pop(name, None)
+        self.shared = [group for group in self.shared if len(group) > 1]
+
+    def average(self, values: Values, home: Groups) -> Values:
+        """Persistent float buffers become their mean over the ranks of groups, by dtype."""
+        if home.world_size == 1:
+            return values
+        for dtype in dict.fromkeys(values[name].dtype for name in self._averaged):
+            mine = [name for name in self._averaged if values[name].dtype == dtype]
+            flat = torch.cat([values[name].flatten() for name in mine])
+            sizes = [values[name].numel() for name in mine]
+            means = mean_over_ranks(home, flat).split(sizes)
+            for name, mean in zip(mine, means, strict=True):
+                values[name] = mean.view(values[name].shape)
+        return self.copies(values) if self.shared else values

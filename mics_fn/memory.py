@@ -1,0 +1,119 @@
+"""Which tensors lie over each other in memory."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.errors import LeafError, message
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: two that are equal are the same tensor."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Place":
+        """That of a strided tensor, on meta too."""
+        where = int(x.storage_offset())
+        return cls(_torch.storage_id(x), x.dtype, tuple(x.shape), x.stride(), where)
+
+    @property
+    def stop(self) -> int:
+        """The end of its elements, counted from the start of the storage."""
+        return (
+            self.offset + 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        )
+
+
+def same_tensor(x: object, y: object) -> bool:
+    """Whether both are tensors, of the same memory, seen alike."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return False
+    return x.numel() > 0 and y.numel() > 0 and Place.of(x) == Place.of(y)
+
+
+def each_once(x: Tensor) -> Tensor:
+    """A view of a tensor without what an expansion repeats."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
+    return x
+
+
+def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Groups of tensors, by their number, that have memory in common, at least by way of others.
+
+    Example:
+      >>> x = torch.zeros(4, 2)
+      >>> overlaps([x[:, 0], torch.ones(2), x[:, 1], x[2:], x[0, :1]])
+      [[0, 2, 3, 4]]
+    """
+    lie = [x.numel() > 0 and x.layout is torch.strided for x in tensors]
+    places = [Place.of(x) if does else None for x, does in zip(tensors, lie, strict=True)]
+    same: dict[Place, list[int]] = {}
+    for i, place in enumerate(places):
+        if place is not None:
+            same.setdefault(place, []).append(i)
+    found = []
+    for near in _near(same):
+        found += [sorted(i for place in group for i in same[place]) for group in _exactly(near)]
+    return sorted(group for group in found if len(group) > 1)
+
+
+def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
+    """Raise where leaves, by path, share memory and are not the same tensor, unless all are frozen.
+
+    An update of one would have to change the other, and shards have memory of their own.
+    """
+    paths = list(leaves)
+    for group in overlaps(list(leaves.values())):
+        by_place = {Place.of(leaves[paths[i]]): paths[i] for i in reversed(group)}
+        if len(by_place) > 1 and any(paths[i] in trained for i in group):
+            first, second, *_ = sorted(by_place.values(), key=paths.index)
+            text = f"{verb}: {first} and {second} overlap in memory, and are not the same tensor"
+            shapes = f"shapes {tuple(leaves[first].shape)} and {tuple(leaves[second].shape)}"
+            fix = "clone one of them, or keep one tensor and take views of it in forward"
+            raise LeafError(message(text, [shapes], fix))
+
+
+def _near(places: Iterable[Place]) -> list[list[Place]]:
+    """Places of one storage whose ranges overlap."""
+    found: list[list[Place]] = []
+    storage, end = None, 0
+    for place in sorted(places, key=lambda p: (p.storage, p.offset * p.dtype.itemsize)):
+        start, stop = (at * place.dtype.itemsize for at in (place.offset, place.stop))
+        if place.storage != storage or start >= end:
+            found.append([])
+            storage, end = place.storage, 0
+        found[-1].append(place)
+        end = max(end, stop)
+    return found
+
+
+def _exactly(places: Sequence[Place]) -> list[list[Place]]:
+    """Those of them that have an element in common, as columns of one matrix do not."""
+    if len(places) == 1:
+        return [list(places)]
+    unit = 1 if len({p.dtype.itemsize for p in places}) > 1 else places[0].dtype.itemsize
+    start = min(p.offset * p.dtype.itemsize for p in places) // unit
+    stop = max(p.stop * p.dtype.itemsize for p in places) // unit
+    owner = torch.full((stop - start,), -1, dtype=torch.int32)
+    groups = [[place] for place in places]
+    for i, place in enumerate(places):
+        width = place.dtype.itemsize // unit
+        size, stride = (*place.size, width), (*(width * s for s in place.stride), 1)
+        mine = each_once(owner.as_strided(size, stride, place.offset * width - start))
+        for other in mine.unique().tolist():
+            if other >= 0 and groups[other] is not groups[i]:
+                groups[other] += groups[i]
+                for member in groups[i]:
+                    groups[places.index(member)] = groups[other]
+        mine.fill_(i)
+    return [group for i, group in enumerate(groups) if group[0] == places[i]]

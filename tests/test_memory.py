@@ -1,0 +1,308 @@
+"""Tensors that lie over each other: buffers keep doing so, parameters that do are refused."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.memory import overlaps
+
+LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)]
+F64 = torch.float64
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
+
+
+@st.composite
+def views(draw) -> list[Tensor]:
+    """Views of two memories, some of other dtypes, some empty, some expanded."""
+    memories = [torch.zeros(48, dtype=torch.uint8) for _ in range(2)]
+    found = []
+    for _ in range(draw(st.integers(0, 5))):
+        x = draw(st.sampled_from(memories)).view(draw(st.sampled_from(DTYPES)))
+        rows = draw(st.sampled_from([1, 2, 3]))
+        x = x.view(rows, -1)
+        low = draw(st.integers(0, x.shape[1]))
+        x = x[:, low : draw(st.integers(low, x.shape[1]))]
+        x = x[:: draw(st.integers(1, 2)), :: draw(st.integers(1, 3))]
+        found.append(x.t() if draw(st.booleans()) else x[:1].expand(3, *x.shape[1:]))
+    return found
+
+
+def bytes_of(x: Tensor) -> set:
+    """Every byte of a tensor, by its storage: one element after the other."""
+    places = (
+        x.storage_offset() + sum(i * s for i, s in zip(index, x.stride(), strict=True))
+        for index in itertools.product(*map(range, x.shape))
+    )
+    memory = x.untyped_storage().data_ptr()
+    return {(memory, place * x.itemsize + k) for place in places for k in range(x.itemsize)}
+
+
+@given(views())
+@settings(max_examples=200)
+def test_overlaps_are_those_of_their_bytes(tensors: list[Tensor]):
+    sets = [bytes_of(x) for x in tensors]
+    groups = [{i} for i in range(len(tensors))]
+    for i, j in itertools.combinations(range(len(tensors)), 2):
+        if sets[i] & sets[j] and groups[i] is not groups[j]:
+            groups[i] |= groups[j]
+            for k in groups[j]:
+                groups[k] = groups[i]
+    want = {tuple(sorted(group)) for group in groups if len(group) > 1}
+    assert overlaps(tensors) == sorted(map(list, want))
+
+
+# Buffers.
+
+
+class Holder(nn.Module):
+    """Has buffers, and does something to each of them at each call."""
+
+    def __init__(self, buffers: dict[str, Tensor], replaces: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.replaces = replaces
+        for name, value in buffers.items():
+            self.register_buffer(name, value, persistent=name != "cache")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (name, buffer) in enumerate(list(self.named_buffers())):
+            if name in self.replaces:
+                setattr(self, name, buffer * 2 + i)
+            elif buffer.is_floating_point():
+                buffer.mul_(0.5).add_(x.detach().mean() + i)
+            else:
+                buffer.add_(i + 1)
+            x = x + getattr(self, name).double().sum()
+        return x
+
+
+def one_tensor() -> list[Holder]:
+    stat = torch.zeros(3, dtype=F64)
+    return [Holder({"stat": stat}), Holder({"other": stat})]
+
+
+def views_of_one() -> list[Holder]:
+    every = torch.arange(6, dtype=F64).view(2, 3)
+    return [Holder({"every": every, "row": every[1]}), Holder({"cache": every.t()[1:]})]
+
+
+def columns_of_one() -> list[Holder]:
+    both = torch.zeros(4, 2, dtype=F64)
+    return [Holder({"left": both[:, 0]}), Holder({"right": both[:, 1]})]
+
+
+def counters() -> list[Holder]:
+    count = torch.tensor(3)
+    return [Holder({"count": count}), Holder({"cache": count, "own": torch.tensor(1)})]
+
+
+def expanded() -> list[Holder]:
+    one = torch.ones(1, 3, dtype=F64)
+    return [Holder({"a": one[:, :2], "b": one}), Holder({"c": one.view(3)})]
+
+
+def replaced() -> list[Holder]:
+    stat = torch.zeros(3, dtype=F64)
+    parts = [Holder({"stat": stat}), Holder({"stat": stat}, ("stat",)), Holder({"cache": stat})]
+    return [*parts, Holder({"own": torch.ones(2, dtype=F64)}, ("own",))]
+
+
+SHARED = [one_tensor, views_of_one, columns_of_one, counters, expanded, replaced]
+
+
+def model_of(case) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2, dtype=F64), *case())
+
+
+def batch_of(step: int, rank: int) -> Tensor:
+    return random(10 * step + rank, 4, 2, dtype=F64)
+
+
+def shared_buffers(layout: Layout, case, copied: bool) -> tuple[list[Tensor], dict]:
+    model = model_of(case)
+    trainer = mf.Trainer(
+        model, mf.sgd(0.1), groups_of(layout), loss=lambda m, x: m(x).sum(), accumulate=2
+    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    losses = []
+    for step in range(3):
+        losses.append(trainer.eval(batch_of(step, 0)))
+        losses.append(trainer.step(batch_of(step, rank)).loss)
+        if copied:  # as what writes states to files does it
+            trainer.state = tree.map_leaves(
+                lambda x: x.clone() if isinstance(x, Tensor) else x, trainer.state
+            )
+    return losses, trainer.state.buffers
+
+
+def shared_buffers_alone(case, n: int) -> list[tuple[list[Tensor], dict]]:
+    """Each rank's plain module; after each step its float buffers are the ranks' mean."""
+    models = [model_of(case) for _ in range(n)]
+    losses: list[list[Tensor]] = [[] for _ in models]
+    for step in range(3):
+        evaluated = copy.deepcopy(models[0])(batch_of(step, 0)).sum().detach()
+        grads = []
+        for rank, model in enumerate(models):
+            parts = [model(part).sum() for part in batch_of(step, rank).chunk(2)]
+            losses[rank] += [evaluated, torch.stack(parts).mean().detach()]
+            model.zero_grad()
+            torch.stack(parts).mean().backward()
+            grads.append([p.grad for p in model.parameters()])
+        for model in models:
+            for p, *each in zip(model.parameters(), *grads, strict=True):
+                p.data -= 0.1 * torch.stack(each).mean(0)
+        values = [dict(m.named_buffers(remove_duplicate=False)) for m in models]
+        means = {
+            name: torch.stack([each[name] for each in values]).mean(0)
+            for name, value in values[0].items()
+            if value.is_floating_point() and "cache" not in name
+        }
+        for each in values:
+            for name, mean in means.items():
+                each[name].copy_(mean)
+    return [
+        (found, dict(model.named_buffers(remove_duplicate=False)))
+        for found, model in zip(losses, models, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["kept", "copied"])
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.__name__)
+def test_buffers_that_share_memory_do_so_in_a_step(ranks, case, copied):
+    for layout in LAYOUTS:
+        n = layout.world_size
+        expected = shared_buffers_alone(case, n)
+        found = ranks(n).run(shared_buffers, layout, case, copied)
+        for (losses, buffers), (want, values) in zip(found, expected, strict=True):
+            torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
+            assert list(buffers) == list(values)
+            for name, value in values.items():
+                torch.testing.assert_close(buffers[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_the_users_own_buffers_stay_as_they_are():
+    model = model_of(views_of_one)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    with mf.make_groups(1) as groups:
+        trainer = mf.Trainer(model, mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+        state = trainer.state
+        kept = {name: value.clone() for name, value in state.buffers.items()}
+        trainer.step(batch_of(0, 0))
+        same_bits(dict(state.buffers), kept)
+        assert trainer.state.buffers["1.every"][1].data_ptr() == (
+            trainer.state.buffers["1.row"].data_ptr()
+        )
+    same_bits(dict(model.named_buffers()), before)
+
+
+def test_set_replaces_a_shared_buffer_under_all_its_names():
+    with mf.make_groups(1) as groups:
+        trainer = mf.Trainer(
+            model_of(one_tensor), mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum()
+        )
+        trainer.state = mf.set(trainer.state, "buffers['1.stat']", 1.0, groups)
+        assert mf.get(trainer.state, "buffers['2.other']", groups).tolist() == [1.0] * 3
+        trainer.step(batch_of(0, 0))
+        assert trainer.state.buffers["1.stat"].data_ptr() == (
+            trainer.state.buffers["2.other"].data_ptr()
+        )
+
+
+def test_buffers_in_the_memory_of_others_are_refused():
+    first, weight = nn.Linear(2, 2), nn.Linear(2, 2).weight
+    first.register_buffer("copy", first.weight.data)
+    rows = nn.Linear(2, 2)
+    rows.register_buffer("row", rows.weight.detach()[0])
+    same = nn.Linear(2, 2)
+    same.weight = weight
+    same.register_buffer("mine", weight)
+    mixed = nn.Linear(2, 2)
+    memory = torch.zeros(4)
+    mixed.register_buffer("a", memory)
+    mixed.register_buffer("b", memory.view(torch.int32)[:1])
+    with mf.make_groups(1) as groups:
+        for model, said in (
+            (first, "buffer 'copy' lies in the memory of parameter 'weight'"),
+            (rows, "buffer 'row' lies in the memory of parameter 'weight'"),
+            (same, "buffer 'mine' lies in the memory of parameter 'weight'"),
+            (mixed, "buffer 'b' lies in the memory of buffer 'a', of another dtype"),
+        ):
+            with pytest.raises(mf.LeafError, match=said):
+                mf.Trainer(model, mf.sgd(0.1), groups)
+
+
+# Parameters.
+
+
+class Overlapping(nn.Module):
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        memory = torch.randn(4, 2)
+        self.a = nn.Parameter(memory[:3], trained)
+        self.b = nn.Parameter(memory[2:], trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.a.t()).sum() + (x @ self.b.t()).sum()
+
+
+class Apart(Overlapping):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        memory = torch.randn(3, 4)
+        self.a, self.b = nn.Parameter(memory[:, :2]), nn.Parameter(memory[:, 2:])
+        self.c = nn.Parameter(memory[:, :2])
+
+
+def refused(layout: Layout) -> None:
+    groups = groups_of(layout)
+    torch.manual_seed(0)
+    model = Overlapping()
+    text = (
+        r"params\['a'\] and params\['b'\] overlap in memory, and are not the same tensor\n  shapes"
+    )
+    with pytest.raises(mf.LeafError, match="shard: " + text):
+        mf.shard(dict(model.named_parameters()), groups)
+    with pytest.raises(mf.LeafError, match="shard: " + text):
+        mf.Trainer(model, mf.sgd(0.1), groups)
+    with pytest.raises(mf.LeafError, match="init: " + text):
+        mf.init(Overlapping, groups, seed=0)
+    with pytest.raises(mf.LeafError, match="load_shards: " + text):
+        mf.load_shards(dict(model.named_parameters()), groups, like=model)
+    for values in (Apart(), Overlapping(trained=False)):
+        params = dict(values.named_parameters(remove_duplicate=False))
+        same_bits(
+            mf.unshard(mf.shard(params, groups), groups), {k: v.detach() for k, v in params.items()}
+        )
+    shards = mf.init(Apart, groups, seed=0)[1]
+    assert isinstance(shards["c"], mf.Tied)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_parameters_that_overlap_are_refused(ranks, layout):
+    ranks(layout.world_size).run(refused, layout)
+
+
+def made_with_shared_buffers(layout: Layout, case) -> None:
+    groups = groups_of(layout)
+    skeleton, shards = mf.init(lambda: model_of(case), groups, seed=0)
+    made = mf.Trainer(skeleton, mf.sgd(0.1), groups, params=shards, loss=lambda m, x: m(x).sum())
+    plain = mf.Trainer(model_of(case), mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+    for step in range(2):
+        losses = [trainer.step(batch_of(step, 0)).loss for trainer in (made, plain)]
+        assert torch.equal(*losses)
+    same_bits(dict(made.state.buffers), dict(plain.state.buffers))
+
+
+@pytest.mark.parametrize("case", [one_tensor, views_of_one, replaced], ids=lambda c: c.__name__)
+def test_a_model_made_as_shards_keeps_what_its_buffers_share(ranks, case):
+    for layout in LAYOUTS[:2]:
+        ranks(layout.world_size).run(made_with_shared_buffers, layout, case)
