@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
@@ -242,3 +242,43 @@ def refuse_tracing() -> None:
         text += " what ranks send"
         fix = "use jvp or vjp; or gather outside, and give full tensors to what is recorded"
         raise LeafError(message(text, fix=fix))
+
+
+def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
+    """Raise LeafError unless a leaf is a tensor that can be cut in shards on this device."""
+    if is_leaf(leaf):
+        fix = "pass like=state.params for gradients that are partly reduced"
+        raise LeafError(message(f"{verb}: {where} is sharded already: {leaf}", fix=fix))
+    if not isinstance(leaf, Tensor):
+        raise LeafError(
+            message(
+                f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor",
+                fix="convert it with torch.as_tensor, or leave it out of the tree",
+            )
+        )
+    if leaf.layout != torch.strided or leaf.is_complex() or leaf.is_nested or leaf.is_quantized:
+        kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
+        raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
+    if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
+        fix = (
+            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
+            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
+        )
+        raise LeafError(message(f"{verb}: {where} is a DTensor", fix=fix))
+    if _torch.is_wrapper(leaf):
+        text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
+        fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
+        raise LeafError(message(text, fix=fix))
+    hooks = _torch.hooks_of(leaf)
+    if hooks:
+        text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
+        fix = "remove them; a Transform before the optimizer in a chain can change gradients"
+        raise LeafError(message(text, fix=fix))
+    if not leaf.is_meta and leaf.device != device:
+        raise LeafError(
+            message(
+                f"{verb}: {where} is on {leaf.device}, its groups are on {device}",
+                fix=f"move it with .to({str(device)!r}), "
+                f"or make groups with device={str(leaf.device)!r}",
+            )
+        )

@@ -14,7 +14,7 @@ from mics_fn.buffers import Buffers, Values
 from mics_fn.casting import Casting
 from mics_fn.errors import LeafError, message
 from mics_fn.precision import Policy
-from mics_fn.skeleton import on_meta_copy
+from mics_fn.skeleton import on_meta_copy, refuse_lazy
 from mics_fn.tree import Tree
 
 Backward = Callable[[Tensor], None]
@@ -68,6 +68,7 @@ class ModuleProgram:
         loss: Callable[[nn.Module, Any], Tensor] | None,
         policy: Policy,
     ) -> None:
+        refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.buffers = Buffers(params, buffers, model.state_dict(keep_vars=True))

@@ -10,11 +10,21 @@ from torch import Tensor, nn
 from mics_fn import _torch, tree
 from mics_fn.agreement import agree, check_replicas
 from mics_fn.collectives import broadcast
-from mics_fn.errors import LeafError, PlanError, message, name_ranks
+from mics_fn.errors import PlanError, message, name_ranks
 from mics_fn.flat import pack_full, split_chunk
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
-from mics_fn.leaf import Fixed, Leaf, Nothing, Sharded, Tied, dtype_name, is_leaf, refuse_computed
+from mics_fn.leaf import (
+    Fixed,
+    Leaf,
+    Nothing,
+    Sharded,
+    Tied,
+    check_tensor,
+    dtype_name,
+    is_leaf,
+    refuse_computed,
+)
 from mics_fn.linear import require_groups
 from mics_fn.memory import Place, refuse_overlaps
 from mics_fn.precision import Policy, policy_of
@@ -167,7 +177,7 @@ def _plan(
     )
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
         home.partition.check_open()
-        _check_leaf(verb, path, leaf, home)
+        check_tensor(verb, path, leaf, home.device)
     owners = _owners(leaves)
     _check_ties(verb, owners, paths, homes)
     places = {home: place for place, home in enumerate(dict.fromkeys(homes))}
@@ -238,45 +248,6 @@ def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
     if source is not None and not value.is_meta and value.numel():
         broadcast(home, value, source)
     return value
-
-
-def _check_leaf(verb: str, where: str, leaf: Any, home: Groups) -> None:
-    if is_leaf(leaf):
-        fix = "pass like=state.params for gradients that are partly reduced"
-        raise LeafError(message(f"{verb}: {where} is sharded already: {leaf}", fix=fix))
-    if not isinstance(leaf, Tensor):
-        raise LeafError(
-            message(
-                f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor",
-                fix="convert it with torch.as_tensor, or leave it out of the tree",
-            )
-        )
-    if leaf.layout != torch.strided or leaf.is_complex() or leaf.is_nested or leaf.is_quantized:
-        kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
-        raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
-    if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
-        fix = (
-            "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
-            "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
-        )
-        raise LeafError(message(f"{verb}: {where} is a DTensor", fix=fix))
-    if _torch.is_wrapper(leaf):
-        text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
-        fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
-        raise LeafError(message(text, fix=fix))
-    hooks = _torch.hooks_of(leaf)
-    if hooks:
-        text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
-        fix = "remove them; a Transform before the optimizer in a chain can change gradients"
-        raise LeafError(message(text, fix=fix))
-    if not leaf.is_meta and leaf.device != home.device:
-        raise LeafError(
-            message(
-                f"{verb}: {where} is on {leaf.device}, its groups are on {home.device}",
-                fix=f"move it with .to({str(home.device)!r}), "
-                f"or make groups with device={str(leaf.device)!r}",
-            )
-        )
 
 
 def _is_frozen(leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:

@@ -68,13 +68,17 @@ class Computed(Tensor):
         return f"Computed({self.where})"
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise LeafError for a model whose parameters have no shape yet."""
+    if any(nn.parameter.is_lazy(value) for value in (*model.parameters(), *model.buffers())):
+        text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
+        raise LeafError(message(text, fix="call it once on a batch, which gives them one"))
+
+
 def on_meta_copy(model: nn.Module, values: Iterable[Tensor]) -> nn.Module:
     """A copy of a model with these parameters and buffers of it on meta, whatever their class."""
     memo: dict[int, Any] = {}
     for value in values:
-        if nn.parameter.is_lazy(value):
-            text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
-            raise LeafError(message(text, fix="call it once on a batch, which gives them one"))
         empty = hollow_parameter(value)
         memo[id(value)] = empty if isinstance(value, nn.Parameter) else empty.data
     names = {
