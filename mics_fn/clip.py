@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
-from mics_fn.columns import map_columns
+from mics_fn.columns import in_chunks, map_columns
 from mics_fn.errors import LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket
@@ -199,7 +199,7 @@ def limited(
 
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
         return grads
-    return map_columns(limit, grads, donate=donate)
+    return map_columns(limit, in_chunks(grads) if donate else grads, donate=donate)
 
 
 def check_limit(verb: str, name: str, value: float) -> None:

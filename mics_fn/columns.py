@@ -1,172 +1,73 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
 The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket
-are views of one chunk. An elementwise function may as well take the chunk: fewer, longer tensors,
-the same numbers. Padding is computed with and never looked at.
+are views of one chunk. An elementwise function may as well take them as one: fewer, longer tensors,
+the same numbers. Padding between them is computed with and never looked at.
+
+[Note: only what the tree holds] A tree may hold some leaves of a bucket only, as the parts of a
+model that has two optimizers do. What lies in the chunk between and around them is somebody else's,
+so pieces are joined only where nothing but padding lies between.
 
 [Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
 a view. torch's fused kernels, and whoever looks at memory, take a tensor for `numel` numbers in a
-row. So whatever is read through a column is dense, and what is written to is made so before, by
-`fresh` or `writable`.
+row. So columns are dense: what is not is copied before.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
+from mics_fn.layout import Bucket
 from mics_fn.leaf import Sharded, is_leaf
 from mics_fn.tree import Tree
 
 
 class Column(NamedTuple):
-    """Corresponding tensors of several trees: whole chunks, runs of leaves, or single pieces."""
+    """Corresponding tensors of several trees: runs of neighbouring pieces, or single ones."""
 
     key: Hashable
     tensors: tuple[Tensor, ...]
 
 
 def columns(
-    trees: Sequence[Sequence[Tensor]], keys: Sequence[Hashable] | None = None
-) -> list[Column]:
+    targets: Sequence[Tree],
+    reads: Sequence[Tree] = (),
+    keys: Sequence[Hashable] | None = None,
+    *,
+    donate: bool = False,
+) -> tuple[list[Tree], list[Column]]:
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
 
     Args:
-      trees: for each tree its pieces, in the same order and of the same lengths.
+      targets: trees of shards; the columns of copies of them are there to be written to.
+      reads: trees that are only read. All trees have the leaves of the first one, in its order.
       keys: one a piece; only neighbours with equal keys are joined. Default: all equal.
+      donate: write to the targets themselves; to copies only where their pieces are not dense, or
+        overlap with others, of another target too.
 
     Returns:
-      Columns that cover every element once, of dense tensors. Padding may be covered too. Pieces
-      that are not dense are copied, so that only dense ones can be written to.
+      The trees, in new nodes, that will hold what is written; and the columns, each of its targets
+      and then its reads. They cover every element once, and besides only padding between pieces.
+
+    Memory: a copy of the targets, none with `donate`.
     """
+    held = [_held(each) for each in targets]
+    held = _in_place(held) if donate else [_copied(each) for each in held]
+    written = {home for each in held for home in each.homes}
+    every = [*held, *(_held(each) for each in reads)]
     found = []
-    for members in _by_storage(trees[0]):
-        joined = all(_same_places(trees[0], other, members) for other in trees[1:])
-        if not joined or not _is_flat(trees[0], members):
-            found += [
-                Column(keys[i] if keys else None, tuple(_dense(each[i]) for each in trees))
-                for i in members
-            ]
-            continue
-        runs = [list(run) for _, run in groupby(members, lambda i: keys[i] if keys else None)]
-        for run in runs:
-            low, high = 0, _storage_numel(trees[0][run[0]])
-            if len(runs) > 1:
-                low = int(trees[0][run[0]].storage_offset())
-                high = int(trees[0][run[-1]].storage_offset()) + trees[0][run[-1]].numel()
-            key = keys[run[0]] if keys else None
-            found.append(Column(key, tuple(_span(each[run[0]], low, high) for each in trees)))
-    return found
-
-
-def _dense(piece: Tensor) -> Tensor:
-    """The piece, or a copy if it is not its numbers in a row. See [Note: dense]."""
-    return piece if piece.is_contiguous() and not piece.is_neg() else _copy(piece)
-
-
-def _copy(piece: Tensor) -> Tensor:
-    return piece.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _by_storage(pieces: Sequence[Tensor]) -> list[list[int]]:
-    """Pieces that share a storage, in the order in which they lie; empty ones are left out."""
-    found: dict[int, list[int]] = {}
-    seen: dict[int, int] = {}
-    for i, piece in enumerate(pieces):
-        if piece.numel():
-            found.setdefault(_home(piece, seen), []).append(i)
-    return [sorted(each, key=lambda i: pieces[i].storage_offset()) for each in found.values()]
-
-
-def _is_flat(pieces: Sequence[Tensor], members: Sequence[int]) -> bool:
-    """Whether pieces lie one after the other in their storage, without overlap."""
-    end = 0
-    for i in members:
-        piece = pieces[i]
-        if piece.ndim != 1 or piece.stride(0) != 1 or piece.is_neg():
-            return False
-        if piece.storage_offset() < end:
-            return False
-        end = piece.storage_offset() + piece.numel()
-    return True
-
-
-def _same_places(a: Sequence[Tensor], b: Sequence[Tensor], members: Sequence[int]) -> bool:
-    """Whether the pieces of `b` lie in one storage as those of `a` do in theirs."""
-    if _storage_numel(a[members[0]]) != _storage_numel(b[members[0]]):
-        return False
-    seen: dict[int, int] = {}
-    home = _home(b[members[0]], seen)
-    for i in members:
-        x, y = a[i], b[i]
-        if (
-            _home(y, seen) != home
-            or y.storage_offset() != x.storage_offset()
-            or not y.is_contiguous()
-            or y.is_neg()
-        ):
-            return False
-    return True
-
-
-def _home(piece: Tensor, seen: dict[int, int]) -> int:
-    """A piece's storage; `seen` remembers it for a base, since most pieces are views of a few."""
-    base = piece._base
-    if base is None:
-        return _torch.storage_id(piece)
-    if id(base) not in seen:
-        seen[id(base)] = _torch.storage_id(piece)
-    return seen[id(base)]
-
-
-def _storage_numel(piece: Tensor) -> int:
-    return piece.untyped_storage().nbytes() // piece.itemsize
-
-
-def _span(piece: Tensor, low: int, high: int) -> Tensor:
-    return piece.detach().as_strided((high - low,), (1,), low)
-
-
-def fresh(shards: Tree) -> Tree:
-    """A copy in new memory, each chunk copied as a whole, so that it stays one."""
-    pieces, spec = tree.flatten(shards)
-    # An empty piece would keep the memory that it is a view of.
-    out = [piece.detach() if piece.numel() else piece.new_empty(piece.shape) for piece in pieces]
-    for members in _by_storage(pieces):
-        if _is_flat(pieces, members):
-            flat = _span(pieces[members[0]], 0, _storage_numel(pieces[members[0]])).clone()
-            for i in members:
-                out[i] = flat.narrow(0, pieces[i].storage_offset(), pieces[i].numel())
-        else:
-            for i in members:
-                out[i] = _copy(pieces[i])
-    return spec.unflatten(out)
-
-
-def writable(shards: Tree) -> Tree:
-    """The tree for in-place work: whole chunks as they are, copies of all other pieces.
-
-    What is no chunk may lie in somebody's memory beside other values, or twice in the tree: with
-    one rank pieces are views of what autograd gave.
-    """
-    leaves, spec = tree.flatten(shards, is_leaf)
-    held = [leaf for leaf in leaves if isinstance(leaf, Sharded)]
-    pieces = [leaf.data for leaf in held]
-    for members in _by_storage(pieces):
-        whole = all(_storage_numel(pieces[i]) == held[i].bucket.chunk for i in members)
-        if not (whole and _is_flat(pieces, members)):
-            for i in members:
-                pieces[i] = _copy(pieces[i])
-    given = iter(pieces)
-    return spec.unflatten(
-        [
-            Sharded(next(given), leaf.bucket, leaf.slot) if isinstance(leaf, Sharded) else leaf
-            for leaf in leaves
-        ]
-    )
+    for members in _by_home(every[0]):
+        for run in _runs(every, members, keys):
+            tensors = [_span(each, run) for each in every]
+            for k in range(len(held), len(every)):
+                if every[k].homes[run[0]] in written:
+                    tensors[k] = tensors[k].clone()
+            found.append(Column(keys[run[0]] if keys else None, tuple(tensors)))
+    return [_tree(each) for each in held], found
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -182,10 +83,180 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     Returns:
       The tree with the results.
 
-    Memory: a copy of `target`; with `donate` only of those pieces that are no whole chunks.
+    Memory: as `columns`.
     """
-    out = writable(target) if donate else fresh(target)
-    pieces, spec = tree.flatten(out)
-    for column in columns([pieces, *(tree.flatten(other)[0] for other in rest)]):
+    (out,), found = columns([target], rest, donate=donate)
+    for column in found:
         fn(*column.tensors)
-    return spec.unflatten(pieces)
+    return out
+
+
+def fresh(shards: Tree) -> Tree:
+    """A copy in new memory.
+
+    Where the tree holds all leaves of a bucket its chunk is copied as a whole, so that it stays
+    one. Else each run of pieces is, and nothing of what the tree lacks.
+    """
+    return _tree(_copied(_held(shards)))
+
+
+def in_chunks(shards: Tree) -> Tree:
+    """The tree with copies of what does not lie in memory of its chunk's size.
+
+    With one rank a gradient is a view of what autograd gave, which may be part of something else.
+    """
+    held = _held(shards)
+    buckets = {leaf.bucket for leaf in held.slots if isinstance(leaf, Sharded)}
+    return _tree(_copied(held, lambda i: _chunk(held, i, buckets) is not None))
+
+
+class _Held(NamedTuple):
+    """The pieces of a tree, and where they lie."""
+
+    pieces: list[Tensor]
+    homes: list[int]  # what tells their storages apart; a number of its own if it is not dense
+    starts: list[int]  # where they begin there, in elements
+    slots: list[Sharded | Tensor]  # the leaves that they are of
+    leaves: list[Any]  # all
+    spec: Any
+
+
+def _held(shards: Tree) -> _Held:
+    leaves, spec = tree.flatten(shards, is_leaf)
+    slots = [leaf for leaf in leaves if isinstance(leaf, Sharded | Tensor)]
+    pieces = [leaf.data if isinstance(leaf, Sharded) else leaf for leaf in slots]
+    homes: list[int] = []
+    seen: dict[int, int] = {}
+    for i, piece in enumerate(pieces):
+        dense = piece.ndim == 1 and piece.is_contiguous() and not piece.is_neg()
+        homes.append(_home(piece, seen) if dense else -1 - i)
+    starts = [int(piece.storage_offset()) for piece in pieces]
+    return _Held(pieces, homes, starts, slots, leaves, spec)
+
+
+def _home(piece: Tensor, seen: dict[int, int]) -> int:
+    """A piece's storage; `seen` remembers it for a base, since most pieces are views of a few."""
+    base = piece._base
+    if base is None:
+        return _torch.storage_id(piece)
+    if id(base) not in seen:
+        seen[id(base)] = _torch.storage_id(piece)
+    return seen[id(base)]
+
+
+def _tree(held: _Held) -> Tree:
+    """The tree in new nodes, as the old ones may be given away."""
+    pieces, leaves = iter(held.pieces), []
+    for leaf in held.leaves:
+        if isinstance(leaf, Sharded):
+            leaf = Sharded(next(pieces), leaf.bucket, leaf.slot)
+        leaves.append(next(pieces) if isinstance(leaf, Tensor) else leaf)
+    return held.spec.unflatten(leaves)
+
+
+def _by_home(held: _Held) -> list[list[int]]:
+    """Pieces that share a storage, in the order in which they lie; empty ones are left out."""
+    found: dict[int, list[int]] = {}
+    for i, piece in enumerate(held.pieces):
+        if piece.numel():
+            found.setdefault(held.homes[i], []).append(i)
+    return [sorted(each, key=held.starts.__getitem__) for each in found.values()]
+
+
+def _runs(
+    every: Sequence[_Held], members: Sequence[int], keys: Sequence[Hashable] | None = None
+) -> Iterator[list[int]]:
+    """Cut pieces of one storage where, in any tree, something else than padding is between two."""
+    first, run = every[0], [members[0]]
+    for a, b in pairwise(members):
+        step = first.starts[b] - first.starts[a]
+        gap = step - first.pieces[a].numel()
+        if (
+            (keys is None or keys[a] == keys[b])
+            and (gap == 0 or gap == _padding(first.slots[a], first.slots[b]))
+            and all(
+                each.homes[a] == each.homes[b] and each.starts[b] - each.starts[a] == step
+                for each in every
+            )
+        ):
+            run.append(b)
+        else:
+            yield run
+            run = [b]
+    yield run
+
+
+def _padding(a: Sharded | Tensor, b: Sharded | Tensor) -> int:
+    """The length of what lies between two leaves of a bucket, if that is nothing but padding."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or a.bucket != b.bucket:
+        return 0
+    bucket = a.bucket
+    if any(bucket.numels[a.slot + 1 : b.slot]):
+        return 0
+    return bucket.offsets[b.slot] - bucket.offsets[a.slot] - bucket.numels[a.slot]
+
+
+def _span(held: _Held, run: Sequence[int]) -> Tensor:
+    """The pieces of a run as one tensor, a single one that is not dense as a copy."""
+    first, last = held.pieces[run[0]].detach(), run[-1]
+    if held.homes[last] < 0:
+        return first.clone(memory_format=torch.contiguous_format)
+    start = held.starts[run[0]]
+    length = held.starts[last] - start + held.pieces[last].numel()
+    return first if len(run) == 1 else first.as_strided((length,), (1,), start)
+
+
+def _in_place(held: Sequence[_Held]) -> list[_Held]:
+    """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
+    spans = sorted(
+        (home, start, start + piece.numel())
+        for each in held
+        for home, start, piece in zip(each.homes, each.starts, each.pieces, strict=True)
+    )
+    odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[2]}
+    odd.update(home for each in held for home in each.homes if home < 0)
+    return [
+        _copied(each, lambda i, homes=each.homes: homes[i] not in odd)
+        if not odd.isdisjoint(each.homes)
+        else each
+        for each in held
+    ]
+
+
+def _copied(held: _Held, stays: Callable[[int], bool] = lambda i: False) -> _Held:
+    """Copies of the pieces, storage by storage, but of those whose first piece may stay."""
+    pieces, homes, starts, *_ = held
+    # An empty piece would keep the memory that it is a view of.
+    new = [piece if piece.numel() else piece.new_empty(piece.shape) for piece in pieces]
+    new_homes, new_starts, complete = list(homes), list(starts), _complete_buckets(held)
+    for members in _by_home(held):
+        if stays(members[0]):
+            continue
+        for run in _runs([held], members):
+            chunk = _chunk(held, run[0], complete) if run == members else None
+            low = starts[run[0]] if chunk is None else 0
+            flat = (_span(held, run) if chunk is None else chunk).clone()
+            for i in run:
+                new_homes[i], new_starts[i] = _torch.storage_id(flat), starts[i] - low
+                alone = homes[i] < 0
+                new[i] = flat if alone else flat.narrow(0, starts[i] - low, pieces[i].numel())
+    return held._replace(pieces=new, homes=new_homes, starts=new_starts)
+
+
+def _complete_buckets(held: _Held) -> set[Bucket]:
+    """The buckets all of whose leaves are in the tree."""
+    found: dict[Bucket, set[int]] = {}
+    for leaf in held.slots:
+        if isinstance(leaf, Sharded):
+            found.setdefault(leaf.bucket, set()).add(leaf.slot)
+    return {bucket for bucket, mine in found.items() if len(mine) == len(bucket.shapes)}
+
+
+def _chunk(held: _Held, i: int, complete: Container[Bucket]) -> Tensor | None:
+    """A dense piece's storage, if it is of its chunk's size and the bucket is among those."""
+    piece, leaf = held.pieces[i], held.slots[i]
+    if isinstance(leaf, Tensor) or held.homes[i] < 0 or leaf.bucket not in complete:
+        return None
+    numel = leaf.bucket.chunk
+    whole = piece.untyped_storage().nbytes() == numel * piece.itemsize
+    return piece.detach().as_strided((numel,), (1,), 0) if whole else None

@@ -201,7 +201,7 @@ def replica_mean(
         chunk = whole_chunk(use.bucket, place, pieces)
         if chunk is None:
             chunk = pack_chunk(use.bucket, place, pieces, **like)
-        elif not in_place:
+        elif not in_place or use.missing:  # what the tree lacks stays as it is
             chunk = chunk.clone()
         pendings.append(start_mean(replicas_of(use), chunk, use.bucket.reduce))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))

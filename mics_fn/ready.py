@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from mics_fn import tree
-from mics_fn.columns import columns, fresh, writable
+from mics_fn.columns import columns, fresh
 from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.torch_optim import from_torch
 from mics_fn.tree import Tree
@@ -145,17 +145,14 @@ def lion(
         return LionState(0, mean)
 
     def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
-        own = writable if donate else fresh
-        rate, params, mean = rate_at(lr, state.count), own(params), own(state.mean)
-        pieces, spec = tree.flatten(params)
-        means, mean_spec = tree.flatten(mean)
-        keys = decay_keys(decay_mask, params)
-        for decays, (p, g, m) in columns([pieces, tree.flatten(grads)[0], means], keys):
+        rate, keys = rate_at(lr, state.count), decay_keys(decay_mask, params)
+        (params, mean), found = columns([params, state.mean], [grads], keys, donate=donate)
+        for decays, (p, m, g) in found:
             if decays is not False:
                 p.mul_(1 - rate * weight_decay)
             p.add_(torch.lerp(m, g, 1 - betas[0]).sign_(), alpha=-rate)
             m.lerp_(g, 1 - betas[1])
-        return spec.unflatten(pieces), LionState(state.count + 1, mean_spec.unflatten(means))
+        return params, LionState(state.count + 1, mean)
 
     return from_step(init, step)
 

@@ -5,14 +5,14 @@ state that the pytree carries, and is thrown away. Only elementwise optimizers c
 pieces; others are refused by name.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.columns import columns, fresh, writable
+from mics_fn.columns import columns
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -86,22 +86,17 @@ def from_torch(
         return _init(cls, at(0), kind, params)
 
     def step(grads: Tree, state: TorchState, params: Tree, donate: bool) -> tuple[Tree, TorchState]:
-        own = writable if donate else fresh
-        params, moments = own(params), {name: own(m) for name, m in state.moments.items()}
-        pieces, spec = tree.flatten(params)
-        kept = {name: tree.flatten(moment) for name, moment in moments.items()}
-        parts = [tree.flatten(grads)[0], *(moment for moment, _ in kept.values())]
-        keys = decay_keys(decay_mask, params)
+        targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
+        (params, *kept), found = columns(targets, [grads], keys, donate=donate)
         by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
-        for column in columns([pieces, *parts], keys):
+        for column in found:
             by_decay.setdefault(column.key, []).append(column.tensors)
         scalars, now = state.scalars, at(state.count)
         for decays, mine in (by_decay or {None: []}).items():
             given = {**now, "weight_decay": 0.0} if decays is False else now
-            scalars = _step(cls, given, kind, mine or [_nothing(pieces, kind)], state)
-        # The pieces were written to; the nodes around them are new, since old ones may be donated.
-        moments = {name: shape.unflatten(moment) for name, (moment, shape) in kept.items()}
-        return spec.unflatten(pieces), TorchState(state.count + 1, moments, scalars)
+            scalars = _step(cls, given, kind, mine or [_nothing(params, kind)], state)
+        moments = dict(zip(state.moments, kept, strict=True))
+        return params, TorchState(state.count + 1, moments, scalars)
 
     return from_step(init, step)
 
@@ -157,12 +152,13 @@ def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
 
 def _init(cls: Any, options: dict[str, Any], kind: _Kind, params: Tree) -> TorchState:
     pieces, _ = tree.flatten(params)
-    moments = {name: fresh(params) for name in kind.moments}
-    parts = [tree.flatten(moment)[0] for moment in moments.values()]
+    trees, found = columns([params] * len(kind.moments), [params])
+    moments = dict(zip(kind.moments, trees, strict=True))
     scalars: dict[str, Tensor] = {}
-    columned = [column.tensors for column in columns([pieces, *parts]) if not pieces[0].is_meta]
-    home = pieces[0].device if pieces and not pieces[0].is_meta else torch.device("cpu")
-    for piece, *targets in columned or [(torch.zeros(1, device=home),)]:
+    hollow = bool(pieces) and pieces[0].is_meta
+    home = pieces[0].device if pieces and not hollow else torch.device("cpu")
+    nothing = (torch.zeros(1, device=home),)
+    for *targets, piece in [column.tensors for column in found if not hollow] or [nothing]:
         param = _with_grad(piece, piece)
         optimizer = cls([param], **options)
         for group in optimizer.param_groups:
@@ -181,20 +177,20 @@ def _step(
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
-    """Let torch step in place on columns of (parameter, gradient, *moments); the next scalars."""
-    params = [_with_grad(piece, grad) for piece, grad, *_ in mine]
+    """Let torch step in place on columns of (parameter, *moments, gradient); the next scalars."""
+    params = [_with_grad(piece, grad) for piece, *_, grad in mine]
     if cls is torch.optim.SGD and any(p.itemsize == 2 and p.is_cpu for p in params):
         # On the CPU the fused one skips most 16-bit elements: pytorch issue 191763.
         options = {**options, "fused": False}
     optimizer = cls(params, **options)
-    for param, (_, _, *targets) in zip(params, mine, strict=True):
+    for param, (_, *targets, _) in zip(params, mine, strict=True):
         kept = dict(zip(kind.moments, targets, strict=True))
         for name in kind.late if state.count == 0 else ():
             del kept[name]
         kept.update({name: scalar.clone() for name, scalar in state.scalars.items()})
         optimizer.state[param] = kept
     optimizer.step()
-    for param, (_, _, *targets) in zip(params, mine, strict=True):
+    for param, (_, *targets, _) in zip(params, mine, strict=True):
         for name, target in zip(kind.moments, targets, strict=True):
             made = optimizer.state[param][name]
             if made is not target:
@@ -202,8 +198,9 @@ def _step(
     return {name: optimizer.state[params[0]][name] for name in kind.scalars}
 
 
-def _nothing(pieces: Sequence[Tensor], kind: _Kind) -> tuple[Tensor, ...]:
+def _nothing(params: Tree, kind: _Kind) -> tuple[Tensor, ...]:
     """A column for a rank that holds no element: it counts steps all the same."""
+    pieces, _ = tree.flatten(params)
     device = pieces[0].device if pieces else torch.device("cpu")
     return (torch.zeros(1, device=device),) * (2 + len(kind.moments))
 

@@ -319,8 +319,8 @@ def chunks_of_gradients(layout, dim):
     full = mf.gather(shards, groups, schedule=mf.keep_all(), into=total)
     x = torch.randn(2, dim, generator=torch.Generator().manual_seed(dist.get_rank()))
     total.backward(functional_call(model, full, (x,)).square().sum())
-    trees = [tree.flatten(each)[0] for each in (shards, total.grads())]
-    found, buckets = len(columns(trees)), len(mf.bucket_sizes(shards, groups))
+    _, found = columns([shards], [total.grads()], donate=True)
+    found, buckets = len(found), len(mf.bucket_sizes(shards, groups))
     state = mf.opt_step(mf.init_state(shards, mf.adamw(1e-2)), total.grads())
     total.release()
     return found, buckets, mf.unshard(state.params, groups)
