@@ -51,7 +51,7 @@ class _Join(torch.autograd.Function):
         cache: Cache = ctx.cache
         if cache.into is not None:  # gradients went there
             return (None, None, *(None for _ in grads))
-        cache.player.end_pass(last=True)
+        cache.player.end_pass(last=None)
         reduction, cache.reduction = cache.begin_pass(), None
         uses = [cache.uses[i] for i in ctx.trained]
         dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))

@@ -72,7 +72,7 @@ class Run(Protocol):
         """A bucket in words."""
         ...
 
-    def end_pass(self, last: bool) -> None:
+    def end_pass(self, last: bool | None) -> None:
         """A backward pass is over here, and what it left out is not reduced yet."""
         ...
 

@@ -46,7 +46,8 @@ class Player:
         self.left = self.ended = self.settled = False
         self._actions = () if known.schedule is None else known.schedule.actions
         self._next = 0  # of these actions
-        self.passes: list[int] = []  # uses before the end of each backward pass
+        self.passes = 0  # of backward
+        self._end: int | None = None  # uses before the end of the last of them
         self._control, self._name = control, name
         self._digest = sha256()
         self.number = control.begin(self)
@@ -87,26 +88,25 @@ class Player:
         """A bucket's gradients are complete."""
         self.events.append(Action("reduce", (index,)))
 
-    def end_pass(self, last: bool) -> None:
+    def end_pass(self, last: bool | None) -> None:
         """A backward pass is over here: what it left out is about to be reduced as zeros.
 
+        Where ways differ only in which of several passes uses a bucket, what is fetched does not.
+
         Args:
-          last: whether no other pass is known to follow in this run.
+          last: whether it is the last of the run. None: if it is where the last run had its last.
         """
-        count, n = len(self.uses), len(self.passes)
-        self.passes.append(count)
-        if self.policy.at_once:
+        self.passes += 1
+        if self.policy.at_once or last is False:
             return
+        self._end = len(self.uses)
         if not self.following:
-            self._control.same(self._so_far(self._pass_end()))
-        elif self.known.passes is not None:
-            if self.known.passes[n : n + 1] != (count,):
-                self._leave(count, self._pass_end())
-        elif last and self._uses_left():  # a schedule that came as text says nothing of passes
-            self._leave(count, self._pass_end())
+            self._control.same(f"run {self.number} ends a backward pass")
+        elif (last or self.known.passes in (None, self.passes)) and self._uses_left():
+            self._leave(self._end, self._pass_end())
 
     def _pass_end(self) -> str:
-        return f"run {self.number} ends a backward pass after {self.passes[-1]} uses of buckets"
+        return f"run {self.number} ends a backward pass after {self._end} uses of buckets"
 
     def _so_far(self, place: str) -> str:
         """A place in words that differ where ways differed before it."""
@@ -175,13 +175,13 @@ class Player:
         """As `control.Way` says."""
         if self.left:
             return None
-        if len(self.uses) == k and self.passes[-1:] == [k] and not self.ended:
+        if len(self.uses) == k == self._end and not self.ended:
             return self._pass_end()
         return self.place_of(k) if len(self.uses) > k or self.ended else None
 
     def last_place(self) -> str:
         """As `control.Way` says."""
-        if self.passes[-1:] == [len(self.uses)] and not self.ended:
+        if len(self.uses) == self._end and not self.ended:
             return self._pass_end()
         if not self.uses and not self.ended:
             return f"run {self.number} began"
@@ -225,8 +225,7 @@ def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Contro
     last.end()
     last.settled = True
     if last.following:
-        if known.passes is None and last.passes:
-            known.passes = tuple(last.passes)
+        known.passes = known.passes or last.passes or None
         return
     if not policy.at_once:
         uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
@@ -234,7 +233,7 @@ def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Contro
     if not last.uses:
         return
     if not policy.at_once:
-        known.schedule, known.passes = policy.plan(last.record, sizes), tuple(last.passes)
+        known.schedule, known.passes = policy.plan(last.record, sizes), last.passes or None
         planned = sha256(str(known.schedule).encode()).hexdigest()[:16]
         control.same(f"made a schedule that differs ({planned})")
     if known.order is None:

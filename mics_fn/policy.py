@@ -17,7 +17,7 @@ class Known:
     schedule: Schedule | None = None  # what the next run follows
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
     firsts: tuple[int, ...] | None = None  # buckets by their first use, for `keep_all`; likewise
-    passes: tuple[int, ...] | None = None  # uses before the end of each backward pass of a run
+    passes: int | None = None  # backward passes of a run
     last: Any = None  # the `Player` of the last run; its record may be news
     warned: bool = False  # of another way than the schedule's
     missed: set[int] = field(default_factory=set)  # buckets that some pass gave no gradient

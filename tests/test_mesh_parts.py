@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, same_bits
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import grad, jvp, vmap
 
 import mics_fn as mf
@@ -270,3 +271,18 @@ def experts_of_other_ranks():
 
 def test_norms_over_leaves_on_other_ranks_are_refused(ranks):
     ranks(4).run(experts_of_other_ranks)
+
+
+def part_of_a_dtensor():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    weight = distribute_tensor(whole(0, 4, 3), mesh["tp"], [Shard(0)])
+    with mf.make_groups(1, mesh=mesh["dp"], timeout_s=20) as groups:
+        with pytest.raises(mf.LeafError, match=r"params\['w'\] is a DTensor") as caught:
+            mf.shard({"w": weight}, groups)
+        assert "pass its to_local(), with groups of the data-parallel part" in str(caught.value)
+        shards = mf.shard({"w": weight.to_local()}, groups)
+        assert mf.unshard(shards, groups)["w"].shape == (2, 3)
+
+
+def test_of_a_dtensor_the_local_part_is_asked_for(ranks):
+    ranks(2).run(part_of_a_dtensor)
