@@ -13,7 +13,7 @@ a view. torch's fused kernels, and whoever looks at memory, take a tensor for `n
 row. So columns are dense: what is not is copied before.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
+from mics_fn.errors import OptimizerError, message
 from mics_fn.layout import Bucket
 from mics_fn.leaf import Sharded, is_leaf
 from mics_fn.tree import Tree
@@ -38,6 +39,7 @@ def columns(
     reads: Sequence[Tree] = (),
     keys: Sequence[Hashable] | None = None,
     *,
+    by: Sequence[Any] = (),
     donate: bool = False,
 ) -> tuple[list[Tree], list[Column]]:
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
@@ -46,19 +48,27 @@ def columns(
       targets: trees of shards; the columns of copies of them are there to be written to.
       reads: trees that are only read. All trees have the leaves of the first one, in its order.
       keys: one a piece; only neighbours with equal keys are joined. Default: all equal.
+      by: what else results depend on, such as a learning rate, of which derivatives may be asked.
       donate: write to the targets themselves; to copies only where their pieces are not dense, or
         overlap with others, of another target too.
 
     Returns:
       The trees, in new nodes, that will hold what is written; and the columns, each of its targets
       and then its reads. They cover every element once, and besides only padding between pieces.
+      Where `tracked` holds, they are single pieces, and the copies are differentiable.
 
     Memory: a copy of the targets, none with `donate`.
+
+    Raises: `OptimizerError` for `donate` where a derivative is asked for.
     """
-    held = [_held(each) for each in targets]
+    if _torch.inside_torch_func():  # where a tensor may have no memory to look at
+        return _one_by_one(targets, reads, keys, by, donate)
+    held, others = [_held(each) for each in targets], [_held(each) for each in reads]
+    if tracked([*by, *(piece for each in (*held, *others) for piece in each.pieces)]):
+        return _one_by_one(targets, reads, keys, by, donate)
     held = _in_place(held) if donate else [_copied(each) for each in held]
     written = {home for each in held for home in each.homes}
-    every = [*held, *(_held(each) for each in reads)]
+    every = [*held, *others]
     found = []
     for members in _by_home(every[0]):
         for run in _runs(every, members, keys):
@@ -68,6 +78,49 @@ def columns(
                     tensors[k] = tensors[k].clone()
             found.append(Column(keys[run[0]] if keys else None, tuple(tensors)))
     return [_tree(each) for each in held], found
+
+
+def tracked(values: Iterable[Any]) -> bool:
+    """Whether a derivative is asked for: inside torch.func, or of a tensor that requires one."""
+    if _torch.inside_torch_func():
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )
+
+
+def _one_by_one(
+    targets: Sequence[Tree],
+    reads: Sequence[Tree],
+    keys: Sequence[Hashable] | None,
+    by: Sequence[Any],
+    donate: bool,
+) -> tuple[list[Tree], list[Column]]:
+    """Columns of single pieces, for which nobody looks at memory."""
+    if donate:
+        fix = "pass donate=False, or call it under torch.no_grad()"
+        text = "opt_step: donate=True where a derivative is asked for"
+        raise OptimizerError(message(text, fix=fix))
+    flat = [tree.flatten(each) for each in (*targets, *reads)]
+    given = [pieces for pieces, _ in flat]
+    others = [value for value in by if isinstance(value, Tensor)]
+    made = [[_live_copy(x, [*row, *others]) for x in row] for row in zip(*given, strict=True)]
+    done = [[row[k] for row in made] for k in range(len(targets))]
+    found = [
+        Column(keys[i] if keys else None, (*row[: len(targets)], *old[len(targets) :]))
+        for i, (row, old) in enumerate(zip(made, zip(*given, strict=True), strict=True))
+    ]
+    trees = zip(flat, done, strict=False)
+    return [spec.unflatten(pieces) for (_, spec), pieces in trees], found
+
+
+def _live_copy(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A copy to write to in place; batched under vmap where any of the others is."""
+    copy = piece.clone()
+    for other in others if _torch.inside_torch_func() else ():
+        never = torch.zeros_like(other, dtype=torch.bool)
+        copy = torch.where(never, other.to(copy.dtype), copy)
+    return copy
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -97,6 +150,8 @@ def fresh(shards: Tree) -> Tree:
     Where the tree holds all leaves of a bucket its chunk is copied as a whole, so that it stays
     one. Else each run of pieces is, and nothing of what the tree lacks.
     """
+    if _torch.inside_torch_func():
+        return tree.map_leaves(torch.clone, shards)
     return _tree(_copied(_held(shards)))
 
 

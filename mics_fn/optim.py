@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import tree
-from mics_fn.columns import map_columns
+from mics_fn import _torch, tree
+from mics_fn.columns import map_columns, tracked
 from mics_fn.errors import LeafError, OptimizerError, TreeError, message
 from mics_fn.leaf import Sharded, dtype_name, is_leaf, names
 from mics_fn.leaf import donate as mark_donated
 from mics_fn.tree import Tree
 
 Schedule = Callable[[int], float]  # step, counted from 0 -> learning rate
+Rate = float | Tensor | Callable[[int], float | Tensor]  # a tensor may be differentiated by
 Mask = Callable[[str], bool]  # path of a leaf -> whether it is meant
 
 
@@ -86,7 +87,6 @@ def init_state(
     return TrainState(0, params, transform.init(params), dict(buffers or {}), transform)
 
 
-@torch.no_grad()
 def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainState:
     """The next state.
 
@@ -94,11 +94,15 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       state: the state that the gradients were taken at.
       grads: tree of shards with the structure of `state.params`, both hops done (see
         `reduce_grads`).
-      donate: update in the buffers of `state`, which can not be used again: doing so raises and
-        names the value.
+      donate: update in the buffers of `state`, which cannot be used again: doing so raises and
+        names the value. What else lies in those buffers, such as leaves of another tree, stays.
 
     Returns:
-      A new `TrainState`, one step on.
+      A new `TrainState`, one step on. It has derivatives where one is asked for: inside torch.func,
+      or where gradients, state or learning rate require one and grad mode is on. `sgd`, `adam`,
+      `adamw`, `lion`, clipping by value and optimizers of `init` and `update` have them, by a
+      tensor `lr` too: each rank that of its shards, which add up over the partition group.
+      Parameters that are leaves are constants unless the gradients require a derivative.
 
     Communication: none, but what a transform was given groups for.
 
@@ -107,6 +111,7 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
     Raises:
       TreeError: `grads` does not match `state.params`, or owes hop 1.
       DonatedError: `state` was donated before.
+      OptimizerError: a derivative is asked for with `donate`, or of another torch optimizer.
 
     Example:
       >>> groups = make_groups(1)
@@ -115,8 +120,10 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    _check_grads(state.params, grads)
-    params, opt = state.transform.step(grads, state.opt, state.params, donate)
+    variables = _check_grads(state.params, grads)
+    # Leaves that somebody made variables: a step is no function of them unless gradients are.
+    start = tree.map_leaves(Tensor.detach, state.params) if variables else state.params
+    params, opt = state.transform.step(grads, state.opt, start, donate)
     if donate:
         to = f"opt_step at step {state.step}"
         mark_donated(state.params, "params", to, keep=params)
@@ -124,10 +131,13 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
         # torch's optimizers write through Parameters, which count versions of their own; whoever
         # saved or gathered the old values must see that they are gone.
         increment_version(tree.flatten(params)[0])
+        if variables:
+            params = tree.map_leaves(Tensor.requires_grad_, params)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _check_grads(params: Tree, grads: Tree) -> None:
+def _check_grads(params: Tree, grads: Tree) -> bool:
+    """Check that they fit; whether parameters are leaves that require gradients, and no more is."""
     want, spec = tree.flatten(params, is_leaf)
     got, other = tree.flatten(grads, is_leaf)
     if spec != other:
@@ -136,9 +146,15 @@ def _check_grads(params: Tree, grads: Tree) -> None:
         raise TreeError(
             message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
         )
+    variables = derived = False
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        if isinstance(a, Sharded) and not (isinstance(b, Sharded) and _alike(a, b)):
-            raise _mismatch(tree.paths(params, "grads", is_leaf)[i], a, b)
+        if isinstance(a, Sharded):
+            if not (isinstance(b, Sharded) and _alike(a, b)):
+                raise _mismatch(tree.paths(params, "grads", is_leaf)[i], a, b)
+            if a.data.requires_grad or b.data.requires_grad:
+                variables = True
+                derived = derived or b.data.requires_grad or not a.data.is_leaf
+    return variables and not derived and not _torch.inside_torch_func()
 
 
 def _alike(a: Sharded, b: Sharded) -> bool:
@@ -186,7 +202,8 @@ def from_step(init: Callable[[Tree], Any], step: Callable[..., tuple[Tree, Any]]
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         new, state = step(grads, state, params, False)
-        return map_columns(lambda n, p: n.sub_(p), new, params, donate=True), state
+        own = not tracked(tree.flatten((new, params))[0])
+        return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
     return Transform(init, update, step)
 
@@ -238,7 +255,7 @@ def chain(*transforms: Any) -> Transform:
     return Transform(init, update, step)
 
 
-def rate_at(lr: float | Schedule, step: int) -> float:
+def rate_at(lr: Rate, step: int) -> float | Tensor:
     """The learning rate of a step."""
     return lr(step) if callable(lr) else lr
 

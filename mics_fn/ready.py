@@ -7,13 +7,13 @@ import torch
 
 from mics_fn import tree
 from mics_fn.columns import columns, fresh
-from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
+from mics_fn.optim import Mask, Rate, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.torch_optim import from_torch
 from mics_fn.tree import Tree
 
 
 def sgd(
-    lr: float | Schedule,
+    lr: Rate,
     *,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -23,7 +23,7 @@ def sgd(
     """Stochastic gradient descent; torch's fused `SGD`.
 
     Args:
-      lr: learning rate, or a function of the step.
+      lr: learning rate, a number or a 0-dim tensor, or a function of the step.
       momentum: of the running gradient.
       nesterov: look one step ahead.
       weight_decay: L2 penalty, added to the gradient.
@@ -44,7 +44,7 @@ def sgd(
 
 
 def adam(
-    lr: float | Schedule,
+    lr: Rate,
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -54,7 +54,7 @@ def adam(
     """Adam (Kingma and Ba, arXiv:1412.6980) with an L2 penalty; torch's fused `Adam`.
 
     Args:
-      lr: learning rate, or a function of the step.
+      lr: learning rate, a number or a 0-dim tensor, or a function of the step.
       betas: decay of the running mean and of the running square.
       eps: added to the denominator.
       weight_decay: L2 penalty, added to the gradient.
@@ -75,7 +75,7 @@ def adam(
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: Rate,
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -85,7 +85,7 @@ def adamw(
     """Adam with decoupled weight decay (arXiv:1711.05101); torch's fused `AdamW`.
 
     Args:
-      lr: learning rate, or a function of the step.
+      lr: learning rate, a number or a 0-dim tensor, or a function of the step.
       betas: decay of the running mean and of the running square.
       eps: added to the denominator.
       weight_decay: parameters shrink by lr * weight_decay a step.
@@ -113,7 +113,7 @@ class LionState(NamedTuple):
 
 
 def lion(
-    lr: float | Schedule,
+    lr: Rate,
     *,
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
@@ -122,7 +122,7 @@ def lion(
     """Lion (Chen et al., arXiv:2302.06675): steps of the sign of an interpolated gradient.
 
     Args:
-      lr: learning rate, or a function of the step.
+      lr: learning rate, a number or a 0-dim tensor, or a function of the step.
       betas: interpolation for the sign, and decay of the running mean.
       weight_decay: parameters shrink by lr * weight_decay a step.
       decay_mask: which leaves shrink, by path; default all.
@@ -146,11 +146,13 @@ def lion(
 
     def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
         rate, keys = rate_at(lr, state.count), decay_keys(decay_mask, params)
-        (params, mean), found = columns([params, state.mean], [grads], keys, donate=donate)
+        (params, mean), found = columns(
+            [params, state.mean], [grads], keys, by=[rate], donate=donate
+        )
         for decays, (p, m, g) in found:
             if decays is not False:
                 p.mul_(1 - rate * weight_decay)
-            p.add_(torch.lerp(m, g, 1 - betas[0]).sign_(), alpha=-rate)
+            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
             m.lerp_(g, 1 - betas[1])
         return params, LionState(state.count + 1, mean)
 

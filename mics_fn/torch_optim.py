@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.columns import columns
+from mics_fn.columns import columns, tracked
 from mics_fn.errors import OptimizerError, message
-from mics_fn.optim import Mask, Schedule, Transform, decay_keys, from_step, rate_at
+from mics_fn.optim import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
 
 _WHOLE = "it needs whole matrices, and a shard is a flat piece"
@@ -24,6 +24,8 @@ REFUSED = {
     "LBFGS": "it calls the loss several times a step and takes inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and gathered gradients are dense",
 }
+# Those that begin with zeros, and whose own code is differentiable by the rate too.
+DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 class TorchState(NamedTuple):
@@ -51,7 +53,7 @@ class _Kind(NamedTuple):
 def from_torch(
     cls: type[torch.optim.Optimizer],
     *,
-    lr: float | Schedule | None = None,
+    lr: Rate | None = None,
     decay_mask: Mask | None = None,
     **options: Any,
 ) -> Transform:
@@ -80,21 +82,29 @@ def from_torch(
     def at(step: int) -> dict[str, Any]:
         return options if lr is None else {**options, "lr": rate_at(lr, step)}
 
-    kind = _inspect(cls, at(0))
+    with _torch.without_torch_func():
+        kind = _inspect(cls, _without_rate(at(0)))
 
     def init(params: Tree) -> TorchState:
-        return _init(cls, at(0), kind, params)
+        if _torch.inside_torch_func():
+            return _init_to_differentiate(cls, kind, params)
+        with torch.no_grad():
+            return _init(cls, _without_rate(at(0)), kind, params)
 
     def step(grads: Tree, state: TorchState, params: Tree, donate: bool) -> tuple[Tree, TorchState]:
         targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
-        (params, *kept), found = columns(targets, [grads], keys, donate=donate)
+        now = at(state.count)
+        by = [now.get("lr")]
+        (params, *kept), found = columns(targets, [grads], keys, by=by, donate=donate)
+        live = tracked([*by, *(x for column in found for x in column.tensors)])
         by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
         for column in found:
             by_decay.setdefault(column.key, []).append(column.tensors)
-        scalars, now = state.scalars, at(state.count)
+        scalars = state.scalars
         for decays, mine in (by_decay or {None: []}).items():
             given = {**now, "weight_decay": 0.0} if decays is False else now
-            scalars = _step(cls, given, kind, mine or [_nothing(params, kind)], state)
+            mine = mine or [_nothing(params, kind)]
+            scalars = (_live_step if live else _step)(cls, given, kind, mine, state)
         moments = dict(zip(state.moments, kept, strict=True))
         return params, TorchState(state.count + 1, moments, scalars)
 
@@ -196,6 +206,53 @@ def _step(
             if made is not target:
                 target.copy_(made)
     return {name: optimizer.state[params[0]][name] for name in kind.scalars}
+
+
+def _live_step(
+    cls: Any,
+    options: dict[str, Any],
+    kind: _Kind,
+    mine: list[tuple[Tensor, ...]],
+    state: TorchState,
+) -> dict[str, Tensor]:
+    """`_step` by torch's differentiable ops, on copies that are no leaves."""
+    _check_differentiable(cls)
+    options = {**options, "differentiable": True, "foreach": False, "fused": False}
+    if cls is torch.optim.SGD and state.count == 0:
+        # torch would begin with a detached gradient; zeros give the same without dampening.
+        options = {**options, "dampening": 0.0}
+    scalars = state.scalars
+    for param, *targets, grad in mine:
+        param.grad = grad
+        optimizer = cls([param], **options)
+        # Counts in float32 would make what torch computes from them as coarse.
+        own = {name: scalar.double() for name, scalar in state.scalars.items()}
+        optimizer.state[param] = {**dict(zip(kind.moments, targets, strict=True)), **own}
+        optimizer.step()
+        made = optimizer.state[param]
+        scalars = {name: made[name].to(x.dtype) for name, x in state.scalars.items()}
+        param.grad = None
+    return scalars
+
+
+def _init_to_differentiate(cls: Any, kind: _Kind, params: Tree) -> TorchState:
+    """The state inside torch.func, of optimizers that begin with zeros."""
+    _check_differentiable(cls)
+    moments = {name: tree.map_leaves(torch.zeros_like, params) for name in kind.moments}
+    return TorchState(0, moments, {name: torch.zeros(()) for name in kind.scalars})
+
+
+def _check_differentiable(cls: Any) -> None:
+    if cls not in DIFFERENTIABLE:
+        text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
+        fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
+        raise OptimizerError(message(text, fix=fix))
+
+
+def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
+    """Options to look at a class with: a rate to differentiate by is no number there."""
+    live = isinstance(options.get("lr"), Tensor)
+    return {**options, "lr": 1e-2} if live else options
 
 
 def _nothing(params: Tree, kind: _Kind) -> tuple[Tensor, ...]:

@@ -200,6 +200,7 @@ class Trainer:
             spike=verdict.spike,
         )
 
+    @torch.no_grad()
     def _update(self, grads: Tree, buffers: Values) -> Verdict:
         """The optimizer's step, if the guard accepts it; and what the replicas do together."""
         verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
