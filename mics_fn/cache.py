@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.cell import Cell
 from mics_fn.collectives import start_fetch
 from mics_fn.control import Control
-from mics_fn.deferred import Cell
 from mics_fn.errors import DonatedError, GroupsError, message
 from mics_fn.flat import pack_chunk
 from mics_fn.grad_sum import GradSum

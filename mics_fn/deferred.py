@@ -10,61 +10,21 @@ tensors, views of the bucket, and what it returns is plain.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.cell import Cell, Geometry, Source
 from mics_fn.errors import LeafError, message
 from mics_fn.leaf import dtype_name
+from mics_fn.read_only import ReadOnly
 
 aten = torch.ops.aten
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
 
-
-class Cell:
-    """One bucket as deferred tensors see it."""
-
-    __slots__ = ("_names", "full", "high", "ids", "low", "stays", "views")
-
-    def __init__(self, index: int, names: Callable[[int], Sequence[str]]) -> None:
-        self.ids = (index,)
-        self._names = names
-        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
-        self.views: dict[Geometry, Tensor] = {}
-        self.low, self.high = 1, 0  # addresses of `full`
-        self.stays = False  # once it is live it stays so: further uses need not be told
-
-    def fill(self, full: Tensor, hollow: bool) -> None:
-        """The bucket is here; views of what was here before are forgotten."""
-        self.full, self.views = full, {}
-        if not hollow:
-            self.low = full.data_ptr()
-            self.high = self.low + full.nbytes
-
-    def names(self) -> Sequence[str]:
-        """Names of its leaves, for people."""
-        return self._names(self.ids[0])
-
-    def clear(self) -> None:
-        """The bucket is gone."""
-        self.full, self.views = None, {}
-        self.low, self.high = 1, 0
-
-
-class Source(Protocol):
-    """What makes buckets live."""
-
-    ids: tuple[int, ...]  # the buckets that the op before needed
-
-    def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live, all at once."""
-        ...
-
-
-class Deferred(torch.Tensor):
+class Deferred(ReadOnly):
     """A full parameter, or a view or cast of one, that is fetched where an op needs it.
 
     Its shape, strides, dtype, device and text never communicate; ops on it do.
@@ -72,11 +32,9 @@ class Deferred(torch.Tensor):
 
     _source: Source
     _cell: Cell
-    _origin: int  # where its leaf begins in the bucket
+    _leaf: tuple[int, int]  # where it begins in the bucket, and its elements
     _where: Geometry  # in the bucket
     _cast: torch.dtype | None
-
-    __torch_function__ = _torch.no_torch_function
 
     @staticmethod
     def __new__(
@@ -84,13 +42,13 @@ class Deferred(torch.Tensor):
         source: Source,
         cell: Cell,
         geometry: Geometry,
-        origin: int,
+        leaf: tuple[int, int],
         like: "_Like",
     ) -> Any:
         size, stride, offset = geometry
         self = _torch.wrapper_without_data(cls, geometry, like[0], like[1])
-        self._source, self._cell, self._origin = source, cell, origin
-        self._where = (size, stride, origin + offset)
+        self._source, self._cell, self._leaf = source, cell, leaf
+        self._where = (size, stride, leaf[0] + offset)
         self._cast = like[2]
         return self
 
@@ -99,8 +57,10 @@ class Deferred(torch.Tensor):
         where = f"bucket {self._cell.ids[0]}, {state}"
         return f"Deferred(shape={tuple(self.shape)}, {dtype_name(self.dtype)}, {where})"
 
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.detach().clone()
+    def lies_in(self) -> str:
+        """Its shape, bucket and leaves, in words."""
+        cell, names = self._cell, ", ".join(self._cell.names()[:3])
+        return f"one of bucket {cell.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
 
     def __tensor_flatten__(self) -> Any:
         """Asked by `torch.compile`, which would trace through the fetch."""
@@ -109,14 +69,6 @@ class Deferred(torch.Tensor):
         raise LeafError(message(text, fix=fix))
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """A copy as an array."""
-        return (self.detach() if force else self).clone().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """The values as lists."""
-        return self.detach().clone().tolist()
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore
@@ -205,6 +157,8 @@ def _own(out: Any, cells: Iterable[Cell]) -> Any:
     """What an op returns, in memory of its own: some ops return their input as it is."""
     kind = type(out)
     if kind is Tensor:
+        if out.layout is not torch.strided:  # made of what it was given, perhaps in its memory
+            return out.clone()
         at = out.data_ptr()
         for cell in cells:
             if cell.low <= at < cell.high and out.numel():
@@ -232,7 +186,7 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     if type(deferred) is not Deferred:
         return _compute(func, args, kwargs)
     size, stride, at = deferred._where
-    offset, dtype = at - deferred._origin, deferred.dtype
+    offset, dtype = at - deferred._leaf[0], deferred.dtype
     rest = tuple([tuple(a) if type(a) is list else a for a in args[1:]])
     key = (func, size, stride, offset, dtype, rest, tuple(kwargs.items()) if kwargs else ())
     found = _VIEWS.get(key)
@@ -253,7 +207,28 @@ def _views(out: Any, dtype: torch.dtype) -> _Views:
     several = isinstance(out, list | tuple)
     metas = list(out) if several else [out]
     geometries = [(tuple(m.shape), m.stride(), int(m.storage_offset())) for m in metas]
-    return _Views(several, all(m.dtype == dtype for m in metas), geometries)
+    same = all(m.dtype == dtype and not m.is_neg() and not m.is_conj() for m in metas)
+    return _Views(several, same, geometries)
+
+
+def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
+    """As `_view`, within the leaf: next to it in the bucket lie others."""
+    made = _view(func, args, kwargs)
+    if type(made) is Deferred and made.numel():
+        size, stride, at = made._where
+        start, numel = made._leaf
+        stop = at + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if at < start or stop > start + numel:
+            raise made.refusal(f"as_strided reads beyond the {numel} elements of", "stay within")
+    return made
+
+
+def _set(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A tensor that takes another one's memory would keep it when the bucket is gone."""
+    source = _search((*args[1:], *kwargs.values()), [])
+    if source:
+        raise source[0].refusal("set_ takes the memory of", "use copy_")
+    return _refuse(func, args, kwargs)
 
 
 def _transpose(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -262,14 +237,14 @@ def _transpose(func: Any, args: tuple, kwargs: dict) -> Any:
     size, stride, at = deferred._where
     if len(size) != 2:
         return _view(func, args, kwargs)
-    return _like(deferred, (size[::-1], stride[::-1], at - deferred._origin))
+    return _like(deferred, (size[::-1], stride[::-1], at - deferred._leaf[0]))
 
 
 def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = None) -> Deferred:
     """A deferred tensor elsewhere in the same bucket."""
     cast = cast or deferred._cast
     like = (cast or deferred.dtype, deferred.device, cast)
-    return Deferred(deferred._source, deferred._cell, geometry, deferred._origin, like)
+    return Deferred(deferred._source, deferred._cell, geometry, deferred._leaf, like)
 
 
 def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -281,7 +256,7 @@ def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     size, stride, at = deferred._where
     if deferred.numel() == 0 or not deferred.is_contiguous():
         return _compute(func, args, kwargs)  # a copy is dense, so its strides may differ
-    return _like(deferred, (size, stride, at - deferred._origin), dtype)
+    return _like(deferred, (size, stride, at - deferred._leaf[0]), dtype)
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -293,11 +268,7 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
     ]
     written = _search(targets, [])
     if written:
-        names = ", ".join(written[0]._cell.names()[:3])
-        text = f"{func}: writes to a gathered parameter, one of bucket {written[0]._cell.ids[0]}"
-        lines = [f"shape {tuple(written[0].shape)}; the bucket holds {names}"]
-        fix = "change parameters between steps, in the shards; or write to a clone()"
-        raise LeafError(message(text, lines, fix))
+        raise written[0].refusal(f"{func}: writes to")
     return _compute(func, args, kwargs)
 
 
@@ -305,6 +276,9 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
     aten._unsafe_view.default: _view,
     aten._reshape_alias.default: _view,
+    aten.as_strided.default: _as_strided,
+    aten.set_.source_Tensor: _set,
+    aten.set_.source_Tensor_storage_offset: _set,
     aten._to_copy.default: _to_copy,
     aten.t.default: _transpose,
     # Asked of the halves of a dual tensor, before anything is fetched: a deferred one stands for

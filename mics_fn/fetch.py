@@ -196,8 +196,10 @@ def parameters(cache: Cache, index: int) -> list[Deferred]:
     bucket, cell = cache.uses[index].bucket, cache.cells[index]
     like = (bucket.compute, cache.device(index), None)
     made = [
-        Deferred(cache, cell, (shape, _dense_strides(shape), 0), offset, like)
-        for shape, offset in zip(bucket.shapes, bucket.offsets, strict=True)
+        Deferred(cache, cell, (shape, _dense_strides(shape), 0), leaf, like)
+        for shape, leaf in zip(
+            bucket.shapes, zip(bucket.offsets, bucket.numels, strict=True), strict=True
+        )
     ]
     return cache.uses[index].by_member(made)
 

@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import io
+import operator
+import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -178,6 +182,158 @@ def writes(layout):
 
 def test_writing_to_one_is_refused(ranks):
     ranks(2).run(writes, PAIR)
+
+
+# What people do with a parameter that is no op on it. Of each: what comes, or what is said.
+
+W = torch.arange(1.0, 7).view(2, 3)
+EYE = torch.eye(2, 3)
+
+
+def setting(name, value):
+    def assign(w):
+        setattr(w, name, value())
+
+    return assign
+
+
+def apply_to(operation, w):
+    operation(w, W)
+
+
+IN_PLACE = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow),
+)
+GIVES = {
+    "data": (lambda w: w.data, W),
+    "grad": (lambda w: w.grad, None),
+    "grad = None": (setting("grad", lambda: None), None),
+    "copy": (copy.copy, W),
+    "deepcopy": (copy.deepcopy, W),
+    "format": (lambda w: f"{w[0, 1]:.2f} {w[0, 1].item():.1f}", "2.00 2.0"),
+    "tolist": (lambda w: w.tolist(), W.tolist()),
+    "numpy": (lambda w: w.detach().numpy().tolist(), W.tolist()),
+    "numpy by force": (lambda w: w.numpy(force=True).tolist(), W.tolist()),
+    "array": (lambda w: w.detach().__array__("float64").tolist(), W.tolist()),
+    "type": (lambda w: w.type(torch.float64), W.double()),
+    "type by name": (lambda w: w.type("torch.DoubleTensor"), W.double()),
+    "type_as": (lambda w: w.type_as(W.half()), W.half()),
+    "item": (lambda w: (float(w[0, 1]), int(w[0, 1]), bool(w[0, 1])), (2.0, 2, True)),
+    "in": (lambda w: (6.0 in w, 7.0 in w), (True, False)),
+    "reversed": (lambda w: list(reversed(w))[0], W.flip(0)[0]),
+    "is_shared": (lambda w: w.is_shared(), False),
+    "is_pinned": (lambda w: w.is_pinned(), False),
+    "as_strided": (lambda w: w[1].as_strided((2, 2), (3, 1), 1), W[:, 1:]),
+    "as_strided, of a cast": (lambda w: w.half().as_strided((6,), (1,), 0), W.flatten().half()),
+    "neg view": (torch._neg_view, -W),
+    "sparse": (lambda w: w.to_sparse().to_dense(), W),
+    "sparse rows": (lambda w: w.to_sparse_csr().to_dense(), W),
+    "sparse product": (lambda w: torch.sparse.mm(w.to_sparse(), W.t()), W @ W.t()),
+    "sparse mask": (lambda w: w.sparse_mask(EYE.to_sparse()).to_dense(), W * EYE),
+    "made sparse": (
+        lambda w: torch.sparse_csr_tensor(
+            torch.tensor([0, 2]), torch.tensor([0, 1]), w.detach()[0, :2]
+        ).to_dense(),
+        W[:1, :2],
+    ),
+    "as a target's source": (lambda w: torch.empty(2, 3).copy_(w.detach()), W),
+    "share a clone": (lambda w: w.detach().clone().share_memory_(), W),
+}
+SAYS = {
+    "data =": (setting("data", lambda: torch.zeros(2, 3)), "data = writes to"),
+    "grad =": (setting("grad", lambda: torch.zeros(2, 3)), "grad = would be lost on"),
+    "hook on what is accumulated": (
+        lambda w: w.register_post_accumulate_grad_hook(print),
+        "no gradient is accumulated in",
+    ),
+    "share_memory_": (lambda w: w.share_memory_(), "share_memory_ asks for the memory of"),
+    "storage": (lambda w: w.storage(), "storage asks for the memory of"),
+    "untyped_storage": (
+        lambda w: w.untyped_storage().data_ptr(),
+        "untyped_storage asks for the memory of",
+    ),
+    "data_ptr": (lambda w: w.data_ptr(), "data_ptr asks for the memory of"),
+    "pickle": (pickle.dumps, "reduce_ex__ asks for the memory of"),
+    "save": (lambda w: torch.save(w, io.BytesIO()), "reduce_ex__ asks for the memory of"),
+    "dlpack": (lambda w: torch.from_dlpack(w.detach()), "dlpack__ asks for the memory of"),
+    "set_ of another": (lambda w: torch.empty(0).set_(w.detach()), "set_ takes the memory of"),
+    "as_strided, too far": (lambda w: w.as_strided((7,), (1,)), "reads beyond the 6 elements of"),
+    "as_strided, of a row": (
+        lambda w: w[1].as_strided((6,), (1,)),
+        "reads beyond the 6 elements of",
+    ),
+    "apply_": (lambda w: w.apply_(lambda x: x), "apply_ writes to"),
+    "map_": (lambda w: w.map_(w, lambda a, b: a), "map_ writes to"),
+    "map2_": (lambda w: w.map2_(w, w, lambda a, b, c: a), "map2_ writes to"),
+    "resize_": (lambda w: w.resize_(4), "resize_ writes to"),
+    "resize_as_": (lambda w: w.resize_as_(torch.ones(4)), "resize_as_ writes to"),
+    "set_": (lambda w: w.detach().set_(torch.ones(2)), "writes to"),
+    "setitem": (lambda w: w.detach().__setitem__((0, 0), 5.0), "writes to"),
+    "t_": (lambda w: w.detach().t_(), "writes to"),
+    "parts": (lambda w: nn.utils.vector_to_parameters(torch.zeros(6), [w]), "data = writes to"),
+    **{f"{each.__name__}": (partial(apply_to, each), "writes to") for each in IN_PLACE},
+}
+
+
+def doings(layout):
+    groups = groups_of(layout)
+    for requires_grad in (False, True):
+        shards = mf.shard({"w": W, "after": torch.full((4,), 7.0)}, groups)
+        if requires_grad:
+            shards = tree.map_leaves(lambda x: x.requires_grad_(), shards)
+        full = mf.gather(shards, groups, schedule=mf.on_demand())
+        for name, (do, want) in GIVES.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # sparse rows are in beta; a grad that is no leaf's
+                got = do(full["w"])
+            if isinstance(want, torch.Tensor):
+                assert torch.equal(got + 0, want), name
+                if type(got) is torch.Tensor and not got.requires_grad:
+                    got.zero_()  # it has memory of its own
+            else:
+                assert got == want, name
+            assert torch.equal(full["w"], W), name
+        for name, (do, said) in SAYS.items():
+            with pytest.raises(LeafError) as caught:
+                do(full["w"])
+            assert f"{said} a gathered parameter, one of bucket 0\n" in f"{caught.value}", name
+            assert "['w']" in f"{caught.value}", name
+            assert torch.equal(full["w"], W), name
+    array = full["w"].detach().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    seen = []
+    full["w"].register_hook(seen.append)
+    full["w"].retain_grad()
+    full["w"].pow(2).sum().backward()
+    assert torch.equal(seen[0], 2 * W)
+    assert torch.equal(full["w"].grad, 2 * W)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), PAIR], ids=str)
+def test_what_people_do_with_a_parameter_works_or_says_why_not(ranks, layout):
+    ranks(layout.world_size).run(doings, layout)
+
+
+class AssignsData(nn.Module):
+    """As a layer that keeps its weights normal."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([[3.0, 4.0]]))
+
+    def forward(self, x):
+        self.w.data = nn.functional.normalize(self.w.data)
+        return x @ self.w.t()
+
+
+@pytest.mark.parametrize("live", [0, None])
+def test_a_module_that_assigns_data_is_told(live):
+    loss = lambda model, x: model(x).sum()  # noqa: E731
+    trainer = mf.Trainer(AssignsData(), mf.sgd(0.1), mf.make_groups(1), loss=loss, live_bytes=live)
+    with pytest.raises(LeafError, match=r"\.data = writes to a gathered parameter"):
+        trainer.step(torch.ones(1, 2))
 
 
 def no_alias(layout):

@@ -1,0 +1,48 @@
+"""A bucket as deferred tensors see it, and who makes it live."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
+
+
+class Cell:
+    """One bucket as deferred tensors see it."""
+
+    __slots__ = ("_names", "full", "high", "ids", "low", "stays", "views")
+
+    def __init__(self, index: int, names: Callable[[int], Sequence[str]]) -> None:
+        self.ids = (index,)
+        self._names = names
+        self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
+        self.views: dict[Geometry, Tensor] = {}
+        self.low, self.high = 1, 0  # addresses of `full`
+        self.stays = False  # once it is live it stays so: further uses need not be told
+
+    def fill(self, full: Tensor, hollow: bool) -> None:
+        """The bucket is here; views of what was here before are forgotten."""
+        self.full, self.views = full, {}
+        if not hollow:
+            self.low = full.data_ptr()
+            self.high = self.low + full.nbytes
+
+    def names(self) -> Sequence[str]:
+        """Names of its leaves, for people."""
+        return self._names(self.ids[0])
+
+    def clear(self) -> None:
+        """The bucket is gone."""
+        self.full, self.views = None, {}
+        self.low, self.high = 1, 0
+
+
+class Source(Protocol):
+    """What makes buckets live."""
+
+    ids: tuple[int, ...]  # the buckets that the op before needed
+
+    def touch(self, ids: tuple[int, ...]) -> None:
+        """Make these buckets live, all at once."""
+        ...

@@ -1,0 +1,102 @@
+"""What a tensor refuses whose memory is not its own: writes that no op does, and its address.
+
+Ops that write are told by their schemas, in `deferred`. What is here gets to no op: torch answers
+in Python or C++ before, by writing to a value that nobody will see, by an error that speaks of fake
+tensors, or by reading an address that is none.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.errors import LeafError, message
+
+_CHANGE = "change parameters between steps, in the shards; or write to a clone()"
+_ADDRESS = "pass a clone(), which has memory of its own"
+
+WRITES = (
+    *("apply_", "map_", "map2_", "resize_", "resize_as_"),
+    # A TypeError, which a LeafError is, would make Python take the operator without the assignment.
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
+)
+ADDRESSES = (
+    *("data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__reduce_ex__"),
+)
+
+
+class ReadOnly(torch.Tensor):
+    """A tensor that is for reading, op by op."""
+
+    __torch_function__ = _torch.no_torch_function
+
+    def lies_in(self) -> str:
+        """Where, in words."""
+        return f"shape {tuple(self.shape)}"
+
+    def refusal(self, what: str, fix: str = _CHANGE) -> LeafError:
+        """The error that says why something can not be done with it."""
+        return LeafError(message(f"{what} a gathered parameter, {self.lies_in()}", fix=fix))
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same without a gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise self.refusal(".data = writes to")
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As torch has it: of what no leaf of autograd is, None unless `retain_grad` was called."""
+        return torch.Tensor.grad.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is not None:
+            fix = "give gradients to opt_step, as shards"
+            raise self.refusal(".grad = would be lost on", fix)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """There is no `grad` to accumulate in."""
+        raise self.refusal("no gradient is accumulated in", "use register_hook, on the full one")
+
+    def is_shared(self) -> bool:
+        """Never with another process."""
+        return False
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy as an array; read-only, since a write to it would reach no parameter."""
+        array = (self.detach() if force else self).clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """The values as lists."""
+        return self.detach().clone().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach().clone(), spec) if spec else repr(self)
+
+    def __copy__(self) -> Tensor:
+        return self  # nobody can write to either
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.detach().clone()
+
+
+def _refused(what: str, fix: str) -> Callable[..., Any]:
+    def method(self: ReadOnly, *args: Any, **kwargs: Any) -> Any:
+        raise self.refusal(what, fix)
+
+    return method
+
+
+for _name in WRITES:
+    setattr(ReadOnly, _name, _refused(f"{_name} writes to", _CHANGE))
+for _name in ADDRESSES:
+    setattr(ReadOnly, _name, _refused(f"{_name} asks for the memory of", _ADDRESS))
