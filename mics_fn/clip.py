@@ -12,7 +12,7 @@ from mics_fn.columns import in_chunks, map_columns
 from mics_fn.errors import LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket
-from mics_fn.leaf import Sharded, is_leaf, needs_derivative, refuse_derivative
+from mics_fn.leaf import Sharded, is_leaf, needs_derivative
 from mics_fn.linear import BucketUse, deal, homes_of, linear_map, uses_of
 from mics_fn.optim import Transform, from_update
 from mics_fn.topology import fold_ranks
@@ -180,10 +180,8 @@ def limited(
 
     Memory: a copy of the shards; with `donate` only of those that are no whole chunks.
 
-    Raises:
-      LeafError: a derivative would be needed: this is done in place.
+    Raises: `OptimizerError` for `donate` where a derivative is asked for.
     """
-    refuse_derivative("clipping", tree.flatten(grads)[0], "clip with torch's operators")
 
     def limit(grad: Tensor) -> None:
         if not isinstance(factor, Tensor):
@@ -195,7 +193,7 @@ def limited(
         else:
             grad.mul_(factor.to(grad.dtype))
         if max_value is not None:
-            grad.clamp_(-max_value, max_value)
+            grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
 
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
         return grads
@@ -237,9 +235,26 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
         raise problem
 
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
-        return limited(grads, clip_factor(global_norm(grads, groups), max_norm)), state
+        factor = clip_factor(global_norm(grads, groups), max_norm)
+        if needs_derivative([factor]):
+            factor = _for_parts(factor, counted_homes("clip_by_global_norm", grads, groups))
+        return limited(grads, factor), state
 
     return from_update(lambda params: (), update)
+
+
+def _for_parts(factor: Tensor, homes: Sequence[Groups | Hierarchy]) -> Tensor:
+    """A full value that is to scale shards, whose derivative is the sum over their parts."""
+    sizes = {home.hierarchy.size if isinstance(home, Groups) else home.size for home in homes}
+    if len(sizes) > 1:
+        text = f"clip_by_global_norm: a derivative over groups of {sorted(sizes)} ranks"
+        raise LeafError(message(text, fix="clip each part by itself, or outside of torch.func"))
+    if sizes == {1} or not sizes:
+        return factor
+    (p,) = sizes
+    bucket = Bucket(0, torch.float64, p, ((1,),), (0,), 1)
+    (own,) = linear_map("part", [BucketUse(bucket, homes[0], (0,))], factor.view(1))
+    return own[0]
 
 
 def clip_by_value(max_value: float) -> Transform:

@@ -13,7 +13,7 @@ a view. torch's fused kernels, and whoever looks at memory, take a tensor for `n
 row. So columns are dense: what is not is copied before.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.layout import Bucket
-from mics_fn.leaf import Sharded, is_leaf
+from mics_fn.leaf import Sharded, is_leaf, needs_derivative
 from mics_fn.tree import Tree
 
 
@@ -55,7 +55,7 @@ def columns(
     Returns:
       The trees, in new nodes, that will hold what is written; and the columns, each of its targets
       and then its reads. They cover every element once, and besides only padding between pieces.
-      Where `tracked` holds, they are single pieces, and the copies are differentiable.
+      Where `needs_derivative` holds, they are single pieces, and the copies are differentiable.
 
     Memory: a copy of the targets, none with `donate`.
 
@@ -64,7 +64,7 @@ def columns(
     if _torch.inside_torch_func():  # where a tensor may have no memory to look at
         return _one_by_one(targets, reads, keys, by, donate)
     held, others = [_held(each) for each in targets], [_held(each) for each in reads]
-    if tracked([*by, *(piece for each in (*held, *others) for piece in each.pieces)]):
+    if needs_derivative([*by, *(piece for each in (*held, *others) for piece in each.pieces)]):
         return _one_by_one(targets, reads, keys, by, donate)
     held = _in_place(held) if donate else [_copied(each) for each in held]
     written = {home for each in held for home in each.homes}
@@ -78,15 +78,6 @@ def columns(
                     tensors[k] = tensors[k].clone()
             found.append(Column(keys[run[0]] if keys else None, tuple(tensors)))
     return [_tree(each) for each in held], found
-
-
-def tracked(values: Iterable[Any]) -> bool:
-    """Whether a derivative is asked for: inside torch.func, or of a tensor that requires one."""
-    if _torch.inside_torch_func():
-        return True
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
-    )
 
 
 def _one_by_one(

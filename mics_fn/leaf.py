@@ -7,7 +7,7 @@ have no children: nothing differentiates, reduces, counts or updates them, and n
 All of them are rank-free in structure, so tree specs compare across ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,14 +208,16 @@ def names(shards: Tree) -> list[str]:
     return [path.removesuffix(".data") for path in tree.paths(shards)]
 
 
-def needs_derivative(values: Sequence[Tensor | None]) -> bool:
-    """Whether somebody may differentiate what is made of these tensors here."""
+def needs_derivative(values: Iterable[Any]) -> bool:
+    """Whether somebody may differentiate what is made of these values here; only tensors count."""
     if _torch.inside_torch_func() or _torch.inside_forward_ad():
         return True
-    return torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in values)
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )
 
 
-def refuse_derivative(verb: str, values: Sequence[Tensor | None], fix: str) -> None:
+def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:
     """Raise LeafError where a verb without a derivative meets somebody who may need one."""
     if needs_derivative(values):
         text = f"{verb}: its result has no derivative, and here one would be needed"

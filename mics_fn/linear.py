@@ -15,6 +15,7 @@ do not use can not make ranks differ in what they communicate.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -242,14 +243,28 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
     return {"device": uses[0].hierarchy.device} if uses else {}
 
 
+def _here(uses: Sequence[BucketUse], data: Sequence[Tensor], *, scaled: bool = False) -> Started:
+    """Values as they are, or times the number of parts; nothing is sent."""
+    out = [
+        x * use.bucket.parts if scaled else x.view_as(x) for use, d in deal(uses, data) for x in d
+    ]
+    return Started([], lambda _: out)
+
+
 _MAPS: dict[str, Callable[..., Started]] = {
     "gather": _all_gather,
     "scatter": _reduce_scatter,
     "mean": replica_mean,
-    "own": lambda uses, data: Started([], lambda _: [x.view_as(x) for x in data]),
+    "own": _here,
+    "part": _here,
+    "times parts": partial(_here, scaled=True),
 }
-# See [Note: adjoint]. "own" leaves parts as they are, to be looked at by `check_rows`.
-_TRANSPOSED = {"gather": "scatter", "scatter": "gather", "mean": "mean", "own": "own"}
+# See [Note: adjoint]. "own" leaves parts as they are, to be looked at by `check_rows`. "part" takes
+# a full value for this rank's part of something; cotangents of full values are averaged later.
+_TRANSPOSED = {
+    **{"gather": "scatter", "scatter": "gather", "mean": "mean", "own": "own"},
+    **{"part": "times parts", "times parts": "part"},
+}
 
 
 class _Linear(torch.autograd.Function):
@@ -259,7 +274,7 @@ class _Linear(torch.autograd.Function):
     def forward(  # pyright: ignore
         name: str, levels: int | None, uses: Sequence[BucketUse], *data: Tensor | None
     ) -> tuple[Tensor, ...]:
-        if name != "own":
+        if name in ("gather", "scatter", "mean"):
             refuse_tracing()
         check_rows(name, levels, deal(uses, data))
         if name == "scatter":

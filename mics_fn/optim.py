@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, tree
-from mics_fn.columns import map_columns, tracked
+from mics_fn.columns import map_columns
 from mics_fn.errors import LeafError, OptimizerError, TreeError, message
-from mics_fn.leaf import Sharded, dtype_name, is_leaf, names
+from mics_fn.leaf import Sharded, dtype_name, is_leaf, names, needs_derivative
 from mics_fn.leaf import donate as mark_donated
 from mics_fn.tree import Tree
 
@@ -202,7 +202,7 @@ def from_step(init: Callable[[Tree], Any], step: Callable[..., tuple[Tree, Any]]
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         new, state = step(grads, state, params, False)
-        own = not tracked(tree.flatten((new, params))[0])
+        own = not needs_derivative(tree.flatten((new, params))[0])
         return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
     return Transform(init, update, step)

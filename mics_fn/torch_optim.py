@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.columns import columns, tracked
+from mics_fn.columns import columns
 from mics_fn.errors import OptimizerError, message
+from mics_fn.leaf import needs_derivative
 from mics_fn.optim import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
 
@@ -96,7 +97,7 @@ def from_torch(
         now = at(state.count)
         by = [now.get("lr")]
         (params, *kept), found = columns(targets, [grads], keys, by=by, donate=donate)
-        live = tracked([*by, *(x for column in found for x in column.tensors)])
+        live = needs_derivative([*by, *(x for column in found for x in column.tensors)])
         by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
         for column in found:
             by_decay.setdefault(column.key, []).append(column.tensors)
