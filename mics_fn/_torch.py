@@ -66,9 +66,9 @@ def register_torch_node(
     )
 
 
-def flatten(values: Any) -> tuple[list, Any]:
+def flatten(values: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list, Any]:
     """Leaves and structure by torch's own pytree, where other libraries register their classes."""
-    return torch_pytree.tree_flatten(values)
+    return torch_pytree.tree_flatten(values, is_leaf)
 
 
 def unflatten(leaves: list, spec: Any) -> Any:

@@ -14,8 +14,7 @@ from mics_fn import _torch, tree
 from mics_fn.agreement import collect_bytes
 from mics_fn.errors import DesyncError, LeafError, TreeError, message, name_ranks
 from mics_fn.groups import Groups, Hierarchy
-from mics_fn.leaf import Fixed, Tied, is_leaf, owner_index
-from mics_fn.linear import homes_of
+from mics_fn.leaf import Fixed, Tied, homes_of, is_leaf, owner_index
 from mics_fn.optim import TrainState
 from mics_fn.tree import Tree
 

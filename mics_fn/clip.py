@@ -12,8 +12,8 @@ from mics_fn.columns import in_chunks, map_columns
 from mics_fn.errors import LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket
-from mics_fn.leaf import Sharded, is_leaf, needs_derivative
-from mics_fn.linear import BucketUse, deal, homes_of, linear_map, uses_of
+from mics_fn.leaf import Sharded, homes_of, is_leaf, needs_derivative
+from mics_fn.linear import BucketUse, deal, linear_map, uses_of
 from mics_fn.optim import Transform, from_update
 from mics_fn.topology import fold_ranks
 from mics_fn.tree import Tree

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from mics_fn.address import same_call
 from mics_fn.errors import GroupsError, LeafError, MicsError, TreeError, message
 from mics_fn.groups import Groups
-from mics_fn.linear import require_groups
+from mics_fn.leaf import require_groups
 
 
 def sampler(

@@ -15,8 +15,8 @@ from mics_fn.control import together
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.fetch import fetch_all
 from mics_fn.grad_sum import GradSum
-from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
-from mics_fn.linear import BucketUse, Started, apply, grouped, homes_of, put, start, uses_of
+from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, homes_of, is_leaf, owner_index
+from mics_fn.linear import BucketUse, Started, apply, grouped, put, start, uses_of
 from mics_fn.player import describe, memory_of, sizes_of
 from mics_fn.policy import OnDemand
 from mics_fn.schedule import Schedule

@@ -10,18 +10,17 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.gather import PendingTree, check_shards
-from mics_fn.leaf import Fixed, Sharded, dtype_name, is_leaf, needs_derivative, owner_index
-from mics_fn.leaf import donate as mark_donated
-from mics_fn.linear import (
-    BucketUse,
-    apply,
+from mics_fn.leaf import (
+    Fixed,
+    Sharded,
+    dtype_name,
     homes_of,
-    put,
-    replica_mean,
-    replicas_of,
-    start,
-    uses_of,
+    is_leaf,
+    needs_derivative,
+    owner_index,
 )
+from mics_fn.leaf import donate as mark_donated
+from mics_fn.linear import BucketUse, apply, put, replica_mean, replicas_of, start, uses_of
 from mics_fn.sharded import layout_of
 from mics_fn.tree import Tree
 

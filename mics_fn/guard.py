@@ -22,8 +22,7 @@ from mics_fn.collectives import collect
 from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.leaf import donate as mark_donated
-from mics_fn.leaf import refuse_derivative
-from mics_fn.linear import homes_of
+from mics_fn.leaf import homes_of, refuse_derivative
 from mics_fn.loss_scale import LossScale, no_scale, require
 from mics_fn.tree import Tree
 

@@ -19,8 +19,7 @@ from mics_fn.errors import LeafError, message
 from mics_fn.filling import Filling
 from mics_fn.groups import Groups
 from mics_fn.hollow import Hollow, place
-from mics_fn.leaf import Leaf
-from mics_fn.linear import require_groups
+from mics_fn.leaf import Leaf, require_groups
 from mics_fn.load import matched, order_of
 from mics_fn.replay import Memory
 from mics_fn.skeleton import hollow_parameter, tensors_of, with_parts

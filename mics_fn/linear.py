@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import tree
 from mics_fn.collectives import start_all_gather, start_mean, start_reduce_scatter
 from mics_fn.errors import GroupsError, PlanError, message
 from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.groups import Comm, Groups, Hierarchy
 from mics_fn.layout import Bucket
-from mics_fn.leaf import Leaf, Tied, is_leaf, refuse_derivative, refuse_tracing
+from mics_fn.leaf import Leaf, Tied, refuse_derivative, refuse_tracing
 from mics_fn.pending import Pending, wait_all
 from mics_fn.rows import check_rows, in_front
-from mics_fn.tree import Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,23 +106,6 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Groups | Hierarchy]) 
         sizes = f"{use.bucket.parts}, the groups have {use.hierarchy.size} ranks"
         text = f"{verb}: shards are cut in {sizes}"
         raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
-
-
-def require_groups(verb: str, name: str, homes: Any) -> None:
-    """Raise a clear error where a verb is called without groups."""
-    if homes is None:
-        fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message(f"{verb}: {name} is None", fix=fix))
-
-
-def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
-    """The groups (or hierarchy) of each leaf of a tree of shards, all of them open."""
-    require_groups(verb, name, homes)
-    values = {"what": name, "is_value": lambda value: isinstance(value, Groups | Hierarchy)}
-    found = tree.spread(homes, like, is_leaf=is_leaf, **values)
-    for home in dict.fromkeys(found):
-        home.partition.check_open()
-    return found
 
 
 # The three linear maps, on plain tensors: one value a member of each use, in and out.

@@ -11,8 +11,7 @@ from mics_fn.agreement import in_step
 from mics_fn.errors import TreeError, message
 from mics_fn.filling import Filling
 from mics_fn.hollow import place
-from mics_fn.leaf import Leaf, dtype_name
-from mics_fn.linear import require_groups
+from mics_fn.leaf import Leaf, dtype_name, require_groups
 from mics_fn.weights import Entry, Source, Weights, open_weights
 
 SHOWN = 5  # of what does not match

@@ -1,4 +1,4 @@
-"""What a training loop does around its steps: batches, their parts, a progress bar."""
+"""What a training loop does around its steps: equal bits, a progress bar."""
 
 import time
 from collections.abc import Iterator
@@ -6,42 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
-
-from mics_fn import tree
-from mics_fn.errors import TreeError, message
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A pytree with its tensors on a device."""
-    return tree.map_leaves(
-        lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch
-    )
-
-
-def cut(batch: Any, parts: int) -> list[Any]:
-    """A batch as equal micro-batches along dim 0; what is no tensor goes to each.
-
-    Raises:
-      TreeError: a tensor's dim 0 is no multiple of `parts`.
-    """
-    if parts == 1:
-        return [batch]
-    leaves, spec = tree.flatten(batch)
-    for leaf, path in zip(leaves, tree.paths(batch, "batch"), strict=True):
-        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] % parts):
-            text = f"Trainer.step: {path} has shape {tuple(leaf.shape)}, accumulate={parts}"
-            raise TreeError(message(text, fix="make dim 0 a multiple of accumulate"))
-    cuts = [x.chunk(parts) if isinstance(x, Tensor) else (x,) * parts for x in leaves]
-    return [spec.unflatten([each[i] for each in cuts]) for i in range(parts)]
-
-
-def count(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch."""
-    tensors = [x for x in tree.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim]
-    whole = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
-    return (tensors[0].shape[0] if tensors else 1), (0 if whole is None else whole.numel())
 
 
 @contextmanager

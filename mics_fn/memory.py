@@ -1,7 +1,7 @@
 """Which tensors lie over each other in memory."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,18 @@ def same_tensor(x: object, y: object) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return False
     return x.numel() > 0 and y.numel() > 0 and Place.of(x) == Place.of(y)
+
+
+def owners_of(leaves: Sequence[Tensor]) -> list[int]:
+    """For each leaf the first that is the same tensor: one object, or one memory seen alike."""
+    first: dict[Any, int] = {}
+    owners = []
+    for i, leaf in enumerate(leaves):
+        key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
+        if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
+            key = Place.of(_torch.unwrapped(leaf))
+        owners.append(first.setdefault(key, i))
+    return owners
 
 
 def each_once(x: Tensor) -> Tensor:

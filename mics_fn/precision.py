@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
+from mics_fn.contents import map_contents
 from mics_fn.errors import PlanError, message
 from mics_fn.tree import Tree
 
@@ -208,11 +208,11 @@ def _regex(pattern: str) -> re.Pattern[str]:
 def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:
     if dtype is None:
         return values
-    # torch's pytree and not ours: libraries register there what their models return.
-    leaves, spec = _torch.flatten(values)
-    out = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
-    same = all(a is b for a, b in zip(leaves, out, strict=True))
-    return values if same else _torch.unflatten(out, spec)
+
+    def cast(x: Any, _path: str) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return map_contents(cast, values)
 
 
 def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 Modules are read, never changed: parameters are swapped into a copy on meta by `functional_call`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -126,7 +126,7 @@ class _Step(nn.Module):
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """What the model itself returns for the batch, or the `.loss` of that."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         out = model(**batch)
     else:
         out = model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -17,8 +17,8 @@ from mics_fn.agreement import checksum, collect_all, collect_bytes
 from mics_fn.errors import DesyncError, GroupsError, PlanError, message, name_ranks
 from mics_fn.gather import check_shards
 from mics_fn.groups import Comm, Groups
-from mics_fn.leaf import Sharded, is_leaf
-from mics_fn.linear import homes_of, replicas_of, uses_of
+from mics_fn.leaf import Sharded, homes_of, is_leaf
+from mics_fn.linear import replicas_of, uses_of
 from mics_fn.topology import Plan, Topology
 from mics_fn.tree import Tree
 

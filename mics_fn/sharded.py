@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, tree
+from mics_fn import tree
 from mics_fn.agreement import agree, check_replicas
 from mics_fn.collectives import broadcast
-from mics_fn.errors import PlanError, message, name_ranks
+from mics_fn.errors import PlanError, TreeError, message, name_ranks
 from mics_fn.flat import pack_full, split_chunk
 from mics_fn.groups import Groups
 from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
@@ -24,9 +24,9 @@ from mics_fn.leaf import (
     dtype_name,
     is_leaf,
     refuse_computed,
+    require_groups,
 )
-from mics_fn.linear import require_groups
-from mics_fn.memory import Place, refuse_overlaps
+from mics_fn.memory import owners_of, refuse_overlaps
 from mics_fn.precision import Policy, policy_of
 from mics_fn.tree import Tree
 
@@ -86,6 +86,11 @@ def shard(
     require_groups("shard", "groups", groups)
     if replicas not in ("check", "broadcast"):
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
+    if source_rank is not None and replicas == "check":
+        fix = "pass replicas='broadcast' to take its values"
+        raise PlanError(message(f"shard: source_rank={source_rank} has no effect", fix=fix))
+    if params is None:
+        raise TreeError(message("shard: params is None", fix="pass a pytree of tensors"))
     layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
     plan = _plan("shard", "params", params, groups, layout)
     refuse_computed("shard", plan.paths, plan.leaves)
@@ -178,7 +183,7 @@ def _plan(
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
         home.partition.check_open()
         check_tensor(verb, path, leaf, home.device)
-    owners = _owners(leaves)
+    owners = owners_of(leaves)
     _check_ties(verb, owners, paths, homes)
     places = {home: place for place, home in enumerate(dict.fromkeys(homes))}
     floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
@@ -253,18 +258,6 @@ def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
 def _is_frozen(leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
     by_flag = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
     return by_flag or (frozen is not None and bool(frozen(path)))
-
-
-def _owners(leaves: Sequence[Tensor]) -> list[int]:
-    """For each leaf the first that is the same tensor: one object, or one memory seen alike."""
-    first: dict[Any, int] = {}
-    owners = []
-    for i, leaf in enumerate(leaves):
-        key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
-        if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
-            key = Place.of(_torch.unwrapped(leaf))
-        owners.append(first.setdefault(key, i))
-    return owners
 
 
 def _check_ties(

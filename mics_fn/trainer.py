@@ -8,25 +8,24 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import placement, tree
+from mics_fn.batch import count, cut, to_device
 from mics_fn.buffers import Values
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.data import Epochs
-from mics_fn.defaults import bucket_bytes_for, schedules_for
+from mics_fn.defaults import schedules_for
 from mics_fn.errors import TreeError, message
 from mics_fn.gather import bucket_sizes, defer, unshard
+from mics_fn.given import as_shards, check_buffers, homes_for
 from mics_fn.grad_sum import GradSum
-from mics_fn.groups import Groups
 from mics_fn.guard import Guard, Verdict
-from mics_fn.leaf import is_leaf, refuse_derivative
-from mics_fn.loop import Progress, count, cut, reproducible, to_device
+from mics_fn.leaf import refuse_derivative
+from mics_fn.loop import Progress, reproducible
 from mics_fn.optim import TrainState, init_state, opt_step
 from mics_fn.policy import OnDemand
 from mics_fn.precision import Policy, policy_of
 from mics_fn.program import FunctionProgram, ModuleProgram
 from mics_fn.replica_sync import ReplicaSync, every_step
 from mics_fn.schedule import Schedule
-from mics_fn.sharded import shard
 from mics_fn.tree import Tree
 
 
@@ -70,7 +69,8 @@ class Trainer:
       loss: `loss(model, batch) -> scalar`; default calls the model with the batch (a tuple or dict
         is spread) and takes the result, or its `.loss`.
       params: pytree of tensors, with a `loss_fn`; or shards that `init` gave, with its skeleton.
-      accumulate: micro-steps a step; every tensor of a batch is cut in that many along dim 0.
+      accumulate: micro-steps a step; every tensor of a batch, and every list of strings with one a
+        sample, is cut in that many along dim 0.
       precision: a `Policy` or its text. Inputs of the model are cast to `compute` and what it
         returns to `output` at each call; `loss` gets a stand-in for the model that does so.
       guard: scale of the loss, clipping, and which steps are refused.
@@ -84,8 +84,9 @@ class Trainer:
       schedule: a `Schedule` or policy of your own, instead of these two.
       grad_dtype: of the sum of gradients over micro-steps; default that of the policy, at least
         float32.
-      replicas, source_rank, frozen: as for `shard`.
+      replicas, source_rank, frozen: as for `shard`; these and the next two not with shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, 1 to 25 MiB.
+      order: as for `shard`; default the module's own order.
 
     Communication: building it as `shard`. A step: each bucket is gathered once if all fit the
       budget, else again when it is needed again; hop 1 each micro-step, one hop 2; what the guard
@@ -95,6 +96,12 @@ class Trainer:
 
     Memory: states of 1/p; within a step `live_bytes` and a bucket of gathered parameters, 1/p of
       the gradients and a few buckets of them in full. A placement keeps more.
+
+    Raises:
+      TreeError: `params` are not those of the model: names, shapes, which are tied.
+      LeafError: a parameter or buffer has no value, is on another device than the groups, or
+        overlaps with another in memory.
+      PlanError: shards were cut for other groups or another precision, or an option has no effect.
 
     Example:
       >>> groups = make_groups(1)
@@ -121,7 +128,11 @@ class Trainer:
         prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
         grad_dtype: torch.dtype | None = None,
-        **options: Any,
+        replicas: Literal["check", "broadcast"] | None = None,
+        source_rank: int | None = None,
+        frozen: Callable[[str], bool] | None = None,
+        bucket_bytes: int | None = None,
+        order: Callable[[str], object] | None = None,
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
@@ -129,27 +140,30 @@ class Trainer:
         self.precision, self.guard = policy_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
         self._program: ModuleProgram | FunctionProgram
-        buffers: Values = {}
+        own, buffers = None, {}
         if isinstance(model, nn.Module):
             self._program = ModuleProgram(model, loss, self.precision)
-            own_params, buffers = self._program.take()
-            place = {f"[{name!r}]": i for i, name in enumerate(own_params)}
-            options.setdefault("order", lambda path: place[path])
-            params = own_params if params is None else params
-        elif params is None:
-            fix = "pass the pytree that it is called with"
-            raise TreeError(message("Trainer: a loss_fn needs params=", fix=fix))
+            own, buffers = self._program.take()
         else:
             self._program = FunctionProgram(model, self.precision)
-        groups, self._home = _homes(groups, params, deterministic)
+            if params is None or loss is not None:
+                text = "needs params=" if params is None else "takes no loss="
+                fix = "pass the pytree that it is called with; it gives the loss itself"
+                raise TreeError(message(f"Trainer: a loss_fn {text}", fix=fix))
+        groups, self._home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, self._step_groups = groups, self.replica_sync.groups(groups)
-        if not any(map(is_leaf, tree.flatten(params, is_leaf)[0])):
-            options.setdefault("bucket_bytes", bucket_bytes_for(params, self._home))
-            params = shard(params, groups, precision=self.precision, **options)
+        check_buffers(buffers, self._home)
+        options: dict[str, Any] = {
+            "replicas": replicas, "source_rank": source_rank, "frozen": frozen,
+            "bucket_bytes": bucket_bytes, "order": order,
+        }  # fmt: skip
+        options = {name: value for name, value in options.items() if value is not None}
+        policy = None if precision is None else self.precision
+        params = as_shards(own, params, groups, self._home, policy, options)
         self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
-        own, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
-        self.schedule = schedule or own
+        chosen, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
+        self.schedule = schedule or chosen
         self.state: TrainState = init_state(params, optimizer, buffers=buffers)
         self.sync_state = self.replica_sync.init(params, groups)
         self._epochs = Epochs()
@@ -158,7 +172,8 @@ class Trainer:
         """One optimizer step on this rank's samples of it.
 
         Args:
-          batch: pytree of tensors, this rank's samples of the whole step along dim 0.
+          batch: tensors in tuples, lists, mappings, dataclasses or pytree nodes, this rank's
+            samples of the whole step along dim 0; with a module, what `loss` takes.
 
         Returns:
           `StepMetrics`; the new state is `self.state`.
@@ -167,8 +182,10 @@ class Trainer:
           of the buffers.
 
         Raises:
-          TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts.
-          LeafError: inside torch.func: a step has no derivative.
+          TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts, or an object can
+            not be opened that has to be cut or moved.
+          LeafError: on no rank did the loss give any parameter a gradient; or inside torch.func: a
+            step has no derivative.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
         started, guard = time.perf_counter(), self.guard
@@ -285,18 +302,3 @@ class Trainer:
             return metrics
         losses = mean_over_ranks(self._home, torch.stack([m.loss for m in metrics]))
         return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]
-
-
-def _homes(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
-    """The groups of a tree, in fixed order if asked for; and the first of them."""
-    found = tree.spread(
-        groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
-    )
-    if deterministic and isinstance(groups, Groups):
-        groups = placement.fixed_order(groups)
-    elif deterministic:
-        ordered = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
-        paths = tree.paths(params, is_leaf=is_leaf)
-        by_path = {path: ordered[home] for path, home in zip(paths, found, strict=True)}
-        groups, found = by_path.__getitem__, list(by_path.values())
-    return groups, groups if isinstance(groups, Groups) or not found else found[0]

@@ -1,0 +1,137 @@
+"""What lies in batches and in what models take and give: any container, opened and rebuilt.
+
+Pytrees of parameters are those of `tree`. People's batches and outputs come in more: other
+mappings, dataclasses, and nodes that a library has registered with torch alone.
+"""
+
+import copy
+import dataclasses
+import enum
+import numbers
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from mics_fn import _torch, tree
+
+# What holds no tensor, and means the same for any part of a batch.
+PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
+PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
+_CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
+_DICTS = (dict, OrderedDict, defaultdict)  # optree would sort their keys
+
+
+class Opened(NamedTuple):
+    """What a container holds, how paths name that, and how it becomes a container of its kind."""
+
+    values: list[Any]
+    names: list[str]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def map_contents(
+    fn: Callable[[Any, str], Any],
+    value: Any,
+    path: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Apply `fn` to what lies in a value, with its path; the very object where nothing changes.
+
+    Args:
+      fn: gets tensors, and whatever cannot be opened.
+      value: anything.
+      path: how paths begin.
+      is_leaf: containers that are not opened.
+
+    Example:
+      >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
+      {'b': ["batch['b'][0]", "batch['b'][1]"], 'a': "batch['a']"}
+    """
+    opened = None if is_leaf is not None and is_leaf(value) else open_up(value)
+    if opened is None:
+        return fn(value, path)
+    pairs = zip(opened.values, opened.names, strict=True)
+    new = [map_contents(fn, x, path + name, is_leaf) for x, name in pairs]
+    same = all(a is b for a, b in zip(new, opened.values, strict=True))
+    return value if same else opened.rebuild(new)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """All that `map_contents` would show."""
+    found: list[Any] = []
+    map_contents(lambda x, path: found.append(x) or x, value)
+    return found
+
+
+def open_up(value: Any) -> Opened | None:
+    """A container opened by one level; None for anything else."""
+    kind = type(value)
+    if isinstance(value, _CLOSED):
+        return None
+    if kind in (list, tuple):
+        return Opened(list(value), [f"[{i}]" for i in range(len(value))], kind)
+    if kind not in _DICTS:
+        node = _registered(value)
+        if node is not None:
+            return node
+    if isinstance(value, Mapping):
+        keys = list(value)
+        return Opened([value[k] for k in keys], [f"[{k!r}]" for k in keys], partial(_map, value))
+    if dataclasses.is_dataclass(value):
+        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        rebuild = partial(_dataclass, value, fields)
+        return Opened([getattr(value, f) for f in fields], [f".{f}" for f in fields], rebuild)
+    if isinstance(value, list | tuple):  # of a class that nobody has registered
+        return Opened(list(value), [f"[{i}]" for i in range(len(value))], partial(_list, value))
+    return None
+
+
+def _registered(value: Any) -> Opened | None:
+    """A node of optree, or of torch's own pytree."""
+
+    def below(x: Any) -> bool:
+        return x is not value
+
+    leaves, spec = tree.flatten(value, below)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return Opened(leaves, list(tree.spec_paths(spec)), spec.unflatten)
+    leaves, spec = _torch.flatten(value, below)
+    if len(leaves) != 1 or leaves[0] is not value:
+        names = [f"[{i}]" for i in range(len(leaves))]
+        if isinstance(value, Mapping) and len(value) == len(leaves):
+            names = [f"[{k!r}]" for k in value]
+        return Opened(leaves, names, lambda new: _torch.unflatten(new, spec))
+    return None
+
+
+def _map(value: Mapping, new: list[Any]) -> Any:
+    pairs = dict(zip(value, new, strict=True))
+    if not isinstance(value, MutableMapping):
+        return type(value)(pairs)  # pyright: ignore[reportCallIssue]
+    made = copy.copy(value)
+    for key, each in pairs.items():
+        made[key] = each
+    return made
+
+
+def _dataclass(value: Any, fields: list[str], new: list[Any]) -> Any:
+    made = copy.copy(value)
+    for name, each in zip(fields, new, strict=True):
+        object.__setattr__(made, name, each)  # as a frozen one does it itself
+    return made
+
+
+def _list(value: Any, new: list[Any]) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(new)
+    made = copy.copy(value)
+    made[:] = new
+    return made
