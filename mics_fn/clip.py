@@ -1,6 +1,6 @@
 """The norm of a sharded gradient, and clipping, as parts of a `chain`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,15 +92,15 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
 
 
 def _looked_at(
-    by_home: Mapping[Groups, Any], uses: Sequence[BucketUse], leaves: Sequence[Any]
-) -> dict[Groups, list[Tensor]]:
+    by_home: Iterable[Any], uses: Sequence[BucketUse], leaves: Sequence[Any]
+) -> dict[Any, list[Tensor]]:
     """The pieces as they are; but directions that only one rank means are told apart here.
 
     Squares add up a rank's elements, and then nobody could; see [Note: rows of ranks] in `rows`.
     """
     uses = [use for use in uses if use.bucket.trainable]
     data = [leaves[i].data for use in uses for i in use.members]
-    found: dict[Groups, list[Tensor]] = {home: [] for home in by_home}
+    found: dict[Any, list[Tensor]] = {home: [] for home in by_home}
     for use, pieces in deal(uses, linear_map("own", uses, *data)):
         found[use.home] += pieces
     return found

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.errors import LeafError, message
 from mics_fn.layout import Bucket, gaps, pieces
 
 _BLOCK = 2**16  # elements that are widened at a time: their wide copies fit in the caches
@@ -123,9 +124,21 @@ def pack_full(
     return flat
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor in rows of memory, as no sparse gradient is."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def refuse_sparse(grad: Tensor) -> None:
+    """Raise LeafError, as a hook of a view, which torch takes no sparse gradient through."""
+    if grad.layout is not torch.strided:
+        text = "gather: the gradient of a parameter is sparse, which a group of one rank only views"
+        raise LeafError(message(text, fix="pass schedule=on_demand(), or leave out sparse=True"))
+
+
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
-        _torch.foreach_copy([to for to, _ in pairs], [source for _, source in pairs])
+        _torch.foreach_copy([to for to, _ in pairs], [dense(source) for _, source in pairs])
 
 
 def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:

@@ -14,6 +14,7 @@ from mics_fn.cache import Cache
 from mics_fn.control import together
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.fetch import fetch_all
+from mics_fn.flat import refuse_sparse
 from mics_fn.grad_sum import GradSum
 from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, dtype_name, homes_of, is_leaf, owner_index
 from mics_fn.linear import BucketUse, Started, apply, grouped, put, start, uses_of
@@ -45,8 +46,8 @@ def gather(
       The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied
       leaves are one tensor. The gradient of a function of them is a tree of shards, averaged over
       the partition group; no raw collective is left to differentiate, so grad, vjp, jvp, vmap,
-      jacrev of full values and their compositions work. Over p > 1 ranks `jacfwd`, `hessian` and
-      `jacrev` of shards do not: each rank would take a basis of its own piece.
+      jacrev of full values and their compositions work. Where p > 1, a basis of one rank's piece
+      (`jacfwd`, `hessian`, `jacrev` of shards) does not.
 
     Communication: one all-gather a level and bucket; each rank receives (p - 1)/p of the full
       bytes. Its VJP is one reduce-scatter a level and bucket. None if p = 1. A tree that is new to
@@ -61,8 +62,8 @@ def gather(
       PlanError: the groups are not those that the tree was sharded with.
       DonatedError: a shard was given away earlier.
       DesyncError: ranks gather different trees, or use deferred parameters in different orders.
-      LeafError: an op writes to a deferred parameter; `into` inside torch.func; a basis of each
-        rank's own piece, as said above; or `linearize`, which would record what is sent.
+      LeafError: an op writes to a deferred parameter; `into` or `linearize` of torch.func; a basis
+        of one rank's piece.
       TreeError: `into` without a schedule, or used twice.
 
     Example:
@@ -96,11 +97,11 @@ def defer(
     policy, known = memory_of(schedule, uses, control)
     cache = Cache(uses, partial(names_of, spec, uses), known, policy, control, into)
     if into is not None:
-        trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
-        pieces = [full[i] for i in trained]
-        variables = into.expect(pieces, partial(_as_tree, spec, leaves, uses), cache.player)
-        for i, variable in zip(trained, variables, strict=True):
-            full[i] = variable
+        pieces = [leaf.data for leaf in leaves if isinstance(leaf, Sharded)]
+        build = partial(_as_tree, spec, leaves, uses)
+        given = iter(into.expect(pieces, build, cache.player))
+        pairs = zip(leaves, full, strict=True)
+        full = [next(given) if isinstance(leaf, Sharded) else x for leaf, x in pairs]
     put(full, uses, fetch_all(cache, full))
     cache.start()
     owner = owner_index(leaves)
@@ -238,6 +239,8 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
                     piece = data[i].to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
+                    if full[i].requires_grad:
+                        full[i].register_hook(refuse_sparse)
     return full
 
 

@@ -48,6 +48,7 @@ class GradSum(Reduction):
             raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
         self.micro_steps, self.dtype = micro_steps, dtype
         self._variables: list[Tensor] | None = None
+        self._running = False  # a backward
         self._pass = 0
 
     def expect(
@@ -67,19 +68,12 @@ class GradSum(Reduction):
         self._passes = Passes(self._variables, self.uses, run)
         return self._variables
 
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """As `Reduction.add`; see [Note: a backward in backward] in `graph`."""
-        if index in self._ready:
-            text = "backward: a bucket got gradients in two parts in one pass"
-            fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
-            raise LeafError(message(text, [f"bucket {index}"], fix))
-        return [] if self._passes.keeps(index, grads) else super().add(index, grads)
-
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run one pass of backward; its gradients are added to the sum.
 
         Args:
           loss: one number, of this rank's samples of the micro-step.
+          retain_graph: keep what autograd saved, for another backward through the same loss.
 
         Communication: hop 1 of every bucket, those without a gradient as zeros; in the last pass
           hop 2 as well.
@@ -94,11 +88,37 @@ class GradSum(Reduction):
             fix = "gather(..., into=) first, and give micro_steps= as many passes as there are"
             raise TreeError(message(f"GradSum.backward: {passes}", fix=fix))
         if loss.requires_grad and self._variables:
-            for index, grads in self._passes.differentiate(loss).items():
-                self.add(index, grads)
+            self._differentiate(loss, retain_graph)
         self._passes.end(loss, self.missing(), last=self.last)
         self._run.end_pass(self.last)
         self.end()
+
+    def _differentiate(self, loss: Tensor, retain_graph: bool) -> None:
+        self._running = True
+        try:
+            for index, grads in self._passes.differentiate(loss, retain_graph).items():
+                self.add(index, grads)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in f"{error}":
+                raise
+            text = "GradSum.backward: an earlier backward let go of what this loss needs"
+            raise TreeError(message(text, fix="pass retain_graph=True to that one")) from error
+        finally:
+            self._running = False
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """As `Reduction.add`, in a pass that `backward` began.
+
+        See [Note: a backward in backward] in `graph`.
+        """
+        if not (self._running or all(grad is None for grad in grads)):
+            text = "gather(into=): another backward went through it than that of its GradSum"
+            raise TreeError(message(text, fix="call total.backward(loss), not loss.backward()"))
+        if index in self._ready:
+            text = "backward: a bucket got gradients in two parts in one pass"
+            fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
+            raise LeafError(message(text, [f"bucket {index}"], fix))
+        return [] if self._passes.keeps(index, grads) else super().add(index, grads)
 
     def grads(self) -> Tree:
         """The gradient of the mean loss over passes and ranks, as a tree of shards.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.flat import dense
 from mics_fn.gather import PendingTree, check_shards
 from mics_fn.leaf import (
     Fixed,
@@ -132,6 +133,10 @@ class _Owed(NamedTuple):
 
 def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     """Match gradients with their parameters' layout, and settle what needs no communication."""
+    given = tree.flatten(grads, is_leaf)[0]
+    if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
+        as_dense = lambda x: dense(x) if isinstance(x, Tensor) else x  # noqa: E731
+        grads = tree.map_leaves(as_dense, grads, is_leaf=is_leaf)
     if like is None:
         like = layout_of("reduce_grads", "grads", grads, groups)
     slots, spec = tree.flatten(like, is_leaf)

@@ -55,12 +55,14 @@ class Graph(NamedTuple):
         return f"depends on Parameters that it was not given, of shape {shapes}{more}"
 
 
-def differentiate(loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool) -> None:
+def differentiate(
+    loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool, retain_graph: bool
+) -> None:
     """Run backward for what its nodes do; see [Note: a backward in backward]."""
     if recomputes:
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, retain_graph=retain_graph)
     else:
-        torch.autograd.grad(loss, variables, allow_unused=True)
+        torch.autograd.grad(loss, variables, allow_unused=True, retain_graph=retain_graph)
 
 
 class Run(Protocol):
@@ -101,14 +103,17 @@ class Passes:
         self._graph: Graph | None = None  # of the first pass under this policy
         self._cause = ""
 
-    def differentiate(self, loss: Tensor) -> dict[int, list[Tensor | None]]:
+    def differentiate(
+        self, loss: Tensor, retain_graph: bool = False
+    ) -> dict[int, list[Tensor | None]]:
         """Run one pass; returns the gradients that were kept back, by bucket."""
         known = self._run.known
         if known.recomputes is None:
             self._graph = Graph.of(loss)
             known.recomputes = self._graph.recomputes
         self._held = {} if known.recomputes else None
-        differentiate(loss, self._variables, recomputes=known.recomputes)
+        how = {"recomputes": known.recomputes, "retain_graph": retain_graph}
+        differentiate(loss, self._variables, **how)
         held, self._held = self._held, None
         return held or {}
 

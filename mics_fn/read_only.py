@@ -53,7 +53,7 @@ class ReadOnly(torch.Tensor):
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As torch has it: of what no leaf of autograd is, None unless `retain_grad` was called."""
-        return torch.Tensor.grad.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.Tensor.grad.__get__(self)  # pyright: ignore
 
     @grad.setter
     def grad(self, value: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import mean_comms, mean_steps, scatter_comms, scatter_steps
-from mics_fn.flat import Buffers, pack_full, split_chunk
+from mics_fn.flat import Buffers, dense, pack_full, split_chunk
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.layout import Bucket
 from mics_fn.linear import BucketUse, replicas_of
@@ -69,7 +69,7 @@ class Reduction:
           `end` and `wait`.
         """
         use = self.uses[index]
-        values = [_dense(grad) for grad in grads]
+        values = [None if grad is None else dense(grad) for grad in grads]
         if alone(use):
             return self._add_alone(index, values)
         out = self._out(use, values)
@@ -259,9 +259,3 @@ def alone(use: BucketUse) -> bool:
     """Whether this rank's gradient is the mean already."""
     lonely = not isinstance(use.home, Groups) or use.home.replicas.size == 1
     return use.hierarchy.size == 1 and lonely
-
-
-def _dense(grad: Tensor | None) -> Tensor | None:
-    if grad is None or grad.layout is torch.strided:
-        return grad
-    return grad.to_dense()

@@ -226,7 +226,7 @@ GIVES = {
     "is_pinned": (lambda w: w.is_pinned(), False),
     "as_strided": (lambda w: w[1].as_strided((2, 2), (3, 1), 1), W[:, 1:]),
     "as_strided, of a cast": (lambda w: w.half().as_strided((6,), (1,), 0), W.flatten().half()),
-    "neg view": (torch._neg_view, -W),
+    "neg view": (torch.ops.aten._neg_view, -W),
     "sparse": (lambda w: w.to_sparse().to_dense(), W),
     "sparse rows": (lambda w: w.to_sparse_csr().to_dense(), W),
     "sparse product": (lambda w: torch.sparse.mm(w.to_sparse(), W.t()), W @ W.t()),

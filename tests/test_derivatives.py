@@ -107,7 +107,7 @@ def through_scatter(verb: Callable, ranks_of: Callable) -> Program:
 
 
 def norm_of(leaves: list) -> Any:
-    return sum(x.square().sum() for x in leaves).sqrt()
+    return torch.stack([x.square().sum() for x in leaves]).sum().sqrt()
 
 
 def clipped(transform: mf.Transform, s: Any) -> Any:
@@ -223,7 +223,7 @@ def check_program(layout: Layout, name: str) -> None:
     want = mean(grad(plain)(start), place)
     close("grad", full(grad(sharded)(shards)), want)
     close("value", grad_and_value(sharded)(shards)[1], plain(start))
-    value, pull = vjp(sharded, shards)
+    value, pull = vjp(sharded, shards)  # pyright: ignore
     close("vjp", full(pull(torch.full_like(value, 4.0))[0]), tree.map_leaves(lambda x: 4 * x, want))
     v, v_shards = tree.map_leaves(torch.cos, start), tree.map_leaves(torch.cos, shards)
     close("jvp", list(jvp(sharded, (shards,), (v_shards,))), list(jvp(plain, (start,), (v,))))
@@ -389,7 +389,7 @@ def shared_basis(layout: Layout, how: str) -> None:
         close("Hessian", got, want)
         found = vmap(lambda v, s=shards: jvp(loss, (s,), (v,))[1])(directions)
         close("forward", found, torch.cat(list(grad(curved)(params).values())))
-        _, pull = vjp(grad(loss), shards)
+        _, pull = vjp(grad(loss), shards)  # pyright: ignore
         back = mf.unshard(mf.reduce_grads(vmap(pull)(directions)[0], groups), groups)
         close("reverse", back, want)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from cases import Layout, drop_groups, groups_of, random
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
@@ -578,3 +579,122 @@ def experts_elsewhere(layout, live, steps):
 def test_leaves_on_several_groups(ranks, layout, live):
     steps = [{}, {}, SKIP, BACKWARDS, {}]
     ranks(layout.world_size).run(experts_elsewhere, layout, live, steps)
+
+
+# Gradients that torch gives as sparse tensors, and graphs that several backwards go through.
+
+
+SCHEDULES = {
+    "at once": lambda: None,
+    "on demand": lambda: mf.on_demand(live_bytes=0),
+    "keep_all": mf.keep_all,
+}
+
+
+def sparse_gradients(layout):
+    """They become dense ones, those of the same module without `sparse=True`."""
+    groups = groups_of(layout)
+    weight = {"weight": random(1, 5, 3)}
+    shards = mf.shard(weight, groups)
+    x = torch.tensor([1, 1, 3, dist.get_rank() if dist.is_initialized() else 0])
+    sparse, dense = (nn.Embedding(5, 3, sparse=each) for each in (True, False))
+
+    def loss(module, full):
+        return functional_call(module, full, (x,)).pow(2).sum()
+
+    own = torch.func.grad(lambda full: loss(dense, full))(weight)
+    want = mf.unshard(mf.reduce_grads(own, groups), groups)["weight"]
+
+    def check(grads):
+        assert tree.flatten(grads)[0][0].layout is torch.strided
+        assert torch.equal(mf.unshard(mf.reduce_grads(grads, groups), groups)["weight"], want)
+
+    for how, schedule in SCHEDULES.items():
+        policy = schedule()
+        gathered = lambda s: loss(sparse, mf.gather(s, groups, schedule=policy))  # noqa: B023, E731
+        if how == "at once" and layout.partition_size == 1:
+            with pytest.raises(mf.LeafError, match="sparse, which a group of one rank only views"):
+                torch.func.grad(gathered)(shards)
+            continue
+        check(torch.func.grad(gathered)(shards))
+        variables = tree.map_leaves(lambda x: x.detach().requires_grad_(), shards)
+        pieces, spec = tree.flatten(variables)
+        check(spec.unflatten(torch.autograd.grad(gathered(variables), pieces)))
+    variable = weight["weight"].clone().requires_grad_()
+    (given,) = torch.autograd.grad(loss(sparse, {"weight": variable}), variable)
+    assert given.layout is torch.sparse_coo
+    check(mf.scatter_grads({"weight": given}, groups))
+    check(mf.scatter_grads({"weight": given}, groups, like=shards))
+    check(mf.start_scatter_grads({"weight": given}, groups).wait())
+    total = mf.GradSum(2)
+    full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    total.backward(loss(sparse, full))
+    total.backward(loss(sparse, full))
+    assert torch.equal(mf.unshard(total.grads(), groups)["weight"], want)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)], ids=str)
+def test_sparse_gradients_become_dense(ranks, layout):
+    ranks(layout.world_size).run(sparse_gradients, layout)
+
+
+def several_backwards(layout):
+    groups = groups_of(layout)
+    shards = mf.shard({"w": random(1, 6)}, groups)
+    value = shards["w"].data
+    for schedule in SCHEDULES.values():
+        variables = tree.map_leaves(lambda x: x.detach().requires_grad_(), shards)
+        pieces = tree.flatten(variables)[0]
+        full = mf.gather(variables, groups, schedule=schedule())["w"]
+        loss, other = full.pow(2).sum(), full.sum()
+        (first,) = torch.autograd.grad(loss, pieces, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, pieces, retain_graph=True)
+        (third,) = torch.autograd.grad(other, pieces)
+        for got, want in ((first, 2 * value), (again, 2 * value), (third, torch.ones_like(value))):
+            assert torch.equal(got, want)
+        policy = schedule()
+        _, pull = torch.func.vjp(  # pyright: ignore
+            lambda s, policy=policy: mf.gather(s, groups, schedule=policy)["w"].pow(2).sum(), shards
+        )
+        for _ in range(2):
+            assert torch.equal(pull(torch.ones(()), retain_graph=True)[0]["w"].data, 2 * value)
+
+
+def into(shards, groups, passes=1):
+    total = mf.GradSum(passes)
+    return total, mf.gather(shards, groups, schedule=mf.on_demand(), into=total)["w"]
+
+
+def several_sums(layout):
+    """Two sums on one loss, and one loss twice into a sum."""
+    groups = groups_of(layout)
+    shards = mf.shard({"w": random(1, 6)}, groups)
+    value = shards["w"].data
+    (a, x), (b, y) = into(shards, groups), into(shards, groups)
+    loss = (x * y).sum()  # each needs what the other one's backward would let go of
+    a.backward(loss, retain_graph=True)
+    b.backward(loss)
+    for total in (a, b):
+        assert torch.equal(total.grads()["w"].data, value)
+    total, x = into(shards, groups, passes=2)
+    loss = x.pow(2).sum()
+    total.backward(loss, retain_graph=True)
+    total.backward(loss)
+    assert torch.equal(total.grads()["w"].data, 2 * value)
+    (a, x), (b, y) = into(shards, groups), into(shards, groups)
+    loss = (x * y).sum()
+    a.backward(loss)
+    with pytest.raises(mf.TreeError, match="an earlier backward let go"):
+        b.backward(loss)
+    total, x = into(shards, groups)
+    loss = x.pow(2).sum()
+    with pytest.raises(mf.TreeError, match="call total.backward"):
+        torch.autograd.grad(loss, total._variables or [], retain_graph=True)
+    total.backward(loss)
+    assert torch.equal(total.grads()["w"].data, 2 * value)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)], ids=str)
+def test_several_backwards_through_one_gather(ranks, layout):
+    ranks(layout.world_size).run(several_backwards, layout)
+    ranks(layout.world_size).run(several_sums, layout)
