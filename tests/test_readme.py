@@ -20,42 +20,68 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in FENCES if language == "python"]
-BY_HAND, WITH_TRAINER, WITH_INIT, WITH_BUDGET, WITH_POLICY, WITH_GUARD, WITH_PLACEMENTS = PYTHON
+BY_HAND = PYTHON[0]
 SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
 
 
 def run_readme() -> dict:
-    """All blocks of code on this rank, and what they leave."""
+    """All blocks of code on this rank, in the order in which they are read, and what they leave.
+
+    A block goes on with what those before it left, whatever a test looks at in between.
+    """
     names: dict = {}
-    exec(compile(BY_HAND, "README: by hand", "exec"), names)
-    first = names["loss"]
+    blocks = iter(enumerate(PYTHON))
+
+    def run_next(title: str, also: str = "") -> dict:
+        number, code = next(blocks)
+        exec(compile(code + also, f"README, block {number}: {title}", "exec"), names)
+        return names
+
+    run_next("by hand")
     state, groups = names["state"], names["groups"]
-    by_hand = mf.unshard(state.params, groups)
-    exec(compile(WITH_TRAINER, "README: Trainer", "exec"), names)
-    full = names["full"]
-    exec(compile(WITH_INIT, "README: a model made as shards", "exec"), names)
-    made = names["trainer"].params()
-    history = names["trainer"].fit(names["batches"](20), steps=20, progress=False)
-    exec(compile(WITH_BUDGET, "README: Memory and schedules", "exec"), names)
+    found = {"step": state.step, "loss": names["loss"].item(), "groups": groups.describe()}
+    found["by_hand"] = mf.unshard(state.params, groups)
+    run_next("Trainer")
+    found |= {"history": [m.loss.item() for m in names["history"]], "full": names["full"]}
+    trainer = run_next("a model made as shards")["trainer"]
+    made, history = trainer.params(), trainer.fit(names["batches"](20), 20, progress=False)
+    found["made"] = made, [m.loss.item() for m in history]
+    run_next("memory and schedules")
+    found["budget"] = mf.unshard(names["state"].params, groups)
     fetches = names["policy"].schedule.fetches
-    found = {
-        "groups": groups.describe(),
-        "step": state.step,
-        "loss": first.item(),
-        "history": [m.loss.item() for m in names["history"]],
-        "made": (made, [m.loss.item() for m in history]),
-        "by_hand": by_hand,
-        "full": full,
-        "budget": mf.unshard(names["state"].params, groups),
-        "again": len(fetches) - len(set(fetches)),
-    }
+    found["again"] = len(fetches) - len(set(fetches))
+    trainer = run_next("precision")["trainer"]
+    history = trainer.fit(names["batches"](10), steps=10, progress=False)
+    found["bf16"] = history[0].loss.item(), history[-1].loss.item()
+    found["dtypes"] = {leaf.bucket.compute for leaf in names["shards"].values()}
+    run_next("guard")
+    found |= {"steps": names["state"].step, "scale": names["guard"].scale.value}
+    found["norm"] = names["verdict"].norm.item()
+    found["guarded"] = mf.unshard(names["state"].params, groups)
+    names["places"] = []
+    found["places"] = []
+    for trainer in run_next("placements", also="    places.append(trainer)\n")["places"]:
+        trainer.fit(names["batches"](5), steps=5, progress=False)
+        found["places"].append(trainer.params())
+    assert not list(blocks), "a block that is not run"
+    names["everywhere"].close()
     groups.close()
     return found
 
 
+_found: dict[int, list[dict]] = {}
+
+
+def on_ranks(ranks, n: int) -> list[dict]:
+    """What README's code leaves on each of n ranks; run once."""
+    if n not in _found:
+        _found[n] = ranks(n).run(run_readme)
+    return _found[n]
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_its_code_trains_and_all_ways_agree(n: int, ranks):
-    found = ranks(n).run(run_readme)
+    found = on_ranks(ranks, n)
     assert {one["groups"] for one in found} == {
         f"n={n} p={n} levels={f'rank:{n}' if n > 1 else 'none'}"
     }
@@ -79,40 +105,17 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks):
     assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
 
 
-def run_more() -> dict:
-    """What README shows of precision, guards and placements, on this rank."""
-    names: dict = {}
-    for text in (BY_HAND, WITH_TRAINER.split("trainer =")[0], WITH_POLICY, WITH_GUARD):
-        exec(compile(text, "README: precision", "exec"), names)
-    history = names["trainer"].fit(names["batches"](10), steps=10, progress=False)
-    found = {
-        "bf16": (history[0].loss.item(), history[-1].loss.item()),
-        "dtypes": {leaf.bucket.compute for leaf in names["shards"].values()},
-        "steps": names["state"].step,
-        "scale": names["guard"].scale.value,
-        "norm": names["verdict"].norm.item(),
-        "places": [],
-    }
-    tried = WITH_PLACEMENTS + "    places.append(trainer)\n"
-    names["places"] = []
-    exec(compile(tried, "README: placements", "exec"), names)
-    for trainer in names["places"]:
-        trainer.fit(names["batches"](5), steps=5, progress=False)
-        found["places"].append(trainer.params())
-    names["everywhere"].close()
-    names["groups"].close()
-    return found
-
-
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_its_code_of_precision_and_placements(n: int, ranks):
-    for found in ranks(n).run(run_more):
+    for found in on_ranks(ranks, n):
         first, last = found["bf16"]
         assert last < first
         assert found["dtypes"] == {torch.bfloat16}
         assert found["steps"] == 40  # 20 by hand, then 20 scaled ones, of which none overflows
         assert found["scale"] == 2.0**16
         assert 0 < found["norm"] < 10
+        for name, value in found["budget"].items():
+            assert not torch.equal(found["guarded"][name], value), "it goes on from there"
         for params in found["places"][1:]:
             for name, value in params.items():
                 torch.testing.assert_close(value, found["places"][0][name], rtol=1e-4, atol=1e-5)
@@ -136,7 +139,7 @@ def run_alone(n: int) -> dict[str, torch.Tensor]:
 
 def test_its_code_equals_one_process_on_all_samples(ranks):
     (expected,) = ranks(1).run(run_alone, 4)
-    found = ranks(4).run(run_readme)[0]["by_hand"]
+    found = on_ranks(ranks, 4)[0]["by_hand"]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
