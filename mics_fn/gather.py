@@ -98,8 +98,7 @@ def defer(
     cache = Cache(uses, partial(names_of, spec, uses), known, policy, control, into)
     if into is not None:
         pieces = [leaf.data for leaf in leaves if isinstance(leaf, Sharded)]
-        build = partial(_as_tree, spec, leaves, uses)
-        given = iter(into.expect(pieces, build, cache.player))
+        given = iter(into.expect(pieces, partial(_as_tree, spec, leaves, uses), cache.player))
         pairs = zip(leaves, full, strict=True)
         full = [next(given) if isinstance(leaf, Sharded) else x for leaf, x in pairs]
     put(full, uses, fetch_all(cache, full))

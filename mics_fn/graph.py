@@ -56,7 +56,7 @@ class Graph(NamedTuple):
 
 
 def differentiate(
-    loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool, retain_graph: bool
+    loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool, retain_graph: bool = False
 ) -> None:
     """Run backward for what its nodes do; see [Note: a backward in backward]."""
     if recomputes:
@@ -103,17 +103,14 @@ class Passes:
         self._graph: Graph | None = None  # of the first pass under this policy
         self._cause = ""
 
-    def differentiate(
-        self, loss: Tensor, retain_graph: bool = False
-    ) -> dict[int, list[Tensor | None]]:
+    def differentiate(self, loss: Tensor, retain_graph: bool) -> dict[int, list[Tensor | None]]:
         """Run one pass; returns the gradients that were kept back, by bucket."""
         known = self._run.known
         if known.recomputes is None:
             self._graph = Graph.of(loss)
             known.recomputes = self._graph.recomputes
         self._held = {} if known.recomputes else None
-        how = {"recomputes": known.recomputes, "retain_graph": retain_graph}
-        differentiate(loss, self._variables, **how)
+        differentiate(loss, self._variables, recomputes=known.recomputes, retain_graph=retain_graph)
         held, self._held = self._held, None
         return held or {}
 
