@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         # Only the command that runs is imported: each brings what the others do not need.
         if argv[:1] == [name]:
-            module = importlib.import_module(f"mics_fn.lab.{name}")
+            module = importlib.import_module(f"mics_fn.lab.{name}.command")
             module.add_arguments(command)
             command.set_defaults(run=module.main)
     args = parser.parse_args(argv)

@@ -12,8 +12,8 @@ import hypothesis
 import pytest
 import torch
 
-from mics_fn import pending
-from mics_fn.lab.ranks import RankPool
+from mics_fn.collectives import pending
+from mics_fn.lab.ranks.pool import RankPool
 
 LIMIT_S = 120.0
 

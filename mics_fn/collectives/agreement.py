@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn.collectives import collect
+from mics_fn.collectives.hierarchical import collect
 from mics_fn.errors import DesyncError, message, name_ranks
 from mics_fn.groups import Groups, Hierarchy
 from mics_fn.tree import digest, flatten
@@ -200,3 +200,52 @@ def _compare(groups: Groups, what: str, fact: str) -> None:
         lines = [f"{name_ranks(ranks)}: {text.decode()}" for text, ranks in seen.items()]
         fix = "call it with the same arguments on every rank, where all reach the same files"
         raise DesyncError(message(f"{what}: ranks differ", lines, fix=fix))
+
+
+def same_call(verb: str, homes: Sequence[Any], text: str, error: Exception | None = None) -> None:
+    """Return only where all ranks say the same and none of them has an error.
+
+    Args:
+      verb: the call, for errors.
+      homes: `Groups` or `Hierarchy`s whose ranks make it.
+      text: what this rank is about to do.
+      error: what keeps this rank from it; then it returns, for the caller to raise that.
+
+    Raises:
+      DesyncError: on every rank that has no error of its own.
+
+    Communication: two all-gathers over each partition group, and over each replication group of
+      `Groups`: 8 bytes, and the longest text.
+    """
+    wrong = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    said = json.dumps([text, wrong]).encode()
+    found: dict[int, bytes] = {}
+    for home in homes:
+        found |= collect_bytes(home, said)
+    if error is not None:
+        return
+    calls: dict[str, list[int]] = {}
+    failed: dict[str, list[int]] = {}
+    for rank, answer in sorted(found.items()):
+        own, wrong = json.loads(answer)
+        (failed if wrong else calls).setdefault(wrong or own, []).append(rank)
+    if failed:
+        lines = [f"{name_ranks(ranks)}: {wrong}" for wrong, ranks in failed.items()]
+        fix = "see what these ranks raise; nothing was changed on any rank"
+        raise DesyncError(message(f"{verb}: it failed on other ranks", lines, fix))
+    if len(calls) > 1:
+        lines = [f"{name_ranks(ranks)}: {own}" for own, ranks in calls.items()]
+        fix = f"call {verb} with the same arguments on every rank"
+        raise DesyncError(message(f"{verb}: ranks differ in what they ask for", lines, fix))
+
+
+def check_policy(verb: str, policy: str, homes: Sequence[Groups]) -> None:
+    """Raise on every rank unless all have the same policy: others would merge without them."""
+    for home in dict.fromkeys(homes):
+        ranks: dict[str, list[int]] = {}
+        for rank, name in collect_bytes(home, policy.encode()).items():
+            ranks.setdefault(name.decode(), []).append(rank)
+        if len(ranks) > 1:
+            lines = [f"{name_ranks(who)}: {name}" for name, who in ranks.items()]
+            fix = "make the same one on every rank"
+            raise DesyncError(message(f"{verb}: ranks have different policies", lines, fix=fix))

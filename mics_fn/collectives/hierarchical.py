@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.flat import mean_of, mean_of_two
+from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
+from mics_fn.collectives.pending import Issued, Pending, Steps
 from mics_fn.groups import Comm, Groups, Hierarchy
-from mics_fn.pending import Issued, Pending, Steps
-from mics_fn.precision import mean_factors
 
 
 def start_all_gather(hierarchy: Hierarchy, chunk: Tensor, out: Tensor | None = None) -> Pending:

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn.comm import Comm, Life
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
-from mics_fn.stalled import Stuck
+from mics_fn.groups import Comm, Life
+from mics_fn.schedules import Stuck
 
 Steps = Generator["Issued", None, Tensor]
 

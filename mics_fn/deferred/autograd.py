@@ -6,7 +6,7 @@ the gradients of its bucket are complete, because its sequence number is the hig
 knows, and starts hop 1; what it passes on has no values yet. `_Join` runs when all of them have,
 reduces the buckets that got no gradient, waits, and passes everything on: nobody downstream ever
 sees a gradient that is not there. `_Start` and `_Wait` are these two halves as differentiable maps,
-so that second derivatives are those of the reduce-scatter; see [Note: adjoint] in `linear`.
+so that second derivatives are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.cache import Cache
-from mics_fn.deferred import Deferred
+from mics_fn.deferred.live import Cache
+from mics_fn.deferred.reduction import Reduction
+from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError, message
-from mics_fn.leaf import refuse_tracing
-from mics_fn.linear import BucketUse, deal, linear_map
-from mics_fn.reduction import Reduction
-from mics_fn.rows import in_front
+from mics_fn.shards import BucketUse, deal, in_front, linear_map, refuse_tracing
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 

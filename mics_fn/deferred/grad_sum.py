@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mics_fn.deferred.graph import Passes, Run
+from mics_fn.deferred.reduction import Reduction, alone
 from mics_fn.errors import LeafError, TreeError, message
-from mics_fn.flat import split_chunk
-from mics_fn.graph import Passes, Run
-from mics_fn.leaf import refuse_derivative
-from mics_fn.reduction import Reduction, alone
+from mics_fn.shards import refuse_derivative, split_chunk
 from mics_fn.tree import Tree
 
 
@@ -109,7 +108,7 @@ class GradSum(Reduction):
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """As `Reduction.add`, in a pass that `backward` began.
 
-        See [Note: a backward in backward] in `graph`.
+        See [Note: a backward in backward] in `deferred.graph`.
         """
         if not (self._running or all(grad is None for grad in grads)):
             text = "gather(into=): another backward went through it than that of its GradSum"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
-from mics_fn.linear import BucketUse
-from mics_fn.policy import Known
+from mics_fn.schedules import Known
+from mics_fn.shards import BucketUse
 
 
 class Graph(NamedTuple):

@@ -2,23 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.cell import Cell
-from mics_fn.collectives import start_fetch
-from mics_fn.control import Control
+from mics_fn.collectives import Pending, push_all, start_fetch
+from mics_fn.deferred.cell import Cell
+from mics_fn.deferred.grad_sum import GradSum
+from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DonatedError, GroupsError, message
-from mics_fn.flat import pack_chunk
-from mics_fn.grad_sum import GradSum
-from mics_fn.linear import BucketUse, deal
-from mics_fn.pending import Pending, push_all
-from mics_fn.player import Player, sizes_of
-from mics_fn.policy import Known, OnDemand
-from mics_fn.reduction import Reduction
-from mics_fn.schedule import Schedule
+from mics_fn.schedules import Control, Known, OnDemand, Player, Schedule
+from mics_fn.shards import BucketUse, deal, pack_chunk
 
 
 class Cache:
@@ -57,7 +53,7 @@ class Cache:
         self._versions: dict[int, int] = {}
         self._coming: dict[int, Pending] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `comm`
+        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.communicator`
         self._closed = False
 
     def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
@@ -193,3 +189,14 @@ def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
 
 def _version(chunk: Tensor) -> int:
     return 0 if chunk.is_inference() else chunk._version
+
+
+def sizes_of(uses: Sequence[Any]) -> list[int]:
+    """Bytes that each bucket takes where it is live; none if it is a view of what is there."""
+    found = []
+    for use in uses:
+        route, bucket = use.home and use.hierarchy, use.bucket
+        inner = bucket.parts if route is None else route.split(route.hold)[1].size
+        cast = inner == bucket.parts and bucket.compute != bucket.dtype
+        found.append(bucket.nbytes if inner > 1 or cast else 0)
+    return found

@@ -10,18 +10,27 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.cache import Cache
-from mics_fn.comm import Hierarchy, Life
-from mics_fn.control import Control
-from mics_fn.fetch import fetch_all
-from mics_fn.gather import check_shards, defer, in_order, names_of
-from mics_fn.grad_sum import GradSum
-from mics_fn.graph import Graph, differentiate
-from mics_fn.layout import pieces
-from mics_fn.leaf import Fixed, Leaf, Sharded, Tied, is_leaf, owner_index
-from mics_fn.linear import grouped, put
-from mics_fn.policy import Known, OnDemand
-from mics_fn.schedule import Schedule
+from mics_fn.deferred.autograd import fetch_all
+from mics_fn.deferred.deferring import defer
+from mics_fn.deferred.grad_sum import GradSum
+from mics_fn.deferred.graph import Graph, differentiate
+from mics_fn.deferred.live import Cache
+from mics_fn.groups import Hierarchy, Life
+from mics_fn.schedules import Control, Known, OnDemand, Schedule
+from mics_fn.shards import (
+    Fixed,
+    Leaf,
+    Sharded,
+    Tied,
+    check_shards,
+    grouped,
+    in_order,
+    is_leaf,
+    names_of,
+    owner_index,
+    pieces,
+    put,
+)
 from mics_fn.tree import Tree
 
 

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.collectives import mean_comms, mean_steps, scatter_comms, scatter_steps
-from mics_fn.flat import Buffers, dense, pack_full, split_chunk
-from mics_fn.groups import Groups, Hierarchy
-from mics_fn.layout import Bucket
-from mics_fn.linear import BucketUse, replicas_of
-from mics_fn.pending import Pending, Steps, push_all, wait_until
+from mics_fn.collectives import (
+    Pending,
+    Steps,
+    mean_comms,
+    mean_steps,
+    push_all,
+    scatter_comms,
+    scatter_steps,
+    wait_until,
+)
+from mics_fn.groups import Buffers, Groups, Hierarchy
+from mics_fn.shards import Bucket, BucketUse, dense, pack_full, replicas_of, split_chunk
 
 _Ready = tuple[list[Tensor | None], Tensor | None]  # full gradients, and where the mean goes
 _STARTED: _Ready = ([], None)
@@ -240,7 +246,9 @@ class Reduction:
         return total
 
     def _divisor(self, use: BucketUse) -> float:
-        """What the sum over passes is divided by; see [Note: mean over more ranks] in `comm`."""
+        """What the sum over passes is divided by; see [Note: mean over more ranks] in
+        `communicator`.
+        """
         return (self.micro_steps or 1) / use.hierarchy.grad_factor
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.cell import Cell, Geometry, Source
+from mics_fn.deferred.cell import Cell, Geometry, Source
+from mics_fn.deferred.read_only import ReadOnly
 from mics_fn.errors import LeafError, message
-from mics_fn.leaf import dtype_name
-from mics_fn.read_only import ReadOnly
+from mics_fn.shards import dtype_name
 
 aten = torch.ops.aten
 

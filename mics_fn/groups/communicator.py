@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
-from mics_fn.flat import Buffers, Slots
-from mics_fn.rendezvous import poll
-from mics_fn.stalled import Stuck
-from mics_fn.topology import chunk_of, fold_ranks
+from mics_fn.groups.buffers import Buffers, Slots
+from mics_fn.groups.topology import chunk_of, fold_ranks
+from mics_fn.schedules import Stuck
+from mics_fn.store import poll
 
 MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
 
@@ -160,7 +160,7 @@ class Hierarchy:
     fetched: Buffers = field(default_factory=Buffers, repr=False)
     held: Buffers = field(default_factory=Buffers, repr=False)
     chunks: Buffers = field(default_factory=Buffers, repr=False)
-    control: Any = field(default=None, repr=False)  # `control.Control` of its ranks
+    control: Any = field(default=None, repr=False)  # `schedules.desync.Control` of its ranks
     # [Note: placements] Shards are cut over all levels. What a run gathered over the first `hold`
     # levels it keeps to its end, so that it gathers only over the others again; and of a step's
     # gradients only the sum over micro-steps is reduced over the first `late` levels.

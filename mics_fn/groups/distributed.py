@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, PlanError, message
-from mics_fn.launcher import Launch, launched_world_size, read_launch
-from mics_fn.topology import fold_ranks
+from mics_fn.groups.environment import Launch, launched_world_size, read_launch
+from mics_fn.groups.topology import fold_ranks
 
 
 def init_distributed(

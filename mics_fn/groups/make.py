@@ -1,7 +1,7 @@
 """Process groups of MiCS as one frozen value: who shares a replica, who holds the same shard.
 
-Making them is an effect, so it is agreed first: see `mics_fn.rendezvous`. Which group holds whom is
-arithmetic: see `mics_fn.topology`.
+Making them is an effect, so it is agreed first: see `mics_fn.groups.rendezvous`. Which group holds
+whom is arithmetic: see `mics_fn.groups.topology`.
 """
 
 import os
@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _torch
-from mics_fn.comm import Comm, Hierarchy, Level, Life, Maker, Traffic
-from mics_fn.control import Control
 from mics_fn.errors import PlanError, message
-from mics_fn.launcher import node_of
-from mics_fn.rendezvous import Fact, Place, meet
-from mics_fn.topology import Plan, Topology, fold_ranks, plan_groups
-from mics_fn.world import device_and_backend, init_distributed, require_distributed, universe_of
-
-__all__ = ["Comm", "Groups", "Hierarchy", "Level", "Traffic", "init_distributed", "make_groups"]
+from mics_fn.groups.communicator import Comm, Hierarchy, Life, Maker, Traffic
+from mics_fn.groups.distributed import device_and_backend, require_distributed, universe_of
+from mics_fn.groups.environment import node_of
+from mics_fn.groups.rendezvous import Fact, Place, meet
+from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups
+from mics_fn.schedules import Control
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -3,7 +3,7 @@
 A `Groups` says over which ranks states are cut: its partition group. `place` adds over how many of
 them, innermost first, gathered parameters stay cut for the rest of a step, and over how many the
 gradients are reduced in each micro-step. Every scheme of the ZeRO family is such a pair of numbers,
-and every verb takes its value as it takes any groups. See [Note: placements] in `comm`.
+and every verb takes its value as it takes any groups. See [Note: placements] in `communicator`.
 
 | placement | states over | parameters over | gradients over |
 |---|---|---|---|
@@ -18,9 +18,9 @@ and every verb takes its value as it takes any groups. See [Note: placements] in
 from dataclasses import replace
 from math import prod
 
-from mics_fn.comm import Comm, Hierarchy, Level
 from mics_fn.errors import PlanError, message
-from mics_fn.groups import Groups
+from mics_fn.groups.communicator import Comm, Hierarchy, Level
+from mics_fn.groups.make import Groups
 
 
 def place(groups: Groups, *, params: int | None = None, grads: int | None = None) -> Groups:

@@ -11,26 +11,16 @@ another place for this very rank, neither can go on, and both places are told at
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, PlanError, message, name_ranks
+from mics_fn.store import Store, poll
 
 _KINDS = {"desync": DesyncError, "plan": PlanError, "timeout": CollectiveTimeoutError}
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` used here."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class Fact(NamedTuple):
@@ -172,18 +162,6 @@ def _tell(store: Store, keys: Sequence[str], verdict: dict[str, Any]) -> None:
     for key in sorted(keys):
         stands = store.compare_set(f"{key}/verdict", "", text).decode()
         text = stands if "error" in json.loads(stands) else text
-
-
-def poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:
-    """Wait by asking, so that an interrupt is heard; False after the deadline."""
-    # One store serves all ranks, so the more that wait the more rarely each one asks.
-    pause_s, longest_s = 0.001, max(0.05, 5e-5 * num_waiting)
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, longest_s)
-    return True
 
 
 def _calls(digest: str, rank: int) -> str:

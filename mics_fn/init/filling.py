@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.agreement import checksum, collect_all
+from mics_fn.collectives import checksum, collect_all
 from mics_fn.errors import DesyncError, message, name_ranks
-from mics_fn.flat import split_chunk
 from mics_fn.groups import Groups
-from mics_fn.layout import Bucket, Piece, pieces
-from mics_fn.leaf import Fixed, Leaf, Sharded, is_leaf
-from mics_fn.memory import refuse_overlaps
-from mics_fn.sharded import layout_of
+from mics_fn.shards import (
+    Bucket,
+    Fixed,
+    Leaf,
+    Piece,
+    Sharded,
+    is_leaf,
+    layout_of,
+    pieces,
+    refuse_overlaps,
+    split_chunk,
+)
 
 BLOCK_BYTES = 2**24  # read at once
 

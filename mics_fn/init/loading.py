@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mics_fn.agreement import in_step
+from mics_fn.collectives import in_step
 from mics_fn.errors import TreeError, message
-from mics_fn.filling import Filling
-from mics_fn.hollow import place
-from mics_fn.leaf import Leaf, dtype_name, require_groups
-from mics_fn.weights import Entry, Source, Weights, open_weights
+from mics_fn.init.files import Entry, Source, Weights, open_weights
+from mics_fn.init.filling import Filling
+from mics_fn.init.tape import place
+from mics_fn.shards import Leaf, dtype_name, require_groups
 
 SHOWN = 5  # of what does not match
 

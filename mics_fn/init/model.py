@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import tree
-from mics_fn.agreement import in_step
-from mics_fn.construct import Recorder
+from mics_fn.collectives import in_step
 from mics_fn.errors import LeafError, message
-from mics_fn.filling import Filling
 from mics_fn.groups import Groups
-from mics_fn.hollow import Hollow, place
-from mics_fn.leaf import Leaf, require_groups
-from mics_fn.load import matched, order_of
-from mics_fn.replay import Memory
-from mics_fn.skeleton import hollow_parameter, tensors_of, with_parts
-from mics_fn.tape import NotRecorded
-from mics_fn.weights import Source, Weights, open_weights
+from mics_fn.init.files import Source, Weights, open_weights
+from mics_fn.init.filling import Filling
+from mics_fn.init.loading import matched, order_of
+from mics_fn.init.recorder import Recorder
+from mics_fn.init.replay import Memory
+from mics_fn.init.skeleton import hollow_parameter, tensors_of, with_parts
+from mics_fn.init.tape import NotRecorded, place
+from mics_fn.init.without_data import Hollow
+from mics_fn.shards import Leaf, require_groups
 
 
 def init(
@@ -230,7 +230,7 @@ def _record(
 
 def _place(error: BaseException) -> str:
     """The line of code, in none of the libraries, that an error came through."""
-    libraries = (dirname(torch.__file__), dirname(__file__))
+    libraries = (dirname(torch.__file__), dirname(dirname(__file__)))
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if not frame.filename.startswith(libraries)]
     return f", at {ours[-1].filename}:{ours[-1].lineno}" if ours else ""

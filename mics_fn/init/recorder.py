@@ -1,6 +1,6 @@
 """Running the code that makes a model, without making its memory: ops go on a tape instead.
 
-See [Note: hollow tensors] in `hollow`, [Note: tape] in `tape` and [Note: stamps] in `stamps`.
+See [Note: hollow tensors] in `without_data`, [Note: tape] in `tape` and [Note: stamps] in `rng`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.agreement import checksum
-from mics_fn.hollow import (
-    META,
-    Hollow,
-    geometry,
-    hollows_in,
-    left_behind,
-    on_meta,
-    place,
-    tensors_in,
-)
-from mics_fn.replay import Memory, Replay
-from mics_fn.stamps import default_generator, stamped, start_of
-from mics_fn.tape import NotRecorded, Op, Tape, View
+from mics_fn.collectives import checksum
+from mics_fn.init.replay import Memory, Replay
+from mics_fn.init.rng import default_generator, stamped, start_of
+from mics_fn.init.tape import NotRecorded, Op, Tape, View, geometry, place
+from mics_fn.init.without_data import META, Hollow, hollows_in, left_behind, on_meta, tensors_in
 
 # In-place ops of which no result depends on what was there.
 OVERWRITES = {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.tape import NotRecorded, Op, Tape, View
+from mics_fn.init.tape import NotRecorded, Op, Tape, View
 
 Memory = dict[int, Any]  # storages by cell
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn.errors import LeafError, message
-from mics_fn.hollow import META, Hollow
+from mics_fn.init.without_data import META, Hollow
 
 OWN = {"recorder", "_is_param"}  # what a hollow tensor has that is not its user's
 # Nothing that a model owns lies behind these.

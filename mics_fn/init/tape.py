@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mics_fn import _torch
+
 
 class NotRecorded(Exception):
     """A model's construction can not be recorded, or not be replayed; says at what it failed.
@@ -201,3 +203,13 @@ class _Walk:
         place = bisect_left(writes, before)
         if place and writes[place - 1] >= self.have.get(cell, 0):
             heappush(self.queue, -writes[place - 1])
+
+
+def geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset, in elements."""
+    return tuple(x.shape), x.stride(), int(x.storage_offset())
+
+
+def place(x: Tensor) -> tuple:
+    """The same for tensors that are the same memory, seen alike."""
+    return _torch.storage_id(x), *geometry(x)

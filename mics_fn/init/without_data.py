@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, message
+from mics_fn.init.tape import geometry
 
 META = torch.device("meta")
 
@@ -109,16 +110,6 @@ def hollows_in(value: Any) -> list[Hollow]:
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a pytree."""
     return [x for x in tree.flatten(value)[0] if isinstance(x, Tensor)]
-
-
-def geometry(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and offset, in elements."""
-    return tuple(x.shape), x.stride(), int(x.storage_offset())
-
-
-def place(x: Tensor) -> tuple:
-    """The same for tensors that are the same memory, seen alike."""
-    return _torch.storage_id(x), *geometry(x)
 
 
 def on_meta(hollow: Hollow) -> Tensor:

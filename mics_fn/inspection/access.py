@@ -7,16 +7,22 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.address import Leaves, leaves_of
-from mics_fn.agreement import checksum
-from mics_fn.collectives import start_all_gather
+from mics_fn.collectives import checksum, start_all_gather
 from mics_fn.errors import GroupsError, LeafError, PlanError, message
-from mics_fn.flat import pack_chunk, split_chunk, whole_chunk
 from mics_fn.groups import Groups, Hierarchy
-from mics_fn.layout import Bucket, pieces
-from mics_fn.leaf import Fixed, dtype_name, is_leaf
-from mics_fn.linear import grouped
-from mics_fn.memory import same_tensor
+from mics_fn.inspection.paths import Leaves, leaves_of
+from mics_fn.shards import (
+    Bucket,
+    Fixed,
+    dtype_name,
+    grouped,
+    is_leaf,
+    pack_chunk,
+    pieces,
+    same_tensor,
+    split_chunk,
+    whole_chunk,
+)
 from mics_fn.tree import Tree
 
 # `set` is the public name of a function here: no code of this file may mean the builtin.

@@ -5,17 +5,16 @@ where ranks differ most easily.
 """
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from mics_fn import _torch, tree
-from mics_fn.agreement import collect_bytes
-from mics_fn.errors import DesyncError, LeafError, TreeError, message, name_ranks
+from mics_fn.collectives import same_call
+from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.groups import Groups, Hierarchy
-from mics_fn.leaf import Fixed, Tied, homes_of, is_leaf, owner_index
 from mics_fn.optim import TrainState
+from mics_fn.shards import Fixed, Tied, homes_of, is_leaf, owner_index
 from mics_fn.tree import Tree
 
 Looked = TypeVar("Looked", bound=tuple)
@@ -178,40 +177,3 @@ def _dotted(path: str) -> str:
     ('layers.0.weight', 'params.h.0.w')
     """
     return _KEY.sub(lambda key: f".{key[1] or key[2] or key[3] or ''}", path).lstrip(".")
-
-
-def same_call(verb: str, homes: Sequence[Any], text: str, error: Exception | None = None) -> None:
-    """Return only where all ranks say the same and none of them has an error.
-
-    Args:
-      verb: the call, for errors.
-      homes: `Groups` or `Hierarchy`s whose ranks make it.
-      text: what this rank is about to do.
-      error: what keeps this rank from it; then it returns, for the caller to raise that.
-
-    Raises:
-      DesyncError: on every rank that has no error of its own.
-
-    Communication: two all-gathers over each partition group, and over each replication group of
-      `Groups`: 8 bytes, and the longest text.
-    """
-    wrong = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    said = json.dumps([text, wrong]).encode()
-    found: dict[int, bytes] = {}
-    for home in homes:
-        found |= collect_bytes(home, said)
-    if error is not None:
-        return
-    calls: dict[str, list[int]] = {}
-    failed: dict[str, list[int]] = {}
-    for rank, answer in sorted(found.items()):
-        own, wrong = json.loads(answer)
-        (failed if wrong else calls).setdefault(wrong or own, []).append(rank)
-    if failed:
-        lines = [f"{name_ranks(ranks)}: {wrong}" for wrong, ranks in failed.items()]
-        fix = "see what these ranks raise; nothing was changed on any rank"
-        raise DesyncError(message(f"{verb}: it failed on other ranks", lines, fix))
-    if len(calls) > 1:
-        lines = [f"{name_ranks(ranks)}: {own}" for own, ranks in calls.items()]
-        fix = f"call {verb} with the same arguments on every rank"
-        raise DesyncError(message(f"{verb}: ranks differ in what they ask for", lines, fix))

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mics_fn.address import Leaves, leaves_of
 from mics_fn.errors import TreeError
 from mics_fn.groups import Groups
-from mics_fn.leaf import Fixed, Nothing, Sharded, Tied, dtype_name
-from mics_fn.linear import grouped
+from mics_fn.inspection.paths import Leaves, leaves_of
+from mics_fn.shards import Fixed, Nothing, Sharded, Tied, dtype_name, grouped
 from mics_fn.tree import Tree
 
 _HEAD = ("path", "shape", "dtype", "kind", "bucket", "groups", "here", "full")

@@ -8,14 +8,21 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
-from mics_fn.columns import in_chunks, map_columns
 from mics_fn.errors import LeafError, OptimizerError, PlanError, message
-from mics_fn.groups import Groups, Hierarchy
-from mics_fn.layout import Bucket
-from mics_fn.leaf import Sharded, homes_of, is_leaf, needs_derivative
-from mics_fn.linear import BucketUse, deal, linear_map, uses_of
-from mics_fn.optim import Transform, from_update
-from mics_fn.topology import fold_ranks
+from mics_fn.groups import Groups, Hierarchy, fold_ranks
+from mics_fn.optim.columns import in_chunks, map_columns
+from mics_fn.optim.transform import Transform, from_update
+from mics_fn.shards import (
+    Bucket,
+    BucketUse,
+    Sharded,
+    deal,
+    homes_of,
+    is_leaf,
+    linear_map,
+    needs_derivative,
+    uses_of,
+)
 from mics_fn.tree import Tree
 
 
@@ -121,7 +128,7 @@ def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     """The same, differentiable any number of times; the norms of `_total` are not, at 0.
 
     What each rank adds is a tensor in parts, one element a rank, and the sum is a full value: so
-    its derivative is that of a gather. See [Note: adjoint] in `linear`.
+    its derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
     """
     zero = torch.zeros((), dtype=torch.float64, device=home.device)
     here = torch.stack([zero, *(x.double().square().sum() for x in pieces)]).sum()

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, message
-from mics_fn.layout import Bucket
-from mics_fn.leaf import Sharded, is_leaf, needs_derivative
+from mics_fn.shards import Bucket, Sharded, is_leaf, needs_derivative
 from mics_fn.tree import Tree
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.clip import (
+from mics_fn.collectives import collect
+from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
+from mics_fn.groups import Groups, Hierarchy
+from mics_fn.optim.clip import (
     check_limit,
     clip_factor,
     counted_homes,
@@ -18,12 +21,9 @@ from mics_fn.clip import (
     norm_here,
     norm_problem,
 )
-from mics_fn.collectives import collect
-from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
-from mics_fn.groups import Groups, Hierarchy
-from mics_fn.leaf import donate as mark_donated
-from mics_fn.leaf import homes_of, refuse_derivative
-from mics_fn.loss_scale import LossScale, no_scale, require
+from mics_fn.optim.loss_scale import LossScale, no_scale, require
+from mics_fn.shards import donate as mark_donated
+from mics_fn.shards import homes_of, refuse_derivative
 from mics_fn.tree import Tree
 
 

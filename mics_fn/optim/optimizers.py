@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from mics_fn import tree
-from mics_fn.columns import columns, fresh
-from mics_fn.optim import Mask, Rate, Schedule, Transform, decay_keys, from_step, rate_at
-from mics_fn.torch_optim import from_torch
+from mics_fn.optim.columns import columns, fresh
+from mics_fn.optim.torch_optim import from_torch
+from mics_fn.optim.transform import Mask, Rate, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
 
 

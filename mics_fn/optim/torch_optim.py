@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.columns import columns
 from mics_fn.errors import OptimizerError, message
-from mics_fn.leaf import needs_derivative
-from mics_fn.optim import Mask, Rate, Transform, decay_keys, from_step, rate_at
+from mics_fn.optim.columns import columns
+from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
+from mics_fn.shards import needs_derivative
 from mics_fn.tree import Tree
 
 _WHOLE = "it needs whole matrices, and a shard is a flat piece"

@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, message, name_ranks
-from mics_fn.rendezvous import Store
-from mics_fn.stalled import Stuck, never, news, next_to
+from mics_fn.schedules.stalled import Stuck, never, news, next_to
+from mics_fn.store import Store
 
 _WAYS = "gather: ranks take different ways through the model"
 _ONE_WAY = (
@@ -179,7 +179,7 @@ class Control:
     def _look_for_stuck(
         self, store: Store, stuck: Sequence[Stuck], issued: Mapping[str, int]
     ) -> None:
-        """See [Note: waiting in two places] in `stalled`."""
+        """See [Note: waiting in two places] in `schedules.stalled`."""
         after = f", after {self._ways[-1].last_place()}" if self._ways else ""
         text = f"waits for {stuck[0].text}{after}"
         mine = json.dumps(news(stuck, issued, text))

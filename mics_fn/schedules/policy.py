@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mics_fn.errors import PlanError, message
-from mics_fn.schedule import Schedule, plan
+from mics_fn.schedules.planning import plan
+from mics_fn.schedules.schedule import Schedule
 
 Planner = Callable[[Schedule, Sequence[int]], Schedule]
 

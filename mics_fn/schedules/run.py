@@ -9,12 +9,10 @@ run goes on as a first run from there, and what it writes down replaces what was
 import warnings
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any
 
-from mics_fn.control import Control
-from mics_fn.errors import PlanError, message
-from mics_fn.policy import Known, OnDemand
-from mics_fn.schedule import Action, Schedule
+from mics_fn.schedules.desync import Control
+from mics_fn.schedules.policy import Known, OnDemand
+from mics_fn.schedules.schedule import Action, Schedule
 
 
 class Player:
@@ -159,7 +157,7 @@ class Player:
                 if victim is None:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
-            # See [Note: the same way] in `control`.
+            # See [Note: the same way] in `schedules.desync`.
             self._control.same(self._so_far(self.place_of(k)))
             done.append(self._apply(Action("fetch", (i,))))
         return done
@@ -172,7 +170,7 @@ class Player:
         return f"use {k} of run {self.number} is of {named}"
 
     def place(self, k: int) -> str | None:
-        """As `control.Way` says."""
+        """As `schedules.desync.Way` says."""
         if self.left:
             return None
         if len(self.uses) == k == self._end and not self.ended:
@@ -180,7 +178,7 @@ class Player:
         return self.place_of(k) if len(self.uses) > k or self.ended else None
 
     def last_place(self) -> str:
-        """As `control.Way` says."""
+        """As `schedules.desync.Way` says."""
         if len(self.uses) == self._end and not self.ended:
             return self._pass_end()
         if not self.uses and not self.ended:
@@ -249,50 +247,3 @@ def _adopted(control: Control, event: str, order: Sequence[int]) -> tuple[int, .
     """An order of buckets, each at its first place; that of whichever rank is here first."""
     text = control.adopt(event, " ".join(map(str, dict.fromkeys(order))))
     return tuple(map(int, text.split()))
-
-
-def describe(schedule: Any) -> str:
-    """The facts of a schedule or policy that must be the same on every rank.
-
-    Raises:
-      PlanError: it is neither.
-    """
-    if isinstance(schedule, OnDemand):
-        return schedule.describe()
-    if not isinstance(schedule, Schedule):
-        text = f"gather: schedule={schedule!r:.60} is no schedule"
-        raise PlanError(message(text, fix="pass a Schedule, on_demand(...) or None"))
-    return str(schedule)
-
-
-def memory_of(
-    schedule: Schedule | OnDemand, uses: Sequence[Any], control: Control
-) -> tuple[OnDemand, Known]:
-    """The policy behind `schedule=`, and what it knows of a tree.
-
-    Raises:
-      PlanError: it names buckets that the tree lacks, or uses one that is not live.
-    """
-    key = tuple((use.bucket, use.missing, use.hierarchy.hold) for use in uses)
-    if isinstance(schedule, OnDemand):
-        return schedule, schedule.known.setdefault(key, Known())
-    if (schedule, key) not in control.fixed:
-        sizes = sizes_of(uses)
-        schedule.check(sizes)
-        # Where the model does otherwise, buckets are fetched on demand in as much memory.
-        policy = OnDemand(schedule.peak_bytes(sizes), 0, lambda record, sizes: schedule)
-        order = tuple(dict.fromkeys(schedule.reduces))
-        whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]
-        control.fixed[schedule, key] = policy, Known(schedule, order if whole else None)
-    return control.fixed[schedule, key]
-
-
-def sizes_of(uses: Sequence[Any]) -> list[int]:
-    """Bytes that each bucket takes where it is live; none if it is a view of what is there."""
-    found = []
-    for use in uses:
-        route, bucket = use.home and use.hierarchy, use.bucket
-        inner = bucket.parts if route is None else route.split(route.hold)[1].size
-        cast = inner == bucket.parts and bucket.compute != bucket.dtype
-        found.append(bucket.nbytes if inner > 1 or cast else 0)
-    return found

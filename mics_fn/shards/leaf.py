@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, tree
-from mics_fn.errors import DonatedError, GroupsError, LeafError, TreeError, message
-from mics_fn.groups import Groups, Hierarchy
-from mics_fn.layout import Bucket
+from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
 
-# What errors say of it; see [Note: rows of ranks] in `rows`.
+# What errors say of it; see [Note: rows of ranks] in `shards.rows`.
 LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
 SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
 
@@ -285,20 +284,3 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
                 f"or make groups with device={str(leaf.device)!r}",
             )
         )
-
-
-def require_groups(verb: str, name: str, homes: Any) -> None:
-    """Raise a clear error where a verb is called without groups."""
-    if homes is None:
-        fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message(f"{verb}: {name} is None", fix=fix))
-
-
-def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
-    """The groups (or hierarchy) of each leaf of a tree of shards, all of them open."""
-    require_groups(verb, name, homes)
-    values = {"what": name, "is_value": lambda value: isinstance(value, Groups | Hierarchy)}
-    found = tree.spread(homes, like, is_leaf=is_leaf, **values)
-    for home in dict.fromkeys(found):
-        home.partition.check_open()
-    return found

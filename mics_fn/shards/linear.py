@@ -14,99 +14,23 @@ do not use can not make ranks differ in what they communicate.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn.collectives import start_all_gather, start_mean, start_reduce_scatter
-from mics_fn.errors import GroupsError, PlanError, message
-from mics_fn.flat import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
-from mics_fn.groups import Comm, Groups, Hierarchy
-from mics_fn.layout import Bucket
-from mics_fn.leaf import Leaf, Tied, refuse_derivative, refuse_tracing
-from mics_fn.pending import Pending, wait_all
-from mics_fn.rows import check_rows, in_front
-
-
-@dataclass(frozen=True, eq=False)
-class BucketUse:
-    """The leaves of a bucket that a tree holds: `index[slot]` is a leaf's place there, or None."""
-
-    bucket: Bucket
-    home: Groups | Hierarchy
-    index: tuple[int | None, ...]
-
-    @property
-    def hierarchy(self) -> Hierarchy:
-        return self.home.hierarchy if isinstance(self.home, Groups) else self.home
-
-    @property
-    def far(self) -> bool:
-        """Whether a gather and its adjoint do more than to look at this rank's piece."""
-        return self.bucket.parts > 1 or self.hierarchy.grad_factor != 1.0
-
-    @property
-    def members(self) -> list[int]:
-        return [i for i in self.index if i is not None]
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Slots that the tree lacks; mostly none."""
-        if None not in self.index:
-            return ()
-        return tuple(slot for slot, i in enumerate(self.index) if i is None)
-
-    def by_slot(self, values: Sequence[Any]) -> list[Any]:
-        """One value a slot, None where the tree lacks the leaf, from one value a member."""
-        given = iter(values)
-        return [None if i is None else next(given) for i in self.index]
-
-    def by_member(self, values: Sequence[Any]) -> list[Any]:
-        """One value a member from one value a slot."""
-        return [value for value, i in zip(values, self.index, strict=True) if i is not None]
-
-
-def uses_of(
-    verb: str, leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]
-) -> list[BucketUse]:
-    """The buckets of a tree; two trees of equal layout in one give two uses of equal buckets."""
-    uses = grouped(leaves, homes)
-    for use in uses:
-        _check_home(verb, use, homes)
-    return uses
-
-
-def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
-    """Leaves by bucket, each bucket once unless a slot occurs again."""
-    found: dict[Bucket, list[dict[int, int]]] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tied) or leaf.bucket is None:
-            continue
-        slots = found.setdefault(leaf.bucket, [])
-        if not slots or leaf.slot in slots[-1]:
-            slots.append({})
-        free = slots[-1] if len(slots) == 1 else next(s for s in slots if leaf.slot not in s)
-        free[leaf.slot] = i
-    uses = []
-    for bucket, every in found.items():
-        for slots in every:
-            index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
-            uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index))
-    return uses
-
-
-def _check_home(verb: str, use: BucketUse, homes: Sequence[Groups | Hierarchy]) -> None:
-    if any(homes[i] is not use.home for i in use.members):
-        text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
-        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
-    if use.hierarchy.size != use.bucket.parts:
-        sizes = f"{use.bucket.parts}, the groups have {use.hierarchy.size} ranks"
-        text = f"{verb}: shards are cut in {sizes}"
-        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
-
+from mics_fn.collectives import (
+    Pending,
+    start_all_gather,
+    start_mean,
+    start_reduce_scatter,
+    wait_all,
+)
+from mics_fn.shards.leaf import refuse_derivative, refuse_tracing
+from mics_fn.shards.opened import BucketUse, replicas_of
+from mics_fn.shards.pack import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
+from mics_fn.shards.rows import check_rows, in_front
 
 # The three linear maps, on plain tensors: one value a member of each use, in and out.
 
@@ -195,12 +119,6 @@ def _pieces(uses: Sequence[BucketUse], chunks: Sequence[Tensor]) -> list[Tensor]
         for use, chunk in zip(uses, chunks, strict=True)
         for piece in use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, chunk))
     ]
-
-
-def replicas_of(use: BucketUse) -> Comm:
-    if isinstance(use.home, Groups):
-        return use.home.replicas
-    raise GroupsError(message("hop 2 needs groups, got a hierarchy", fix="pass groups"))
 
 
 def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse, Sequence[Any]]]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn.contents import map_contents
 from mics_fn.errors import PlanError, message
+from mics_fn.shards.contents import map_contents
 from mics_fn.tree import Tree
 
 _SHORT = {
@@ -213,27 +213,3 @@ def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return map_contents(cast, values)
-
-
-def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
-    """How to take a mean as `before` times each value, their sum, and `after` times that.
-
-    With float16 neither factor alone will do: a plain sum overflows early, and a value divided by
-    `count` may go to 0. So `before` is the power of two at or just below 1/sqrt(count). Sums then
-    stay finite while values are below about 65504 / (count * before), which is 65504 / sqrt(count)
-    or up to twice that; an overflow above is seen, and a dynamic scale mends it. A value that goes
-    to 0 is not seen; none does that is at least 2**-24 / before. Other dtypes have at least the
-    range of float32, and their `before` is 1.
-
-    Args:
-      dtype: in which the values are added.
-      count: how many there are.
-
-    Returns:
-      `(before, after)`; `before * after * count` is 1, exactly so if `count` is a power of two.
-    """
-    if count < 1:
-        raise PlanError(f"mean_factors: count={count}, expected at least 1")
-    # The least k with 4**k >= count.
-    k = ((count - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 0
-    return 2.0**-k, 2.0**k / count

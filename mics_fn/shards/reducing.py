@@ -9,20 +9,13 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
-from mics_fn.flat import dense
-from mics_fn.gather import PendingTree, check_shards
-from mics_fn.leaf import (
-    Fixed,
-    Sharded,
-    dtype_name,
-    homes_of,
-    is_leaf,
-    needs_derivative,
-    owner_index,
-)
-from mics_fn.leaf import donate as mark_donated
-from mics_fn.linear import BucketUse, apply, put, replica_mean, replicas_of, start, uses_of
-from mics_fn.sharded import layout_of
+from mics_fn.shards.gathering import PendingTree
+from mics_fn.shards.leaf import Fixed, Sharded, dtype_name, is_leaf, needs_derivative, owner_index
+from mics_fn.shards.leaf import donate as mark_donated
+from mics_fn.shards.linear import apply, put, replica_mean, start
+from mics_fn.shards.opened import BucketUse, check_shards, homes_of, replicas_of, uses_of
+from mics_fn.shards.pack import dense
+from mics_fn.shards.sharding import layout_of
 from mics_fn.tree import Tree
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import collect
-from mics_fn.comm import Comm
 from mics_fn.errors import DesyncError, LeafError, message, name_ranks
-from mics_fn.leaf import LOCAL_BASIS, SHARED_BASIS
+from mics_fn.groups import Comm
+from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS
 
 _MOST_DIMS = 16  # of a batch; there is a dim for each vmap around
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import tree
-from mics_fn.agreement import agree, check_replicas
-from mics_fn.collectives import broadcast
+from mics_fn.collectives import agree, broadcast, check_replicas
 from mics_fn.errors import PlanError, TreeError, message, name_ranks
-from mics_fn.flat import pack_full, split_chunk
 from mics_fn.groups import Groups
-from mics_fn.layout import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
-from mics_fn.leaf import (
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
+from mics_fn.shards.leaf import (
     Fixed,
     Leaf,
     Nothing,
@@ -24,10 +22,11 @@ from mics_fn.leaf import (
     dtype_name,
     is_leaf,
     refuse_computed,
-    require_groups,
 )
-from mics_fn.memory import owners_of, refuse_overlaps
-from mics_fn.precision import Policy, policy_of
+from mics_fn.shards.memory import owners_of, refuse_overlaps
+from mics_fn.shards.opened import require_groups
+from mics_fn.shards.pack import pack_full, split_chunk
+from mics_fn.shards.precision import Policy, policy_of
 from mics_fn.tree import Tree
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn.contents import PLAIN, leaves_of, map_contents
 from mics_fn.errors import TreeError, message
+from mics_fn.shards import PLAIN, leaves_of, map_contents
 
 _KINDS = "tensors in tuples, lists, mappings, dataclasses and registered pytree nodes"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
-from mics_fn.memory import Place, each_once, overlaps
+from mics_fn.shards import Place, each_once, overlaps
 
 Values = dict[str, Tensor]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mics_fn.precision import Policy
+from mics_fn.shards import Policy
 
 
 class Casting:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from mics_fn.address import same_call
+from mics_fn.collectives import same_call
 from mics_fn.errors import GroupsError, LeafError, MicsError, TreeError, message
 from mics_fn.groups import Groups
-from mics_fn.leaf import require_groups
+from mics_fn.shards import require_groups
 
 
 def sampler(

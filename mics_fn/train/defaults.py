@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.agreement import collect_all
+from mics_fn.collectives import collect_all
 from mics_fn.groups import Groups
-from mics_fn.layout import BUCKET_BYTES
-from mics_fn.policy import OnDemand, keep_all, on_demand
+from mics_fn.schedules import OnDemand, keep_all, on_demand
+from mics_fn.shards import BUCKET_BYTES
 from mics_fn.tree import Tree
 
 

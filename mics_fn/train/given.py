@@ -6,16 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import placement, tree
-from mics_fn.defaults import bucket_bytes_for
+from mics_fn import tree
 from mics_fn.errors import LeafError, PlanError, TreeError, message
-from mics_fn.gather import check_shards
-from mics_fn.groups import Groups
-from mics_fn.leaf import Leaf, dtype_name, homes_of, is_leaf
-from mics_fn.linear import uses_of
-from mics_fn.memory import owners_of
-from mics_fn.precision import Policy
-from mics_fn.sharded import shard
+from mics_fn.groups import Groups, placement
+from mics_fn.shards import (
+    Leaf,
+    Policy,
+    check_shards,
+    dtype_name,
+    homes_of,
+    is_leaf,
+    owners_of,
+    shard,
+    uses_of,
+)
+from mics_fn.train.defaults import bucket_bytes_for
 from mics_fn.tree import Tree
 
 _SAME = "pass the shards that init or load_shards made for this very model"

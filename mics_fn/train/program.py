@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mics_fn.buffers import Buffers, Values
-from mics_fn.casting import Casting
 from mics_fn.errors import LeafError, message
-from mics_fn.precision import Policy
-from mics_fn.skeleton import on_meta_copy, refuse_lazy
+from mics_fn.init import on_meta_copy, refuse_lazy
+from mics_fn.shards import Policy
+from mics_fn.train.buffers import Buffers, Values
+from mics_fn.train.casting import Casting
 from mics_fn.tree import Tree
 
 Backward = Callable[[Tensor], None]

@@ -11,14 +11,18 @@ from typing import Any
 import torch
 
 from mics_fn import tree
-from mics_fn.columns import fresh, map_columns
+from mics_fn.collectives import check_policy
 from mics_fn.errors import PlanError, TreeError, message
-from mics_fn.grads import sync_replicas
-from mics_fn.leaf import donate as mark_donated
-from mics_fn.leaf import is_leaf, refuse_derivative
-from mics_fn.optim import TrainState, as_transform, init_state, opt_step
-from mics_fn.ready import sgd
-from mics_fn.replicas import alone, check_equal, check_policy, homes_with_replicas
+from mics_fn.groups import alone
+from mics_fn.optim import TrainState, as_transform, fresh, init_state, map_columns, opt_step, sgd
+from mics_fn.shards import (
+    check_equal,
+    homes_with_replicas,
+    is_leaf,
+    refuse_derivative,
+    sync_replicas,
+)
+from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
 

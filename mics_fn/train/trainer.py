@@ -8,24 +8,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn.batch import count, cut, to_device
-from mics_fn.buffers import Values
 from mics_fn.collectives import mean_over_ranks
-from mics_fn.data import Epochs
-from mics_fn.defaults import schedules_for
+from mics_fn.deferred import GradSum, bucket_sizes, defer
 from mics_fn.errors import TreeError, message
-from mics_fn.gather import bucket_sizes, defer, unshard
-from mics_fn.given import as_shards, check_buffers, homes_for
-from mics_fn.grad_sum import GradSum
-from mics_fn.guard import Guard, Verdict
-from mics_fn.leaf import refuse_derivative
-from mics_fn.loop import Progress, reproducible
-from mics_fn.optim import TrainState, init_state, opt_step
-from mics_fn.policy import OnDemand
-from mics_fn.precision import Policy, policy_of
-from mics_fn.program import FunctionProgram, ModuleProgram
-from mics_fn.replica_sync import ReplicaSync, every_step
-from mics_fn.schedule import Schedule
+from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step
+from mics_fn.schedules import OnDemand, Schedule
+from mics_fn.shards import Policy, policy_of, refuse_derivative, unshard
+from mics_fn.train.batch import count, cut, to_device
+from mics_fn.train.buffers import Values
+from mics_fn.train.data import Epochs
+from mics_fn.train.defaults import schedules_for
+from mics_fn.train.given import as_shards, check_buffers, homes_for
+from mics_fn.train.loop import Progress, reproducible
+from mics_fn.train.program import FunctionProgram, ModuleProgram
+from mics_fn.train.replica_sync import ReplicaSync, every_step
 from mics_fn.tree import Tree
 
 

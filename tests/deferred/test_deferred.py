@@ -29,10 +29,10 @@ from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn import _torch, tree
-from mics_fn.columns import columns
-from mics_fn.deferred import Deferred
+from mics_fn.deferred.deferring import defer
+from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import DonatedError, GroupsError, LeafError, TreeError
-from mics_fn.gather import defer
+from mics_fn.optim.columns import columns
 
 PAIR = Layout((2,), 2)
 

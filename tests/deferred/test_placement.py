@@ -28,9 +28,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import mics_fn as mf
-from mics_fn import placement, tree
-from mics_fn.agreement import checksum
-from mics_fn.gather import defer
+from mics_fn import tree
+from mics_fn.collectives.agreement import checksum
+from mics_fn.deferred.deferring import defer
+from mics_fn.groups import placement
 
 STEPS = 3
 BUCKET_BYTES = 250  # a block's weight and bias, or the embedding

@@ -12,10 +12,11 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn import pending, tree
+from mics_fn import tree
+from mics_fn.collectives import pending
+from mics_fn.deferred.deferring import defer
+from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DesyncError
-from mics_fn.gather import defer
-from mics_fn.reduction import Reduction
 
 PAIR = Layout((2,), 2)
 WIDE = Layout((2, 2), 4)
@@ -88,7 +89,7 @@ class Log:
     """What is started, in order, as 'gather 2' or 'reduce 0'."""
 
     def __init__(self, monkeypatch):
-        from mics_fn import cache
+        from mics_fn.deferred import live as cache
 
         self.events, real_fetch, real_start = [], cache.Cache._fetch, Reduction._start
 

@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mics_fn as mf
-from mics_fn import flat, layout, tree
-from mics_fn.layout import LeafSpec, plan_buckets
-from mics_fn.leaf import Nothing
-from mics_fn.optim import TrainState
-from mics_fn.ready import LionState
-from mics_fn.torch_optim import TorchState
+from mics_fn import tree
+from mics_fn.groups.buffers import Buffers
+from mics_fn.optim.optimizers import LionState
+from mics_fn.optim.state import TrainState
+from mics_fn.optim.torch_optim import TorchState
+from mics_fn.shards import bucket as layout
+from mics_fn.shards import pack
+from mics_fn.shards.bucket import LeafSpec, plan_buckets
+from mics_fn.shards.leaf import Nothing
 
 BUCKET = layout.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
 
@@ -171,29 +174,29 @@ def test_packing_is_undone_by_splitting(leaves, parts, batched):
     batch = (3,) if batched else ()
     cpu = torch.device("cpu")
     full = [random(i, *batch, *shape, dtype=torch.float64) for i, shape in enumerate(bucket.shapes)]
-    packed = flat.pack_full(bucket, full, batch=batch, device=cpu)
+    packed = pack.pack_full(bucket, full, batch=batch, device=cpu)
     assert all(
-        torch.equal(a, b) for a, b in zip(flat.split_full(bucket, packed), full, strict=True)
+        torch.equal(a, b) for a, b in zip(pack.split_full(bucket, packed), full, strict=True)
     )
     for start, length in layout.gaps(bucket):
         assert not packed[..., start : start + length].any()
     for chunk, part in enumerate(packed.split(bucket.chunk, -1)):
         own = part.clone()
-        pieces = flat.split_chunk(bucket, chunk, own)
-        back = flat.pack_chunk(bucket, chunk, pieces, batch=batch, device=cpu)
+        pieces = pack.split_chunk(bucket, chunk, own)
+        back = pack.pack_chunk(bucket, chunk, pieces, batch=batch, device=cpu)
         assert torch.equal(back, part)
         held = any(piece.numel() for piece in pieces)
         if held:
             assert (back.data_ptr() == own.data_ptr()) == (not batched), "views need no copy"
         copies = [piece.clone() for piece in pieces]
-        assert torch.equal(flat.pack_chunk(bucket, chunk, copies, batch=batch, device=cpu), part)
+        assert torch.equal(pack.pack_chunk(bucket, chunk, copies, batch=batch, device=cpu), part)
 
 
 def test_missing_gradients_are_zeros_and_use_no_memory_of_their_own():
     (bucket, _), *_ = plan_buckets(
         [LeafSpec(f"p{i}", (3,), torch.float32, 2, True, None) for i in range(3)]
     )
-    packed = flat.pack_full(bucket, [None, torch.ones(3), None], device=torch.device("cpu"))
+    packed = pack.pack_full(bucket, [None, torch.ones(3), None], device=torch.device("cpu"))
     assert packed.tolist() == [0, 0, 0, 0, 1, 1, 1, 0] + [0] * (bucket.numel - 8)
 
 
@@ -201,13 +204,13 @@ def test_a_chunk_of_somebody_elses_memory_is_copied():
     """In-place updates must not reach beyond the pieces."""
     (bucket, _), *_ = plan_buckets([LeafSpec("w", (8,), torch.float32, 1, True, None)])
     big = torch.arange(100.0)
-    found = flat.pack_chunk(bucket, 0, [big[:8]], device=torch.device("cpu"))
+    found = pack.pack_chunk(bucket, 0, [big[:8]], device=torch.device("cpu"))
     assert found.data_ptr() != big.data_ptr()
     assert torch.equal(found, big[:8])
 
 
 def test_buffers_come_back_and_are_few():
-    buffers, cpu = flat.Buffers(keep=2), torch.device("cpu")
+    buffers, cpu = Buffers(keep=2), torch.device("cpu")
     sizes = [(8,), (2, 32), (16,)]
     given = [buffers.take(size, torch.float32, cpu) for size in sizes]
     for tensor in given:
@@ -220,7 +223,7 @@ def test_buffers_come_back_and_are_few():
 
 
 def test_a_buffer_can_be_the_tensors_alone():
-    buffers, cpu = flat.Buffers(), torch.device("cpu")
+    buffers, cpu = Buffers(), torch.device("cpu")
     wide, narrow = (buffers.take((n,), torch.float32, cpu, exact=True) for n in (100, 60))
     places = wide.data_ptr(), narrow.data_ptr()
     buffers.give(wide)
@@ -233,7 +236,7 @@ def test_a_buffer_can_be_the_tensors_alone():
 
 
 def test_buffers_that_nobody_takes_any_more_are_let_go():
-    buffers, cpu = flat.Buffers(), torch.device("cpu")
+    buffers, cpu = Buffers(), torch.device("cpu")
     for n in (100, 60):  # of a model that is gone, and of the next one
         for _ in range(40):
             buffers.give(buffers.take((n,), torch.float32, cpu, exact=True))

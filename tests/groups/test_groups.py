@@ -12,11 +12,11 @@ from test_rendezvous import launched
 from torch.distributed.device_mesh import init_device_mesh
 
 from mics_fn import _torch
-from mics_fn.comm import Comm
 from mics_fn.errors import GroupsError, PlanError
-from mics_fn.groups import Groups, Traffic, make_groups
-from mics_fn.lab.ranks import RankPool, run_ranks
-from mics_fn.topology import Topology, plan_groups
+from mics_fn.groups.communicator import Comm, Traffic
+from mics_fn.groups.make import Groups, make_groups
+from mics_fn.groups.topology import Topology, plan_groups
+from mics_fn.lab.ranks.pool import RankPool, run_ranks
 
 Pools = Callable[[int], RankPool]
 

@@ -3,7 +3,13 @@
 import pytest
 
 from mics_fn.errors import GroupsError
-from mics_fn.launcher import Launch, launched_world_size, node_of, read_launch, tasks_per_node
+from mics_fn.groups.environment import (
+    Launch,
+    launched_world_size,
+    node_of,
+    read_launch,
+    tasks_per_node,
+)
 
 TORCHRUN = {
     "RANK": "5",

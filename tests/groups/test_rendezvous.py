@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from mics_fn import _torch, rendezvous
+from mics_fn import _torch
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, MicsError, PlanError
-from mics_fn.groups import make_groups
-from mics_fn.lab.ranks import RankPool
-from mics_fn.topology import Topology
+from mics_fn.groups import rendezvous
+from mics_fn.groups.make import make_groups
+from mics_fn.groups.topology import Topology
+from mics_fn.lab.ranks.pool import RankPool
 
 Pools = Callable[[int], RankPool]
 LAUNCHER = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")

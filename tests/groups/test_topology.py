@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.errors import PlanError
-from mics_fn.topology import (
+from mics_fn.groups.topology import (
     Plan,
     Topology,
     chunk_of,

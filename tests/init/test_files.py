@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import tree, weights
-from mics_fn.layout import pieces
-from mics_fn.leaf import is_leaf
+from mics_fn import tree
+from mics_fn.init import files as weights
+from mics_fn.shards.bucket import pieces
+from mics_fn.shards.leaf import is_leaf
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4)]
 CODES = {getattr(torch, name): code for code, name in weights.DTYPES.items()}
@@ -196,7 +197,7 @@ def test_exactly_a_ranks_bytes_of_a_safetensors_file_are_read(ranks, tmp_path, l
 
 def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
     """With blocks much smaller than a piece."""
-    from mics_fn import filling
+    from mics_fn.init import filling
 
     before, filling.BLOCK_BYTES = filling.BLOCK_BYTES, 12
     try:

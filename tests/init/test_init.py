@@ -20,9 +20,9 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab import gpt
-from mics_fn.leaf import is_leaf
-from mics_fn.stamps import number_in, stamped
+from mics_fn.init.rng import number_in, stamped
+from mics_fn.lab.models import gpt
+from mics_fn.shards.leaf import is_leaf
 
 if importlib.util.find_spec("transformers"):
     from zoo_transformers import CASES as TRANSFORMERS

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab.bench_memory import give_back_at_once
-from mics_fn.lab.ranks import run_ranks
+from mics_fn.lab.bench.process_memory import give_back_at_once
+from mics_fn.lab.ranks.pool import run_ranks
 
 WIDTH, DEPTH = 64, 24
 SMALL = 8 * 1024  # bytes: biases, and numbers that ranks exchange

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.construct import Recorder
-from mics_fn.replay import Memory
+from mics_fn.init.recorder import Recorder
+from mics_fn.init.replay import Memory
 
 SEED = 11
 

@@ -25,9 +25,9 @@ from torch import nn
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import message
-from mics_fn.flat import whole_chunk
-from mics_fn.leaf import is_leaf
-from mics_fn.linear import grouped
+from mics_fn.shards.leaf import is_leaf
+from mics_fn.shards.opened import grouped
+from mics_fn.shards.pack import whole_chunk
 
 FOUR = Layout((2, 2), 2)
 every_layout = pytest.mark.parametrize(

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from mics_fn.__main__ import main
-from mics_fn.comm import Comm, Life, Traffic
 from mics_fn.errors import PlanError
-from mics_fn.lab import bench_bytes, bench_links, bench_memory
-from mics_fn.lab.bench_bytes import RankBytes, leaves_node
-from mics_fn.lab.bench_links import Counters, Rate, read_counters, read_rates, sent_bytes
-from mics_fn.lab.bench_measure import (
+from mics_fn.groups.communicator import Comm, Life, Traffic
+from mics_fn.lab.bench import bytes as bench_bytes
+from mics_fn.lab.bench import links, process_memory
+from mics_fn.lab.bench.bytes import RankBytes, leaves_node
+from mics_fn.lab.bench.links import Counters, Rate, read_counters, read_rates, sent_bytes
+from mics_fn.lab.bench.peers import PEERS
+from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, peak_growth, reset_peak
+from mics_fn.lab.bench.turns import (
     PEAK_STEPS,
     Peer,
     Setting,
@@ -28,12 +31,10 @@ from mics_fn.lab.bench_measure import (
     spread,
     take_turns,
 )
-from mics_fn.lab.bench_memory import memory_bytes, peak_bytes, peak_growth, reset_peak
-from mics_fn.lab.bench_peers import PEERS
-from mics_fn.lab.gpt import GPT, GPTConfig
+from mics_fn.lab.models.gpt import GPT, GPTConfig
 
 TINY = ["--dim", "16", "--heads", "2", "--blocks", "1", "--vocab", "256", "--context", "8"]
-ROOT = Path(bench_bytes.__file__).parents[2]
+ROOT = Path(bench_bytes.__file__).parents[3]
 MODEL = GPT(GPTConfig(256, context=8, dim=16, num_heads=2, num_blocks=1))
 NUM_PARAMS = sum(p.numel() for p in MODEL.parameters())
 CPU = torch.device("cpu")
@@ -315,7 +316,7 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
 def test_bad_sizes_are_refused_before_a_rank_starts(
     argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("mics_fn.lab.bench_measure.launch", None)
+    monkeypatch.setattr("mics_fn.lab.bench.turns.launch", None)
     monkeypatch.setenv("MICS_FN_LINKS", "no_such_module")
     assert main(["bench", *argv]) == 2
     assert said in capsys.readouterr().err
@@ -390,11 +391,11 @@ def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if before is not None:
         assert peak_growth(lambda: torch.ones(8_000_000), CPU) >= 30e6  # type: ignore[operator]
         assert (peak_bytes(CPU) or 0) >= before + 30e6
-    monkeypatch.setattr(bench_memory, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(process_memory, "STATUS", tmp_path / "status")
     assert memory_bytes(CPU) is None
     (tmp_path / "status").write_text("VmHWM:\t    50 kB\nVmRSS:\t    40 kB\n")
     assert (memory_bytes(CPU), peak_bytes(CPU)) == (40 * 1024, 50 * 1024)
-    monkeypatch.setattr(bench_memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    monkeypatch.setattr(process_memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
     assert reset_peak(CPU) is None
     done: list[int] = []
     assert peak_growth(lambda: done.append(1), CPU) is None
@@ -414,16 +415,16 @@ def test_what_leaves_a_node() -> None:
 def test_counters_of_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "Inter-| Receive | Transmit\n face |bytes\n  eth0: 1 2 0 0 0 0 0 0 300 4 0 0 0 0 0 0\n"
     (tmp_path / "dev").write_text(text)
-    monkeypatch.setattr(bench_links, "NET_DEV", tmp_path / "dev")
+    monkeypatch.setattr(links, "NET_DEV", tmp_path / "dev")
     snmp = "Ip: Forwarding\nIp: 1\nTcp: OutSegs RetransSegs InErrs\nTcp: 70 5 0\nUdp: A\nUdp: 1\n"
     (tmp_path / "snmp").write_text(snmp)
-    monkeypatch.setattr(bench_links, "SNMP", tmp_path / "snmp")
+    monkeypatch.setattr(links, "SNMP", tmp_path / "snmp")
     assert read_counters("eth0") == Counters(300, 4, 5)
     assert (sent_bytes("eth0"), sent_bytes(None)) == (300, None)
     assert read_counters("eth1") is None
-    monkeypatch.setattr(bench_links, "SNMP", tmp_path / "nothing")
+    monkeypatch.setattr(links, "SNMP", tmp_path / "nothing")
     assert read_counters("eth0") == Counters(300, 4, 0)
-    monkeypatch.setattr(bench_links, "NET_DEV", tmp_path / "nothing")
+    monkeypatch.setattr(links, "NET_DEV", tmp_path / "nothing")
     assert read_counters("eth0") is None
 
 

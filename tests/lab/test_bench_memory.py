@@ -13,13 +13,14 @@ from torch import nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab import bench_places, bench_states
-from mics_fn.lab.bench_places import PLACES, Cut, make_place, memory_formula, traffic_formula
-from mics_fn.lab.storage import StorageCount
-from mics_fn.layout import LeafSpec, plan_buckets
-from mics_fn.leaf import is_leaf
+from mics_fn.lab.bench import formulas
+from mics_fn.lab.bench import states as bench_states
+from mics_fn.lab.bench.formulas import PLACES, Cut, make_place, memory_formula, traffic_formula
+from mics_fn.lab.bench.tensor_memory import StorageCount
+from mics_fn.shards.bucket import LeafSpec, plan_buckets
+from mics_fn.shards.leaf import is_leaf
 
-ROOT = Path(bench_states.__file__).parents[2]
+ROOT = Path(bench_states.__file__).parents[3]
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
 
@@ -251,4 +252,4 @@ def test_what_is_far_from_the_formula_is_named():
 
 def test_placements_that_are_none_are_refused():
     with pytest.raises(mf.PlanError, match="there is no placement zero4"):
-        bench_places.check_places(["zero3", "zero4"])
+        formulas.check_places(["zero3", "zero4"])

@@ -15,17 +15,19 @@ import torch
 import torch.distributed as dist
 
 from mics_fn.__main__ import main
-from mics_fn.lab import demo, demo_run, launch
+from mics_fn.lab.demo import command as demo
+from mics_fn.lab.demo import run as demo_run
+from mics_fn.lab.ranks import launch
 from mics_fn.lab.report import gather_bytes, step_bytes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = ["--sequences", "2", "--context", "16", "--dim", "16"]
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
 
 def environment() -> dict[str, str]:
     """Without what this test run's own launcher may have set."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     return {k: v for k, v in os.environ.items() if k != "CI"} | {"PYTHONPATH": path}
 
 

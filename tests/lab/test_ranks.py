@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mics_fn.errors import GroupsError
-from mics_fn.lab.ranks import RankError, RankPool, RankTimeoutError, run_ranks
+from mics_fn.lab.ranks.errors import RankError, RankTimeoutError
+from mics_fn.lab.ranks.pool import RankPool, run_ranks
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
@@ -249,7 +250,7 @@ def test_close_leaves_no_process_and_no_file() -> None:
 @pytest.mark.parametrize("end", ["pass", "os._exit(1)", "os.kill(os.getpid(), 9)"])
 def test_ranks_end_with_their_parent_however_it_ends(end: str, tmp_path: Path) -> None:
     code = (
-        "import os\nfrom mics_fn.lab.ranks import RankPool\n"
+        "import os\nfrom mics_fn.lab.ranks.pool import RankPool\n"
         f"pool = RankPool(2)\nprint(*pool.run(os.getpid), flush=True)\n{end}"
     )
     done = subprocess.run(
@@ -284,7 +285,7 @@ def test_initialised_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_limit_fails_a_test_and_shows_its_stack(tmp_path: Path) -> None:
-    conftest = Path(__file__).with_name("conftest.py").read_text()
+    conftest = Path(__file__).parents[1].joinpath("conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_slow.py").write_text(
         "import pytest, time\n"
@@ -298,7 +299,7 @@ def test_the_time_limit_fails_a_test_and_shows_its_stack(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "over its limit of 0.3 s" in done.stdout

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.columns import columns
-from mics_fn.torch_optim import REFUSED
+from mics_fn.optim.columns import columns
+from mics_fn.optim.torch_optim import REFUSED
 
 STEPS = 4
 ELEMENTWISE = {

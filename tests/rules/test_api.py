@@ -1,4 +1,4 @@
-"""The rules of the package as a whole: its names, its docstrings, its layout, its imports."""
+"""The rules of the package as a whole: its names, its docstrings, its sizes, its import."""
 
 import ast
 import inspect
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import mics_fn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mics_fn"
 README = (ROOT / "README.md").read_text()
 FILES = {
@@ -25,13 +24,6 @@ MAX_FILE_LINES = 320
 MAX_FUNCTION_LINES = 60  # without its docstring
 USUAL_FUNCTION_LINES = 35
 
-# What moves data. Making groups, and asking for ranks, does not.
-COLLECTIVES = re.compile(
-    r"(all_gather|all_reduce|all_to_all|broadcast|reduce|reduce_scatter|gather|scatter|barrier"
-    r"|monitored_barrier|i?send|i?recv|send_object_list|recv_object_list|batch_isend_irecv)"
-    r"(_\w+)?"
-)
-
 
 def public_names() -> dict[str, object]:
     """What `import mics_fn` offers; of submodules only the placements are part of that."""
@@ -42,7 +34,9 @@ def public_names() -> dict[str, object]:
     }
     placements = vars(mics_fn.placement)
     functions = {name: value for name, value in placements.items() if inspect.isfunction(value)}
-    mine = {name: fn for name, fn in functions.items() if fn.__module__ == "mics_fn.placement"}
+    mine = {
+        name: fn for name, fn in functions.items() if fn.__module__ == "mics_fn.groups.placement"
+    }
     found.update({f"placement.{name}": fn for name, fn in mine.items() if name[0] != "_"})
     return found
 
@@ -159,121 +153,9 @@ def test_readme_and_docstrings_agree_on_what_does_not_communicate():
             assert silent[name] == (re.match(r"\s*none\.?\s*$", said) is not None), name
 
 
-# Layout
-
-
-class Layer(NamedTuple):
-    """A file's place: only files with a smaller one may be imported by it."""
-
-    row: str
-    place: int
-    outside: list[str]
-
-
-@cache
-def layers() -> dict[str, Layer]:
-    found: dict[str, Layer] = {}
-    for row, files, outside in readme_table("Layout"):
-        for name in quoted(files):
-            assert name not in found, f"{name} is listed twice"
-            found[name] = Layer(row, len(found), quoted(outside))
-    return found
-
-
 @cache
 def tree_of(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text())
-
-
-def imports(name: str) -> Iterator[tuple[str, int]]:
-    """Every module that a file imports, wherever in it, with the line."""
-    for part in ast.walk(tree_of(name)):
-        if isinstance(part, ast.Import):
-            yield from ((alias.name, part.lineno) for alias in part.names)
-        elif isinstance(part, ast.ImportFrom):
-            assert part.level == 0, f"{name}:{part.lineno}: relative import"
-            for alias in part.names:
-                yield from_import(f"{part.module}", alias.name), part.lineno
-        elif isinstance(part, ast.Attribute) and ast.unparse(part) == "torch.distributed":
-            yield "torch.distributed", part.lineno
-
-
-def from_import(module: str, name: str) -> str:
-    """`from module import name` as the module that it reaches."""
-    inner = f"{module}.{name}"
-    is_module = inner == "torch.distributed" or file_of(inner) in FILES
-    return inner if is_module else module
-
-
-def file_of(module: str) -> str:
-    """A module of the package as it stands in the table."""
-    inner = module.removeprefix("mics_fn").removeprefix(".").replace(".", "/")
-    return inner if inner in FILES else f"{inner}/__init__".removeprefix("/")
-
-
-def test_the_layout_covers_every_file():
-    assert sorted(layers()) == sorted(FILES)
-
-
-def test_a_file_imports_only_from_above_and_only_what_its_row_allows():
-    wrong = []
-    for name in FILES:
-        own = layers()[name]
-        for module, line in imports(name):
-            top = module.partition(".")[0]
-            if top == "mics_fn":
-                good = layers()[file_of(module)].place < own.place
-            elif top in sys.stdlib_module_names:
-                good = True
-            else:
-                of_dist = module.startswith("torch.distributed")
-                good = ("torch.distributed" if of_dist else top) in own.outside
-            if not good:
-                wrong.append(f"mics_fn/{name}.py:{line}: {module}, in row {own.row}")
-    refuse(wrong)
-
-
-def test_only_one_file_reaches_private_names_of_torch():
-    wrong = []
-    for name in set(FILES) - {"_torch"}:
-        for part in ast.walk(tree_of(name)):
-            found = []
-            if isinstance(part, ast.Attribute):
-                found = [ast.unparse(part)]
-            elif isinstance(part, ast.ImportFrom):
-                found = [f"{part.module}.{alias.name}" for alias in part.names]
-            hidden = [text for text in found if re.match(r"(torch|dist|c10d)(\.\w+)*\._[^_]", text)]
-            wrong += [f"mics_fn/{name}.py:{getattr(part, 'lineno', 0)}: {text}" for text in hidden]
-    refuse(wrong)
-
-
-def test_data_collectives_are_called_in_one_file():
-    wrong = []
-    for name in FILES:
-        if name not in ("collectives", "_torch") and not name.startswith("lab/"):
-            wrong += [f"mics_fn/{name}.py:{line}: {what}" for what, line in data_collectives(name)]
-    refuse(wrong)
-
-
-def data_collectives(name: str) -> Iterator[tuple[str, int]]:
-    """Where a file names what moves data, or imports a module made of such."""
-    doors = {"torch.distributed", "_torch"}
-    for part in ast.walk(tree_of(name)):
-        if isinstance(part, ast.Import):
-            doors |= {a.asname or a.name for a in part.names if "distributed" in a.name}
-        if isinstance(part, ast.ImportFrom) and "torch.distributed" in f"{part.module}":
-            for alias in part.names:
-                text = f"{part.module}.{alias.name}"
-                if moves_data(alias.name) or re.search(r"\b(nn|_functional_collectives)\b", text):
-                    yield text, part.lineno
-    attributes = (part for part in ast.walk(tree_of(name)) if isinstance(part, ast.Attribute))
-    for part in attributes:
-        if ast.unparse(part.value) in doors and moves_data(part.attr):
-            yield ast.unparse(part), part.lineno
-
-
-def moves_data(name: str) -> bool:
-    return COLLECTIVES.fullmatch(name) is not None
 
 
 # Sizes and style

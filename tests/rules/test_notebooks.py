@@ -13,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 MAX_BYTES = 100_000
 EXPECTED = {

@@ -14,9 +14,9 @@ import torch
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.launcher import read_launch
+from mics_fn.groups.environment import read_launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in FENCES if language == "python"]
@@ -195,7 +195,7 @@ COMMANDS = sorted(set(re.findall(r"python -m mics_fn ([\w -]+)", README)))
 def test_its_commands_parse(command: str):
     name, *flags = shlex.split(command)
     parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"mics_fn.lab.{name}").add_arguments(parser)
+    importlib.import_module(f"mics_fn.lab.{name}.command").add_arguments(parser)
     if flags != ["--help"]:
         parser.parse_args(flags)
 

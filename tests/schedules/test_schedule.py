@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.errors import PlanError
-from mics_fn.schedule import Action, Schedule, first_difference, plan
+from mics_fn.schedules.planning import plan
+from mics_fn.schedules.schedule import Action, Schedule, first_difference
 
 BUCKETS = 6
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.stalled import Stuck, never, news, next_to
+from mics_fn.schedules.stalled import Stuck, never, news, next_to
 
 PAIR = (0, 1)
 

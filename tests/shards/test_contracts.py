@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives import start_all_gather, start_reduce_scatter
-from mics_fn.leaf import Nothing, is_leaf
-from mics_fn.pending import wait_all
+from mics_fn.collectives.hierarchical import start_all_gather, start_reduce_scatter
+from mics_fn.collectives.pending import wait_all
+from mics_fn.shards.leaf import Nothing, is_leaf
 
 ALL = [
     pytest.param(layout, name, dtype, id=f"{layout}-{name}-{str(dtype).removeprefix('torch.')}")

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, 
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.precision import policy_of
+from mics_fn.shards.precision import policy_of
 
 # What `test_mixed` changes: what gather casts to, the unsharded twin casts to as well.
 PRECISION: str | None = None

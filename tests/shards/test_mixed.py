@@ -25,15 +25,16 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import mics_fn as mf
-from mics_fn import placement, tree
-from mics_fn.agreement import checksum
-from mics_fn.collectives import mean_over_ranks, start_mean
-from mics_fn.columns import map_columns
-from mics_fn.gather import defer
-from mics_fn.lab.gpt import GPT, GPTConfig
-from mics_fn.leaf import is_leaf
-from mics_fn.optim import from_update
-from mics_fn.precision import Dtypes, policy_of
+from mics_fn import tree
+from mics_fn.collectives.agreement import checksum
+from mics_fn.collectives.hierarchical import mean_over_ranks, start_mean
+from mics_fn.deferred.deferring import defer
+from mics_fn.groups import placement
+from mics_fn.lab.models.gpt import GPT, GPTConfig
+from mics_fn.optim.columns import map_columns
+from mics_fn.optim.transform import from_update
+from mics_fn.shards.leaf import is_leaf
+from mics_fn.shards.precision import Dtypes, policy_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 POLICIES = [

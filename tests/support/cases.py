@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.leaf import is_leaf
+from mics_fn.shards.leaf import is_leaf
 
 
 class Layout(NamedTuple):

@@ -10,10 +10,10 @@ from cases import Layout
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.comm import MOST_FULL
-from mics_fn.flat import Buffers, Slots
-from mics_fn.layout import Bucket
-from mics_fn.leaf import Nothing, Tied, is_leaf
+from mics_fn.groups.buffers import Buffers, Slots
+from mics_fn.groups.communicator import MOST_FULL
+from mics_fn.shards.bucket import Bucket
+from mics_fn.shards.leaf import Nothing, Tied, is_leaf
 
 
 class Placed(NamedTuple):

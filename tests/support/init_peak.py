@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from mics_fn import tree
-from mics_fn.init import init
-from mics_fn.lab.bench_memory import peak_growth
-from mics_fn.leaf import Fixed, Sharded, is_leaf
+from mics_fn.init.model import init
+from mics_fn.lab.bench.process_memory import peak_growth
+from mics_fn.shards.leaf import Fixed, Sharded, is_leaf
 
 
 class InitMemory(NamedTuple):
@@ -38,7 +38,7 @@ def measure_init(
 ) -> InitMemory:
     """The memory of `init` with these arguments, on this rank.
 
-    Call `bench_memory.give_back_at_once` before: what the allocator keeps would count.
+    Call `lab.bench.process_memory.give_back_at_once` before: what the allocator keeps would count.
     """
     made: list[Any] = []
 

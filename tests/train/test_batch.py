@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 import mics_fn as mf
-from mics_fn.batch import count, cut, to_device
-from mics_fn.contents import leaves_of, map_contents
-from mics_fn.precision import Policy
+from mics_fn.shards.contents import leaves_of, map_contents
+from mics_fn.shards.precision import Policy
+from mics_fn.train.batch import count, cut, to_device
 
 Pair = namedtuple("Pair", "left right")
 

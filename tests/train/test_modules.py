@@ -10,8 +10,8 @@ from torch.nn.utils import prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn.casting import Casting
-from mics_fn.precision import Policy
+from mics_fn.shards.precision import Policy
+from mics_fn.train.casting import Casting
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
 

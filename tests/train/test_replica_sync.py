@@ -30,7 +30,7 @@ from torch.func import grad
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.leaf import is_leaf
+from mics_fn.shards.leaf import is_leaf
 
 STEPS = 7
 LR, OUTER_LR, MOMENTUM = 0.25, 0.5, 0.5

@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.groups import Comm
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_links import HEADER_BYTES, Counters, count_wire, node_interface
-from mics_fn.lab.bench_measure import between, of_all_ranks, say, spread, start, synchronize
+from mics_fn.groups import Comm, Topology, valid_partition_sizes
+from mics_fn.lab.bench.links import HEADER_BYTES, Counters, count_wire, node_interface
+from mics_fn.lab.bench.turns import between, of_all_ranks, say, spread, start, synchronize
+from mics_fn.lab.models import gpt
+from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import step_bytes, table
-from mics_fn.lab.text import load_text
-from mics_fn.leaf import Sharded, is_leaf
-from mics_fn.topology import Topology, valid_partition_sizes
+from mics_fn.shards import Sharded, is_leaf
 
 TEXT_BYTES = 500_000
 

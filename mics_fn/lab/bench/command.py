@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.bench_bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench_init import measure_init, render_init
-from mics_fn.lab.bench_links import AS_IS, LINKS, read_rates
-from mics_fn.lab.bench_measure import Turns, num_ranks, on_ranks
-from mics_fn.lab.bench_opt import OptConfig, measure_opt, render_opt
-from mics_fn.lab.bench_peers import PEERS, check_peers
-from mics_fn.lab.bench_places import PLACES, check_places
-from mics_fn.lab.bench_rss import check_rss, render_rss, run_rss
-from mics_fn.lab.bench_stage import DEFAULT_PEERS, StepConfig
-from mics_fn.lab.bench_states import StatesConfig, measure_states, render_states
-from mics_fn.lab.bench_step import measure_step, render_step
-from mics_fn.lab.bench_touch import TouchConfig, measure_touch, render_touch
-from mics_fn.lab.gpt import GPTConfig
-from mics_fn.launcher import read_launch
-from mics_fn.precision import Policy
-from mics_fn.topology import Topology, plan_groups
+from mics_fn.groups import Topology, plan_groups, read_launch
+from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
+from mics_fn.lab.bench.formulas import PLACES, check_places
+from mics_fn.lab.bench.init import measure_init, render_init
+from mics_fn.lab.bench.links import AS_IS, LINKS, read_rates
+from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
+from mics_fn.lab.bench.peers import PEERS, check_peers
+from mics_fn.lab.bench.rss import check_rss, render_rss, run_rss
+from mics_fn.lab.bench.stage import DEFAULT_PEERS, StepConfig
+from mics_fn.lab.bench.states import StatesConfig, measure_states, render_states
+from mics_fn.lab.bench.step import measure_step, render_step
+from mics_fn.lab.bench.touch import TouchConfig, measure_touch, render_touch
+from mics_fn.lab.bench.turns import Turns, num_ranks, on_ranks
+from mics_fn.lab.models.gpt import GPTConfig
+from mics_fn.shards import Policy
 
 DEFAULT_RANKS = 4
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 import mics_fn as mf
-from mics_fn import placement
-from mics_fn.comm import MOST_FULL
 from mics_fn.errors import PlanError, message
+from mics_fn.groups import MOST_FULL, placement
 from mics_fn.lab.report import gather_bytes
-from mics_fn.layout import Bucket
+from mics_fn.shards import Bucket
 
 FILLED = 2  # buckets of full gradients that backward still makes, in the dtype that computes
 
@@ -94,7 +93,7 @@ def memory_formula(
         their way). Activations are not in it.
 
     Example:
-        >>> from mics_fn.layout import LeafSpec, plan_buckets
+        >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
         >>> leaves = [LeafSpec(f"w{i}", (100,), torch.float32, 4, True, None) for i in range(8)]
         >>> buckets = [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=400)]
         >>> memory_formula(buckets, Cut(4, 4, 4), live_bytes=0)

@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_measure import of_all_ranks, say, start
-from mics_fn.lab.bench_states import BUCKETS, TOLERANCE, StatesConfig, against, make_model
+from mics_fn.lab.bench.states import BUCKETS, TOLERANCE, StatesConfig, against, make_model
+from mics_fn.lab.bench.tensor_memory import count_on
+from mics_fn.lab.bench.turns import of_all_ranks, say, start
+from mics_fn.lab.models import gpt
 from mics_fn.lab.report import human_bytes, table
-from mics_fn.lab.storage import count_on
-from mics_fn.layout import Bucket
-from mics_fn.leaf import is_leaf
+from mics_fn.shards import Bucket, is_leaf
 
 LEGEND = """\
 Of the fullest rank, in bytes of tensors. model, then shard: every rank makes the whole model;

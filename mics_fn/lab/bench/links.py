@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.bench_measure import Setting, of_all_ranks
+from mics_fn.lab.bench.turns import Setting, of_all_ranks
 
 HEADER_BYTES = 66  # of one packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
 NET_DEV = Path("/proc/net/dev")

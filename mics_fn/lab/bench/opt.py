@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_measure import (
+from mics_fn.lab.bench.turns import (
     Laps,
     Peer,
     Turns,
@@ -24,6 +23,7 @@ from mics_fn.lab.bench_measure import (
     start,
     take_turns,
 )
+from mics_fn.lab.models import gpt
 from mics_fn.lab.report import human_bytes, table
 
 SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))

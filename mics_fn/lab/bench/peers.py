@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import PlanError, message
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_measure import Peer, nbytes
-from mics_fn.lab.bench_places import PLACES, Cut, make_place, sum_dtype
-from mics_fn.lab.bench_stage import Stage, StepConfig, make_model
-from mics_fn.leaf import Sharded, is_leaf
-from mics_fn.precision import Policy
+from mics_fn.lab.bench.formulas import PLACES, Cut, make_place, sum_dtype
+from mics_fn.lab.bench.stage import Stage, StepConfig, make_model
+from mics_fn.lab.bench.turns import Peer, nbytes
+from mics_fn.lab.models import gpt
+from mics_fn.shards import Policy, Sharded, is_leaf
 
 
 def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None = None) -> Peer:

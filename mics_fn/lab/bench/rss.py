@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from mics_fn.errors import PlanError, message
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_links import AS_IS
-from mics_fn.lab.bench_measure import in_job, say, start
-from mics_fn.lab.bench_memory import give_back_at_once, memory_bytes, peak_bytes, reset_peak
-from mics_fn.lab.bench_peers import build, phases
-from mics_fn.lab.bench_stage import StepConfig, make_model, make_stage, own_group
-from mics_fn.lab.launch import launch
+from mics_fn.lab.bench.links import AS_IS
+from mics_fn.lab.bench.peers import build, phases
+from mics_fn.lab.bench.process_memory import give_back_at_once, memory_bytes, peak_bytes, reset_peak
+from mics_fn.lab.bench.stage import StepConfig, make_model, make_stage, own_group
+from mics_fn.lab.bench.turns import in_job, say, start
+from mics_fn.lab.models import gpt
+from mics_fn.lab.ranks.launch import launch
 from mics_fn.lab.report import human_bytes, table
 
 TINY_STEPS = 2

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_links import AS_IS, Rate
-from mics_fn.lab.bench_measure import Turns
-from mics_fn.lab.text import load_text
-from mics_fn.precision import Policy
+from mics_fn.lab.bench.links import AS_IS, Rate
+from mics_fn.lab.bench.turns import Turns
+from mics_fn.lab.models import gpt
+from mics_fn.lab.models.text import load_text
+from mics_fn.shards import Policy
 
 Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000

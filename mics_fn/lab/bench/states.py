@@ -1,9 +1,10 @@
 """`bench memory`: what a rank holds, between steps and within one, against the formulas.
 
-[Note: what counts] Every tensor that exists counts (see [Note: counted storage] in `storage`), so
-whatever else were kept would show. Between two steps there are the states, and buffers that wait
-for the next step: those of gathers and reductions are used again and never given back. They are
-shown beside the states. Within a step they are in use, and part of what is measured there.
+[Note: what counts] Every tensor that exists counts (see [Note: counted storage] in
+`tensor_memory`), so whatever else were kept would show. Between two steps there are the states, and
+buffers that wait for the next step: those of gathers and reductions are used again and never given
+back. They are shown beside the states. Within a step they are in use, and part of what is measured
+there.
 """
 
 from dataclasses import dataclass, field
@@ -14,16 +15,14 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.agreement import checksum
-from mics_fn.lab import gpt
-from mics_fn.lab.bench_measure import of_all_ranks, say, start
-from mics_fn.lab.bench_places import PLACES, make_place, memory_formula
+from mics_fn.collectives import checksum
+from mics_fn.lab.bench.formulas import PLACES, make_place, memory_formula
+from mics_fn.lab.bench.tensor_memory import count_on
+from mics_fn.lab.bench.turns import of_all_ranks, say, start
+from mics_fn.lab.models import gpt
+from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import human_bytes, table
-from mics_fn.lab.storage import count_on
-from mics_fn.lab.text import load_text
-from mics_fn.layout import Bucket
-from mics_fn.leaf import Sharded, is_leaf
-from mics_fn.precision import Policy
+from mics_fn.shards import Bucket, Policy, Sharded, is_leaf
 
 TEXT_BYTES = 500_000
 BUCKETS = 16  # as many as `Trainer` makes of a model of usual size

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mics_fn.lab.bench_links import AS_IS, Rate, node_interface, sent_bytes, settings_of
-from mics_fn.lab.bench_measure import (
+from mics_fn.lab.bench.links import AS_IS, Rate, node_interface, sent_bytes, settings_of
+from mics_fn.lab.bench.peers import build, kind_of, phases
+from mics_fn.lab.bench.stage import StepConfig, make_model, make_stage, own_group
+from mics_fn.lab.bench.turns import (
     Laps,
     between,
     of_all_ranks,
@@ -20,8 +22,6 @@ from mics_fn.lab.bench_measure import (
     start,
     take_turns,
 )
-from mics_fn.lab.bench_peers import build, kind_of, phases
-from mics_fn.lab.bench_stage import StepConfig, make_model, make_stage, own_group
 from mics_fn.lab.report import human_bytes, table
 
 LEGEND = """\

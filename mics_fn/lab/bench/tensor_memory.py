@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch
-from mics_fn.lab.bench_memory import memory_bytes, peak_bytes, reset_peak
+from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, reset_peak
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import mics_fn as mf
-from mics_fn.lab.bench_measure import (
+from mics_fn.lab.bench.turns import (
     Laps,
     Peer,
     Turns,

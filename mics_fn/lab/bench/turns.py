@@ -25,9 +25,9 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.bench_memory import peak_growth
-from mics_fn.lab.launch import launch
-from mics_fn.launcher import read_launch
+from mics_fn.groups import read_launch
+from mics_fn.lab.bench.process_memory import peak_growth
+from mics_fn.lab.ranks.launch import launch
 
 TIMEOUT_S = 3600.0  # ranks wait for rank 0 while it measures alone
 PEAK_STEPS = 2

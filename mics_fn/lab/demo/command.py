@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.curve import save_curve
-from mics_fn.lab.demo_run import AloneResult, DemoConfig, RankResult, train_alone, train_rank
-from mics_fn.lab.gpt import GPTConfig
-from mics_fn.lab.launch import choose_device, launch
+from mics_fn.groups import Topology, plan_groups
+from mics_fn.lab.demo.curve import save_curve
+from mics_fn.lab.demo.run import AloneResult, DemoConfig, RankResult, train_alone, train_rank
+from mics_fn.lab.models.gpt import GPTConfig
+from mics_fn.lab.models.text import load_text
+from mics_fn.lab.ranks.launch import choose_device, launch
 from mics_fn.lab.report import human_bytes, step_bytes, table
-from mics_fn.lab.text import load_text
-from mics_fn.topology import Topology, plan_groups
 
 # Both runs do the same arithmetic in another order, so they differ by rounding (1e-7), and training
 # magnifies that: two single processes that add up a batch in different orders end 4e-6 apart in

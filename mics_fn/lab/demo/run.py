@@ -11,9 +11,9 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab import gpt
-from mics_fn.lab.text import Text, load_text
-from mics_fn.leaf import Sharded, is_leaf
+from mics_fn.lab.models import gpt
+from mics_fn.lab.models.text import Text, load_text
+from mics_fn.shards import Sharded, is_leaf
 
 Batch = tuple[Tensor, Tensor]
 WEIGHT_DECAY = 0.1

@@ -27,7 +27,7 @@ def main() -> None:
         os._exit(1)  # it went away before the line above could tie us to it
     sys.path[:] = boot["path"]
 
-    from mics_fn.lab.launch import work
+    from mics_fn.lab.ranks.launch import work
 
     work(folder)
 

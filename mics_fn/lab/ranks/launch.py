@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mics_fn.errors import MicsError, message, name_ranks
-from mics_fn.lab.rank_errors import exit_text
+from mics_fn.lab.ranks.errors import exit_text
 
 MONITOR_S = 0.1
 # A rank that raised waits this long before it ends. When a rank is killed, its peers raise at once

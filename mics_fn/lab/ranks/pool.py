@@ -30,14 +30,8 @@ import torch
 import torch.distributed as dist
 
 from mics_fn.errors import GroupsError, message, name_ranks
-from mics_fn.lab.rank_errors import (
-    RankError,
-    RankFailure,
-    RankTimeoutError,
-    describe,
-    exit_text,
-)
-from mics_fn.lab.rank_process import (
+from mics_fn.lab.ranks.errors import RankError, RankFailure, RankTimeoutError, describe, exit_text
+from mics_fn.lab.ranks.process import (
     Call,
     Place,
     Reply,
@@ -281,7 +275,7 @@ def _refuse_unsafe_fork() -> None:
         raise GroupsError(
             message(
                 "ranks: CUDA is initialised in this process, and a forked rank cannot use it",
-                fix="fork the ranks before the first use of CUDA, or use lab.launch",
+                fix="fork the ranks before the first use of CUDA, or use lab.ranks.launch",
             )
         )
     if dist.is_initialized():

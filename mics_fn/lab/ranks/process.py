@@ -1,4 +1,4 @@
-"""The child's side of `lab.ranks`: one forked rank that answers calls until its parent is gone."""
+"""The child's side of `pool`: one forked rank that answers calls until its parent is gone."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn._torch import num_process_groups
-from mics_fn.lab.rank_errors import RankFailure
+from mics_fn.lab.ranks.errors import RankFailure
 
 PR_SET_PDEATHSIG = 1
 

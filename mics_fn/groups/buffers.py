@@ -1,0 +1,130 @@
+"""Memory that collectives use again, step after step."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+
+_PATIENCE = 16  # takes of each buffer that there ever was, until one that nobody took is let go
+
+
+class Buffers:
+    """Memory that collectives take and give back, so that step after step uses the same.
+
+    Fresh memory of this size would be mapped in anew each time, page by page. Buffers that wait for
+    their next use fit any dtype and shape of at most their size. On CUDA one that is given back is
+    next used after what its giver's stream had been given until then.
+
+    Args:
+      keep: how many may wait; None for all.
+
+    Example:
+      >>> buffers = Buffers()
+      >>> first = buffers.take((2, 3), torch.float32, torch.device("cpu"))
+      >>> buffers.give(first)
+      >>> buffers.take((5,), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
+      True
+      >>> buffers.made
+      1
+    """
+
+    def __init__(self, keep: int | None = None) -> None:
+        self.keep = keep
+        self.made = 0  # buffers that were new
+        self._takes = 0
+        # 1D, uint8; the event to wait for; and how many were taken before it was given back.
+        self._free: list[tuple[Tensor, Any, int]] = []
+
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, exact: bool = False
+    ) -> Tensor:
+        """An uninitialised tensor: in the smallest free buffer that is large enough, else new.
+
+        With `exact` only in one of just its size, as for what is kept for long.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        self._takes += 1
+        fits = [
+            (event is not None and not event.query(), raw.nbytes, i)
+            for i, (raw, event, _) in enumerate(self._free)
+            if raw.device == device and (raw.nbytes == nbytes if exact else raw.nbytes >= nbytes)
+        ]
+        # One buffer that is still read would make its next user wait; two can take turns.
+        if not nbytes or not fits or (len(fits) == 1 and fits[0][0] and not exact):
+            if nbytes:
+                self._let_go()
+                self.made += 1
+            return torch.empty(shape, dtype=dtype, device=device)
+        raw, event, _ = self._free.pop(min(fits)[2])
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+        return raw[:nbytes].view(dtype).view(shape)
+
+    def _let_go(self) -> None:
+        """Forget buffers that nobody takes any more, such as those of a model that is gone."""
+        since = self._takes - _PATIENCE * self.made
+        self._free = [
+            (raw, event, given)
+            for raw, event, given in self._free
+            if given >= since or (event is not None and not event.query())
+        ]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of those that wait for their next use."""
+        return sum(raw.nbytes for raw, _, _ in self._free)
+
+    def give(self, tensor: Tensor) -> None:
+        """Give back a tensor that nobody reads or writes any more, later work on CUDA excepted."""
+        if not tensor.numel() or _torch.is_hollow(tensor):
+            return
+        storage = tensor.untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        self._free.append((raw, event, self._takes))
+        if self.keep is not None and len(self._free) > self.keep:
+            self._free.sort(key=lambda waiting: -waiting[0].nbytes)
+            del self._free[self.keep :]
+
+
+class Slots:
+    """A few pairs of buffers that take turns by place: how many there are follows from no clock.
+
+    Args:
+      count: how many pairs.
+
+    Example:
+      >>> slots = Slots(2)
+      >>> pair = slots.pair(4, (3,), torch.float32, torch.device("cpu"))
+      >>> [buffer.shape for buffer in pair], slots.made
+      ([torch.Size([3]), torch.Size([3])], 1)
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.made = count, 0
+        self.users: list[Any] = [None] * count  # whoever was given a pair last
+        self._raw: list[tuple[Tensor, Tensor] | None] = [None] * count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pairs that there are."""
+        return sum(2 * pair[0].nbytes for pair in self._raw if pair is not None)
+
+    def pair(
+        self, place: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Two uninitialised tensors, the memory of place `place % count`."""
+        nbytes, at = prod(shape) * dtype.itemsize, place % self.count
+        raw = self._raw[at]
+        if raw is None or raw[0].nbytes < nbytes or raw[0].device != device:
+            # At once as large as any before, so that sizes do not grow step by step.
+            size = max([nbytes, *(pair[0].nbytes for pair in self._raw if pair is not None)])
+            empty = {"dtype": torch.uint8, "device": device}
+            raw = self._raw[at] = (torch.empty(size, **empty), torch.empty(size, **empty))
+            self.made += 1
+        first, second = (buffer[:nbytes].view(dtype).view(shape) for buffer in raw)
+        return first, second

@@ -1,0 +1,1 @@
+"""`python -m mics_fn bench`."""

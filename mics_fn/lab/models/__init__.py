@@ -1,0 +1,1 @@
+"""What the demo and the benches train, and on what text."""

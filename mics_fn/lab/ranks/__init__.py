@@ -1,0 +1,1 @@
+"""Ranks on this machine: forked for tests and notebooks, or launched."""

@@ -1,0 +1,160 @@
+"""All that training carries from step to step, and the step of an optimizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from mics_fn import _torch, tree
+from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.optim.transform import Transform, as_transform
+from mics_fn.shards import Sharded, dtype_name, is_leaf
+from mics_fn.shards import donate as mark_donated
+from mics_fn.tree import Tree
+
+
+@tree.node
+@dataclass(frozen=True)
+class TrainState:
+    """All that a training run carries from step to step.
+
+    Args:
+      step: optimizer steps done.
+      params: tree of shards.
+      opt: the transform's state.
+      buffers: what a model carries besides parameters (BatchNorm's statistics), by name; full
+        tensors.
+      transform: the optimizer.
+    """
+
+    step: int
+    params: Tree
+    opt: Any
+    buffers: dict[str, Tensor]
+    transform: Transform = tree.static()
+
+
+def init_state(
+    params: Tree, optimizer: Any, *, buffers: dict[str, Tensor] | None = None
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+      params: tree of shards.
+      optimizer: a `Transform`, or anything with `init(params)` and `update(grads, state, params)`.
+      buffers: full tensors by name, for models that have some.
+
+    Returns:
+      A `TrainState` at step 0.
+
+    Communication: none.
+
+    Memory: the optimizer's state, of this rank's shards only.
+
+    Raises:
+      OptimizerError: `optimizer` is neither.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1)).step
+      0
+    """
+    transform = as_transform(optimizer)
+    return TrainState(0, params, transform.init(params), dict(buffers or {}), transform)
+
+
+def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainState:
+    """The next state.
+
+    Args:
+      state: the state that the gradients were taken at.
+      grads: tree of shards with the structure of `state.params`, both hops done (see
+        `reduce_grads`).
+      donate: update in the buffers of `state`, which cannot be used again: doing so raises and
+        names the value. What else lies in those buffers, such as leaves of another tree, stays.
+
+    Returns:
+      A new `TrainState`, one step on. It has derivatives where one is asked for: inside torch.func,
+      or where gradients, state or learning rate require one and grad mode is on. `sgd`, `adam`,
+      `adamw`, `lion`, clipping by value and optimizers of `init` and `update` have them, by a
+      tensor `lr` too: each rank that of its shards, which add up over the partition group.
+      Parameters that are leaves are constants unless the gradients require a derivative.
+
+    Communication: none, but what a transform was given groups for.
+
+    Memory: a second copy of the state; none with `donate`.
+
+    Raises:
+      TreeError: `grads` does not match `state.params`, or owes hop 1.
+      DonatedError: `state` was donated before.
+      OptimizerError: a derivative is asked for with `donate`, or of another torch optimizer.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1))
+      >>> grads = reduce_grads({"w": torch.ones(2)}, groups)
+      >>> opt_step(state, grads).params["w"].data
+      tensor([0.9000, 0.9000])
+    """
+    variables = _check_grads(state.params, grads)
+    # Leaves that somebody made variables: a step is no function of them unless gradients are.
+    start = tree.map_leaves(Tensor.detach, state.params) if variables else state.params
+    params, opt = state.transform.step(grads, state.opt, start, donate)
+    if donate:
+        to = f"opt_step at step {state.step}"
+        mark_donated(state.params, "params", to, keep=params)
+        mark_donated(state.opt, "opt", to, keep=opt)
+        # torch's optimizers write through Parameters, which count versions of their own; whoever
+        # saved or gathered the old values must see that they are gone.
+        increment_version(tree.flatten(params)[0])
+        if variables:
+            params = tree.map_leaves(Tensor.requires_grad_, params)
+    return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
+
+
+def _check_grads(params: Tree, grads: Tree) -> bool:
+    """Check that they fit; whether parameters are leaves that require gradients, and no more is."""
+    want, spec = tree.flatten(params, is_leaf)
+    got, other = tree.flatten(grads, is_leaf)
+    if spec != other:
+        where = tree.first_mismatch(params, grads, "grads", is_leaf)
+        fix = "differentiate with respect to state.params"
+        raise TreeError(
+            message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
+        )
+    variables = derived = False
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        if isinstance(a, Sharded):
+            if not (isinstance(b, Sharded) and _alike(a, b)):
+                raise _mismatch(tree.paths(params, "grads", is_leaf)[i], a, b)
+            if a.data.requires_grad or b.data.requires_grad:
+                variables = True
+                derived = derived or b.data.requires_grad or not a.data.is_leaf
+    return variables and not derived and not _torch.inside_torch_func()
+
+
+def _alike(a: Sharded, b: Sharded) -> bool:
+    x, y = a.data, b.data
+    same = a.slot == b.slot and a.bucket == b.bucket
+    return same and x.shape == y.shape and x.device == y.device
+
+
+def _mismatch(path: str, param: Sharded, grad: Any) -> TreeError | LeafError:
+    """What to say of a gradient that does not fit its parameter."""
+    what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
+    lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
+    if isinstance(grad, Tensor):
+        fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
+    elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
+        text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
+        return LeafError(message(text, fix="move it to the parameter's device"))
+    elif isinstance(grad, Sharded) and grad.shape == param.shape:
+        lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
+    return TreeError(message(f"opt_step: {path} {what}", lines, fix=fix))
+
+
+def _place(leaf: Sharded) -> str:
+    bucket = leaf.bucket
+    size = f"{bucket.numel} x {dtype_name(bucket.dtype)}"
+    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({size})"

@@ -1,0 +1,309 @@
+"""The wings of the package: which file may import what, and where data moves.
+
+`python tests/rules/test_wings.py` prints how many imports between files there are, and how deep the
+longest chain of them is.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parents[2] / "mics_fn"
+
+# Bottom to top. Wings of one row do not know each other.
+FLOORS = [
+    ["schedules"],
+    ["groups"],
+    ["collectives"],
+    ["shards"],
+    ["deferred", "optim", "init"],
+    ["inspection", "checkpoint"],
+    ["train"],
+    ["lab"],
+]
+WINGS = [wing for row in FLOORS for wing in row]
+GROUND = ["errors", "tree", "store", "_torch"]  # files, which import only each other
+DOORS = ["__init__", "__main__"]  # what users see; nothing imports them
+
+# What a wing or a file imports from outside, Python's own library aside.
+OUTSIDE = {
+    "errors": [],
+    "store": [],
+    "tree": ["optree"],
+    "_torch": ["torch", "torch.distributed"],
+    "schedules": [],
+    "groups": ["torch", "torch.distributed"],
+    "collectives": ["torch", "torch.distributed"],
+    "train": ["torch", "tqdm"],
+    "lab": ["torch", "torch.distributed", "matplotlib", "tqdm"],
+    "__init__": [],
+    "__main__": [],
+}
+
+# What moves data. Making groups, and asking for ranks, does not.
+MOVES_DATA = re.compile(
+    r"(all_gather|all_reduce|all_to_all|broadcast|reduce|reduce_scatter|gather|scatter|barrier"
+    r"|monitored_barrier|i?send|i?recv|send_object_list|recv_object_list|batch_isend_irecv)"
+    r"(_\w+)?"
+)
+
+
+class Import(NamedTuple):
+    """One name that a file imports."""
+
+    module: str  # as written, or the submodule that the name is
+    name: str  # empty where a whole module is meant
+    line: int
+
+
+@cache
+def files(package: Path = PACKAGE) -> dict[str, ast.Module]:
+    """Every file by its path inside the package, without `.py`."""
+    paths = sorted(package.rglob("*.py"))
+    return {
+        path.relative_to(package).with_suffix("").as_posix(): ast.parse(path.read_text())
+        for path in paths
+    }
+
+
+def wing_of(file: str) -> str:
+    return file.split("/")[0]
+
+
+def floor_of(file: str) -> int:
+    """The row of a file's wing; the ground is below all, the doors are above."""
+    own = wing_of(file)
+    if own in GROUND or own in DOORS:
+        return -1 if own in GROUND else len(FLOORS)
+    return next(floor for floor, row in enumerate(FLOORS) if own in row)
+
+
+def face_of(file: str) -> str:
+    return f"{wing_of(file)}/__init__"
+
+
+def file_of(module: str, package: Path = PACKAGE) -> str | None:
+    """The file of a module of this package; None if it is none."""
+    if module.partition(".")[0] != "mics_fn":
+        return None
+    inner = module.removeprefix("mics_fn").removeprefix(".").replace(".", "/")
+    return next((f for f in (inner, f"{inner}/__init__".lstrip("/")) if f in files(package)), None)
+
+
+def imports(file: str, package: Path = PACKAGE) -> Iterator[Import]:
+    """All that a file imports, wherever in it."""
+    for part in ast.walk(files(package)[file]):
+        if isinstance(part, ast.Import):
+            yield from (Import(alias.name, "", part.lineno) for alias in part.names)
+        elif isinstance(part, ast.ImportFrom):
+            assert part.level == 0, f"{file}:{part.lineno}: relative import"
+            for alias in part.names:
+                inner = f"{part.module}.{alias.name}"
+                if inner == "torch.distributed" or file_of(inner, package) is not None:
+                    yield Import(inner, "", part.lineno)
+                else:
+                    yield Import(f"{part.module}", alias.name, part.lineno)
+        elif isinstance(part, ast.Attribute) and ast.unparse(part) == "torch.distributed":
+            yield Import("torch.distributed", "", part.lineno)
+
+
+def refuse(wrong: list[str]) -> None:
+    """Fail with all that is wrong, a line each."""
+    assert not wrong, "\n".join(["", *wrong])
+
+
+def test_every_file_has_a_wing():
+    refuse([file for file in files() if wing_of(file) not in [*GROUND, *WINGS, *DOORS]])
+
+
+def test_imports_run_down():
+    wrong = []
+    for file in files():
+        for module, name, line in imports(file):
+            other = file_of(module)
+            if other is None or wing_of(other) == wing_of(file):
+                continue
+            ground = wing_of(file) in GROUND and wing_of(other) in GROUND
+            user = wing_of(file) == "lab" and other == "__init__"
+            if not ground and not user and floor_of(other) >= floor_of(file):
+                wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
+    refuse(wrong)
+
+
+def test_another_wing_is_known_by_its_face():
+    wrong = []
+    for file in files():
+        for module, name, line in imports(file):
+            other = file_of(module)
+            if other is None or wing_of(other) in [*GROUND, *DOORS, wing_of(file)]:
+                continue
+            shown = names_of_face(wing_of(other))
+            through = module == f"mics_fn.{wing_of(other)}" and name in shown
+            if not through and not (name == "" and other.count("/") == 1 and is_shown(other)):
+                wrong.append(f"mics_fn/{file}.py:{line}: {module} {name}")
+    refuse(wrong)
+
+
+def is_shown(file: str) -> bool:
+    """Whether a face offers a whole file, as a name with names in it."""
+    return file.split("/")[-1] in names_of_face(wing_of(file))
+
+
+@cache
+def names_of_face(wing: str) -> list[str]:
+    """The `__all__` of a wing."""
+    return getattr(importlib.import_module(f"mics_fn.{wing}"), "__all__", [])
+
+
+def test_a_face_shows_what_others_use_and_no_more():
+    used: dict[str, set[str]] = {wing: set() for wing in WINGS}
+    for file in files():
+        for module, name, _ in imports(file):
+            other = file_of(module)
+            if other is not None and wing_of(other) in WINGS and wing_of(other) != wing_of(file):
+                used[wing_of(other)].add(name or module.rpartition(".")[2])
+    there = [wing for wing in WINGS if f"{wing}/__init__" in files() and wing != "lab"]
+    refuse(
+        [
+            f"mics_fn/{wing}/__init__.py: {name}"
+            for wing in there
+            for name in sorted(set(names_of_face(wing)) ^ used[wing])
+        ]
+    )
+
+
+def test_a_file_imports_from_outside_only_what_its_wing_may():
+    wrong = []
+    for file in files():
+        for module, _, line in imports(file):
+            top = module.partition(".")[0]
+            if top != "mics_fn" and top not in sys.stdlib_module_names:
+                what = "torch.distributed" if module.startswith("torch.distributed") else top
+                if what not in OUTSIDE.get(wing_of(file), ["torch"]):
+                    wrong.append(f"mics_fn/{file}.py:{line}: {module}")
+    refuse(wrong)
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    refuse(circle(arrows()))
+
+
+def test_no_file_bears_the_name_of_a_public_function():
+    import mics_fn
+
+    public = {name for name, value in vars(mics_fn).items() if inspect.isfunction(value)}
+    last = {file: file.split("/")[-1] for file in files() if wing_of(file) != "lab"}
+    refuse([f"mics_fn/{file}.py" for file, name in last.items() if name in public])
+
+
+def test_only_one_file_reaches_private_names_of_torch():
+    wrong = []
+    for file in set(files()) - {"_torch"}:
+        for part in ast.walk(files()[file]):
+            found = []
+            if isinstance(part, ast.Attribute):
+                found = [ast.unparse(part)]
+            elif isinstance(part, ast.ImportFrom):
+                found = [f"{part.module}.{alias.name}" for alias in part.names]
+            hidden = [text for text in found if re.match(r"(torch|dist|c10d)(\.\w+)*\._[^_]", text)]
+            wrong += [f"mics_fn/{file}.py:{getattr(part, 'lineno', 0)}: {text}" for text in hidden]
+    refuse(wrong)
+
+
+def test_data_collectives_are_called_in_one_file():
+    wrong = []
+    for file in files():
+        if file not in ("collectives/hierarchical", "_torch") and wing_of(file) != "lab":
+            wrong += [f"mics_fn/{file}.py:{line}: {what}" for what, line in data_collectives(file)]
+    refuse(wrong)
+
+
+def data_collectives(file: str) -> Iterator[tuple[str, int]]:
+    """Where a file names what moves data, or imports a module made of such."""
+    doors = {"torch.distributed", "_torch"}
+    for part in ast.walk(files()[file]):
+        if isinstance(part, ast.Import):
+            doors |= {a.asname or a.name for a in part.names if "distributed" in a.name}
+        if isinstance(part, ast.ImportFrom) and "torch.distributed" in f"{part.module}":
+            for alias in part.names:
+                text = f"{part.module}.{alias.name}"
+                if moves_data(alias.name) or re.search(r"\b(nn|_functional_collectives)\b", text):
+                    yield text, part.lineno
+    attributes = (part for part in ast.walk(files()[file]) if isinstance(part, ast.Attribute))
+    for part in attributes:
+        if ast.unparse(part.value) in doors and moves_data(part.attr):
+            yield ast.unparse(part), part.lineno
+
+
+def moves_data(name: str) -> bool:
+    return MOVES_DATA.fullmatch(name) is not None
+
+
+# Figures
+
+
+def arrows(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """The files that each file imports; what comes through a face, from where it is defined."""
+    return {
+        file: {
+            defined(other, name, package)
+            for module, name, _ in imports(file, package)
+            if (other := file_of(module, package)) is not None
+        }
+        - {file}
+        for file in files(package)
+        if not file.endswith("/__init__")
+    }
+
+
+def defined(file: str, name: str, package: Path) -> str:
+    """The file that a name comes from, if `file` is a face that passes it on."""
+    if file.endswith("/__init__"):
+        for module, passed, _ in imports(file, package):
+            other = file_of(module, package)
+            if other is not None and passed == name:
+                return other
+    return file
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Files that import each other in a circle; none if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def depth(graph: dict[str, set[str]]) -> int:
+    """How many files the longest chain of imports has."""
+    longest: dict[str, int] = {}
+    for file in TopologicalSorter(graph).static_order():
+        longest[file] = 1 + max((longest[other] for other in graph.get(file, ())), default=0)
+    return max(longest.values())
+
+
+def figures(package: Path) -> str:
+    """Imports between files and their depth, with and without the lab; then between wings."""
+    lines = []
+    every = arrows(package)
+    inner = {f: o for f, o in every.items() if wing_of(f) not in ("lab", *DOORS)}
+    wings: dict[str, set[str]] = {}
+    for file, others in inner.items():
+        own = wings.setdefault(wing_of(file), set())
+        own |= {wing_of(other) for other in others} - {wing_of(file)}
+    for what, graph in (("all", every), ("without lab, __init__", inner), ("wings", wings)):
+        count = sum(map(len, graph.values()))
+        lines.append(f"{what}: {len(graph)} nodes, {count} imports, {depth(graph)} deep")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(figures(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else PACKAGE))
