@@ -19,7 +19,7 @@ _ADDRESS = "pass a clone(), which has memory of its own"
 
 WRITES = (
     *("apply_", "map_", "map2_", "resize_", "resize_as_"),
-    # A TypeError, which a LeafError is, would make Python take the operator without the assignment.
+    # Of a view that a Function made autograd would say something else about an in-place change.
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
 )

@@ -283,7 +283,7 @@ def test_bad_use_is_refused():
     with pytest.raises(ValueError, match="the loader gave no batch"):
         vector.fit([], 1)
     with pytest.raises(TypeError, match="nonsense"):
-        mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, nonsense=1)
+        mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, nonsense=1)  # pyright: ignore[reportCallIssue]
 
 
 def test_an_exception_in_the_model_leaves_the_state_usable():

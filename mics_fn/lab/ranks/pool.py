@@ -43,6 +43,9 @@ from mics_fn.lab.ranks.process import (
 
 __all__ = ["RankError", "RankFailure", "RankPool", "RankTimeoutError", "run_ranks"]
 
+# A group of gloo that was broken on purpose is never destroyed, which would wait for what is under
+# way, and each of its threads wakes a hundred times a second for as long as the rank lives.
+MOST_GROUPS = 80
 HEALTH_TIMEOUT_S = 5.0
 
 
@@ -164,8 +167,9 @@ class RankPool:
                 self._raise_timeout(name, limit_s, replies, silent)
             results = [replies[rank].value for rank in range(self.n)]
             failed = any(isinstance(value, RankFailure) for value in results)
-            aligned = len({reply.num_groups for reply in replies.values()}) == 1
-            if not aligned or (failed and not self._healthy()):
+            groups = {reply.num_groups for reply in replies.values()}
+            worn = len(groups) > 1 or max(groups) > MOST_GROUPS
+            if worn or (failed and not self._healthy()):
                 self.close()
         except BaseException:
             self.close()
