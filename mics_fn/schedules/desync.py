@@ -189,7 +189,7 @@ class Control:
         for other in next_to(self._rank, stuck):
             key = f"mics_fn/stuck/{other}"
             there = json.loads((store.check([key]) and store.get(key)) or "null")
-            if there and never(stuck, issued, there, other):
+            if there and never(stuck, issued, there, other, self._rank):
                 self._tell({other: there["text"], self._rank: text}, *_STUCK)
 
     def _look_for_left(self) -> None:

@@ -23,33 +23,42 @@ class Stuck(NamedTuple):
 
 
 def never(
-    mine: Sequence[Stuck], issued: Mapping[str, int], there: Mapping[str, Any], rank: int
+    mine: Sequence[Stuck], issued: Mapping[str, int], there: Mapping[str, Any], rank: int, own: int
 ) -> bool:
     """Whether this rank and one that waits elsewhere can neither go on.
+
+    What the other waits for counts only where this rank has a part in it: a collective of others
+    may well end.
 
     Args:
       mine: what this rank waits for.
       issued: what it issued, by group.
       there: the `news` of the other rank.
       rank: that rank.
+      own: this rank.
 
     Example:
       >>> mine, theirs = Stuck("a", 3, (0, 1), "reduce"), Stuck("b", 5, (0, 1), "gather")
-      >>> never([mine], {"a": 3, "b": 4}, news([theirs], {"a": 2, "b": 5}, "there"), 1)
+      >>> never([mine], {"a": 3, "b": 4}, news([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
       True
-      >>> never([mine], {"a": 3, "b": 5}, news([theirs], {"a": 2, "b": 5}, "there"), 1)
+      >>> never([mine], {"a": 3, "b": 5}, news([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
+      False
+      >>> theirs = Stuck("c", 5, (1, 2), "gather of others")
+      >>> never([mine], {"a": 3}, news([theirs], {"a": 2, "c": 5}, "there"), 1, 0)
       False
     """
     lacks_theirs = [
         rank in stuck.ranks and there["issued"].get(stuck.group, 0) < stuck.number for stuck in mine
     ]
-    lacks_mine = [issued.get(group, 0) < number for group, number in there["stuck"]]
+    lacks_mine = [
+        own in ranks and issued.get(group, 0) < number for group, number, ranks in there["stuck"]
+    ]
     return bool(mine) and all(lacks_theirs) and bool(lacks_mine) and all(lacks_mine)
 
 
 def news(mine: Sequence[Stuck], issued: Mapping[str, int], text: str) -> dict[str, Any]:
     """What a rank that waits tells the others, for JSON."""
-    stuck = [(stuck.group, stuck.number) for stuck in mine]
+    stuck = [(stuck.group, stuck.number, stuck.ranks) for stuck in mine]
     return {"stuck": stuck, "issued": dict(issued), "text": text}
 
 

@@ -49,7 +49,7 @@ def test_what_is_said_never_to_end_never_ends_and_what_never_ends_is_found(progr
             stuck = me.stuck(other)
             told[i] = news(stuck, Counter(me.issued), "")
             there = told[1 - i]
-            verdicts.append(there is not None and never(stuck, me.issued, there, 1 - i))
+            verdicts.append(there is not None and never(stuck, me.issued, there, 1 - i, i))
             return verdicts[-1]
         if me.at < len(me.program):
             me.step()

@@ -248,7 +248,9 @@ def hand_written(layout):
         state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=step % 2 == 0)
     # the same order of leaves in buckets, since vector and tail loops of a kernel may round
     # differently
-    trainer = mf.Trainer(make_net(torch.float64), mf.adamw(1e-2), groups, loss=loss_of, order=None)
+    trainer = mf.Trainer(
+        make_net(torch.float64), mf.adamw(1e-2), groups, loss=loss_of, order=tree.natural
+    )
     for step in range(STEPS):
         trainer.step(step_batch(step, 1, dist.get_rank(), "always"))
     same_bits(mf.unshard(state.params, groups), trainer.params())
