@@ -81,7 +81,7 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
                     piece = data[i].to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
-                    if full[i].requires_grad:
+                    if full[i].requires_grad and not full[i].is_leaf:  # it is differentiated
                         full[i].register_hook(refuse_sparse)
     return full
 

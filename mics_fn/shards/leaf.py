@@ -271,7 +271,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
         raise LeafError(message(text, fix=fix))
-    hooks = _torch.hooks_of(leaf) if isinstance(leaf, nn.Parameter) else ()
+    hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
     if hooks:
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; a Transform before the optimizer in a chain can change gradients"

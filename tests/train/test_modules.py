@@ -229,6 +229,16 @@ def test_parameters_that_would_lose_something_are_refused(case: str):
             take()
 
 
+def test_a_hook_on_any_leaf_of_autograd_is_refused_and_none_of_ours_is():
+    groups = mf.make_groups(1)
+    value = torch.ones(4, requires_grad=True)
+    with torch.no_grad():  # what a gather gives may be cut again
+        mf.shard(mf.gather(mf.shard({"w": value}, groups), groups), groups)
+    value.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(mf.LeafError, match=r"params\['w'\] has hooks \(register_hook\)"):
+        mf.shard({"w": value}, groups)
+
+
 def test_a_hook_on_a_parameter_of_a_model_made_in_parts_is_refused():
     with pytest.raises(mf.LeafError, match=r"init: params\['weight'\] has hooks"):
         mf.init(lambda: hooked(lambda p: p.register_hook), mf.make_groups(1), seed=0)
