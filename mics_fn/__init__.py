@@ -2,7 +2,7 @@
 
 from mics_fn.deferred import GradSum as GradSum
 from mics_fn.deferred import bucket_sizes as bucket_sizes
-from mics_fn.deferred import gather as gather
+from mics_fn.deferred import defer as defer
 from mics_fn.deferred import record as record
 from mics_fn.errors import CollectiveError as CollectiveError
 from mics_fn.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -61,6 +61,7 @@ from mics_fn.shards import PendingTree as PendingTree
 from mics_fn.shards import Policy as Policy
 from mics_fn.shards import Sharded as Sharded
 from mics_fn.shards import Tied as Tied
+from mics_fn.shards import gather as gather
 from mics_fn.shards import reduce_grads as reduce_grads
 from mics_fn.shards import scatter_grads as scatter_grads
 from mics_fn.shards import shard as shard

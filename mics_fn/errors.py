@@ -4,7 +4,10 @@ A message says what failed and where (the tree path), who (the ranks), what was 
 was found, and how to mend it. Everything here derives from `MicsError`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 
 class MicsError(Exception):
@@ -78,3 +81,44 @@ def name_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def by_value(found: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+    """Each value that ranks have, with those that have it; what most have comes first.
+
+    >>> by_value({0: "a", 1: "b", 2: "b"})
+    [('b', [1, 2]), ('a', [0])]
+    """
+    holders: dict[T, list[int]] = {}
+    for rank, value in sorted(found.items()):
+        holders.setdefault(value, []).append(rank)
+    return sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+
+
+def disagreement(
+    what: str, found: Mapping[int, str], fix: str, first: Sequence[str] = ()
+) -> DesyncError:
+    """The error of ranks that should agree: who has what.
+
+    Args:
+      what: the headline.
+      found: what each rank has.
+      fix: what to do.
+      first: lines before those of the ranks.
+
+    >>> print(disagreement("shard: ranks differ", {0: "7", 1: "8"}, "pass the same number"))
+    shard: ranks differ
+      rank 0: 7
+      rank 1: 8
+      fix: pass the same number
+    """
+    return DesyncError(message(what, [*first, *rank_lines(found)], fix))
+
+
+def rank_lines(found: Mapping[int, str]) -> list[str]:
+    """Who has what, one line per value.
+
+    >>> rank_lines({0: "a", 1: "b", 2: "b"})
+    ['ranks 1, 2: b', 'rank 0: a']
+    """
+    return [f"{name_ranks(ranks)}: {text}".rstrip() for text, ranks in by_value(found)]

@@ -2,8 +2,8 @@
 
 from mics_fn.collectives.agreement import (
     agree,
-    check_policy,
     check_replicas,
+    check_same,
     checksum,
     collect_all,
     in_step,
@@ -29,8 +29,8 @@ __all__ = [
     "Steps",
     "agree",
     "broadcast",
-    "check_policy",
     "check_replicas",
+    "check_same",
     "checksum",
     "collect",
     "collect_all",

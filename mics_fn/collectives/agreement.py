@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mics_fn.collectives.hierarchical import collect
-from mics_fn.errors import DesyncError, message, name_ranks
-from mics_fn.groups import Groups, Hierarchy
+from mics_fn.errors import DesyncError, by_value, disagreement
+from mics_fn.groups import Groups, Home
 from mics_fn.tree import digest, flatten
 
 _BLOCK = 2**20  # elements hashed at once
 
 
-def agree(groups: Groups | Hierarchy, what: str, facts: Sequence[tuple[str, str]]) -> None:
+def agree(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> None:
     """Compare (path, description) pairs between all ranks of `groups`; once per content.
 
     Args:
@@ -37,37 +37,28 @@ def agree(groups: Groups | Hierarchy, what: str, facts: Sequence[tuple[str, str]
       and one over the replication group; none later.
     """
     mine = digest(f"{path}\n{text}" for path, text in facts)
-    alone = groups.partition.size == 1 and (
-        isinstance(groups, Hierarchy) or groups.num_replicas == 1
-    )
-    if alone or (what, mine) in groups.agreed:
+    if groups.partition_size * groups.num_replicas == 1 or (what, mine) in groups.agreed:
         return
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
     found = {rank: bytes(other.tolist()) for rank, other in collect_all(groups, sent).items()}
     if len(set(found.values())) > 1:
-        raise DesyncError(_difference(groups, what, facts))
+        raise _difference(groups, what, facts)
     groups.agreed.add((what, mine))
 
 
-def _difference(groups: Groups | Hierarchy, what: str, facts: Sequence[tuple[str, str]]) -> str:
-    """The text that names the first path at which ranks differ, the same on every rank."""
+def _difference(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> DesyncError:
+    """The error that names the first path at which ranks differ, the same on every rank."""
     sent = collect_bytes(groups, json.dumps(list(facts)).encode())
-    of_rank = {rank: [tuple(pair) for pair in json.loads(text)] for rank, text in sent.items()}
-    nothing = ("(no more leaves)", "")
-    seen: dict[tuple[str, str], list[int]] = {}
-    for i in range(max(map(len, of_rank.values()))):
-        seen = {}
-        for rank, pairs in of_rank.items():
-            seen.setdefault(pairs[i] if i < len(pairs) else nothing, []).append(rank)
-        if len(seen) > 1:
+    every = {rank: [tuple(pair) for pair in json.loads(text)] for rank, text in sent.items()}
+    nothing, found = ("(no more leaves)", ""), {}
+    for i in range(max(map(len, every.values()))):
+        found = {rank: pairs[i] if i < len(pairs) else nothing for rank, pairs in every.items()}
+        if len(set(found.values())) > 1:
             break
-    groups_of_ranks = sorted(seen.items(), key=lambda item: (-len(item[1]), item[1]))
-    lines = [f"first difference: {groups_of_ranks[0][0][0]}"]
-    lines += [
-        f"{name_ranks(ranks)}: {path} {text}".rstrip() for (path, text), ranks in groups_of_ranks
-    ]
     fix = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
-    return message(f"{what}: ranks disagree on the tree", lines, fix=fix)
+    first = [f"first difference: {by_value(found)[0][0][0]}"]
+    texts = {rank: f"{path} {text}" for rank, (path, text) in found.items()}
+    return disagreement(f"{what}: ranks disagree on the tree", texts, fix, first)
 
 
 def check_replicas(
@@ -94,18 +85,12 @@ def check_replicas(
     differs = (table != table[0]).any(0).nonzero().flatten().tolist()
     if not differs:
         return
-    seen: dict[int, list[int]] = {}
-    for rank, row in found.items():
-        seen.setdefault(int(row[differs[0]]), []).append(rank)
-    holders = sorted(seen.values(), key=lambda ranks: (-len(ranks), ranks))
-    lines = [
-        f"first difference: {paths[differs[0]]} ({len(differs)} of {len(paths)} leaves differ)"
-    ]
-    lines += [
-        f"{name_ranks(ranks)}: value {'ABCDEFGH'[min(i, 7)]}" for i, ranks in enumerate(holders)
-    ]
+    held = by_value({rank: int(row[differs[0]]) for rank, row in found.items()})
+    names = {rank: "ABCDEFGH"[min(i, 7)] for i, (_, ranks) in enumerate(held) for rank in ranks}
+    first = f"first difference: {paths[differs[0]]} ({len(differs)} of {len(paths)} leaves differ)"
     fix = "seed every rank alike, load the same checkpoint, or pass replicas='broadcast'"
-    raise DesyncError(message(f"{what}: ranks hold different values", lines, fix=fix))
+    values = {rank: f"value {name}" for rank, name in names.items()}
+    raise disagreement(f"{what}: ranks hold different values", values, fix, [first])
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -132,27 +117,13 @@ def _weights(device: torch.device) -> Tensor:
     return torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2862933555777941756 + 1
 
 
-def collect_all(groups: Groups | Hierarchy, tensor: Tensor) -> dict[int, Tensor]:
+def collect_all(groups: Home, tensor: Tensor) -> dict[int, Tensor]:
     """One small tensor of each rank of `groups`, by global rank."""
-    found = collect(groups.partition, tensor)
-    if isinstance(groups, Hierarchy):
-        return dict(zip(groups.partition.ranks, found, strict=True))
-    return dict(
-        zip(_rank_order(groups), collect(groups.replicas, found).flatten(0, 1), strict=True)
-    )
+    found = collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
+    return dict(zip(groups.stacked_ranks, found, strict=True))
 
 
-def _rank_order(groups: Groups) -> list[int]:
-    """Global ranks, one partition group after the other, each in the order of its control comm."""
-    p = groups.partition_size
-    home = groups.plan.partition_groups[groups.position // p]
-    places = [home.index(groups.ranks.index(rank)) for rank in groups.partition.ranks]
-    return [
-        groups.ranks[start * p + place] for start in range(groups.num_replicas) for place in places
-    ]
-
-
-def collect_bytes(groups: Groups | Hierarchy, data: bytes) -> dict[int, bytes]:
+def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
     """A byte string of each rank of `groups`, by global rank; lengths may differ."""
     device = groups.device
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -178,31 +149,34 @@ def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
 
     Communication: two small all-gathers over the partition group and over the replication group.
     """
-    homes = dict.fromkeys(home for home in flatten(groups)[0] if isinstance(home, Groups))
+    homes = [home for home in flatten(groups)[0] if isinstance(home, Groups)]
+    differ = f"{what}: ranks differ"
+    fix = "call it with the same arguments on every rank, where all reach the same files"
     try:
         yield
     except Exception as error:
-        for home in homes:
+        for home in dict.fromkeys(homes):
             with suppress(DesyncError):
-                _compare(home, what, f"{type(error).__name__}: {error}".splitlines()[0])
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                check_same(differ, text, [home], fix)
         raise
-    for home in homes:
-        _compare(home, what, fact)
+    check_same(differ, fact, homes, fix)
 
 
-def _compare(groups: Groups, what: str, fact: str) -> None:
-    if groups.world_size == 1:
-        return
-    seen: dict[bytes, list[int]] = {}
-    for rank, text in collect_bytes(groups, fact.encode()).items():
-        seen.setdefault(text, []).append(rank)
-    if len(seen) > 1:
-        lines = [f"{name_ranks(ranks)}: {text.decode()}" for text, ranks in seen.items()]
-        fix = "call it with the same arguments on every rank, where all reach the same files"
-        raise DesyncError(message(f"{what}: ranks differ", lines, fix=fix))
+def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
+    """Raise DesyncError on every rank unless all ranks of each of these groups have one text.
+
+    Communication: two small all-gathers over each partition group and each replication group.
+    """
+    for home in dict.fromkeys(homes):
+        if home.partition_size * home.num_replicas > 1:
+            found = collect_bytes(home, text.encode())
+            if len(set(found.values())) > 1:
+                said = {rank: other.decode() for rank, other in found.items()}
+                raise disagreement(what, said, fix)
 
 
-def same_call(verb: str, homes: Sequence[Any], text: str, error: Exception | None = None) -> None:
+def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:
     """Return only where all ranks say the same and none of them has an error.
 
     Args:
@@ -224,28 +198,12 @@ def same_call(verb: str, homes: Sequence[Any], text: str, error: Exception | Non
         found |= collect_bytes(home, said)
     if error is not None:
         return
-    calls: dict[str, list[int]] = {}
-    failed: dict[str, list[int]] = {}
-    for rank, answer in sorted(found.items()):
-        own, wrong = json.loads(answer)
-        (failed if wrong else calls).setdefault(wrong or own, []).append(rank)
+    said_by = {rank: json.loads(answer) for rank, answer in sorted(found.items())}
+    failed = {rank: wrong for rank, (_, wrong) in said_by.items() if wrong}
     if failed:
-        lines = [f"{name_ranks(ranks)}: {wrong}" for wrong, ranks in failed.items()]
         fix = "see what these ranks raise; nothing was changed on any rank"
-        raise DesyncError(message(f"{verb}: it failed on other ranks", lines, fix))
-    if len(calls) > 1:
-        lines = [f"{name_ranks(ranks)}: {own}" for own, ranks in calls.items()]
+        raise disagreement(f"{verb}: it failed on other ranks", failed, fix)
+    calls = {rank: own for rank, (own, _) in said_by.items()}
+    if len(set(calls.values())) > 1:
         fix = f"call {verb} with the same arguments on every rank"
-        raise DesyncError(message(f"{verb}: ranks differ in what they ask for", lines, fix))
-
-
-def check_policy(verb: str, policy: str, homes: Sequence[Groups]) -> None:
-    """Raise on every rank unless all have the same policy: others would merge without them."""
-    for home in dict.fromkeys(homes):
-        ranks: dict[str, list[int]] = {}
-        for rank, name in collect_bytes(home, policy.encode()).items():
-            ranks.setdefault(name.decode(), []).append(rank)
-        if len(ranks) > 1:
-            lines = [f"{name_ranks(who)}: {name}" for name, who in ranks.items()]
-            fix = "make the same one on every rank"
-            raise DesyncError(message(f"{verb}: ranks have different policies", lines, fix=fix))
+        raise disagreement(f"{verb}: ranks differ in what they ask for", calls, fix)

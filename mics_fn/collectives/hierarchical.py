@@ -17,14 +17,14 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
 from mics_fn.collectives.pending import Issued, Pending, Steps
-from mics_fn.groups import Comm, Groups, Hierarchy
+from mics_fn.groups import Buffers, Comm, Groups, Route
 
 
-def start_all_gather(hierarchy: Hierarchy, chunk: Tensor, out: Tensor | None = None) -> Pending:
+def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> Pending:
     """Start gathering equal chunks over the levels of a partition group.
 
     Args:
-      hierarchy: levels, outermost first.
+      route: its levels, outermost first.
       chunk: contiguous; this rank's chunk, any shape.
       out: where to, contiguous (p, *chunk.shape); default new memory.
 
@@ -36,22 +36,20 @@ def start_all_gather(hierarchy: Hierarchy, chunk: Tensor, out: Tensor | None = N
 
     Memory: the result; no staging copy.
     """
-    if chunk.numel() == 0 or (hierarchy.size == 1 and out is None):
-        out = chunk.expand(hierarchy.size, *chunk.shape)
+    if chunk.numel() == 0 or (route.size == 1 and out is None):
+        out = chunk.expand(route.size, *chunk.shape)
     elif out is None:
-        out = chunk.new_empty(hierarchy.size, *chunk.shape)
-    comms = gather_comms(hierarchy, chunk)
-    steps = gather_steps(hierarchy, chunk, out)
+        out = chunk.new_empty(route.size, *chunk.shape)
+    comms = gather_comms(route, chunk)
+    steps = gather_steps(route, chunk, out)
     return Pending(steps, comms, keep=(chunk, out), device=chunk.device, purpose="gather")
 
 
-def start_fetch(
-    hierarchy: Hierarchy, chunk: Tensor, held: Tensor | None, out: Tensor | None
-) -> Pending:
+def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Pending:
     """Start a gather whose outer levels are kept for a later one; see [Note: placements].
 
     Args:
-      hierarchy: the levels; the first `hold` of them end in `held`.
+      route: the levels; the first `hold` of them end in `held`.
       chunk: contiguous and flat; this rank's.
       held: what comes over those, in the dtype that travels; None where there are none. It is
         `chunk` itself in a later fetch, which goes over the other levels alone.
@@ -62,7 +60,7 @@ def start_fetch(
 
     Communication: as `start_all_gather`.
     """
-    outer, inner = hierarchy.split(hierarchy.hold)
+    outer, inner = route.split(route.hold)
     both = ((outer, held), (inner, out))
     parts = [(route, to) for route, to in both if to is not None and to is not chunk]
     comms = [comm for route, _ in parts for comm in gather_comms(route, chunk)]
@@ -81,16 +79,16 @@ def start_fetch(
     return Pending(steps(), comms, keep=keep, device=chunk.device, purpose="gather")
 
 
-def gather_comms(hierarchy: Hierarchy, chunk: Tensor) -> list[Comm]:
+def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:
     """The communicators that `gather_steps` uses, in order."""
-    return [level.gather for level in hierarchy.levels if _moves(chunk)]
+    return [level.gather for level in route.levels if _moves(chunk)]
 
 
-def gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
+def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
     """Gather chunks to `out` (p, *chunk.shape), which may hold this rank's chunk already."""
-    mine, start = chunk.unsqueeze(0), hierarchy.chunk
+    mine, start = chunk.unsqueeze(0), route.chunk
     if _moves(chunk):
-        for level, coord in zip(hierarchy.levels, hierarchy.coords, strict=True):
+        for level, coord in zip(route.levels, route.coords, strict=True):
             count = mine.shape[0]
             start -= coord * count
             run = out.narrow(0, start, level.gather.size * count)
@@ -106,13 +104,14 @@ def gather_steps(hierarchy: Hierarchy, chunk: Tensor, out: Tensor) -> Steps:
 
 
 def start_reduce_scatter(
-    hierarchy: Hierarchy, full: Tensor, dtype: torch.dtype | None = None
+    route: Route, full: Tensor, buffers: Buffers, dtype: torch.dtype | None = None
 ) -> Pending:
     """Start averaging over a partition group; each rank keeps its own chunk.
 
     Args:
-      hierarchy: levels, outermost first; they are walked innermost first.
+      route: its levels, outermost first; they are walked innermost first.
       full: contiguous (p, *chunk shape), in chunk order; overwritten.
+      buffers: where a second buffer as large as `full` comes from.
       dtype: of the result; default that of `full`, which is what travels.
 
     Returns:
@@ -121,40 +120,39 @@ def start_reduce_scatter(
 
     Communication: one reduce-scatter a level; (p - 1)/p of full's bytes sent. None if p = 1.
 
-    Memory: a second buffer as large as `full`.
     """
-    comms, buffers = scatter_comms(hierarchy, full), hierarchy.buffers
+    comms = scatter_comms(route, full)
     spare = buffers.take(full.shape, full.dtype, full.device) if comms else full
 
     def steps() -> Steps:
         out = full.new_empty(full.shape[1:], dtype=dtype) if comms else full[0]
-        yield from scatter_steps(hierarchy, full, out, spare)
+        yield from scatter_steps(route, full, out, spare)
         if comms:
             buffers.give(spare)
-        out, factor = out.to(dtype or full.dtype), hierarchy.grad_factor
+        out, factor = out.to(dtype or full.dtype), route.grad_factor
         return out if factor == 1.0 else out * factor
 
     return Pending(steps(), comms, keep=(full, spare), device=full.device, purpose="reduce")
 
 
-def scatter_comms(hierarchy: Hierarchy, full: Tensor) -> list[Comm]:
+def scatter_comms(route: Route, full: Tensor) -> list[Comm]:
     """The communicators that `scatter_steps` uses, in order."""
-    return [level.reduce for level in reversed(hierarchy.levels) if _moves(full)]
+    return [level.reduce for level in reversed(route.levels) if _moves(full)]
 
 
 def scatter_steps(
-    hierarchy: Hierarchy, full: Tensor, out: Tensor, spare: Tensor
+    route: Route, full: Tensor, out: Tensor, spare: Tensor
 ) -> Generator[Issued, None, None]:
     """Average `full` (p, *chunk shape) over a partition group; this rank's chunk goes to `out`.
 
     Args:
-      hierarchy: the levels.
+      route: the levels.
       full: contiguous, in chunk order; overwritten.
       out: one chunk, of any float dtype; written at the end, so that views of it can be handed out
         before. Where nothing moves it is `full[0]` already.
       spare: as large as `full`; overwritten.
     """
-    comms, here, there = scatter_comms(hierarchy, full), full.view(-1), spare.view(-1)
+    comms, here, there = scatter_comms(route, full), full.view(-1), spare.view(-1)
     for i, comm in enumerate(comms):
         numel = here.numel() // comm.size
         if here.device.type == "cpu" or comm.fixed_order:

@@ -233,14 +233,14 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
             now = time.monotonic()
             if now - stalled > _STALL_S:
                 stalled, looked = now, True
-                life.watch([s for pending in life.active if (s := pending.stuck)], _ISSUED)
+                life.look([s for pending in life.active if (s := pending.stuck)], _ISSUED)
             for pending in life.active:
                 pending.check_time(now - since)
             # In proportion to the wait, so that looking costs little time and little delay.
             time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
     finally:
         if looked:
-            life.moves()
+            life.moved()
 
 
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:

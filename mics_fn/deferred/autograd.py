@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.deferred.live import Cache
+from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError, message
@@ -27,41 +27,41 @@ _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 
 
 def _no_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
-    text = "gather: shards are batched by vmap, and a schedule fetches one model at a time"
-    raise LeafError(message(text, fix="leave schedule= out under vmap over shards"))
+    text = "defer: shards are batched by vmap, and a schedule fetches one model at a time"
+    raise LeafError(message(text, fix="use gather under vmap over shards"))
 
 
 class _Join(torch.autograd.Function):
     """All pieces, as they are; in backward the end of hop 1. See [Note: join and fetch]."""
 
     @staticmethod
-    def forward(cache: Cache, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        cache.load(trained, pieces)  # here they are plain tensors, whatever torch.func does around
+    def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        live.load(trained, pieces)  # here they are plain tensors, whatever torch.func does around
         return tuple(piece.view_as(piece) for piece in pieces)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.cache, ctx.trained = inputs[:2]
+        ctx.live, ctx.trained = inputs[:2]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
-        cache: Cache = ctx.cache
-        if cache.into is not None:  # gradients went there
+        live: LiveBuckets = ctx.live
+        if live.into is not None:  # gradients went there
             return (None, None, *(None for _ in grads))
-        cache.player.end_pass(last=None)
-        reduction, cache.reduction = cache.begin_pass(), None
-        uses = [cache.uses[i] for i in ctx.trained]
+        live.run.end_pass(last=None)
+        reduction, live.reduction = live.begin_pass(), None
+        uses = [live.uses[i] for i in ctx.trained]
         dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
         for i in reduction.missing():
             if all(grad is None for grad in dealt[i]):
                 dealt[i] = list(_Start.apply(reduction, i, *dealt[i]))
-        reduction.end_of_pass()
+        reduction.end_pass()
         return (None, None, *_Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i])))
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        seen = _seen_together([ctx.cache.uses[i] for i in ctx.trained], tangents)
+        seen = _seen_together([ctx.live.uses[i] for i in ctx.trained], tangents)
         return tuple(None if t is None else t.view_as(t) for t in seen)
 
     vmap = staticmethod(_no_batch)
@@ -71,29 +71,29 @@ class _Fetch(torch.autograd.Function):
     """One bucket: its pieces become deferred parameters. See [Note: join and fetch]."""
 
     @staticmethod
-    def forward(cache: Cache, index: int, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(parameters(cache, index))
+    def forward(live: LiveBuckets, index: int, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(parameters(live, index))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.cache, ctx.index = inputs[:2]
+        ctx.live, ctx.index = inputs[:2]
         ctx.set_materialize_grads(False)
         ctx._set_sequence_nr(_FIRST)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
-        cache: Cache = ctx.cache
-        cache.player.reduce(ctx.index)
-        if cache.into is not None:
-            cache.into.add(ctx.index, grads)
+        live: LiveBuckets = ctx.live
+        live.run.reduce(ctx.index)
+        if live.into is not None:
+            live.into.add(ctx.index, grads)
             return (None, None, *(None for _ in grads))
-        return (None, None, *_Start.apply(cache.begin_pass(), ctx.index, *grads))
+        return (None, None, *_Start.apply(live.begin_pass(), ctx.index, *grads))
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         # Tangents are rare and used once: they are gathered at once. Views of a dual tensor want
         # both its parts laid out alike, so each tangent gets memory of its own.
-        found = linear_map("gather", [ctx.cache.uses[ctx.index]], *tangents)
+        found = linear_map("gather", [ctx.live.uses[ctx.index]], *tangents)
         return tuple(tangent.clone() for tangent in found)
 
     vmap = staticmethod(_no_batch)
@@ -157,7 +157,7 @@ class _Wait(torch.autograd.Function):
 
 def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor | None]:
     """(Co)tangents in parts as they are, one a member, once `check_rows` saw them all at once."""
-    if all(use.hierarchy.size == 1 for use in uses):
+    if all(use.route.size == 1 for use in uses):
         return list(data)
     given = [
         replace(use, index=tuple(use.by_slot([None if v is None else 0 for v in values])))
@@ -168,7 +168,7 @@ def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> 
 
 
 class _QuickJoin(torch.autograd.Function):
-    """`_Join` outside of torch.func, where binding arguments would cost more than all the rest."""
+    """`_Join` without torch.func's argument binding, which costs more than all the rest."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -179,7 +179,7 @@ class _QuickJoin(torch.autograd.Function):
 
 
 class _QuickFetch(torch.autograd.Function):
-    """`_Fetch` likewise."""
+    """`_Fetch` without torch.func's argument binding, for plain autograd."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -189,17 +189,17 @@ class _QuickFetch(torch.autograd.Function):
     backward, jvp = _Fetch.backward, _Fetch.jvp
 
 
-def parameters(cache: Cache, index: int) -> list[Deferred]:
+def parameters(live: LiveBuckets, index: int) -> list[Deferred]:
     """The leaves of a bucket as deferred tensors, one a member; nothing is fetched."""
-    bucket, cell = cache.uses[index].bucket, cache.cells[index]
-    like = (bucket.compute, cache.device(index), None)
+    bucket, gathered = live.uses[index].bucket, live.buckets[index]
+    like = (bucket.compute, live.device(index), None)
     made = [
-        Deferred(cache, cell, (shape, _dense_strides(shape), 0), leaf, like)
+        Deferred(live, gathered, (shape, _dense_strides(shape), 0), leaf, like)
         for shape, leaf in zip(
             bucket.shapes, zip(bucket.offsets, bucket.numels, strict=True), strict=True
         )
     ]
-    return cache.uses[index].by_member(made)
+    return live.uses[index].by_member(made)
 
 
 def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -210,11 +210,11 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
+def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
     """Deferred parameters for every leaf of a tree, differentiable where the bucket is trained.
 
     Args:
-      cache: new; its chunks are loaded here.
+      live: new; its chunks are loaded here.
       data: the pieces, by place in the tree.
 
     Returns:
@@ -224,16 +224,16 @@ def fetch_all(cache: Cache, data: Sequence[Any]) -> list[Any]:
       LeafError: torch records ops to repeat them later.
     """
     refuse_tracing()
-    uses: Sequence[BucketUse] = cache.uses
+    uses: Sequence[BucketUse] = live.uses
     trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
     frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
     with _torch.without_torch_func():  # else what is loaded has no memory to send
-        cache.load(frozen, [data[i] for index in frozen for i in uses[index].members])
+        live.load(frozen, [data[i] for index in frozen for i in uses[index].members])
     pieces = [data[i] for index in trained for i in uses[index].members]
     inside = _torch.inside_torch_func()
     join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
-    joined = deal([uses[i] for i in trained], join.apply(cache, trained, *pieces) if pieces else ())
-    found: dict[int, Sequence[Any]] = {index: parameters(cache, index) for index in frozen}
+    joined = deal([uses[i] for i in trained], join.apply(live, trained, *pieces) if pieces else ())
+    found: dict[int, Sequence[Any]] = {index: parameters(live, index) for index in frozen}
     for index, (_, values) in zip(trained, joined, strict=True):
-        found[index] = fetch.apply(cache, index, *values)
+        found[index] = fetch.apply(live, index, *values)
     return [value for index in range(len(uses)) for value in found[index]]

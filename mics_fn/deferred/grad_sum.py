@@ -1,18 +1,154 @@
 """`GradSum`: the gradients of a whole step, micro-step by micro-step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn.deferred.graph import Passes, Run
-from mics_fn.deferred.reduction import Reduction, alone
+from mics_fn import _torch
+from mics_fn.collectives import Steps, mean_comms, mean_steps, scatter_comms, scatter_steps
+from mics_fn.deferred.graph import Passes
+from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import LeafError, TreeError, message
-from mics_fn.shards import refuse_derivative, split_chunk
+from mics_fn.groups import Buffers, Route
+from mics_fn.schedules import Run
+from mics_fn.shards import Bucket, BucketUse, Opened, refuse_derivative, split_chunk
 from mics_fn.tree import Tree
 
 
-class GradSum(Reduction):
+class SumOfPasses(Reduction):
+    """The gradients of all backward passes of a step: hop 1 of each, their mean, then hop 2.
+
+    Args:
+      uses, order: as for `Reduction`.
+      micro_steps: passes of the step.
+      dtype: of the sum; default the bucket's `accumulate`, at least float32.
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[BucketUse],
+        order: Sequence[int],
+        micro_steps: int,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.micro_steps, self._sum_dtype = micro_steps, dtype
+        self.passes = 0  # that are over
+        self.totals: dict[int, list[Tensor]] = {}  # [chunk], or with one rank a piece per member
+        self._given: list[tuple[Buffers, Tensor]] = []  # what to give back in the end
+        super().__init__(uses, order)
+
+    @property
+    def last(self) -> bool:
+        """Whether this pass ends with hop 2."""
+        return self.passes == self.micro_steps - 1
+
+    def end_pass(self) -> None:
+        """The pass is over, and nothing is missing."""
+        super().end_pass()
+        self.passes += 1
+
+    def pieces(self, index: int) -> list[Tensor]:
+        """A bucket's mean gradients, one per member, in the dtype of the shards."""
+        use, dtype = self.uses[index], self.uses[index].bucket.dtype
+        total = [t if t.dtype is dtype else t.to(dtype) for t in self.totals[index]]
+        if use.alone:
+            return total
+        return use.by_member(split_chunk(use.bucket, use.route.chunk, total[0]))
+
+    def release(self) -> None:
+        """Nobody reads the gradients any more: their memory serves the next step."""
+        for buffers, tensor in self._given:
+            buffers.give(tensor)
+        self._given, self.totals = [], {}
+
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        if self._sum_dtype is not None or self.micro_steps > 1:
+            return self._sum_dtype or bucket.accumulate
+        return torch.promote_types(bucket.dtype, bucket.reduce)  # there is nothing to add
+
+    def levels_now(self, route: Route) -> Route:
+        return route.split(route.late)[1]
+
+    def target(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
+        if self.passes:
+            return None
+        shape, home = (use.bucket.numel // self.levels_now(use.route).size,), use.hierarchy
+        return home.pools.chunks.take(shape, self.dtype_of(use.bucket), home.device, exact=True)
+
+    def handed_out(self, use: BucketUse, out: Tensor | None) -> list[Tensor]:
+        return []
+
+    def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
+        use = self.uses[index]
+        # torch may hand out one tensor as two gradients: a sum needs memory of its own.
+        written = self.micro_steps > 1 and not self.passes
+        pieces = self.flat_pieces(use, values, copy=written or self._divisor(use) != 1)
+        self._sum(index, pieces, self.last)
+        return []
+
+    def copies(self, use: BucketUse) -> bool:
+        other = self.dtype_of(use.bucket) != use.bucket.reduce
+        return self.last and other and use.replicas.size > 1
+
+    def late_size(self, route: Route) -> int:
+        return route.split(route.late)[0].size if self.last else 1
+
+    def late_comms(self, use: BucketUse, out: Tensor, *, copies: bool) -> tuple[list, int]:
+        if not self.last:
+            return [], 0
+        late = use.route.split(use.route.late)[0]
+        comms = scatter_comms(late, out)
+        hop_2 = mean_comms(use.replicas, out)
+        return [*comms, *hop_2], len(late.levels) + (len(hop_2) if copies else 0)
+
+    def steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
+        """Hop 1, the sum over passes, and in the last pass what is late, and hop 2."""
+        use, last = self.uses[index], self.last  # as they are when this is started
+
+        def steps() -> Steps:
+            yield from scatter_steps(self.levels_now(use.route), parts[0], out, parts[1])
+            (total,) = self._sum(index, [out], last)
+            if last:
+                (total,) = self.totals[index] = [(yield from self._late_steps(use, total, slot))]
+            self.free_slot(use, out, slot)
+            if last:
+                self._given.append((use.hierarchy.pools.chunks, total))
+                yield from mean_steps(use.replicas, total, use.bucket.reduce)
+            return total
+
+        return steps()
+
+    def _late_steps(self, use: BucketUse, total: Tensor, slot: int | None) -> Steps:
+        """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
+        bucket, pools = use.bucket, use.hierarchy.pools
+        late, _ = use.route.split(use.route.late)
+        if late.size == 1 or slot is None:
+            return total
+        full, spare = pools.slots.pair(slot, total.shape, bucket.reduce, total.device)
+        full = total if total.dtype == bucket.reduce else full.copy_(total)
+        mine = pools.chunks.take((bucket.chunk,), total.dtype, total.device, exact=True)
+        yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
+        # Not before the end of the step, or how many chunks there are would depend on a clock.
+        self._given.append((pools.chunks, total))
+        return mine
+
+    def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
+        """Add to the total, or make it; in the last pass it becomes the mean over passes."""
+        divisor, total = self._divisor(self.uses[index]), self.totals.setdefault(index, values)
+        if total is not values:
+            _torch.foreach_add(total, values)
+        if last and values and divisor != 1:
+            _torch.foreach_div(total, divisor)
+        return total
+
+    def _divisor(self, use: BucketUse) -> float:
+        """What the sum is divided by; see [Note: mean over more ranks] in `groups.hierarchy`."""
+        return self.micro_steps / use.route.grad_factor
+
+
+class GradSum:
     """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
 
     Hop 1 of a bucket starts when its gradients are complete and overlaps the rest of backward; in
@@ -22,20 +158,18 @@ class GradSum(Reduction):
       micro_steps: passes of the step.
       dtype: of the sum over passes; default the bucket's `accumulate`, at least float32.
 
-    Communication: none here; see `backward`.
-
     Memory: this rank's shards of the gradients, and a few buckets in full.
 
     Raises:
-      ValueError: `micro_steps` is no positive int.
+      ValueError: `micro_steps` is not a positive int.
 
     Example:
       >>> groups = make_groups(1)
       >>> shards = shard({"w": torch.ones(2)}, groups)
       >>> total = GradSum(micro_steps=2)
-      >>> full = gather(shards, groups, schedule=on_demand(), into=total)
-      >>> for x in (1.0, 3.0):
-      ...     total.backward((full["w"] * x).sum())
+      >>> with defer(shards, groups, on_demand(), into=total) as full:
+      ...     for x in (1.0, 3.0):
+      ...         total.backward((full["w"] * x).sum())
       >>> total.grads()["w"].data
       tensor([2., 2.])
 
@@ -46,26 +180,24 @@ class GradSum(Reduction):
         if not isinstance(micro_steps, int) or micro_steps < 1:
             raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
         self.micro_steps, self.dtype = micro_steps, dtype
-        self._variables: list[Tensor] | None = None
+        self._bound: _Bound | None = None
         self._running = False  # a backward
-        self._pass = 0
 
-    def expect(
-        self, pieces: list[Tensor], build: Callable[[dict[int, list]], Tree], run: Run
-    ) -> list[Tensor]:
-        """Called by `gather`: what to differentiate, how pieces become a tree, of which run.
+    def expect(self, opened: Opened, run: Run) -> list[Tensor]:
+        """Called by `defer`: whose gradients will come, in which run.
 
         Returns:
-          The pieces as leaves of autograd.
+          The pieces of the tree as leaves of autograd.
         """
-        refuse_derivative("gather(into=)", (), "leave into= out inside torch.func")
-        if self._variables is not None:
-            text = "gather: into= is in use by another gather"
+        refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
+        if self._bound is not None:
+            text = "defer: into= is in use by another run"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
-        self._variables = [piece.detach().requires_grad_() for piece in pieces]
-        self._build, self._run = build, run
-        self._passes = Passes(self._variables, self.uses, run)
-        return self._variables
+        variables = [piece.detach().requires_grad_() for piece in opened.pieces]
+        reduction = SumOfPasses(opened.uses, run.order, self.micro_steps, self.dtype)
+        passes = Passes(variables, opened.uses, run)
+        self._bound = _Bound(opened, run, variables, reduction, passes)
+        return variables
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run one pass of backward; its gradients are added to the sum.
@@ -78,24 +210,30 @@ class GradSum(Reduction):
           hop 2 as well.
 
         Raises:
-          TreeError: all passes are done, or there was no `gather` into this.
+          TreeError: all passes are done, or there was no `defer` into this.
           LeafError: gradients came in a way that only a first pass can learn of.
         """
         refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
-        if self._variables is None or self._pass == self.micro_steps:
-            passes = f"{self._pass} of {self.micro_steps} passes are done"
-            fix = "gather(..., into=) first, and give micro_steps= as many passes as there are"
-            raise TreeError(message(f"GradSum.backward: {passes}", fix=fix))
-        if loss.requires_grad and self._variables:
-            self._differentiate(loss, retain_graph)
-        self._passes.end(loss, self.missing(), last=self.last)
-        self._run.end_pass(self.last)
-        self.end()
+        bound = self._bound
+        if bound is None or bound.reduction.passes == self.micro_steps:
+            fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
+            raise TreeError(message(f"GradSum.backward: {self._done()}", fix=fix))
+        if loss.requires_grad and bound.variables:
+            self._differentiate(bound, loss, retain_graph)
+        reduction = bound.reduction
+        bound.passes.end(loss, reduction.missing(), last=reduction.last)
+        bound.run.end_pass(reduction.last)
+        reduction.fill_missing()
+        reduction.end_pass()
 
-    def _differentiate(self, loss: Tensor, retain_graph: bool) -> None:
+    def _done(self) -> str:
+        done = 0 if self._bound is None else self._bound.reduction.passes
+        return f"{done} of {self.micro_steps} passes are done"
+
+    def _differentiate(self, bound: "_Bound", loss: Tensor, retain_graph: bool) -> None:
         self._running = True
         try:
-            for index, grads in self._passes.differentiate(loss, retain_graph).items():
+            for index, grads in bound.passes.differentiate(loss, retain_graph).items():
                 self.add(index, grads)
         except RuntimeError as error:
             if "backward through the graph a second time" not in f"{error}":
@@ -105,19 +243,28 @@ class GradSum(Reduction):
         finally:
             self._running = False
 
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """As `Reduction.add`, in a pass that `backward` began.
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Called by autograd: a bucket's full gradients are there, one per member.
 
         See [Note: a backward in backward] in `deferred.graph`.
         """
-        if not (self._running or all(grad is None for grad in grads)):
-            text = "gather(into=): another backward went through it than that of its GradSum"
+        bound = self._bound
+        if bound is None or not self._running:
+            if all(grad is None for grad in grads):
+                return
+            text = "defer(into=): another backward went through it than that of its GradSum"
             raise TreeError(message(text, fix="call total.backward(loss), not loss.backward()"))
-        if index in self._ready:
+        if bound.reduction.has(index):
             text = "backward: a bucket got gradients in two parts in one pass"
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(message(text, [f"bucket {index}"], fix))
-        return [] if self._passes.keeps(index, grads) else super().add(index, grads)
+        if not bound.passes.keeps(index, grads):
+            bound.reduction.add(index, grads)
+
+    def wait(self) -> None:
+        """Wait for all reductions that were started; on CUDA the current stream does."""
+        if self._bound is not None:
+            self._bound.reduction.wait()
 
     def grads(self) -> Tree:
         """The gradient of the mean loss over passes and ranks, as a tree of shards.
@@ -131,22 +278,26 @@ class GradSum(Reduction):
           TreeError: passes are missing.
           LeafError: no parameter got a gradient in any of them, on any rank.
         """
-        if self._variables is None or self._pass != self.micro_steps:
-            text = f"GradSum.grads: {self._pass} of {self.micro_steps} passes are done"
-            raise TreeError(message(text, fix="call backward for each micro-step first"))
-        self.wait()
-        self._passes.check()
-        return self._build({index: self._pieces(index) for index in self._totals})
-
-    def _pieces(self, index: int) -> list[Tensor]:
-        use, dtype = self.uses[index], self.uses[index].bucket.dtype
-        total = [t if t.dtype is dtype else t.to(dtype) for t in self._totals[index]]
-        if alone(use):
-            return total
-        return use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, total[0]))
+        bound = self._bound
+        if bound is None or bound.reduction.passes != self.micro_steps:
+            fix = "call backward for each micro-step first"
+            raise TreeError(message(f"GradSum.grads: {self._done()}", fix=fix))
+        bound.reduction.wait()
+        bound.passes.check()
+        reduction = bound.reduction
+        return bound.opened.rebuild({i: reduction.pieces(i) for i in reduction.totals})
 
     def release(self) -> None:
         """Nobody reads the gradients any more: their memory serves the next step."""
-        for buffers, tensor in self._given:
-            buffers.give(tensor)
-        self._given, self._totals = [], {}
+        if self._bound is not None:
+            self._bound.reduction.release()
+
+
+class _Bound(NamedTuple):
+    """What a `GradSum` knows once a run brings it gradients."""
+
+    opened: Opened
+    run: Run
+    variables: list[Tensor]  # the pieces, as leaves of autograd
+    reduction: SumOfPasses
+    passes: Passes

@@ -13,14 +13,13 @@ all others have ended that pass, so by then it can read how many said so, and no
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn.errors import LeafError, message
-from mics_fn.groups import Groups
-from mics_fn.schedules import Known
+from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse
 
 
@@ -32,7 +31,7 @@ class Graph(NamedTuple):
 
     @classmethod
     def of(cls, loss: Tensor) -> "Graph":
-        """Walk the graph of a loss, which takes a microsecond a node."""
+        """Walk the graph of a loss, which takes a microsecond per node."""
         todo: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
         seen, recomputes, strangers = {None, *todo}, False, []
         while todo:
@@ -65,26 +64,8 @@ def differentiate(
         torch.autograd.grad(loss, variables, allow_unused=True, retain_graph=retain_graph)
 
 
-class Run(Protocol):
-    """One run of a model, as its `Player` knows it."""
-
-    known: Known
-
-    def name(self, index: int) -> str:
-        """A bucket in words."""
-        ...
-
-    def end_pass(self, last: bool | None) -> None:
-        """A backward pass is over here, and what it left out is not reduced yet."""
-        ...
-
-    def tally(self, event: str, amount: int) -> int:
-        """Add to a number that all ranks share, and read it; never waits."""
-        ...
-
-
 class Passes:
-    """The backward passes of a step.
+    """The backward passes of a step: how to run them, and what they left without a gradient.
 
     Args:
       variables: what to differentiate by.
@@ -95,8 +76,8 @@ class Passes:
     def __init__(self, variables: Sequence[Tensor], uses: Sequence[BucketUse], run: Run) -> None:
         self._variables, self._run = variables, run
         homes = [use.home for use in uses if use.bucket.trainable and use.bucket.numel]
-        found = [home.ranks if isinstance(home, Groups) else home.partition.ranks for home in homes]
-        self._ranks: Sequence[int] = max(found, key=len, default=())  # that reduce together
+        # Those that reduce together.
+        self._ranks: Sequence[int] = max((home.ranks for home in homes), key=len, default=())
         self._device = homes[0].device if homes else None
         self._reached: set[int] = set()
         self._held: dict[int, list[Tensor | None]] | None = None
@@ -105,12 +86,14 @@ class Passes:
 
     def differentiate(self, loss: Tensor, retain_graph: bool) -> dict[int, list[Tensor | None]]:
         """Run one pass; returns the gradients that were kept back, by bucket."""
-        known = self._run.known
-        if known.recomputes is None:
+        learned = self._run.learned
+        if learned.recomputes is None:
             self._graph = Graph.of(loss)
-            known.recomputes = self._graph.recomputes
-        self._held = {} if known.recomputes else None
-        differentiate(loss, self._variables, recomputes=known.recomputes, retain_graph=retain_graph)
+            learned.recomputes = self._graph.recomputes
+        self._held = {} if learned.recomputes else None
+        differentiate(
+            loss, self._variables, recomputes=learned.recomputes, retain_graph=retain_graph
+        )
         held, self._held = self._held, None
         return held or {}
 
@@ -133,12 +116,12 @@ class Passes:
         Raises:
           LeafError: a block was recomputed by a backward of its own, as in no pass before.
         """
-        known = self._run.known
-        new = set(missing) - known.missed
-        known.missed |= new
-        if new and self._graph is None and loss.requires_grad and not known.recomputes:
-            known.recomputes = Graph.of(loss).recomputes
-            if known.recomputes:
+        learned = self._run.learned
+        new = set(missing) - learned.missed
+        learned.missed |= new
+        if new and self._graph is None and loss.requires_grad and not learned.recomputes:
+            learned.recomputes = Graph.of(loss).recomputes
+            if learned.recomputes:
                 text = "backward: a block is checkpointed with use_reentrant=True, unlike before"
                 lines = [f"{self._run.name(min(new))} got no gradient"]
                 raise LeafError(message(text, lines, "use use_reentrant=False, or step again"))
@@ -177,10 +160,10 @@ class Passes:
 
     def _warn(self) -> None:
         """Say once that the loss uses parameters which nobody trains here."""
-        known = self._run.known
-        if self._graph is None or not self._graph.strangers or known.said:
+        learned = self._run.learned
+        if self._graph is None or not self._graph.strangers or learned.said:
             return
-        known.said = True
+        learned.said = True
         lines = ["they get no gradient here; this is said once"]
         fix = "use the model that the loss function is given, or detach what is not trained"
         text = message(f"backward: the loss {self._graph.strange()}", lines, fix)

@@ -2,58 +2,79 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.collectives import Pending, push_all, start_fetch
-from mics_fn.deferred.cell import Cell
-from mics_fn.deferred.grad_sum import GradSum
+from mics_fn.collectives import push_all, start_fetch
+from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DonatedError, GroupsError, message
-from mics_fn.schedules import Control, Known, OnDemand, Player, Schedule
+from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule
 from mics_fn.shards import BucketUse, deal, pack_chunk
 
 
-class Cache:
-    """Makes buckets live, as its player says, and gives their memory back.
+class GradSink(Protocol):
+    """What takes gradients instead of the result of backward."""
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """A bucket's full gradients are there, one per member."""
+        ...
+
+
+class Fetched(Protocol):
+    """A bucket on its way."""
+
+    def wait(self) -> Tensor:
+        """The whole bucket, ready for the current stream."""
+        ...
+
+
+Fetch = Callable[[BucketUse, Tensor, Tensor | None, Tensor | None], Fetched]
+
+
+def _fetch(use: BucketUse, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Fetched:
+    return start_fetch(use.route, chunk, held, out)
+
+
+class LiveBuckets:
+    """Makes buckets live, as the run of a schedule says, and gives their memory back.
 
     Args:
       uses: the buckets.
-      names: of each bucket the names of its leaves, for people.
-      known, policy: as for `Player`.
-      control: of the partition group.
+      names: the names of each bucket's leaves, for people.
+      learned, policy, channel: as for `Run`.
       into: where gradients go; None if they are the result of backward.
+      fetch: starts the gather of a bucket, as `start_fetch` along its route.
     """
 
     def __init__(
         self,
         uses: Sequence[BucketUse],
         names: Callable[[int], Sequence[str]],
-        known: Known,
+        learned: Learned,
         policy: OnDemand,
-        control: Control,
-        into: GradSum | None = None,
+        channel: Channel,
+        into: GradSink | None = None,
+        fetch: Fetch = _fetch,
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
-        self.cells = [Cell(i, names) for i in range(len(uses))]
-        self._control = control
-        # The player outlives the cache, and must not keep its buffers.
+        self.buckets = [GatheredBucket(i, names) for i in range(len(uses))]
+        self._channel, self._start_fetch = channel, fetch
+        # The run outlives these buckets, and must not keep their buffers.
         self._name = partial(_title, names)
-        for cell in self.cells:
-            cell.stays = policy.at_once
-        self.player = Player(known, policy, sizes_of(uses), control, self._name)
-        if into is not None:
-            into.bind(uses, self.player.order)
+        for bucket in self.buckets:
+            bucket.stays = policy.at_once
+        self.run = Run(learned, policy, sizes_of(uses), channel, self._name)
         self.reduction: Reduction | None = None  # of the backward pass under way
         self._chunks: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
-        self._coming: dict[int, Pending] = {}
+        self._coming: dict[int, Fetched] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.communicator`
+        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.hierarchy`
         self._closed = False
 
     def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
@@ -62,7 +83,7 @@ class Cache:
             indexes, deal([self.uses[i] for i in indexes], pieces), strict=True
         ):
             slots, device = use.by_slot(data), data[0].device
-            chunk = pack_chunk(use.bucket, use.hierarchy.chunk, slots, device=device).detach()
+            chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
             if not chunk.numel():  # nothing will be fetched, so nothing else would cast it
                 chunk = chunk.to(use.bucket.compute)
             self._chunks[index], self._versions[index] = chunk, _version(chunk)
@@ -74,39 +95,40 @@ class Cache:
     def start(self) -> None:
         """All chunks are loaded: fetch what the policy wants before any use."""
         with _torch.without_torch_func():
-            for action in self.player.start():
+            for action in self.run.start():
                 self._fetch(action.buckets[0])
 
     def begin_pass(self) -> Reduction:
-        """Where this backward pass brings its gradients."""
-        if self.into is not None:
-            return self.into
+        """Where this backward pass brings its gradients, if they are its result."""
         if self.reduction is None:
-            self.reduction = Reduction(self.uses, self.player.order)
+            self.reduction = Reduction(self.uses, self.run.order)
         return self.reduction
 
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live, all at once; see `deferred.Source`."""
+        """Make these buckets live, all at once; see `deferred.gathered.Source`."""
         if self._closed:
-            text = "a gathered parameter is used after its step ended"
-            raise GroupsError(message(text, fix="gather again"))
+            text = "a deferred parameter is used after its run ended"
+            raise GroupsError(message(text, fix="call defer again"))
         for i in ids:
             if _version(self._chunks[i]) != self._versions[i]:
-                text = f"{self._name(i)} was changed after it was gathered"
-                raise DonatedError(message(text, fix="gather again after an update"))
+                text = f"{self._name(i)} was changed after its run began"
+                raise DonatedError(message(text, fix="call defer again after an update"))
         with _torch.without_torch_func():
-            for action in self.player.use(ids):
+            for action in self.run.use(ids):
                 (index,) = action.buckets
-                self._fetch(index) if action.kind == "fetch" else self._drop(index)
+                if action.kind == "fetch":
+                    self._fetch(index)
+                else:
+                    self._drop(index)
             for i in ids:
-                if self.cells[i].full is None:
+                if self.buckets[i].full is None:
                     full = self._coming.pop(i).wait().view(-1)
-                    self.cells[i].fill(full, _torch.is_hollow(full))
+                    self.buckets[i].fill(full, has_data=not _torch.is_hollow(full))
         self.ids = ids
-        push_all(self.uses[ids[0]].hierarchy.life)
+        push_all(self.uses[ids[0]].home.life)
 
     def _fetch(self, index: int) -> None:
-        route, chunk = self.uses[index].hierarchy, self._chunks[index]
+        chunk = self._chunks[index]
         held_numel, out_numel = self._needs(index)
         chunk = self._held.get(index, chunk)
         if held_numel and index not in self._held:
@@ -114,12 +136,12 @@ class Cache:
         if out_numel:
             self._buffers[index] = self._take(index, out_numel)
         held, out = self._held.get(index), self._buffers.get(index)
-        self._coming[index] = start_fetch(route, chunk, held, out)
+        self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out)
 
     def _needs(self, index: int) -> tuple[int, int]:
         """Elements that a bucket's fetch writes: what is held for the run, and all of it."""
         use, chunk = self.uses[index], self._chunks[index]
-        outer, inner = use.hierarchy.split(use.hierarchy.hold)
+        outer, inner = use.route.split(use.route.hold)
         held = use.bucket.numel // inner.size if outer.size > 1 else 0
         moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
         return held, use.bucket.numel if moves else 0
@@ -128,31 +150,40 @@ class Cache:
         use, chunk = self.uses[index], self._chunks[index]
         if _torch.is_hollow(chunk):
             return chunk.new_empty(numel, dtype=use.bucket.compute)
-        pool = use.hierarchy.held if keep else use.hierarchy.fetched
+        pools = use.hierarchy.pools
+        pool = pools.held if keep else pools.fetched
         return pool.take((numel,), use.bucket.compute, chunk.device, exact=keep)
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
         if coming is not None:  # fetched for a use that did not come
             coming.wait()
-        self.cells[index].clear()
+        self.buckets[index].clear()
         buffer = self._buffers.pop(index, None)
         if buffer is not None:
             with _torch.without_torch_func():
-                self.uses[index].hierarchy.fetched.give(buffer)
+                self.uses[index].hierarchy.pools.fetched.give(buffer)
 
     def close(self) -> None:
         """The run is over: buckets are dropped, and using its tensors is an error from now on."""
         if not self._closed:
-            for action in self.player.end():
+            for action in self.run.end():
                 self._drop(action.buckets[0])
             self._closed, self.ids = True, ()
-            schedule = self.player.settle()
+            schedule = self.run.settle()
             if schedule is not None:
                 self._provide(schedule)
             self._give_held()
             if self._chunks and self.device(min(self._chunks)).type == "cuda":
-                self._control.look()  # here no host waits for a collective, and would look then
+                self._channel.look()  # here no host waits for a collective, and would look then
+
+    def abandon(self) -> None:
+        """Give the memory back that nothing writes to, and say nothing to the other ranks."""
+        self._closed, self.ids = True, ()
+        for index in list(self._buffers):
+            if index not in self._coming:
+                self._drop(index)
+        self._give_held()
 
     def _provide(self, schedule: Schedule) -> None:
         """Have the memory that a new schedule needs, so that no step has to make any."""
@@ -166,19 +197,16 @@ class Cache:
                 if out:
                     taken[index] = self._take(index, out)
             elif action.kind == "drop" and index in taken:
-                self.uses[index].hierarchy.fetched.give(taken.pop(index))
+                self.uses[index].hierarchy.pools.fetched.give(taken.pop(index))
 
     def __del__(self) -> None:
-        # The tensors of the tree are gone. Memory that is still being written to is left alone.
-        for index in list(getattr(self, "_buffers", ())):
-            if index not in self._coming:
-                self._drop(index)
-        self._give_held()
+        if hasattr(self, "_held"):  # else it was never made
+            self.abandon()  # the tensors of the tree are gone
 
     def _give_held(self) -> None:
-        for index in list(getattr(self, "_held", ())):
+        for index in list(self._held):
             if index not in self._coming:
-                self.uses[index].hierarchy.held.give(self._held.pop(index))
+                self.uses[index].hierarchy.pools.held.give(self._held.pop(index))
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
@@ -195,8 +223,8 @@ def sizes_of(uses: Sequence[Any]) -> list[int]:
     """Bytes that each bucket takes where it is live; none if it is a view of what is there."""
     found = []
     for use in uses:
-        route, bucket = use.home and use.hierarchy, use.bucket
-        inner = bucket.parts if route is None else route.split(route.hold)[1].size
+        bucket = use.bucket
+        inner = use.route.split(use.route.hold)[1].size if use.home else bucket.parts
         cast = inner == bucket.parts and bucket.compute != bucket.dtype
         found.append(bucket.nbytes if inner > 1 or cast else 0)
     return found

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +13,19 @@ from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.deferring import defer
 from mics_fn.deferred.grad_sum import GradSum
 from mics_fn.deferred.graph import Graph, differentiate
-from mics_fn.deferred.live import Cache
-from mics_fn.groups import Hierarchy, Life
-from mics_fn.schedules import Control, Known, OnDemand, Schedule
+from mics_fn.deferred.live import LiveBuckets
+from mics_fn.groups import Hierarchy
+from mics_fn.schedules import Channel, Learned, OnDemand, Schedule
 from mics_fn.shards import (
+    BucketUse,
     Fixed,
     Leaf,
+    Opened,
     Sharded,
     Tied,
-    check_shards,
+    check_leaves,
     grouped,
-    in_order,
     is_leaf,
-    names_of,
-    owner_index,
     pieces,
     put,
 )
@@ -48,11 +46,11 @@ def record(
         as a model needs whose way depends on them.
 
     Returns:
-      Uses and reductions in order; `plan` makes a schedule for `gather` of it.
+      Uses and reductions in order; `plan` makes a schedule for `defer` of it.
 
-    Communication: none; with `groups` that of a step.
+    Communication: with `groups` that of a step.
 
-    Memory: none to speak of; with `groups` the full parameters.
+    Memory: with `groups` the full parameters.
 
     Raises: what the loss raises on tensors without data.
 
@@ -63,15 +61,14 @@ def record(
       >>> record(loss_fn, shards, torch.ones(3, 2)).uses
       ((1,), (0,))
     """
-    leaves, spec = tree.flatten(shards, is_leaf)
-    check_shards("record", shards, leaves)
     if groups is not None:
         total = GradSum()
-        full, cache = defer(shards, groups, OnDemand(None, 0), total)
-        total.backward(loss_fn(full, batch))
-        cache.close()
+        with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
+            total.backward(loss_fn(full, batch))
         total.wait()
-        return cache.player.record
+        return run.record
+    leaves, spec = tree.flatten(shards, is_leaf)
+    check_leaves("record", shards, leaves, "shards")
     try:
         return _without_data(loss_fn, leaves, spec, batch)
     except (NotImplementedError, RuntimeError) as error:
@@ -84,25 +81,26 @@ def _without_data(
 ) -> Schedule:
     mode = next((m for x in tree.flatten(batch)[0] if (m := _torch.fake_mode_of(x))), None)
     device = torch.device("meta") if mode is None else torch.device("cpu")
-    place = Hierarchy((), (), 0, device, Life(), None, control=Control())  # pyright: ignore
+    home = Hierarchy.of_one(device)
     with mode or nullcontext(), torch.enable_grad():
-        hollow = [_hollow(leaf, device) for leaf in leaves]
         if mode is None:
             batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
-        uses = in_order(grouped(hollow, [place] * len(hollow)))
-        data: list[Any] = [None if isinstance(leaf, Tied) else leaf.data for leaf in hollow]
-        names = partial(names_of, spec, uses)
-        cache = _HollowCache(uses, names, Known(), OnDemand(None, 0), Control(), _Nowhere())
-        put(data, uses, fetch_all(cache, data))
-        owner = owner_index(hollow)
-        loss = loss_fn(spec.unflatten([data[owner[i]] for i in range(len(hollow))]), batch)
-        variables = [leaf.data for leaf in hollow if isinstance(leaf, Sharded)]
+        empty = [_without_values(leaf, device) for leaf in leaves]
+        homes = [home] * len(empty)
+        opened = Opened("record", None, "shards", empty, spec, homes, grouped(empty, homes))
+        policy, channel = OnDemand(None, 0), Channel()
+        live = LiveBuckets(
+            opened.uses, opened.names, Learned(), policy, channel, _Nowhere(), fetch=_at_once
+        )
+        full = opened.data
+        put(full, opened.uses, fetch_all(live, full))
+        loss = loss_fn(opened.build(full), batch)
         if loss.requires_grad:
-            differentiate(loss, variables, recomputes=Graph.of(loss).recomputes)
-    return cache.player.record
+            differentiate(loss, opened.pieces, recomputes=Graph.of(loss).recomputes)
+    return live.run.record
 
 
-def _hollow(leaf: Leaf, device: torch.device) -> Leaf:
+def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
     """A leaf without values, as the rank with the first chunk would have it."""
     if isinstance(leaf, Tied) or leaf.data is None:
         return leaf
@@ -113,25 +111,22 @@ def _hollow(leaf: Leaf, device: torch.device) -> Leaf:
     return replace(leaf, data=data.requires_grad_(isinstance(leaf, Sharded)))
 
 
-class _Nowhere(GradSum):
-    """Gradients that nobody wants."""
+class _Nowhere:
+    """Takes gradients that nobody wants."""
 
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Forget them."""
-        return []
 
 
-class _HollowCache(Cache):
-    """Buckets without data are there at once."""
+class _AtOnce(NamedTuple):
+    """A bucket without data, which is there at once."""
 
-    def _fetch(self, index: int) -> None:
-        bucket = self.uses[index].bucket
-        full = self._chunks[index].new_empty(bucket.numel, dtype=bucket.compute)
-        self._coming[index] = _Here(full)  # pyright: ignore
+    full: Tensor
+
+    def wait(self) -> Tensor:
+        """The bucket."""
+        return self.full
 
 
-class _Here:
-    """What `Pending` is for something that is under way."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.wait = lambda: value
+def _at_once(use: BucketUse, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> _AtOnce:
+    return _AtOnce(chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.deferred.cell import Cell, Geometry, Source
+from mics_fn.deferred.gathered import GatheredBucket, Geometry, Source
 from mics_fn.deferred.read_only import ReadOnly
 from mics_fn.errors import LeafError, message
 from mics_fn.shards import dtype_name
@@ -31,7 +31,7 @@ class Deferred(ReadOnly):
     """
 
     _source: Source
-    _cell: Cell
+    _bucket: GatheredBucket
     _leaf: tuple[int, int]  # where it begins in the bucket, and its elements
     _where: Geometry  # in the bucket
     _cast: torch.dtype | None
@@ -40,27 +40,29 @@ class Deferred(ReadOnly):
     def __new__(
         cls: type,
         source: Source,
-        cell: Cell,
+        bucket: GatheredBucket,
         geometry: Geometry,
         leaf: tuple[int, int],
         like: "_Like",
     ) -> Any:
         size, stride, offset = geometry
         self = _torch.wrapper_without_data(cls, geometry, like[0], like[1])
-        self._source, self._cell, self._leaf = source, cell, leaf
+        self._source, self._bucket, self._leaf = source, bucket, leaf
         self._where = (size, stride, leaf[0] + offset)
         self._cast = like[2]
         return self
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        state = "live" if self._cell.full is not None else "not here"
-        where = f"bucket {self._cell.ids[0]}, {state}"
+        state = "live" if self._bucket.full is not None else "not here"
+        where = f"bucket {self._bucket.ids[0]}, {state}"
         return f"Deferred(shape={tuple(self.shape)}, {dtype_name(self.dtype)}, {where})"
 
     def lies_in(self) -> str:
         """Its shape, bucket and leaves, in words."""
-        cell, names = self._cell, ", ".join(self._cell.names()[:3])
-        return f"one of bucket {cell.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
+        bucket, names = self._bucket, ", ".join(self._bucket.names()[:3])
+        return (
+            f"one of bucket {bucket.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
+        )
 
     def __tensor_flatten__(self) -> Any:
         """Asked by `torch.compile`, which would trace through the fetch."""
@@ -85,27 +87,27 @@ _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, d
 
 def _plain(deferred: Deferred) -> Tensor:
     """Its value; its bucket is live."""
-    cell, where = deferred._cell, deferred._where
-    view = cell.views.get(where)
+    bucket, where = deferred._bucket, deferred._where
+    view = bucket.views.get(where)
     if view is None:
-        if cell.full is None:
+        if bucket.full is None:
             raise RuntimeError("a bucket is not live where an op needs it")
-        view = cell.views[where] = cell.full.as_strided(*where)
+        view = bucket.views[where] = bucket.full.as_strided(*where)
     return view if deferred._cast is None else view.to(deferred._cast)
 
 
 def _bring(found: Sequence[Deferred]) -> None:
     """Make all that an op needs live at once: fetching one bucket must not drop another."""
     first = found[0]
-    source, ids = first._source, first._cell.ids
-    if len(found) > 1 and any(d._cell is not first._cell for d in found):
+    source, ids = first._source, first._bucket.ids
+    if len(found) > 1 and any(d._bucket is not first._bucket for d in found):
         sources = {id(d._source): d._source for d in found}
         for key, source in sources.items():
-            numbers = sorted({d._cell.ids[0] for d in found if id(d._source) == key})
+            numbers = sorted({d._bucket.ids[0] for d in found if id(d._source) == key})
             ids = tuple(numbers)
             if source.ids != ids:
                 source.touch(ids)
-    elif source.ids != ids and not (first._cell.stays and first._cell.full is not None):
+    elif source.ids != ids and not (first._bucket.stays and first._bucket.full is not None):
         source.touch(ids)
 
 
@@ -130,41 +132,41 @@ def _replace(value: Any) -> Any:
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an op on plain tensors."""
-    cell = source = None
+    bucket = source = None
     for value in args:
         kind = type(value)
         if kind is Deferred:
-            if cell is None:
-                cell, source = value._cell, value._source
-            elif value._cell is not cell:
+            if bucket is None:
+                bucket, source = value._bucket, value._source
+            elif value._bucket is not bucket:
                 break
         elif kind is list and value and type(value[0]) is not int:
             break
     else:
-        if cell is not None and source is not None and not kwargs:  # nearly always
-            if source.ids != cell.ids and not (cell.stays and cell.full is not None):
-                source.touch(cell.ids)
+        if bucket is not None and source is not None and not kwargs:  # nearly always
+            if source.ids != bucket.ids and not (bucket.stays and bucket.full is not None):
+                source.touch(bucket.ids)
             plain = [_plain(value) if type(value) is Deferred else value for value in args]
-            return _own(func(*plain), (cell,))
+            return _own(func(*plain), (bucket,))
     found = _search((*args, *kwargs.values()), [])
     _bring(found)
     args = tuple([_replace(value) for value in args])
     kwargs = {name: _replace(value) for name, value in kwargs.items()}
-    return _own(func(*args, **kwargs), {d._cell for d in found})
+    return _own(func(*args, **kwargs), {d._bucket for d in found})
 
 
-def _own(out: Any, cells: Iterable[Cell]) -> Any:
+def _own(out: Any, buckets: Iterable[GatheredBucket]) -> Any:
     """What an op returns, in memory of its own: some ops return their input as it is."""
     kind = type(out)
     if kind is Tensor:
         if out.layout is not torch.strided:  # made of what it was given, perhaps in its memory
             return out.clone()
         at = out.data_ptr()
-        for cell in cells:
-            if cell.low <= at < cell.high and out.numel():
+        for bucket in buckets:
+            if bucket.low <= at < bucket.high and out.numel():
                 return out.clone()
     elif kind is tuple or kind is list:
-        return kind([_own(each, cells) for each in out])
+        return kind([_own(each, buckets) for each in out])
     return out
 
 
@@ -244,7 +246,7 @@ def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = Non
     """A deferred tensor elsewhere in the same bucket."""
     cast = cast or deferred._cast
     like = (cast or deferred.dtype, deferred.device, cast)
-    return Deferred(deferred._source, deferred._cell, geometry, deferred._leaf, like)
+    return Deferred(deferred._source, deferred._bucket, geometry, deferred._leaf, like)
 
 
 def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:

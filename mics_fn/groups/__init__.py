@@ -2,11 +2,12 @@
 
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import Buffers
-from mics_fn.groups.communicator import MOST_FULL, Comm, Hierarchy, Life
+from mics_fn.groups.communicator import Comm, Life
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
-from mics_fn.groups.make import Groups, make_groups
-from mics_fn.groups.replica import OF_STEPS, alone
+from mics_fn.groups.groups import Groups, Home
+from mics_fn.groups.hierarchy import MOST_FULL, Hierarchy, Route
+from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = [
@@ -14,12 +15,12 @@ __all__ = [
     "Comm",
     "Groups",
     "Hierarchy",
+    "Home",
     "Life",
     "MOST_FULL",
-    "OF_STEPS",
     "Plan",
+    "Route",
     "Topology",
-    "alone",
     "fold_ranks",
     "init_distributed",
     "make_groups",

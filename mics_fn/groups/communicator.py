@@ -4,21 +4,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, message, name_ranks
-from mics_fn.groups.buffers import Buffers, Slots
-from mics_fn.groups.topology import chunk_of, fold_ranks
+from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Stuck
 from mics_fn.store import poll
-
-MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
 
 
 class Traffic:
@@ -68,9 +63,9 @@ class Life:
     closed: bool = False
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     active: list[Any] = field(default_factory=list)  # `Pending`s under way, oldest first
-    # Looks for news of other ranks while nothing moves, and what ends that; see `control`.
-    watch: Callable[[Sequence[Stuck], Counter[str]], None] = lambda stuck, issued: None
-    moves: Callable[[], None] = lambda: None
+    # Looks for news of other ranks while nothing moves, and what ends that: those of a `Channel`.
+    look: Callable[[Sequence[Stuck], Counter[str]], None] = lambda stuck, issued: None
+    moved: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Destroy what is owned, newest first; again has no effect."""
@@ -96,6 +91,11 @@ class Comm:
     # `Pending`s that have yet to issue something on it, in the order in which they must.
     queue: deque[Any] = field(default_factory=deque, repr=False)
     fixed_order: bool = False  # reductions add up in the order of `ranks`, whatever the backend
+
+    @classmethod
+    def of_one(cls, name: str, rank: int, life: "Life | None" = None) -> "Comm":
+        """The communicator of this rank alone."""
+        return cls(name, (rank,), 0, None, 0.0, Traffic(), life or Life())
 
     @property
     def size(self) -> int:
@@ -129,106 +129,6 @@ class Comm:
             fix = "close the groups before destroy_process_group(), make new ones after init"
             raise GroupsError(message(what, fix=fix))
         return self.group
-
-
-@dataclass(frozen=True, eq=False)
-class Level:
-    """One hop of a hierarchy; two communicators, so that gathers and reductions can overlap."""
-
-    name: str
-    gather: Comm
-    reduce: Comm
-
-
-@dataclass(frozen=True, eq=False)
-class Hierarchy:
-    """The levels of this rank's partition group, outermost (slowest link) first; () where p = 1."""
-
-    levels: tuple[Level, ...]
-    coords: tuple[int, ...]  # this rank's place at each level
-    chunk: int  # number of the chunk that this rank keeps
-    device: torch.device
-    life: Life = field(repr=False)
-    partition: Comm = field(repr=False)  # control messages inside the partition group
-    agreed: set = field(default_factory=set, repr=False)  # trees that its ranks agreed on before
-    # Memory of what is on its way: in reductions at once, in those that overlap backward, and in
-    # gathers; and of what a step keeps, copies of parameters and chunks of gradients. Such a chunk
-    # has its memory for itself, as that of shards has: so an optimizer takes both as one tensor,
-    # whatever these groups were used for before.
-    buffers: Buffers = field(default_factory=Buffers, repr=False)
-    slots: Slots = field(default_factory=lambda: Slots(MOST_FULL), repr=False)
-    fetched: Buffers = field(default_factory=Buffers, repr=False)
-    held: Buffers = field(default_factory=Buffers, repr=False)
-    chunks: Buffers = field(default_factory=Buffers, repr=False)
-    control: Any = field(default=None, repr=False)  # `schedules.desync.Control` of its ranks
-    # [Note: placements] Shards are cut over all levels. What a run gathered over the first `hold`
-    # levels it keeps to its end, so that it gathers only over the others again; and of a step's
-    # gradients only the sum over micro-steps is reduced over the first `late` levels.
-    hold: int = 0
-    late: int = 0
-    # [Note: mean over more ranks] Leaves that live on fewer ranks than there are losses, such as
-    # experts, have gradients that sum over tokens of other ranks too. With `mean_over=n` hop 1
-    # multiplies its mean by the ranks of these groups over n, so that their sum is divided by n.
-    # That happens wherever a full gradient becomes shards, and nowhere else: hop 2 stays a plain
-    # mean, of parameters as well, and can be repeated.
-    grad_factor: float = 1.0
-
-    @cached_property
-    def _splits(self) -> dict[int, tuple["Hierarchy", "Hierarchy"]]:
-        return {}
-
-    def split(self, count: int) -> tuple["Hierarchy", "Hierarchy"]:
-        """The outermost `count` levels, and the others, as routes of their own."""
-        if count not in self._splits:
-            whole = replace(self, hold=0, late=0)
-            halves = (slice(0, count), slice(count, None))
-            self._splits[count] = tuple(  # pyright: ignore[reportArgumentType]
-                replace(
-                    whole,
-                    levels=self.levels[half],
-                    coords=self.coords[half],
-                    chunk=chunk_of(self.coords[half], self.sizes[half]),
-                )
-                for half in halves
-            )
-        return self._splits[count]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Ranks at each level."""
-        return tuple(level.gather.size for level in self.levels)
-
-    @property
-    def size(self) -> int:
-        """Ranks in the partition group."""
-        size = 1
-        for level_size in self.sizes:
-            size *= level_size
-        return size
-
-    @property
-    def closed(self) -> bool:
-        """Whether the groups it belongs to were closed."""
-        return self.life.closed
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Memory that waits for the next step between two of them."""
-        pools = (self.buffers, self.fetched, self.held, self.chunks)
-        return self.slots.nbytes + sum(pool.waiting_bytes for pool in pools)
-
-    @cached_property
-    def facts(self) -> str:
-        """Its levels and placement, the same on every rank, for digests."""
-        text = ",".join(f"{level.name}:{level.gather.size}" for level in self.levels) or "none"
-        for what, outer in (("params", self.hold), ("grads", self.late)):
-            text += f" {what} over {self.split(outer)[1].size}" * bool(outer)
-        text += f" gradients times {self.grad_factor:g}" * (self.grad_factor != 1.0)
-        return text + " in fixed order" * any(level.reduce.fixed_order for level in self.levels)
-
-    def __repr__(self) -> str:
-        levels = " x ".join(f"{level.name} {level.gather.size}" for level in self.levels)
-        return f"Hierarchy({levels or 'one rank'}, chunk {self.chunk} of {self.size})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,11 +188,6 @@ class Maker:
         group = self._group(name, members) if len(members) > 1 else None
         place = members.index(self.rank)
         return Comm(name, members, place, group, self.timeout_s, self.traffic, self.life)
-
-    def level(self, name: str, positions: Sequence[int]) -> Level:
-        """A level over these positions, ordered by coordinate."""
-        gather = self.comm(f"gather {name}", positions)
-        return Level(name, gather, self.comm(f"reduce {name}", positions))
 
     def _group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         options = {"timeout_s": self.timeout_s, "backend": self.backend, "name": f"mics_fn {name}"}

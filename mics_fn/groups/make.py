@@ -1,14 +1,13 @@
-"""Process groups of MiCS as one frozen value: who shares a replica, who holds the same shard.
+"""`make_groups`: the process groups of this rank.
 
-Making them is an effect, so it is agreed first: see `mics_fn.groups.rendezvous`. Which group holds
-whom is arithmetic: see `mics_fn.groups.topology`.
+Making them is an effect, so ranks agree on it first: see `mics_fn.groups.rendezvous`. Which group
+holds whom is arithmetic: see `mics_fn.groups.topology`.
 """
 
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,95 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _torch
 from mics_fn.errors import PlanError, message
-from mics_fn.groups.communicator import Comm, Hierarchy, Life, Maker, Traffic
+from mics_fn.groups.communicator import Comm, Life, Maker
 from mics_fn.groups.distributed import device_and_backend, require_distributed, universe_of
 from mics_fn.groups.environment import node_of
+from mics_fn.groups.groups import Groups
+from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.rendezvous import Fact, Place, meet
-from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups
-from mics_fn.schedules import Control
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Groups:
-    """The process groups of one data-parallel job, as this rank sees them; made by `make_groups`.
-
-    A context manager: leaving it closes the groups. Printing, comparing and closing never
-    communicate.
-    """
-
-    plan: Plan  # in positions
-    ranks: tuple[int, ...]  # global rank of each position
-    rank: int  # this one, global
-    position: int  # this one in `ranks`
-    hierarchy: Hierarchy
-    flat: Hierarchy  # the same ranks and chunk order in one level
-    partition: Comm  # control messages inside the partition group
-    replicas: Comm  # hop 2
-    device: torch.device
-    timeout_s: float
-    traffic: Traffic
-    life: Life
-    mean_over: int | None = None  # ranks that a mean of gradients is over; None: those of the job
-    agreed: set = field(default_factory=set)  # digests of trees that ranks agreed on before
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return len(self.ranks)
-
-    @property
-    def partition_size(self) -> int:
-        """Ranks that share one replica."""
-        return self.plan.partition_size
-
-    @property
-    def num_replicas(self) -> int:
-        """Complete replicas."""
-        return self.plan.num_replicas
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self.life.closed
-
-    def close(self) -> None:
-        """Destroy the process groups; what uses them later raises GroupsError. Again: no effect."""
-        self.life.close()
-
-    def __enter__(self) -> "Groups":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def describe(self) -> str:
-        """The facts that are the same on every rank, for digests."""
-        route = self.hierarchy
-        text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
-        text += f" mean over {self.mean_over}" * (self.mean_over is not None)
-        return text + " in fixed order" * (self.replicas.fixed_order and not route.levels)
-
-    def __repr__(self) -> str:
-        state = ", closed" * self.closed
-        return f"Groups({self.describe()}, rank {self.rank}, {self.device}{state})"
-
-    def __str__(self) -> str:
-        shared, p = fold_ranks(self.partition.ranks), self.partition_size
-        lines = [f"this is rank {self.rank}, which keeps chunk {self.hierarchy.chunk} of {p}"]
-        lines += [f"partition group: {shared}; levels outermost first:" + " none" * (p == 1)]
-        lines += [
-            f"  {level.name} {level.gather.size}: {fold_ranks(level.gather.ranks)}"
-            for level in self.hierarchy.levels
-        ]
-        lines += [f"replication group: {fold_ranks(self.replicas.ranks)}"]
-        plural = "s" * (self.num_replicas > 1)
-        counts = f"n = {self.world_size} in {self.num_replicas} partition group{plural} of p = {p}"
-        return message(f"{counts}, on {self.device}{', closed' * self.closed}", lines)
+from mics_fn.groups.topology import Plan, Topology, plan_groups
+from mics_fn.schedules import Channel
 
 
 def make_groups(
@@ -273,23 +191,23 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     life = maker.life
     with maker.together():
         levels = tuple(
-            maker.level(name, plan.level_group(position, i))
+            _level(maker, name, plan.level_group(position, i))
             for i, name in enumerate(plan.level_names)
         )
         one_level = levels
         if len(levels) > 1 and _torch.keeps_rank_order:
-            one_level = (maker.level("flat", order),)
+            one_level = (_level(maker, "flat", order),)
         if len(one_level) == 1:  # the same wire under its own name in the ledger
             partition = replace(one_level[0].reduce, name="partition")
         else:
             partition = maker.comm("partition", sorted(order))
         replicas = maker.comm("replicas", plan.replication_group(position))
-    control = _control(maker, partition)
-    shared = {"device": device, "life": life, "partition": partition, "control": control}
-    shared["grad_factor"] = 1.0 if mean_over is None else len(maker.ranks) / mean_over
-    hierarchy = flat = Hierarchy(levels, coords, chunk, **shared)
+    factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
+    route = Route(levels, coords, chunk, grad_factor=factor)
+    hierarchy = flat = Hierarchy(route, device, partition, _channel(maker, partition))
     if one_level is not levels:
-        flat = Hierarchy(one_level, (chunk,), chunk, **shared)
+        route = Route(one_level, (chunk,), chunk, grad_factor=factor)
+        flat = Hierarchy(route, device, partition, hierarchy.channel)
     return Groups(
         plan=plan,
         ranks=maker.ranks,
@@ -307,11 +225,17 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     )
 
 
-def _control(maker: Maker, partition: Comm) -> Control:
-    """The messages of a partition group; who waits for a collective looks at them."""
+def _level(maker: Maker, name: str, positions: Sequence[int]) -> Level:
+    """A level over these positions, ordered by coordinate."""
+    gather = maker.comm(f"gather {name}", positions)
+    return Level(name, gather, maker.comm(f"reduce {name}", positions))
+
+
+def _channel(maker: Maker, partition: Comm) -> Channel:
+    """The messages of a partition group; whoever waits for a collective looks at them."""
     store = _torch.default_store() if len(maker.ranks) > 1 else None
-    control = Control(
+    channel = Channel(
         store, maker.key, partition.ranks, maker.rank, maker.timeout_s, len(maker.ranks)
     )
-    maker.life.watch, maker.life.moves = control.look, control.moves
-    return control
+    maker.life.look, maker.life.moved = channel.look, channel.moved
+    return channel

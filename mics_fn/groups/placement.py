@@ -1,57 +1,87 @@
 """Where parameters, gradients and optimizer state live: each a choice of ranks, as plain values.
 
-A `Groups` says over which ranks states are cut: its partition group. `place` adds over how many of
-them, innermost first, gathered parameters stay cut for the rest of a step, and over how many the
-gradients are reduced in each micro-step. Every scheme of the ZeRO family is such a pair of numbers,
-and every verb takes its value as it takes any groups. See [Note: placements] in `communicator`.
+A `Groups` says over which ranks optimizer states are cut: its partition group. A placement adds
+over how many of them, innermost first, gathered parameters stay cut for the rest of a step, and
+over how many the gradients are reduced in each micro-step. Every scheme of the ZeRO family is such
+a pair of numbers, and every verb takes placed groups as it takes any others. See
+[Note: placements] in `hierarchy`.
 
-| placement | states over | parameters over | gradients over |
-|---|---|---|---|
-| `ddp` | 1 | 1 | 1 |
-| `zero1` | p | 1 | 1 |
-| `zero2` | p | 1 | p |
-| `zero3`, `mics`, `fsdp` | p | p | p |
-| `hpz` | p | k | p |
-| `hybrid` | p | k | k |
+| placement | states over | parameters over | gradients over | what a step sends besides hop 1 |
+|---|---|---|---|---|
+| `ddp` | 1 | 1 | 1 | all-reduce of all gradients |
+| `zero1` | p | 1 | 1 | parameters once; hop 1 only at the end of the step |
+| `zero2` | p | 1 | p | parameters once |
+| `zero3`, `mics`, `fsdp` | p | p | p | parameters whenever they are fetched |
+| `hpz` | p | k | p | parameters once over all levels, then inside a node |
+| `hybrid` | p | k | k | hop 2 as a reduce-scatter, new shards gathered back |
+
+Here k is the number of ranks of the innermost level, usually those of a node.
 """
 
 from dataclasses import replace
 from math import prod
+from typing import Literal
 
 from mics_fn.errors import PlanError, message
-from mics_fn.groups.communicator import Comm, Hierarchy, Level
-from mics_fn.groups.make import Groups
+from mics_fn.groups.communicator import Comm
+from mics_fn.groups.groups import Groups
+from mics_fn.groups.hierarchy import Hierarchy, Level
+
+Over = Literal["one", "inner", "all"]
+
+# Over which ranks of a partition group parameters and gradients stay cut, by the scheme's name.
+PLACEMENTS: dict[str, tuple[Over, Over]] = {
+    "ddp": ("all", "all"),  # DistributedDataParallel: partition groups have one rank
+    "zero1": ("one", "one"),  # ZeRO, Rajbhandari et al., SC 2020, arXiv:1910.02054, section 5.1
+    "zero2": ("one", "all"),  # the same, section 5.2
+    "zero3": ("all", "all"),  # the same, section 5.3
+    "mics": ("all", "all"),  # Zhang et al., VLDB 2022, arXiv:2205.00119
+    "fsdp": ("all", "all"),  # Zhao et al., VLDB 2023, arXiv:2304.11277, section 3.2; one flat level
+    "hpz": ("inner", "all"),  # ZeRO++, Wang et al., 2023, arXiv:2306.10209, section 3.2
+    "hybrid": ("inner", "inner"),  # pytorch issue 148257
+}
 
 
-def place(groups: Groups, *, params: int | None = None, grads: int | None = None) -> Groups:
+def place(
+    groups: Groups,
+    scheme: str | None = None,
+    *,
+    params: int | None = None,
+    grads: int | None = None,
+) -> Groups:
     """The same groups with a placement of parameters and gradients.
 
     Args:
       groups: whose partition group (p ranks) states are cut over.
+      scheme: a name of `PLACEMENTS`; the table is in `help(mics_fn.placement)`. ZeRO proper has
+        partition groups of all ranks, smaller ones are replicated; `ddp` wants groups of one rank,
+        `mics` and `fsdp` those that just hold a replica. `fsdp` gathers in one flat level.
       params: over how many ranks parameters stay cut from their first use in a run to its end; 1
-        keeps them whole. Default p: nothing is kept beyond what a schedule keeps.
+        keeps them whole. Default: as the scheme says, else p: nothing is kept beyond what a
+        schedule keeps.
       grads: over how many ranks the gradients of a micro-step are cut, when a `GradSum` adds them
-        up; the rest of hop 1 waits for the sum. Default p.
+        up; the rest of hop 1 waits for the sum. Default: as the scheme says, else p.
 
     Returns:
-      `Groups` for every verb that takes them. Where a gather has no schedule nothing is kept, and
-      where gradients are the result of backward nothing waits; the numbers are the same.
-
-    Communication: none.
+      `Groups` for every verb that takes them. No number changes: where a gather has no schedule
+      nothing is kept, and where gradients are the result of backward nothing waits.
 
     Memory: none here. With a schedule a run keeps 1/params of the parameters, in the dtype that
       travels, and a `GradSum` 1/grads of the gradients; where grads < p, their 1/p as well.
 
     Raises:
-      PlanError: the innermost levels have no such product; with those that there are.
+      PlanError: there is no such scheme, or the innermost levels have no such product; with those
+        that there are.
 
     Example:
-      >>> place(make_groups(1), params=1, grads=1)
+      >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
-
-    References: ZeRO, Rajbhandari et al., SC 2020, arXiv:1910.02054.
     """
-    sizes = groups.hierarchy.sizes
+    if scheme is not None:
+        groups, wanted = _scheme(groups, scheme)
+        params = wanted[0] if params is None else params
+        grads = wanted[1] if grads is None else grads
+    sizes = groups.hierarchy.route.sizes
     found = {}
     for name, size in (("params", params), ("grads", grads)):
         inner = [prod(sizes[level:]) for level in range(len(sizes) + 1)]
@@ -61,204 +91,28 @@ def place(groups: Groups, *, params: int | None = None, grads: int | None = None
             raise PlanError(message(f"place: {name}={size} ends inside a level", lines, fix=fix))
         found[name] = 0 if size is None else inner.index(size)
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
-    if len(groups.flat.levels) != 1:
+    if len(groups.flat.route.levels) != 1:
         flat = found
     return replace(
         groups,
-        hierarchy=replace(groups.hierarchy, hold=found["params"], late=found["grads"]),
-        flat=replace(groups.flat, hold=flat["params"], late=flat["grads"]),
+        hierarchy=_routed(groups.hierarchy, hold=found["params"], late=found["grads"]),
+        flat=_routed(groups.flat, hold=flat["params"], late=flat["grads"]),
     )
 
 
-def ddp(groups: Groups) -> Groups:
-    """Everything on every rank, as `DistributedDataParallel` has it.
-
-    Args:
-      groups: with partition groups of one rank.
-
-    Returns:
-      The very groups.
-
-    Communication: none. A step: hop 2 alone, 2(n - 1)/n of the gradients.
-
-    Memory: none here. A step holds all parameters, gradients and states.
-
-    Raises:
-      PlanError: the partition groups are larger.
-
-    Example:
-      >>> groups = ddp(make_groups(1))
-    """
-    if groups.partition_size != 1:
-        text = f"ddp: a partition group has {groups.partition_size} ranks, expected 1"
+def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
+    """The groups of a scheme, and over how many ranks it cuts parameters and gradients."""
+    if scheme not in PLACEMENTS:
+        text = f"place: {scheme!r} is not the name of a placement"
+        raise PlanError(message(text, fix=f"pass one of {', '.join(PLACEMENTS)}"))
+    if scheme == "ddp" and groups.partition_size != 1:
+        text = f"place: 'ddp' wants partition groups of 1 rank, these have {groups.partition_size}"
         raise PlanError(message(text, fix="pass make_groups(partition_size=1)"))
-    return groups
-
-
-def zero1(groups: Groups) -> Groups:
-    """ZeRO-1: states cut over the partition group, parameters and gradients whole.
-
-    Args:
-      groups: with partition groups of all ranks, for ZeRO proper; smaller ones are replicated.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: (p - 1)/p of the parameters and as much of the gradients, however
-      many micro-steps there are; then hop 2 as ever.
-
-    Memory: none here. A step holds all parameters, and all gradients in the dtype of their sum.
-
-    Example:
-      >>> groups = zero1(make_groups(1))
-
-    References: Rajbhandari et al., SC 2020, arXiv:1910.02054, section 5.1.
-    """
-    return place(groups, params=1, grads=1)
-
-
-def zero2(groups: Groups) -> Groups:
-    """ZeRO-2: states and gradients cut over the partition group, parameters whole.
-
-    Args:
-      groups: as for `zero1`.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: (p - 1)/p of the parameters once, and of the gradients in each
-      micro-step; then hop 2 as ever.
-
-    Memory: none here. A step holds all parameters, and 1/p of the gradients.
-
-    Example:
-      >>> groups = zero2(make_groups(1))
-
-    References: Rajbhandari et al., SC 2020, arXiv:1910.02054, section 5.2.
-    """
-    return place(groups, params=1)
-
-
-def zero3(groups: Groups) -> Groups:
-    """ZeRO-3: all cut over the partition group; how much stays gathered is the schedule's to say.
-
-    Args:
-      groups: as for `zero1`.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: (p - 1)/p of the parameters each time that they are fetched, and of
-      the gradients in each micro-step; then hop 2 as ever.
-
-    Memory: none here.
-
-    Example:
-      >>> groups = zero3(make_groups(1))
-
-    References: Rajbhandari et al., SC 2020, arXiv:1910.02054, section 5.3.
-    """
-    return place(groups)
-
-
-def mics(groups: Groups) -> Groups:
-    """MiCS: as `zero3`, over the smallest groups that hold a replica, inside a node or over some.
-
-    Args:
-      groups: with small partition groups.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: as `zero3` inside partition groups, and hop 2: 2(r - 1)/r of the
-      gradients' shards, once.
-
-    Memory: none here.
-
-    Example:
-      >>> groups = mics(make_groups(1))
-
-    References: Zhang et al., VLDB 2022, arXiv:2205.00119.
-    """
-    return place(groups)
-
-
-def fsdp(groups: Groups) -> Groups:
-    """The 2-D mesh of FSDP (hybrid sharding): as `mics`, in one flat all-gather.
-
-    Args:
-      groups: with partition groups as the mesh's shard dimension.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: as `mics`; where partition groups span nodes more bytes enter one.
-
-    Memory: none here.
-
-    Example:
-      >>> groups = fsdp(make_groups(1))
-
-    References: Zhao et al., VLDB 2023, arXiv:2304.11277, section 3.2.
-    """
-    return place(replace(groups, hierarchy=groups.flat))
-
-
-def hpz(groups: Groups, params: int | None = None) -> Groups:
-    """ZeRO++ hpZ: states over all, and for the rest of a step a copy of the parameters in a node.
-
-    Args:
-      groups: with partition groups over several nodes.
-      params: ranks that share such a copy; default those of the innermost level.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: the first fetch of a bucket goes over all levels, later ones, as in
-      backward, over the innermost alone; gradients as `zero3`.
-
-    Memory: none here. A step holds 1/params of the parameters besides; the update drops them.
-
-    Raises:
-      PlanError: as `place`.
-
-    Example:
-      >>> groups = hpz(make_groups(1))
-
-    References: Wang et al., 2023, arXiv:2306.10209, section 3.2.
-    """
-    return place(groups, params=_innermost(groups) if params is None else params)
-
-
-def hybrid(groups: Groups, params: int | None = None) -> Groups:
-    """Parameters and gradients over few ranks, optimizer state over all (pytorch#148257).
-
-    Args:
-      groups: with partition groups of all ranks that hold states.
-      params: ranks that parameters and gradients are cut over; default those of the innermost
-        level.
-
-    Returns:
-      Placed `Groups`.
-
-    Communication: none. A step: as `mics` with groups of `params` ranks, but hop 2 is a
-      reduce-scatter, and the first fetch of the next step gathers the new shards back: as many
-      bytes as the all-reduce that they replace.
-
-    Memory: none here. A step holds 1/params of parameters and gradients, and always 1/p of states.
-
-    Raises:
-      PlanError: as `place`.
-
-    Example:
-      >>> groups = hybrid(make_groups(1))
-    """
-    few = _innermost(groups) if params is None else params
-    return place(groups, params=few, grads=few)
-
-
-def _innermost(groups: Groups) -> int:
-    return groups.hierarchy.sizes[-1] if groups.hierarchy.levels else 1
+    if scheme == "fsdp":
+        groups = replace(groups, hierarchy=groups.flat)
+    sizes = groups.hierarchy.route.sizes
+    counts: dict[Over, int | None] = {"one": 1, "inner": sizes[-1] if sizes else 1, "all": None}
+    return groups, [counts[over] for over in PLACEMENTS[scheme]]
 
 
 def fixed_order(groups: Groups) -> Groups:
@@ -272,29 +126,31 @@ def fixed_order(groups: Groups) -> Groups:
       groups: any.
 
     Returns:
-      `Groups` for every verb.
-
-    Communication: none. Hop 2 becomes an all-to-all and an all-gather, of as many bytes in all.
+      `Groups` for every verb. Hop 2 becomes an all-to-all and an all-gather, of as many bytes in
+      all.
 
     Memory: none here. Hop 2 takes two more buffers of a chunk.
 
     Example:
-      >>> groups = fixed_order(make_groups(1))
+      >>> groups = placement.fixed_order(make_groups(1))
     """
 
     def ordered(comm: Comm) -> Comm:
         return replace(comm, fixed_order=True)
 
-    def route(hierarchy: Hierarchy) -> Hierarchy:
-        levels = tuple(
-            Level(level.name, level.gather, ordered(level.reduce)) for level in hierarchy.levels
-        )
-        return replace(hierarchy, levels=levels)
+    def along(hierarchy: Hierarchy) -> Hierarchy:
+        levels = hierarchy.route.levels
+        in_order = (Level(level.name, level.gather, ordered(level.reduce)) for level in levels)
+        return _routed(hierarchy, levels=tuple(in_order))
 
     return replace(
         groups,
-        hierarchy=route(groups.hierarchy),
-        flat=route(groups.flat),
+        hierarchy=along(groups.hierarchy),
+        flat=along(groups.flat),
         partition=ordered(groups.partition),
         replicas=ordered(groups.replicas),
     )
+
+
+def _routed(hierarchy: Hierarchy, **changes: object) -> Hierarchy:
+    return replace(hierarchy, route=replace(hierarchy.route, **changes))  # pyright: ignore

@@ -70,7 +70,7 @@ class Filling:
                 key = (home, leaf.bucket)
                 if key not in chunks:
                     flat = torch.zeros(leaf.bucket.chunk, dtype=leaf.data.dtype, device=home.device)
-                    chunks[key] = split_chunk(leaf.bucket, home.hierarchy.chunk, flat)
+                    chunks[key] = split_chunk(leaf.bucket, home.hierarchy.route.chunk, flat)
                 self.shards[name] = replace(leaf, data=chunks[key][leaf.slot])
             elif isinstance(leaf, Fixed):
                 whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=home.device)
@@ -83,7 +83,7 @@ class Filling:
             return 0, 0
         if leaf.bucket is None:
             return 0, leaf.data.numel()
-        piece: Piece = pieces(leaf.bucket, self.homes[name].hierarchy.chunk)[leaf.slot]
+        piece: Piece = pieces(leaf.bucket, self.homes[name].hierarchy.route.chunk)[leaf.slot]
         return piece.origin, piece.origin + piece.length
 
     def put(self, name: str, full: Tensor) -> None:

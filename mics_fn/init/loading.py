@@ -60,7 +60,7 @@ def load_shards(
       >>> load_shards({"w": torch.ones(2, 3)}, groups, like={"w": torch.empty(2, 3).double()})
       {'w': Sharded(shape=(2, 3), float64, here 6 of 6)}
     """
-    require_groups("load_shards", "groups", groups)
+    require_groups("load_shards", groups)
     with ExitStack() as opened:
         with in_step("load_shards", groups, ""):
             found = renamed(opened.enter_context(open_weights("load_shards", path)), names)

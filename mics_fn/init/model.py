@@ -81,7 +81,7 @@ def init(
     References: deferred initialisation of torchdistX; MiCS, Zhang et al., VLDB 2022,
       arXiv:2205.00119.
     """
-    require_groups("init", "groups", groups)
+    require_groups("init", groups)
     homes = [home for home in tree.flatten(groups)[0] if isinstance(home, Groups)]
     device = homes[0].device if homes else torch.get_default_device()
     again = _same_again(model_fn, device, seed)

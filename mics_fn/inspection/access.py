@@ -9,7 +9,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.collectives import checksum, start_all_gather
 from mics_fn.errors import GroupsError, LeafError, PlanError, message
-from mics_fn.groups import Groups, Hierarchy
+from mics_fn.groups import Hierarchy, Route
 from mics_fn.inspection.paths import Leaves, leaves_of
 from mics_fn.shards import (
     Bucket,
@@ -74,7 +74,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
     leaf = found.all[at]
     bucket = _bucket_of(leaf)
     if bucket is not None:
-        return _gathered(leaf, bucket, _route(found.homes[at]))
+        return _gathered(leaf, bucket, found.homes[at].hierarchy.route)
     value = leaf.data if is_leaf(leaf) else leaf
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -143,10 +143,6 @@ def _bucket_of(leaf: Any) -> Bucket | None:
     return getattr(leaf, "bucket", None)
 
 
-def _route(home: Groups | Hierarchy) -> Hierarchy:
-    return home.hierarchy if isinstance(home, Groups) else home
-
-
 def _described(found: Leaves, at: int) -> str:
     """A leaf in words that are the same on every rank; checked, so that it can be gathered.
 
@@ -163,7 +159,7 @@ def _described(found: Leaves, at: int) -> str:
     if bucket is None:
         shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
         return f"{found.paths[at]}, {shape} {dtype}"
-    route, data, slot = _route(found.homes[at]), leaf.data, getattr(leaf, "slot", 0)
+    route, data, slot = found.homes[at].hierarchy.route, leaf.data, getattr(leaf, "slot", 0)
     here = pieces(bucket, min(route.chunk, bucket.parts - 1))[slot].length
     if route.size != bucket.parts or data.shape != (here,):
         text = f"{where} is one of {bucket.parts} pieces, here of shape {tuple(data.shape)}; "
@@ -173,7 +169,7 @@ def _described(found: Leaves, at: int) -> str:
     return f"{found.paths[at]}, {leaf.shape} {dtype_name(data.dtype)} {place}"
 
 
-def _gathered(leaf: Any, bucket: Bucket, route: Hierarchy) -> Tensor:
+def _gathered(leaf: Any, bucket: Bucket, route: Route) -> Tensor:
     """One leaf in full; pieces travel padded to the longest."""
     slot, sent = leaf.slot, leaf.data.detach()
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
@@ -247,7 +243,7 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     use = next(use for use in uses if places.index(at) in use.members)
     members = [places[i] for i in use.members]
     # Pieces may have another dtype than their bucket says, such as sums of gradients.
-    bucket, chunk = replace(use.bucket, dtype=leaf.data.dtype), use.hierarchy.chunk
+    bucket, chunk = replace(use.bucket, dtype=leaf.data.dtype), use.route.chunk
     data = use.by_slot([found.all[i].data for i in members])
     flat = whole_chunk(bucket, chunk, data)
     if flat is None:

@@ -137,7 +137,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, quiet: bool = False) -> L
     named = shards.params if is_state else shards
     given: list[Any] = []
     if groups is not None or not quiet:
-        given = homes_of(verb, "groups", groups, named)
+        given = homes_of(verb, groups, named)
     homes = given or [None] * len(values)
     meeting = list(dict.fromkeys(given))
     if isinstance(groups, Groups | Hierarchy):

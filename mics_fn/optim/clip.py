@@ -21,7 +21,7 @@ from mics_fn.shards import (
     is_leaf,
     linear_map,
     needs_derivative,
-    uses_of,
+    open_shards,
 )
 from mics_fn.tree import Tree
 
@@ -65,7 +65,7 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
 def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Groups | Hierarchy]:
     """The groups of those leaves that count in a norm."""
     leaves, _ = tree.flatten(grads, is_leaf)
-    homes = homes_of(verb, "groups", groups, grads)
+    homes = homes_of(verb, groups, grads)
     found = (home for leaf, home in zip(leaves, homes, strict=True) if isinstance(leaf, Sharded))
     return list(dict.fromkeys(found))
 
@@ -73,7 +73,7 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Groups | Hierarch
 def norm_here(grads: Tree, groups: Any) -> Tensor:
     """`global_norm` of the leaves that this rank holds a part of."""
     leaves, _ = tree.flatten(grads, is_leaf)
-    homes = homes_of("global_norm", "groups", groups, grads)
+    homes = homes_of("global_norm", groups, grads)
     by_home: dict[Groups, list[Tensor]] = {}
     for i, (leaf, home) in enumerate(zip(leaves, homes, strict=True)):
         mine = by_home.setdefault(home, [])
@@ -85,7 +85,7 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
             raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
     if differentiated:
-        by_home = _looked_at(by_home, uses_of("global_norm", leaves, homes), leaves)
+        by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
     of_home = _smooth_total if differentiated else _total
     totals = [of_home(home, pieces) for home, pieces in by_home.items()]
     if not totals:
@@ -252,7 +252,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
 def _for_parts(factor: Tensor, homes: Sequence[Groups | Hierarchy]) -> Tensor:
     """A full value that is to scale shards, whose derivative is the sum over their parts."""
-    sizes = {home.hierarchy.size if isinstance(home, Groups) else home.size for home in homes}
+    sizes = {home.partition_size for home in homes}
     if len(sizes) > 1:
         text = f"clip_by_global_norm: a derivative over groups of {sorted(sizes)} ranks"
         raise LeafError(message(text, fix="clip each part by itself, or outside of torch.func"))

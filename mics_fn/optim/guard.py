@@ -204,7 +204,7 @@ class Guard:
             return self._judge(grads, groups, donate)
 
     def _judge(self, grads: Tree, groups: Any, donate: bool) -> Verdict:
-        homes = dict.fromkeys(homes_of("Guard.judge", "groups", groups, grads))
+        homes = dict.fromkeys(homes_of("Guard.judge", groups, grads))
         exact = self.check_groups(grads, groups)
         if not self.decides and self.max_norm is None:
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)

@@ -12,18 +12,18 @@ Planner = Callable[[Schedule, Sequence[int]], Schedule]
 
 
 @dataclass(eq=False)
-class Known:
+class Learned:
     """What earlier runs found out about one tree under one policy."""
 
     schedule: Schedule | None = None  # what the next run follows
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
-    firsts: tuple[int, ...] | None = None  # buckets by their first use, for `keep_all`; likewise
+    firsts: tuple[int, ...] | None = None  # order of first uses, the same on every rank
     passes: int | None = None  # backward passes of a run
-    last: Any = None  # the `Player` of the last run; its record may be news
-    warned: bool = False  # of another way than the schedule's
+    last: Any = None  # the last `Run`; its record may be new
+    warned: bool = False  # that the order of use changed
     missed: set[int] = field(default_factory=set)  # buckets that some pass gave no gradient
     recomputes: bool | None = None  # whether losses do, as `Graph` says; None before the first
-    said: bool = False  # likewise, of gradients that stayed away
+    said: bool = False  # the warning that the loss uses parameters which nobody trains
 
 
 @dataclass(eq=False)
@@ -38,12 +38,12 @@ class OnDemand:
     prefetch: int
     planner: Planner | None = None
     at_once: bool = False  # fetch everything when gathered
-    known: dict[Hashable, Known] = field(default_factory=dict, repr=False)
+    learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
 
     @property
     def schedule(self) -> Schedule | None:
         """What the next run will follow, of the tree that was learned last; None before."""
-        found = [known.schedule for known in self.known.values() if known.schedule is not None]
+        found = [each.schedule for each in self.learned.values() if each.schedule is not None]
         return found[-1] if found else None
 
     def plan(self, record: Schedule, sizes: Sequence[int]) -> Schedule:
@@ -74,15 +74,13 @@ def on_demand(
         between. What a single op needs is always allowed, and a bucket more for fetching ahead.
       prefetch: buckets that may be on their way ahead of their use, once the order is known.
       plan: makes a schedule from a recorded one and the buckets' sizes in bytes, instead of
-        `mics_fn.plan`.
+        `mics_fn.schedules.plan`.
 
     Returns:
-      An `OnDemand`, for `gather(..., schedule=)` and `Trainer`. It remembers what it saw.
+      An `OnDemand`, for `defer` and `Trainer`. It remembers what it saw.
 
-    Communication: none here. Runs with it: before each fetch that no schedule foresaw one message
-      of some hundred bytes to the store of torch.distributed.
-
-    Memory: none here.
+    Communication: a run with it sends, before each fetch that no schedule foresaw, one message of
+      about a hundred bytes to the store of torch.distributed.
 
     Raises:
       PlanError: a number is negative.
@@ -92,8 +90,8 @@ def on_demand(
       >>> policy = on_demand(live_bytes=0)
       >>> shards = shard({"w": torch.ones(2), "b": torch.ones(3)}, groups, bucket_bytes=8)
       >>> def loss_fn(shards):
-      ...     full = gather(shards, groups.hierarchy, schedule=policy)
-      ...     return full["w"].sum() * full["b"].sum()
+      ...     with defer(shards, groups, policy) as full:
+      ...         return full["w"].sum() * full["b"].sum()
       >>> for _ in range(2):
       ...     grads = torch.func.grad(loss_fn)(shards)
       >>> print(policy.schedule)
@@ -110,23 +108,24 @@ def on_demand(
 
 
 def keep_all() -> OnDemand:
-    """A policy that fetches every bucket as soon as it is gathered, and keeps all to the end.
+    """A policy that fetches every bucket at once, and keeps all to the end of the run.
 
     Nothing waits before the first use, and buckets that come later arrive meanwhile, in the order
     in which the first run used them. As no fetch depends on what the model does, ranks may use
     different parameters.
 
     Returns:
-      An `OnDemand`, for `gather(..., schedule=)` and `Trainer`.
+      An `OnDemand`, for `defer` and `Trainer`.
 
-    Communication: none here. A run with it gathers each bucket once.
+    Communication: a run with it gathers each bucket once.
 
-    Memory: none here. A run with it holds the full parameters.
+    Memory: a run with it holds the full parameters.
 
     Example:
       >>> groups = make_groups(1)
       >>> shards = shard([torch.ones(2)], groups)
-      >>> gather(shards, groups, schedule=keep_all())[0] + 1
+      >>> with defer(shards, groups, keep_all()) as full:
+      ...     full[0] + 1
       tensor([2., 2.])
     """
     return OnDemand(None, 0, at_once=True)

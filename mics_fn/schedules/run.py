@@ -1,66 +1,66 @@
 """One run of a model through a schedule: what to fetch and drop at each use, known ahead or not.
 
-[Note: recording] The first run knows nothing: it fetches a bucket at its first touch, drops the
-least recently used one where the budget asks for room, and writes down the order of use. What it
-wrote is the future of the next run, as long as the model does the same again. When it does not, the
-run goes on as a first run from there, and what it writes down replaces what was known.
+[Note: recording] The first run knows nothing: it fetches a bucket at its first use, drops the least
+recently used one where the budget asks for room, and writes down the order of use. What it wrote is
+the future of the next run, as long as the model does the same again. Where it does not, the run
+goes on as a first run from there, and what it writes down replaces what was known.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from mics_fn.schedules.desync import Control
-from mics_fn.schedules.policy import Known, OnDemand
+from mics_fn.schedules.desync import Channel
+from mics_fn.schedules.policy import Learned, OnDemand
 from mics_fn.schedules.schedule import Action, Schedule
 
 
-class Player:
+class Run:
     """Follows a schedule, or records one; knows which buckets are live, and moves no data.
 
     Args:
-      known: what earlier runs learned; what this one learns goes there.
+      learned: what earlier runs found out; what this one finds goes there.
       policy: makes schedules, and has the budget.
       sizes: bytes of each bucket.
-      control: to agree with the other ranks.
+      channel: to agree with the other ranks.
       name: text of a bucket, for errors.
     """
 
     def __init__(
         self,
-        known: Known,
+        learned: Learned,
         policy: OnDemand,
         sizes: Sequence[int],
-        control: Control,
+        channel: Channel,
         name: Callable[[int], str],
     ) -> None:
-        settle(known, policy, sizes, control)
-        self.known, self.policy, self.sizes = known, policy, sizes
+        settle(learned, policy, sizes, channel)
+        self.learned, self.policy, self.sizes = learned, policy, sizes
         self.uses: list[tuple[int, ...]] = []
         self.events: list[Action] = []  # uses and reductions as they happened
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = self.peak_bytes = 0
-        self.following = known.schedule is not None
+        self.following = learned.schedule is not None
         self.left = self.ended = self.settled = False
-        self._actions = () if known.schedule is None else known.schedule.actions
+        self._actions = () if learned.schedule is None else learned.schedule.actions
         self._next = 0  # of these actions
         self.passes = 0  # of backward
         self._end: int | None = None  # uses before the end of the last of them
-        self._control, self._name = control, name
+        self._channel, self.name = channel, name
         self._digest = sha256()
-        self.number = control.begin(self)
-        known.last = self
+        self.number = channel.begin_run(self)
+        learned.last = self
 
     @property
     def order(self) -> tuple[int, ...]:
-        """In which order buckets are reduced: the same on every rank, whatever is ready."""
-        return self.known.order or tuple(reversed(range(len(self.sizes))))
+        """In which order buckets are reduced: the same on every rank, whatever is complete."""
+        return self.learned.order or tuple(reversed(range(len(self.sizes))))
 
     def start(self) -> list[Action]:
         """What to fetch before anything is used."""
         if not self.policy.at_once:
             return []
-        order = self.known.firsts or range(len(self.sizes))
+        order = self.learned.firsts or range(len(self.sizes))
         return [self._apply(Action("fetch", (i,))) for i in order]
 
     def use(self, ids: tuple[int, ...]) -> list[Action]:
@@ -74,7 +74,7 @@ class Player:
             found = self._until(ids)
             if found is not None:
                 return [self._apply(action) for action in found]
-            self._leave(k, self.place_of(k))
+            self._leave(k, self.use_text(k))
         self._digest.update(repr(ids).encode())
         for i in ids:
             if i in self.live:
@@ -87,9 +87,9 @@ class Player:
         self.events.append(Action("reduce", (index,)))
 
     def end_pass(self, last: bool | None) -> None:
-        """A backward pass is over here: what it left out is about to be reduced as zeros.
+        """A backward pass is over: what it left out is about to be reduced as zeros.
 
-        Where ways differ only in which of several passes uses a bucket, what is fetched does not.
+        Where ranks differ only in which of several passes uses a bucket, they fetch the same.
 
         Args:
           last: whether it is the last of the run. None: if it is where the last run had its last.
@@ -99,27 +99,23 @@ class Player:
             return
         self._end = len(self.uses)
         if not self.following:
-            self._control.same(f"run {self.number} ends a backward pass")
-        elif (last or self.known.passes in (None, self.passes)) and self._uses_left():
+            self._channel.compare(f"run {self.number} ends a backward pass")
+        elif (last or self.learned.passes in (None, self.passes)) and self._uses_left():
             self._leave(self._end, self._pass_end())
 
     def _pass_end(self) -> str:
         return f"run {self.number} ends a backward pass after {self._end} uses of buckets"
 
-    def _so_far(self, place: str) -> str:
-        """A place in words that differ where ways differed before it."""
-        return f"{place} (way so far: {self._digest.hexdigest()[:8]})"
+    def _so_far(self, step: str) -> str:
+        """A step in words that differ where earlier uses differed."""
+        return f"{step} (digest of the uses so far: {self._digest.hexdigest()[:8]})"
 
     def _uses_left(self) -> bool:
         return any(action.kind == "use" for action in self._actions[self._next :])
 
     def tally(self, event: str, amount: int) -> int:
-        """As `Control.tally`, for this run."""
-        return self._control.tally(f"{event}/{self.number}", amount)
-
-    def name(self, index: int) -> str:
-        """A bucket in words."""
-        return self._name(index)
+        """Add to a number of this run that all ranks share, and read it; never waits."""
+        return self._channel.tally(f"{event}/{self.number}", amount)
 
     def _until(self, ids: tuple[int, ...]) -> list[Action] | None:
         """The schedule's actions up to the use that happens now; None if it has another one."""
@@ -157,57 +153,57 @@ class Player:
                 if victim is None:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
-            # See [Note: the same way] in `schedules.desync`.
-            self._control.same(self._so_far(self.place_of(k)))
+            # See [Note: the same order of use] in `schedules.desync`.
+            self._channel.compare(self._so_far(self.use_text(k)))
             done.append(self._apply(Action("fetch", (i,))))
         return done
 
-    def place_of(self, k: int) -> str:
-        """Step k of this run in words."""
+    def use_text(self, k: int) -> str:
+        """Use k of this run in words."""
         if k >= len(self.uses):
             return f"run {self.number} ends after {len(self.uses)} uses of buckets"
-        named = " and ".join(map(self._name, self.uses[k]))
+        named = " and ".join(map(self.name, self.uses[k]))
         return f"use {k} of run {self.number} is of {named}"
 
-    def place(self, k: int) -> str | None:
-        """As `schedules.desync.Way` says."""
+    def step_text(self, k: int) -> str | None:
+        """What this rank did at step k; None if it is not there yet or left the schedule there."""
         if self.left:
             return None
         if len(self.uses) == k == self._end and not self.ended:
             return self._pass_end()
-        return self.place_of(k) if len(self.uses) > k or self.ended else None
+        return self.use_text(k) if len(self.uses) > k or self.ended else None
 
-    def last_place(self) -> str:
-        """As `schedules.desync.Way` says."""
+    def last_step(self) -> str:
+        """What this rank did last."""
         if len(self.uses) == self._end and not self.ended:
             return self._pass_end()
         if not self.uses and not self.ended:
             return f"run {self.number} began"
-        return self.place_of(len(self.uses) - (not self.ended))
+        return self.use_text(len(self.uses) - (0 if self.ended else 1))
 
     def _leave(self, k: int, text: str) -> None:
         self.left = True
-        self._control.leave(self.number, k, text)
+        self._channel.leave(self.number, k, text)
         self.following = False
         for used in self.uses[: k + 1]:
             self._digest.update(repr(used).encode())
-        if not self.known.warned:
-            self.known.warned = True
-            text = f"gather: the order of use changed: {text}. Buckets are fetched on demand"
+        if not self.learned.warned:
+            self.learned.warned = True
+            text = f"defer: the order of use changed: {text}. Buckets are fetched on demand"
             warnings.warn(f"{text} until it repeats; this is said once", stacklevel=2)
 
     def end(self) -> list[Action]:
         """The run is over: what is left to drop."""
         if self.following and not self.ended and self._uses_left():
-            self._leave(len(self.uses), self.place_of(len(self.uses)))
+            self._leave(len(self.uses), self.use_text(len(self.uses)))
         self.ended = True
         return [Action("drop", (i,)) for i in self.live]
 
     def settle(self) -> Schedule | None:
         """Learn from this run now, and not when the next one begins; the new schedule, if any."""
-        before = self.known.schedule
-        settle(self.known, self.policy, self.sizes, self._control)
-        return None if self.known.schedule is before else self.known.schedule
+        before = self.learned.schedule
+        settle(self.learned, self.policy, self.sizes, self._channel)
+        return None if self.learned.schedule is before else self.learned.schedule
 
     @property
     def record(self) -> Schedule:
@@ -215,35 +211,35 @@ class Player:
         return Schedule(tuple(self.events))
 
 
-def settle(known: Known, policy: OnDemand, sizes: Sequence[int], control: Control) -> None:
+def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Channel) -> None:
     """Learn from the last run, if there was one that did not follow a schedule to its end."""
-    last: Player | None = known.last
+    last: Run | None = learned.last
     if last is None or last.settled:
         return
     last.end()
     last.settled = True
     if last.following:
-        known.passes = known.passes or last.passes or None
+        learned.passes = learned.passes or last.passes or None
         return
     if not policy.at_once:
         uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
-        control.same(f"{last.place_of(len(last.uses))} (all of it: {uses})")
+        channel.compare(f"{last.use_text(len(last.uses))} (digest of its uses: {uses})")
     if not last.uses:
         return
     if not policy.at_once:
-        known.schedule, known.passes = policy.plan(last.record, sizes), last.passes or None
-        planned = sha256(str(known.schedule).encode()).hexdigest()[:16]
-        control.same(f"made a schedule that differs ({planned})")
-    if known.order is None:
+        learned.schedule, learned.passes = policy.plan(last.record, sizes), last.passes or None
+        planned = sha256(str(learned.schedule).encode()).hexdigest()[:16]
+        channel.compare(f"made a schedule that differs ({planned})")
+    if learned.order is None:
         # Replicas reduce together too, so one rank's order is everybody's, for good.
         reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]
         rest = reversed(range(len(sizes)))
-        known.order = _adopted(control, f"order/{last.number}", [*reduced, *rest])
+        learned.order = _first_order(channel, f"order/{last.number}", [*reduced, *rest])
         used = [i for ids in last.uses for i in ids]
-        known.firsts = _adopted(control, f"firsts/{last.number}", [*used, *range(len(sizes))])
+        learned.firsts = _first_order(channel, f"firsts/{last.number}", [*used, *range(len(sizes))])
 
 
-def _adopted(control: Control, event: str, order: Sequence[int]) -> tuple[int, ...]:
+def _first_order(channel: Channel, event: str, order: Sequence[int]) -> tuple[int, ...]:
     """An order of buckets, each at its first place; that of whichever rank is here first."""
-    text = control.adopt(event, " ".join(map(str, dict.fromkeys(order))))
+    text = channel.first_of(event, " ".join(map(str, dict.fromkeys(order))))
     return tuple(map(int, text.split()))

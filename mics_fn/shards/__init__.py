@@ -2,7 +2,7 @@
 
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Piece, pieces
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
-from mics_fn.shards.gathering import PendingTree, gather_uses, start_gather, unshard
+from mics_fn.shards.gathering import PendingTree, gather, start_gather, unshard
 from mics_fn.shards.leaf import (
     Fixed,
     Leaf,
@@ -29,18 +29,13 @@ from mics_fn.shards.memory import (
 )
 from mics_fn.shards.opened import (
     BucketUse,
-    as_tree,
+    Opened,
     check_equal,
-    check_shards,
+    check_leaves,
     grouped,
     homes_of,
-    homes_with_replicas,
-    in_order,
-    names_of,
-    read_shards,
-    replicas_of,
+    open_shards,
     require_groups,
-    uses_of,
 )
 from mics_fn.shards.pack import dense, pack_chunk, pack_full, split_chunk, whole_chunk
 from mics_fn.shards.precision import Policy, policy_of
@@ -55,6 +50,7 @@ __all__ = [
     "Fixed",
     "Leaf",
     "Nothing",
+    "Opened",
     "PLAIN",
     "PendingTree",
     "Piece",
@@ -62,28 +58,25 @@ __all__ = [
     "Policy",
     "Sharded",
     "Tied",
-    "as_tree",
     "check_equal",
-    "check_shards",
+    "check_leaves",
     "deal",
     "dense",
     "donate",
     "dtype_name",
     "each_once",
-    "gather_uses",
+    "gather",
     "grouped",
     "homes_of",
-    "homes_with_replicas",
     "in_front",
-    "in_order",
     "is_leaf",
     "layout_of",
     "leaves_of",
     "linear_map",
     "map_contents",
     "names",
-    "names_of",
     "needs_derivative",
+    "open_shards",
     "overlaps",
     "owner_index",
     "owners_of",
@@ -92,12 +85,10 @@ __all__ = [
     "pieces",
     "policy_of",
     "put",
-    "read_shards",
     "reduce_grads",
     "refuse_derivative",
     "refuse_overlaps",
     "refuse_tracing",
-    "replicas_of",
     "require_groups",
     "same_tensor",
     "scatter_grads",
@@ -107,6 +98,5 @@ __all__ = [
     "start_scatter_grads",
     "sync_replicas",
     "unshard",
-    "uses_of",
     "whole_chunk",
 ]

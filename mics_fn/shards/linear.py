@@ -28,7 +28,7 @@ from mics_fn.collectives import (
     wait_all,
 )
 from mics_fn.shards.leaf import refuse_derivative, refuse_tracing
-from mics_fn.shards.opened import BucketUse, replicas_of
+from mics_fn.shards.opened import BucketUse
 from mics_fn.shards.pack import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.shards.rows import check_rows, in_front
 
@@ -48,7 +48,7 @@ class Started(NamedTuple):
 def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Started:
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
-        route = use.hierarchy
+        route = use.route
         how = {"dtype": use.bucket.compute, **like}  # cast before it is sent
         chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
         pendings.append(start_all_gather(route, chunk))
@@ -70,10 +70,10 @@ def _reduce_scatter(
     like = _like(uses, data, full=True) if like is None else like
     pendings, packed = [], []
     for use, leaves in deal(uses, data):
-        buffers, dtype = use.hierarchy.buffers, use.bucket.reduce
+        buffers, dtype = use.hierarchy.pools.reducing, use.bucket.reduce
         full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
-        pendings.append(start_reduce_scatter(use.hierarchy, parts, use.bucket.dtype))
+        pendings.append(start_reduce_scatter(use.route, parts, buffers, use.bucket.dtype))
         if use.far:  # else the result is a view of it
             packed.append((buffers, full))
 
@@ -103,13 +103,13 @@ def replica_mean(
 ) -> Started:
     pendings, like = [], _like(uses, data, full=False)
     for use, given in deal(uses, data):
-        pieces, place = use.by_slot(given), use.hierarchy.chunk
+        pieces, place = use.by_slot(given), use.route.chunk
         chunk = whole_chunk(use.bucket, place, pieces)
         if chunk is None:
             chunk = pack_chunk(use.bucket, place, pieces, **like)
         elif not in_place or use.missing:  # what the tree lacks stays as it is
             chunk = chunk.clone()
-        pendings.append(start_mean(replicas_of(use), chunk, use.bucket.reduce))
+        pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 
 
@@ -117,7 +117,7 @@ def _pieces(uses: Sequence[BucketUse], chunks: Sequence[Tensor]) -> list[Tensor]
     return [
         piece
         for use, chunk in zip(uses, chunks, strict=True)
-        for piece in use.by_member(split_chunk(use.bucket, use.hierarchy.chunk, chunk))
+        for piece in use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
     ]
 
 

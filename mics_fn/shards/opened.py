@@ -1,7 +1,8 @@
-"""A tree of shards, opened: its leaves by bucket, each with its groups, checked and agreed."""
+"""A tree of shards, opened: its leaves by bucket, each with its groups, checked and agreed on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.collectives import agree, checksum, collect_all
-from mics_fn.errors import DesyncError, GroupsError, LeafError, PlanError, message, name_ranks
-from mics_fn.groups import OF_STEPS, Comm, Groups, Hierarchy
+from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement, message
+from mics_fn.groups import Comm, Groups, Hierarchy, Home, Route
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf
+from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
 from mics_fn.tree import Tree
+
+_OWN_GROUPS = "pass the groups that the tree was sharded with"
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,17 +24,37 @@ class BucketUse:
     """The leaves of a bucket that a tree holds: `index[slot]` is a leaf's place there, or None."""
 
     bucket: Bucket
-    home: Groups | Hierarchy
+    home: Home
     index: tuple[int | None, ...]
 
     @property
     def hierarchy(self) -> Hierarchy:
-        return self.home.hierarchy if isinstance(self.home, Groups) else self.home
+        return self.home.hierarchy
+
+    @property
+    def route(self) -> Route:
+        return self.home.hierarchy.route
+
+    @property
+    def replicas(self) -> Comm:
+        """The communicator of hop 2.
+
+        Raises:
+          GroupsError: a hierarchy is given, which does not know other replicas.
+        """
+        if isinstance(self.home, Hierarchy):
+            raise GroupsError(message("hop 2 needs groups, got a hierarchy", fix="pass groups"))
+        return self.home.replicas
 
     @property
     def far(self) -> bool:
         """Whether a gather and its adjoint do more than to look at this rank's piece."""
-        return self.bucket.parts > 1 or self.hierarchy.grad_factor != 1.0
+        return self.bucket.parts > 1 or self.route.grad_factor != 1.0
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank's gradient is the mean already."""
+        return self.route.size == 1 and self.home.replicas.size == 1
 
     @property
     def members(self) -> list[int]:
@@ -45,27 +68,144 @@ class BucketUse:
         return tuple(slot for slot, i in enumerate(self.index) if i is None)
 
     def by_slot(self, values: Sequence[Any]) -> list[Any]:
-        """One value a slot, None where the tree lacks the leaf, from one value a member."""
+        """One value per slot, None where the tree lacks the leaf, from one value per member."""
         given = iter(values)
         return [None if i is None else next(given) for i in self.index]
 
     def by_member(self, values: Sequence[Any]) -> list[Any]:
-        """One value a member from one value a slot."""
+        """One value per member from one value per slot."""
         return [value for value, i in zip(values, self.index, strict=True) if i is not None]
 
 
-def uses_of(
-    verb: str, leaves: Sequence[Leaf], homes: Sequence[Groups | Hierarchy]
-) -> list[BucketUse]:
-    """The buckets of a tree; two trees of equal layout in one give two uses of equal buckets."""
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A tree of shards as its leaves, their groups and the buckets in which they travel."""
+
+    verb: str  # that opened it
+    given: Tree
+    root: str  # how its paths begin in errors
+    leaves: list[Leaf]
+    spec: Any
+    homes: Sequence[Home]
+    uses: list[BucketUse]  # by the numbers of the buckets, which schedules use
+
+    @cached_property
+    def owner(self) -> list[int]:
+        """For each leaf the index of the one that holds its data: itself, unless it is `Tied`."""
+        return owner_index(self.leaves)
+
+    @property
+    def data(self) -> list[Any]:
+        """What each leaf holds; None where it is tied."""
+        return [None if isinstance(leaf, Tied) else leaf.data for leaf in self.leaves]
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """What each trained leaf holds."""
+        return [leaf.data for leaf in self.leaves if isinstance(leaf, Sharded)]
+
+    @property
+    def trained(self) -> list[BucketUse]:
+        """The buckets that get gradients."""
+        return [use for use in self.uses if use.bucket.trainable]
+
+    def names(self, index: int) -> list[str]:
+        """The paths of a bucket's leaves, by place of the bucket in `uses`."""
+        paths = tree.spec_paths(self.spec)
+        return [paths[i].removesuffix(".data") for i in self.uses[index].members]
+
+    def path(self, index: int) -> str:
+        """The path of a leaf, for errors."""
+        return tree.paths(self.given, self.root, is_leaf)[index]
+
+    def build(self, full: Sequence[Any]) -> Tree:
+        """The tree with a value for each leaf; tied leaves share their owner's."""
+        return self.spec.unflatten([full[i] for i in self.owner])
+
+    def rebuild(self, pieces: Mapping[int, Sequence[Tensor]]) -> Tree:
+        """The tree with new pieces, by place of the bucket in `uses`; other leaves stay."""
+        out: list[Any] = list(self.leaves)
+        for index, values in pieces.items():
+            use = self.uses[index]
+            for i, piece in zip(use.members, values, strict=True):
+                out[i] = Sharded(piece, use.bucket, getattr(self.leaves[i], "slot", 0))
+        return self.spec.unflatten(out)
+
+    def agree(self, schedule: str = "") -> "Opened":
+        """Compare what ranks are about to gather together, once for each set of leaves.
+
+        Args:
+          schedule: that of the gather in words.
+
+        Communication: a digest of 32 bytes over each group to which the tree is new.
+
+        Raises:
+          DesyncError: ranks have other trees or schedules.
+        """
+        for home in dict.fromkeys(use.hierarchy for use in self.uses):
+            mine = [use for use in self.uses if use.hierarchy is home]
+            key = (schedule, home.route.facts, *((use.bucket, use.missing) for use in mine))
+            if key in home.agreed:
+                continue
+            facts = [("schedule", schedule or "none: all at once"), ("levels", home.route.facts)]
+            agree(home, self.verb, [*facts, *(fact for use in mine for fact in _facts(use))])
+            home.agreed.add(key)
+        return self
+
+    def require_replicas(self) -> "Opened":
+        """Raise unless hop 2 over these groups reaches all replicas.
+
+        Raises:
+          PlanError: they are the groups of steps that one replica takes alone.
+          GroupsError: they are hierarchies.
+        """
+        if any(isinstance(home, Groups) and home.apart for home in dict.fromkeys(self.homes)):
+            text = f"{self.verb}: these are the groups of the steps, in which no other replica is"
+            raise PlanError(message(text, fix=_OWN_GROUPS))
+        for use in self.uses:
+            _ = use.replicas
+        return self
+
+
+def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -> Opened:
+    """Open a tree of shards for a verb.
+
+    Args:
+      verb: its name, for errors.
+      shards: the tree.
+      groups: `Groups` or a `Hierarchy`, a prefix pytree of these, or a function from path to one.
+      root: how paths begin in errors.
+
+    Raises:
+      LeafError: a leaf is not a shard.
+      PlanError: the groups are not those that the tree was sharded with.
+      GroupsError: there are no groups, or they were closed.
+    """
+    leaves, spec = tree.flatten(shards, is_leaf)
+    homes = homes_of(verb, groups, shards)
+    check_leaves(verb, shards, leaves, root)
     uses = grouped(leaves, homes)
     for use in uses:
         _check_home(verb, use, homes)
-    return uses
+    return Opened(verb, shards, root, leaves, spec, homes, uses)
+
+
+def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> None:
+    """Raise LeafError unless all leaves of a tree are shards."""
+    for i, leaf in enumerate(leaves):
+        if not is_leaf(leaf):
+            path = tree.paths(shards, root, is_leaf)[i]
+            fix = "make shards with shard(params, groups)"
+            raise LeafError(
+                message(f"{verb}: {path} is {type(leaf).__name__}, not a shard", fix=fix)
+            )
 
 
 def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
-    """Leaves by bucket, each bucket once unless a slot occurs again."""
+    """Leaves by bucket, in the order of the buckets' numbers.
+
+    Two trees of one layout that lie in one tree give two uses of equal buckets.
+    """
     found: dict[Bucket, list[dict[int, int]]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tied) or leaf.bucket is None:
@@ -80,143 +220,79 @@ def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
         for slots in every:
             index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
             uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index))
-    return uses
+    return sorted(uses, key=lambda use: use.bucket.index)
 
 
-def _check_home(verb: str, use: BucketUse, homes: Sequence[Groups | Hierarchy]) -> None:
+def _check_home(verb: str, use: BucketUse, homes: Sequence[Home]) -> None:
     if any(homes[i] is not use.home for i in use.members):
         text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
-        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
-    if use.hierarchy.size != use.bucket.parts:
-        sizes = f"{use.bucket.parts}, the groups have {use.hierarchy.size} ranks"
-        text = f"{verb}: shards are cut in {sizes}"
-        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
+        raise PlanError(message(text, fix=_OWN_GROUPS))
+    if use.route.size != use.bucket.parts:
+        sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
+        raise PlanError(message(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS))
 
 
-def replicas_of(use: BucketUse) -> Comm:
-    if isinstance(use.home, Groups):
-        return use.home.replicas
-    raise GroupsError(message("hop 2 needs groups, got a hierarchy", fix="pass groups"))
+def _facts(use: BucketUse) -> list[tuple[str, str]]:
+    """All of a bucket's layout, so that no other tree's agreement is mistaken for this one's."""
+    dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
+    names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
+    layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
+    shapes = [
+        (f"bucket {use.bucket.index}[{slot}]", str(shape))
+        for slot, shape in enumerate(use.bucket.shapes)
+        if use.index[slot] is not None
+    ]
+    return [(f"bucket {use.bucket.index}", layout), *shapes]
 
 
-def require_groups(verb: str, name: str, homes: Any) -> None:
+def require_groups(verb: str, groups: Any) -> None:
     """Raise a clear error where a verb is called without groups."""
-    if homes is None:
+    if groups is None:
         fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message(f"{verb}: {name} is None", fix=fix))
+        raise GroupsError(message(f"{verb}: groups is None", fix=fix))
 
 
-def homes_of(verb: str, name: str, homes: Any, like: Tree) -> list[Any]:
+def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
     """The groups (or hierarchy) of each leaf of a tree of shards, all of them open."""
-    require_groups(verb, name, homes)
-    values = {"what": name, "is_value": lambda value: isinstance(value, Groups | Hierarchy)}
-    found = tree.spread(homes, like, is_leaf=is_leaf, **values)
+    require_groups(verb, groups)
+    found = tree.spread(
+        groups,
+        like,
+        what="groups",
+        is_leaf=is_leaf,
+        is_value=lambda value: isinstance(value, Home),
+    )
     for home in dict.fromkeys(found):
         home.partition.check_open()
     return found
 
 
-def in_order(uses: Sequence[BucketUse]) -> list[BucketUse]:
-    """The buckets by their numbers, so that a schedule's bucket 3 is bucket 3 of the tree."""
-    return sorted(uses, key=lambda use: use.bucket.index)
-
-
-def as_tree(
-    spec: Any, leaves: Sequence[Leaf], uses: Sequence[BucketUse], pieces: dict[int, list[Tensor]]
-) -> Tree:
-    """A tree of shards from the pieces of each bucket; leaves that are not trained stay."""
-    out: list[Any] = list(leaves)
-    for index, values in pieces.items():
-        for i, piece in zip(uses[index].members, values, strict=True):
-            leaf = leaves[i]
-            out[i] = Sharded(piece, uses[index].bucket, getattr(leaf, "slot", 0))
-    return spec.unflatten(out)
-
-
-def names_of(spec: Any, uses: Sequence[BucketUse], index: int) -> list[str]:
-    """The paths of a bucket's leaves."""
-    paths = tree.spec_paths(spec)
-    return [paths[i].removesuffix(".data") for i in uses[index].members]
-
-
-def read_shards(
-    verb: str, shards: Tree, hierarchy: Any, how: str = ""
-) -> tuple[list[Leaf], Any, list[BucketUse]]:
-    """Leaves, structure and buckets of a tree of shards, checked and agreed on."""
-    leaves, spec = tree.flatten(shards, is_leaf)
-    homes = homes_of(verb, "hierarchy", hierarchy, shards)
-    check_shards(verb, shards, leaves)
-    uses = uses_of(verb, leaves, homes)
-    _agree_on_uses(uses, how)
-    return leaves, spec, uses
-
-
-def check_shards(verb: str, shards: Tree, leaves: Sequence[Any]) -> None:
-    for i, leaf in enumerate(leaves):
-        if not is_leaf(leaf):
-            path = tree.paths(shards, "shards", is_leaf)[i]
-            fix = "make shards with shard(params, groups)"
-            raise LeafError(message(f"{verb}: {path} is {type(leaf).__name__}, no shard", fix=fix))
-
-
-def _agree_on_uses(uses: Sequence[BucketUse], how: str) -> None:
-    """Compare what ranks are about to gather together, once for each set of leaves."""
-    for home in dict.fromkeys(use.hierarchy for use in uses):
-        mine = [use for use in uses if use.hierarchy is home]
-        key = (how, home.facts, *((use.bucket, use.missing) for use in mine))
-        if key in home.agreed:
-            continue
-        facts = [("schedule", how or "none: all at once")]
-        facts += [("levels", home.facts)]
-        for use in mine:
-            # All of the layout, so that no other tree's agreement is mistaken for this one's.
-            dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
-            names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
-            layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
-            facts.append((f"bucket {use.bucket.index}", layout))
-            facts += [
-                (f"bucket {use.bucket.index}[{slot}]", str(shape))
-                for slot, shape in enumerate(use.bucket.shapes)
-                if use.index[slot] is not None
-            ]
-        agree(home, "gather", facts)
-        home.agreed.add(key)
-
-
-def homes_with_replicas(verb: str, params: Tree, groups: Any) -> list[Groups]:
-    """The groups of each leaf of a tree of shards, checked before anything is changed or sent."""
-    leaves, _ = tree.flatten(params, is_leaf)
-    check_shards(verb, params, leaves)
-    homes = homes_of(verb, "groups", groups, params)
-    if any(home in OF_STEPS for home in dict.fromkeys(homes)):
-        text = f"{verb}: these are the groups of the steps, in which no other replica is"
-        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
-    for use in uses_of(verb, leaves, homes):
-        replicas_of(use)
-    return homes
-
-
-def check_equal(verb: str, params: Tree, homes: Sequence[Groups]) -> None:
+def check_equal(opened: Opened) -> None:
     """Raise on every rank unless replicas hold the same bits: what starts apart would stay so.
 
-    Communication: 8 bytes a leaf, over the partition group and over the replication group.
+    Communication: 8 bytes per leaf, over the partition group and over the replication group.
     """
-    leaves, _ = tree.flatten(params, is_leaf)
+    leaves, homes = opened.leaves, opened.homes
     for home in dict.fromkeys(homes):
-        mine = [
-            i for i, leaf in enumerate(leaves) if homes[i] is home and isinstance(leaf, Sharded)
-        ]
-        if home.num_replicas == 1 or not mine or leaves[mine[0]].data.is_meta:
+        pieces = {
+            i: leaf.data
+            for i, leaf in enumerate(leaves)
+            if homes[i] is home and isinstance(leaf, Sharded)
+        }
+        mine = list(pieces)
+        if home.num_replicas == 1 or not mine or pieces[mine[0]].is_meta:
             continue
-        found = collect_all(home, torch.stack([checksum(leaves[i].data) for i in mine]))
-        first = [found[rank] for rank in home.ranks[: home.partition_size]]
+        found = collect_all(home, torch.stack([checksum(piece) for piece in pieces.values()]))
+        p = home.partition_size
         differs = {
-            rank: (found[rank] != first[place % home.partition_size]).nonzero().flatten().tolist()
+            rank: (found[rank] != found[home.ranks[place % p]]).nonzero().flatten().tolist()
             for place, rank in enumerate(home.ranks)
         }
         odd = [rank for rank, at in differs.items() if at]
         if odd:
-            path = tree.paths(params, "params", is_leaf)[mine[min(differs[odd[0]])]]
-            lines = [f"first difference: {path}", f"{name_ranks(odd)}: not as in the first replica"]
+            first = f"first difference: {opened.path(mine[min(differs[odd[0]])])}"
             fix = "start with what shard gave, or with sync_replicas(params, groups)"
-            raise DesyncError(message(f"{verb}: replicas hold different values", lines, fix=fix))
+            text = f"{opened.verb}: replicas hold different values"
+            raise disagreement(
+                text, dict.fromkeys(odd, "not as in the first replica"), fix, [first]
+            )

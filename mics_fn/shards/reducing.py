@@ -10,10 +10,10 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.shards.gathering import PendingTree
-from mics_fn.shards.leaf import Fixed, Sharded, dtype_name, is_leaf, needs_derivative, owner_index
+from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, needs_derivative
 from mics_fn.shards.leaf import donate as mark_donated
-from mics_fn.shards.linear import apply, put, replica_mean, start
-from mics_fn.shards.opened import BucketUse, check_shards, homes_of, replicas_of, uses_of
+from mics_fn.shards.linear import apply, deal, put, replica_mean, start
+from mics_fn.shards.opened import BucketUse, Opened, open_shards
 from mics_fn.shards.pack import dense
 from mics_fn.shards.sharding import layout_of
 from mics_fn.tree import Tree
@@ -132,19 +132,16 @@ def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
         grads = tree.map_leaves(as_dense, grads, is_leaf=is_leaf)
     if like is None:
         like = layout_of("reduce_grads", "grads", grads, groups)
-    slots, spec = tree.flatten(like, is_leaf)
-    check_shards("scatter_grads", like, slots)
-    given = _up_to("scatter_grads", like, spec, grads)
-    homes = homes_of("scatter_grads", "groups", groups, like)
-    uses = [use for use in uses_of("scatter_grads", slots, homes) if use.bucket.trainable]
-    full = _full_grads(like, slots, given)
+    opened = open_shards("scatter_grads", like, groups, root="grads")
+    given, slots = _up_to(opened, grads), opened.leaves
+    full = _full_grads(opened, given)
     out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
     far = []
-    for use in uses:
+    for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
-            path = tree.paths(like, "grads", is_leaf)[done[0]]
-            text = f"scatter_grads: {path} is reduced already, others of its bucket are not"
+            text = f"scatter_grads: {opened.path(done[0])} is reduced already, others of its bucket"
+            text += " are not"
             raise TreeError(message(text, fix="reduce a bucket's gradients together"))
         for i in done:
             out[i] = given[i]
@@ -152,8 +149,8 @@ def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
             far.append(use)
         elif not done:
             for i in use.members:
-                out[i] = _local(full[i], slots[i], use.hierarchy.device)
-    return _Owed(spec, out, far, full)
+                out[i] = _local(full[i], slots[i], use.home.device)  # pyright: ignore
+    return _Owed(opened.spec, out, far, full)
 
 
 def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
@@ -167,34 +164,33 @@ def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     return owed.spec.unflatten(out)
 
 
-def _up_to(verb: str, like: Tree, spec: Any, grads: Tree) -> list[Any]:
-    """The gradients' leaves in the order of `like`; None where there is none."""
+def _up_to(opened: Opened, grads: Tree) -> list[Any]:
+    """The gradients' leaves in the order of the parameters'; None where there is none."""
     try:
-        return spec.flatten_up_to(grads)
+        return opened.spec.flatten_up_to(grads)
     except ValueError:
-        where = tree.first_mismatch(like, grads, "grads", is_leaf) or "structure"
+        where = tree.first_mismatch(opened.given, grads, "grads", is_leaf) or "structure"
         raise TreeError(
             message(
-                f"{verb}: the gradients' tree differs from the parameters'",
+                f"{opened.verb}: the gradients' tree differs from the parameters'",
                 [f"first difference: {where}"],
                 fix="differentiate with respect to the tree that was sharded",
             )
         ) from None
 
 
-def _full_grads(like: Tree, slots: Sequence[Any], given: Sequence[Any]) -> list[Tensor | None]:
-    """One checked full gradient a leaf, those of tied leaves added to their owner's."""
-    full: list[Tensor | None] = [None] * len(slots)
-    owner = owner_index(slots)
-    for i, grad in enumerate(given):
-        slot = slots[owner[i]]
+def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
+    """One checked full gradient per leaf, those of tied leaves added to their owner's."""
+    full: list[Tensor | None] = [None] * len(given)
+    for i, (grad, owner) in enumerate(zip(given, opened.owner, strict=True)):
+        slot = opened.leaves[owner]
         if grad is None or is_leaf(grad):
             continue
         if not (isinstance(slot, Sharded) and _fits(grad, slot)):
-            _check_grad(like, i, slot, grad)
+            _check_grad(opened.path(i), slot, grad)
         if isinstance(slot, Sharded):
-            before = full[owner[i]]
-            full[owner[i]] = grad if before is None else before + grad
+            before = full[owner]
+            full[owner] = grad if before is None else before + grad
     return full
 
 
@@ -205,23 +201,21 @@ def _fits(grad: Any, slot: Sharded) -> bool:
     return grad.dtype is slot.dtype or grad.dtype is slot.bucket.compute
 
 
-def _check_grad(like: Tree, i: int, slot: Sharded | Fixed, grad: Any) -> None:
-    def path() -> str:
-        return tree.paths(like, "grads", is_leaf)[i]
-
+def _check_grad(path: str, slot: Any, grad: Any) -> None:
+    """Raise for what is not the gradient of a leaf."""
     if not isinstance(grad, Tensor):
-        text = f"{path()} is {type(grad).__name__}, expected torch.Tensor"
+        text = f"{path} is {type(grad).__name__}, expected torch.Tensor"
         raise LeafError(message(text, fix="give a full tensor, or None where there is no gradient"))
     if not slot.dtype.is_floating_point:
-        text = f"{path()}: a gradient for a leaf of {dtype_name(slot.dtype)}"
+        text = f"{path}: a gradient for a leaf of {dtype_name(slot.dtype)}"
         raise LeafError(message(text, fix="only float leaves have gradients: give None there"))
     if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
-        text = f"{path()}: shape {tuple(grad.shape)}, expected {slot.shape}"
+        text = f"{path}: shape {tuple(grad.shape)}, expected {slot.shape}"
         raise TreeError(message(text, fix="pass the gradient of the full parameter"))
     allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
     if grad.dtype not in allowed:
         names = " or ".join(map(dtype_name, allowed))
-        text = f"{path()}: {dtype_name(grad.dtype)}, expected {names}"
+        text = f"{path}: {dtype_name(grad.dtype)}, expected {names}"
         raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
 
 
@@ -261,32 +255,28 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
-    leaves, spec = tree.flatten(grads, is_leaf)
-    check_shards("sync_replicas", grads, leaves)
-    homes = homes_of("sync_replicas", "groups", groups, grads)
-    uses = [use for use in uses_of("sync_replicas", leaves, homes) if use.bucket.trainable]
-    far = [use for use in uses if replicas_of(use).size > 1]
-    if exact:
-        far = [replace(use, bucket=use.bucket.exact) for use in far]
-    if not far:
+    opened = open_shards("sync_replicas", grads, groups, root="grads")
+    places = [
+        i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
+    ]
+    if not places:
         return grads
-    data = [leaf.data if isinstance(leaf, Sharded) else None for leaf in leaves]
+    uses = [opened.uses[i] for i in places]
+    if exact:
+        uses = [replace(use, bucket=use.bucket.exact) for use in uses]
+    data = opened.data
     if donate and needs_derivative(data):
         text = "sync_replicas: donate=True under autograd"
-        raise DonatedError(
-            message(text, fix="pass donate=False where gradients are differentiated")
-        )
+        fix = "pass donate=False where gradients are differentiated"
+        raise DonatedError(message(text, fix=fix))
     if donate:
         with torch.no_grad():
-            members = [data[i] for use in far for i in use.members]
-            found = replica_mean(far, members, in_place=True).wait()
+            members = [data[i] for use in uses for i in use.members]
+            found = replica_mean(uses, members, in_place=True).wait()
     else:
-        found = apply("mean", far, data)
-    put(data, far, found)
-    out = [
-        leaf if d is None else Sharded(d, leaf.bucket, leaf.slot)
-        for d, leaf in zip(data, leaves, strict=True)
-    ]
+        found = apply("mean", uses, data)
+    dealt = zip(places, deal(uses, found), strict=True)
+    out = opened.rebuild({place: pieces for place, (_, pieces) in dealt})
     if donate:
-        mark_donated(grads, "grads", "sync_replicas")
-    return spec.unflatten(out)
+        mark_donated(grads, "grads", "sync_replicas", keep=out)
+    return out

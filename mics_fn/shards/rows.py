@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import collect
-from mics_fn.errors import DesyncError, LeafError, message, name_ranks
+from mics_fn.errors import DesyncError, LeafError, message, rank_lines
 from mics_fn.groups import Comm
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS
 
@@ -58,7 +58,7 @@ def check_rows(name: str, levels: int | None, dealt: Sequence[tuple[Any, Sequenc
     batch, device = first
     met: dict[Comm, list[Tensor]] = {}
     for use, values in dealt:
-        comm = use.home.replicas if name == "mean" else use.hierarchy.partition
+        comm = use.home.replicas if name == "mean" else use.home.partition
         met.setdefault(comm, []).extend(v for v in values if v is not None)
     in_parts = levels if levels and name in ("gather", "own") else 0
     for comm, values in met.items():
@@ -102,12 +102,10 @@ def _compare(
     mine = [sum(looks), len(batch), *batch[: _MOST_DIMS - 1]]
     mine += [0] * (_MOST_DIMS + 1 - len(mine))
     found = collect(comm, torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
-    shapes = {tuple(theirs[2 : 2 + theirs[1]]): [] for theirs in found}
-    for rank, theirs in zip(comm.ranks, found, strict=True):
-        shapes[tuple(theirs[2 : 2 + theirs[1]])].append(rank)
-    if len(shapes) > 1:
-        lines = [f"{name_ranks(ranks)}: batch {shape}" for shape, ranks in shapes.items()]
+    shapes = [f"batch {tuple(theirs[2 : 2 + theirs[1]])}" for theirs in found]
+    if len(set(shapes)) > 1:
         text = f"{name}: ranks batch other numbers of rows under vmap"
+        lines = rank_lines(dict(zip(comm.ranks, shapes, strict=True)))
         if rows:
             raise LeafError(message(text, [*lines, LOCAL_BASIS], SHARED_BASIS))
         raise DesyncError(message(text, lines, "give all ranks batches of one shape"))

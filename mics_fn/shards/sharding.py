@@ -82,7 +82,7 @@ def shard(
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
-    require_groups("shard", "groups", groups)
+    require_groups("shard", groups)
     if replicas not in ("check", "broadcast"):
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
     if source_rank is not None and replicas == "check":
@@ -120,7 +120,7 @@ def layout_of(
 
     Communication: as `shard`, without values.
     """
-    require_groups(verb, "groups", groups)
+    require_groups(verb, groups)
     layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
     plan = _plan(verb, root, values, groups, layout)
     _agree_on(plan)
@@ -240,9 +240,9 @@ def _cut(plan: _Plan, sources: dict[Groups, int | None]) -> dict[int, Leaf]:
             if source is not None and not full.is_meta:
                 broadcast(home, full, source)
             # A storage of its own, so that in-place updates and `whole_chunk` know its bounds.
-            chunk = full.view(bucket.parts, -1)[home.hierarchy.chunk].clone()
+            chunk = full.view(bucket.parts, -1)[home.hierarchy.route.chunk].clone()
         kind = Sharded if bucket.trainable else Fixed
-        pieces = zip(index, split_chunk(bucket, home.hierarchy.chunk, chunk), strict=True)
+        pieces = zip(index, split_chunk(bucket, home.hierarchy.route.chunk, chunk), strict=True)
         out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})
     return out
 
@@ -279,7 +279,8 @@ def _agree_on(plan: _Plan) -> None:
         facts = [("groups", home.describe())]
         for i, leaf in enumerate(plan.leaves):
             if plan.homes[i] is home:
-                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}" + " meta" * leaf.is_meta
+                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
+                text += " meta" if leaf.is_meta else ""
                 if plan.owners[i] != i:
                     text += f" tied to {plan.paths[plan.owners[i]]}"
                 elif i in plan.slots:

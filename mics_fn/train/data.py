@@ -55,7 +55,7 @@ def sampler(
       ...     list(sampler(range(5), groups, shuffle=False))
       [0, 1, 2, 3, 4]
     """
-    require_groups("sampler", "groups", groups)
+    require_groups("sampler", groups)
     if not isinstance(groups, Groups):
         fix = "pass the groups whose ranks take different samples"
         raise GroupsError(message(f"sampler: groups is {type(groups).__name__}", fix=fix))

@@ -10,15 +10,13 @@ from mics_fn import tree
 from mics_fn.errors import LeafError, PlanError, TreeError, message
 from mics_fn.groups import Groups, placement
 from mics_fn.shards import (
-    Leaf,
     Policy,
-    check_shards,
+    check_leaves,
     dtype_name,
-    homes_of,
     is_leaf,
+    open_shards,
     owners_of,
     shard,
-    uses_of,
 )
 from mics_fn.train.defaults import bucket_bytes_for
 from mics_fn.tree import Tree
@@ -54,11 +52,11 @@ def as_shards(
     leaves, _ = tree.flatten(params, is_leaf)
     sharded = any(map(is_leaf, leaves))
     if sharded:
-        check_shards("Trainer", params, leaves)
+        check_leaves("Trainer", params, leaves, "params")
     if own is not None and given is not None:
         _check_names(own, given)
     if sharded:
-        _check_shards(params, leaves, groups, precision, options)
+        _check_shards(params, groups, precision, options)
         return params
     for path, leaf in zip(tree.paths(params, "params", is_leaf), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -121,7 +119,6 @@ def _owners(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _check_shards(
     params: Tree,
-    leaves: list[Leaf],
     groups: Any,
     precision: Policy | None,
     options: dict[str, Any],
@@ -129,10 +126,8 @@ def _check_shards(
     if options:
         text = f"Trainer: {', '.join(f'{name}=' for name in options)}: params= are shards already"
         raise PlanError(message(text, fix="give them to what made the shards: shard, init, ..."))
-    homes = homes_of("Trainer", "groups", groups, params)
-    uses_of("Trainer", leaves, homes)
-    bare = tree.paths(params, "", is_leaf)
-    for leaf, home, path in zip(leaves, homes, bare, strict=True):
+    opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
+    for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
         data, bucket = getattr(leaf, "data", None), leaf.bucket
         if isinstance(data, Tensor) and data.device != home.device:
             text = f"Trainer: params{path} is on {data.device}, its groups are on {home.device}"

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from mics_fn import tree
-from mics_fn.collectives import check_policy
-from mics_fn.errors import PlanError, TreeError, message
-from mics_fn.groups import alone
+from mics_fn.collectives import check_same
+from mics_fn.errors import GroupsError, PlanError, TreeError, message
+from mics_fn.groups import Groups
 from mics_fn.optim import TrainState, as_transform, fresh, init_state, map_columns, opt_step, sgd
 from mics_fn.shards import (
     check_equal,
-    homes_with_replicas,
     is_leaf,
+    open_shards,
     refuse_derivative,
     sync_replicas,
 )
@@ -95,8 +95,8 @@ class ReplicaSync:
         if not self.apart:
             return groups
         if callable(groups):
-            return lambda path: alone(groups(path))
-        return alone(None) if groups is None else tree.map_leaves(alone, groups)
+            return lambda path: _replica(groups(path))
+        return _replica(None) if groups is None else tree.map_leaves(_replica, groups)
 
     def init(self, params: Tree, groups: Any) -> SyncState:
         """The state before the first step.
@@ -119,10 +119,11 @@ class ReplicaSync:
           LeafError: replicas go apart, and a derivative would be needed; see `after`.
         """
         self._refuse_derivative("init", params)
-        homes = homes_with_replicas("ReplicaSync.init", params, groups)
-        check_policy("ReplicaSync.init", self.name, homes)
+        opened = open_shards("ReplicaSync.init", params, groups, root="params").require_replicas()
+        text = "ReplicaSync.init: ranks have different policies"
+        check_same(text, self.name, opened.homes, "make the same one on every rank")
         if self.apart:
-            check_equal("ReplicaSync.init", params, homes)
+            check_equal(opened)
         return SyncState(0, self.begin(params))
 
     def due(self, state: SyncState) -> bool:
@@ -161,7 +162,7 @@ class ReplicaSync:
             return params, later
         self._refuse_derivative("after", params)
         if state.step == 0 or self.due(state):  # a mistake shows before the first H steps are done
-            homes_with_replicas("ReplicaSync.after", params, groups)
+            open_shards("ReplicaSync.after", params, groups, root="params").require_replicas()
         if not self.due(state):
             return params, later
         with torch.no_grad():
@@ -290,6 +291,14 @@ def diloco(every: int, outer: Any = None) -> ReplicaSync:
         return map_columns(lambda p, a: p.copy_(a), mean, kept.params, donate=True), kept
 
     return ReplicaSync(f"diloco({every})", every, True, begin, merge)
+
+
+def _replica(groups: Any) -> Groups:
+    """The groups of this rank's replica, a world of its own."""
+    if isinstance(groups, Groups):
+        return groups.replica
+    text = f"ReplicaSync.groups: got {type(groups).__name__}, expected Groups"
+    raise GroupsError(message(text, fix="pass what make_groups gave"))
 
 
 def _check_every(verb: str, every: Any) -> None:

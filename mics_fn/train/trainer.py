@@ -190,13 +190,12 @@ class Trainer:
         buffers = self._program.buffers.copies(state.buffers)
         total = GradSum(self.accumulate, dtype=self.grad_dtype)
         with torch.enable_grad(), reproducible(self.deterministic):
-            full, cache = defer(state.params, self._step_groups, self.schedule, total)
-            for part in parts:
-                loss, buffers = self._program(
-                    full, buffers, part, lambda loss: total.backward(guard.scale.scale(loss))
-                )
-                losses.append(loss)
-            cache.close()
+            with defer(state.params, self._step_groups, self.schedule, into=total) as full:
+                for part in parts:
+                    loss, buffers = self._program(
+                        full, buffers, part, lambda loss: total.backward(guard.scale.scale(loss))
+                    )
+                    losses.append(loss)
             verdict = self._update(total.grads(), buffers)
         total.release()
         samples, tokens = count(batch)
@@ -246,10 +245,12 @@ class Trainer:
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         batch = to_device(batch, self._home.device)
         buffers = self._program.buffers.copies(self.state.buffers)
-        with torch.no_grad(), self._program.evaluating():
-            full, cache = defer(self.state.params, self.groups, self._eval_schedule)
+        with (
+            torch.no_grad(),
+            self._program.evaluating(),
+            defer(self.state.params, self.groups, self._eval_schedule) as full,
+        ):
             loss = self._program(full, buffers, batch).loss
-            cache.close()
         return mean_over_ranks(self._home, loss.clone())
 
     def params(self) -> Tree:

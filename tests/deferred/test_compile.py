@@ -16,7 +16,7 @@ def block(w, b, x):
 
 def gradients(groups, shards, x, run):
     total = mf.GradSum()
-    full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
     total.backward(run(full, x).square().sum())
     return mf.unshard(total.grads(), groups)
 

@@ -29,7 +29,6 @@ from torch.func import functional_call
 
 import mics_fn as mf
 from mics_fn import _torch, tree
-from mics_fn.deferred.deferring import defer
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import DonatedError, GroupsError, LeafError, TreeError
 from mics_fn.optim.columns import columns
@@ -40,7 +39,7 @@ PAIR = Layout((2,), 2)
 def deferred_weight(groups, value, **options):
     policy = mf.on_demand(**options)
     shards = mf.shard({"w": value, "other": torch.ones(300)}, groups, bucket_bytes=8)
-    return mf.gather(shards, groups, schedule=policy)["w"]
+    return mf.defer(shards, groups, policy).params["w"]
 
 
 def nothing_sent(groups):
@@ -57,7 +56,7 @@ def round_trip(layout, name, dtype):
         policy = mf.on_demand(live_bytes=live)
         shards = poison(mf.shard(TREES[name](dtype, 11), groups, bucket_bytes=bucket_bytes))
         for route in (groups.hierarchy, groups.flat, groups):  # on demand, then twice ahead
-            full = mf.gather(shards, route, schedule=policy)
+            full = mf.defer(shards, route, policy).params
             leaves, spec = tree.flatten(full)
             assert [tuple(x.shape) for x in leaves] == [x.shape for x in tree.flatten(want)[0]]
             same_bits(spec.unflatten([x.detach().clone() for x in leaves]), want)
@@ -132,7 +131,7 @@ def metadata(layout):
     shards = mf.shard({"w": value}, groups)
     variable = tree.map_leaves(lambda x: x.requires_grad_(), shards)
     groups.traffic.clear()
-    w = mf.gather(variable, groups, schedule=mf.on_demand())["w"]
+    w = mf.defer(variable, groups, mf.on_demand()).params["w"]
     assert (w.shape, w.dtype, w.ndim, w.numel(), len(w)) == ((4, 6), torch.float32, 2, 24, 4)
     assert w.device == value.device
     assert (w.is_leaf, w.requires_grad, w.is_contiguous(), w.is_floating_point()) == (
@@ -282,7 +281,7 @@ def doings(layout):
         shards = mf.shard({"w": W, "after": torch.full((4,), 7.0)}, groups)
         if requires_grad:
             shards = tree.map_leaves(lambda x: x.requires_grad_(), shards)
-        full = mf.gather(shards, groups, schedule=mf.on_demand())
+        full = mf.defer(shards, groups, mf.on_demand()).params
         for name, (do, want) in GIVES.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # sparse rows are in beta; a grad that is no leaf's
@@ -374,7 +373,7 @@ def lists(layout):
     for live in (None, 0):
         policy = mf.on_demand(live_bytes=live)
         for _ in range(2):
-            full = mf.gather(shards, groups, schedule=policy)
+            full = mf.defer(shards, groups, policy).params
             few, want = list(full.values()), list(values.values())
             assert torch.equal(torch.cat(few), torch.cat(want))
             stacked = torch.stack([few[2], values["a"], few[1]], dim=1)
@@ -443,21 +442,24 @@ def nothing_between(layout):
     variables = tree.map_leaves(lambda x: x.requires_grad_(), shards)
     del model, params
     skeleton = Stack(5, width).to("meta")
-    groups.hierarchy.fetched.__init__(None)
+    groups.hierarchy.pools.fetched.__init__(None)
     gc.collect()
     before = set(big_tensors(width * width))
-    full, cache = defer(variables, groups, mf.on_demand(live_bytes=0))
+    run = mf.defer(variables, groups, mf.on_demand(live_bytes=0))
+    full = run.params
     loss = functional_call(skeleton, full, (torch.ones(2, width),)).sum()
-    pool = {raw.data_ptr() for raw, *_ in groups.hierarchy.fetched._free}
-    live = [cell for cell in cache.cells if cell.full is not None]
+    pool = {raw.data_ptr() for raw, *_ in groups.hierarchy.pools.fetched._free}
+    live = [bucket for bucket in run._live.buckets if bucket.full is not None]
     assert len(live) == 1, "one bucket may stay"
     mine = {cell.low for cell in live}
     alive = set(big_tensors(width * width)) - before
     assert alive <= pool | mine, "a full parameter is alive between forward and backward"
     assert len(pool | mine) <= 2
     torch.autograd.grad(loss, tree.flatten(variables)[0])
-    del loss, full, cache
-    assert len(groups.hierarchy.fetched._free) <= 2, "buffers go back when the tensors are gone"
+    del loss, full, run
+    assert len(groups.hierarchy.pools.fetched._free) <= 2, (
+        "buffers go back when the tensors are gone"
+    )
 
 
 @pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 4)], ids=str)
@@ -472,7 +474,7 @@ def chunks_of_gradients(layout, dim):
     model = Stack(3, dim)
     shards = mf.shard(dict(model.named_parameters()), groups, bucket_bytes=(dim + 1) * dim * 4)
     total = mf.GradSum()
-    full = mf.gather(shards, groups, schedule=mf.keep_all(), into=total)
+    full = mf.defer(shards, groups, mf.keep_all(), into=total).params
     x = torch.randn(2, dim, generator=torch.Generator().manual_seed(dist.get_rank()))
     total.backward(functional_call(model, full, (x,)).square().sum())
     _, found = columns([shards], [total.grads()], donate=True)
@@ -519,13 +521,13 @@ def peaks(layout, live, prefetch, accumulate):
             for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]
         }
     )
-    route = groups.hierarchy
-    pools, made, found = (route.fetched, route.slots, route.chunks), [], []
+    pools = groups.hierarchy.pools
+    pools, made, found = (pools.fetched, pools.slots, pools.chunks), [], []
     policy = trainer.schedule
     assert isinstance(policy, mf.OnDemand)
     for _ in range(4):
         trainer.step(torch.ones(12, 8))
-        (known,) = policy.known.values()
+        (known,) = policy.learned.values()
         found.append(known.last.peak_bytes)
         made.append((*(pool.made for pool in pools),))
     assert made[0] == made[1] == made[2] == made[3], (
@@ -553,34 +555,34 @@ def test_live_bytes_stay_within_the_budget(ranks, live, prefetch, accumulate):
 def ends(layout):
     groups = groups_of(layout)
     model, shards = make_stack(groups, 2)
-    full, cache = defer(shards, groups, mf.on_demand())
-    cache.close()
-    with pytest.raises(GroupsError, match="used after its step ended\n  fix: gather again"):
+    run = mf.defer(shards, groups, mf.on_demand())
+    full = run.params
+    run.close()
+    with pytest.raises(GroupsError, match="used after its run ended\n  fix: call defer again"):
         full["blocks.0.weight"].sum()
-    full, cache = defer(shards, groups, mf.on_demand())
+    run = mf.defer(shards, groups, mf.on_demand())
+    full = run.params
     full["blocks.0.weight"].sum()
-    cache.close()
-    with pytest.raises(GroupsError, match="used after its step ended"):
+    run.close()
+    with pytest.raises(GroupsError, match="used after its run ended"):
         full["blocks.0.weight"].sum()
     state = mf.init_state(shards, mf.sgd(0.1))
-    full = mf.gather(state.params, groups, schedule=mf.on_demand())
+    full = mf.defer(state.params, groups, mf.on_demand()).params
     grads = tree.map_leaves(torch.zeros_like, state.params)
     mf.opt_step(state, tree.map_leaves(lambda x: x + 1, grads), donate=True)
     with pytest.raises(DonatedError, match=r"bucket 0 .*blocks.0.weight.* was changed after"):
         full["blocks.0.weight"].sum()
-    with pytest.raises(mf.PlanError, match="schedule='all' is no schedule"):
-        mf.gather(shards, groups, schedule="all")  # pyright: ignore
+    with pytest.raises(mf.PlanError, match="schedule='all' is neither a schedule"):
+        mf.defer(shards, groups, "all")  # pyright: ignore
     total = mf.GradSum()
-    with pytest.raises(TreeError, match=r"0 of 1 passes are done\n  fix: gather"):
+    with pytest.raises(TreeError, match=r"0 of 1 passes are done\n  fix: defer"):
         total.backward(torch.ones(()))
     _, shards = make_stack(groups, 2)
-    full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
-    with pytest.raises(TreeError, match="in use by another gather"):
-        mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
+    with pytest.raises(TreeError, match="in use by another run"):
+        mf.defer(shards, groups, mf.on_demand(), into=total)
     with pytest.raises(TreeError, match="0 of 1 passes are done"):
         total.grads()
-    with pytest.raises(TreeError, match="into= needs a schedule"):
-        mf.gather(shards, groups, into=mf.GradSum())
     del model
 
 
@@ -616,10 +618,11 @@ def any_program(layout, sizes, program, live, prefetch, passes):
         dist.all_reduce(w)
     for _ in range(passes):
         total = mf.GradSum()
-        full, cache = defer(shards, groups, policy, total)
+        run = mf.defer(shards, groups, policy, into=total)
+        full = run.params
         total.backward(loss(full))
-        cache.close()
-        assert cache.player.following == (_ > 0)
+        run.close()
+        assert run.following == (_ > 0)
         got = mf.unshard(total.grads(), groups)
         for g, w in zip(got, want, strict=True):
             close = (g - w / layout.world_size).abs() <= 1e-12 * (1 + w.abs())

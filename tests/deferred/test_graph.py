@@ -290,7 +290,7 @@ def trains_nothing(layout: Layout, live_bytes: int | None, apart: bool) -> None:
         assert trainer.state.step == before[2]
         chosen[0] = lambda model, x: model(x).square().mean()
         with warnings.catch_warnings():  # it does take another way
-            warnings.filterwarnings("ignore", "gather: the order of use changed")
+            warnings.filterwarnings("ignore", "defer: the order of use changed")
             trainer.step(x)
         assert not torch.equal(trainer.params()["0.weight"], before[0]["0.weight"])
 
@@ -338,13 +338,13 @@ def test_by_hand_a_step_that_would_train_nothing_is_refused():
     with mf.make_groups(1) as groups:
         shards = mf.shard({"w": torch.ones(2)}, groups)
         total = mf.GradSum()
-        full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+        full = mf.defer(shards, groups, mf.on_demand(), into=total).params
         total.backward(full["w"].detach().sum())
         with pytest.raises(mf.LeafError, match="no parameter a gradient"):
             total.grads()
         # What has no parameters that are trained has nothing to miss.
         for frozen in ({"n": torch.ones(2, dtype=torch.int64)}, {"e": torch.ones(0)}):
             total = mf.GradSum()
-            mf.gather(mf.shard(frozen, groups), groups, schedule=mf.on_demand(), into=total)
+            mf.defer(mf.shard(frozen, groups), groups, mf.on_demand(), into=total)
             total.backward(torch.zeros(()))
             total.grads()

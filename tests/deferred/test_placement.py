@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of, random, same_bits
+from cases import Layout, full_of, groups_of, placed_as, random, same_bits
 from costs import (
     POOLS,
     Placed,
@@ -30,7 +30,6 @@ from torch.nn import functional as F
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives.agreement import checksum
-from mics_fn.deferred.deferring import defer
 from mics_fn.groups import placement
 
 STEPS = 3
@@ -127,10 +126,10 @@ def placed_groups(layout, scheme, placed):
     """Groups with counted pools: by name, or by two numbers over the levels, or over one."""
     groups = counted(groups_of(layout))
     if scheme in ("levels", "one level", "in fixed order"):
-        groups = placement.fsdp(groups) if scheme == "one level" else groups
+        groups = placement.place(groups, "fsdp") if scheme == "one level" else groups
         groups = placement.fixed_order(groups) if scheme == "in fixed order" else groups
         return placement.place(groups, params=placed.params, grads=placed.grads)
-    return getattr(placement, scheme)(groups)
+    return placed_as(groups, scheme)
 
 
 def names_of(layout):
@@ -151,14 +150,14 @@ def names_of(layout):
 
 def route_of(groups):
     """Names and sizes of the levels that a placement uses."""
-    return [level.name for level in groups.hierarchy.levels], groups.hierarchy.sizes
+    return [level.name for level in groups.hierarchy.route.levels], groups.hierarchy.route.sizes
 
 
 # One run: a few steps by hand, with everything counted.
 
 
 def by_hand(layout, groups, placed, accumulate, live, prefetch):
-    rank, route = dist.get_rank(), groups.hierarchy
+    rank, pools = dist.get_rank(), groups.hierarchy.pools
     shards = mf.shard(make_params(), groups, bucket_bytes=BUCKET_BYTES)
     buckets = buckets_of(shards)
     state = mf.init_state(shards, optimizer())
@@ -167,23 +166,24 @@ def by_hand(layout, groups, placed, accumulate, live, prefetch):
     for step in range(STEPS):
         groups.traffic.clear()
         total = mf.GradSum(accumulate)
-        full, cache = defer(state.params, groups, policy, total)
+        run = mf.defer(state.params, groups, policy, into=total)
+        full = run.params
         mean = torch.zeros((), dtype=torch.float64)
         for part in range(accumulate):
             loss = loss_of(full, micro_batch(step, part, rank))
             total.backward(loss)
             mean += loss.detach() / accumulate
-            check_run(buckets, cache, route, placed, part == accumulate - 1)
-        cache.close()
+            check_run(buckets, run._live, groups, placed, part == accumulate - 1)
+        run.close()
         grads = total.grads()
-        check_peaks(buckets, route, placed, live)
+        check_peaks(buckets, groups, placed, live)
         state = mf.opt_step(state, grads, donate=True)
         total.release()
-        assert all(getattr(route, name).used == 0 for name in POOLS), "something is not given back"
+        assert all(getattr(pools, name).used == 0 for name in POOLS), "something is not given back"
         ledgers.append(groups.traffic.snapshot())
         sums.append(checksum(torch.cat(tree.flatten(state.params)[0])).item())
         losses.append(mean)
-        made.append([getattr(route, name).made for name in (*POOLS, "slots")])
+        made.append([getattr(pools, name).made for name in (*POOLS, "slots")])
     check_states(buckets, state)
     check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers)
     assert made[1] == made[2], f"a later step makes memory: {made}"
@@ -191,34 +191,34 @@ def by_hand(layout, groups, placed, accumulate, live, prefetch):
     return state, sums, losses
 
 
-def check_run(buckets, cache, route, placed, last):
+def check_run(buckets, buckets_live, groups, placed, last):
     """What is held after a micro-step."""
-    p = route.size
+    p, pools = groups.partition_size, groups.hierarchy.pools
     held = sum(b.numel // placed.params * b.compute.itemsize for b in buckets)
     held = held if placed.params < p else 0
-    live = sum(buffer.nbytes for buffer in cache._buffers.values())
-    assert (route.fetched.used, route.held.used) == (live, held)
-    assert sum(x.nbytes for x in cache._held.values()) == held
-    if not last and (p > 1 or route.chunks.used):  # one rank's gradients are the sum themselves
+    live = sum(buffer.nbytes for buffer in buckets_live._buffers.values())
+    assert (pools.fetched.used, pools.held.used) == (live, held)
+    assert sum(x.nbytes for x in buckets_live._held.values()) == held
+    if not last and (p > 1 or pools.chunks.used):  # one rank's gradients are the sum themselves
         trained = [b for b in buckets if b.trainable]
         want = sum(b.numel // placed.grads * b.accumulate.itemsize for b in trained)
-        assert route.chunks.used == want
+        assert pools.chunks.used == want
 
 
-def check_peaks(buckets, route, placed, live):
-    p = route.size
+def check_peaks(buckets, groups, placed, live):
+    p, pools = groups.partition_size, groups.hierarchy.pools
     sizes = [b.numel * b.compute.itemsize for b in buckets]
     held = sum(sizes) // placed.params if placed.params < p else 0
     window = sum(sizes) if live is None else min(sum(sizes), live + max(sizes))
-    assert route.fetched.peak <= (window if placed.params > 1 else 0)
-    assert (route.held.peak, route.held.used) == (held, 0), "copies are kept after the run"
+    assert pools.fetched.peak <= (window if placed.params > 1 else 0)
+    assert (pools.held.peak, pools.held.used) == (held, 0), "copies are kept after the run"
     if p == 1:
         return
     trained = [b for b in buckets if b.trainable]
     sums = sum(b.numel // placed.grads * b.accumulate.itemsize for b in trained)
     mine = sum(b.numel // p * b.accumulate.itemsize for b in trained) if placed.grads < p else 0
-    assert sums <= route.chunks.peak <= sums + mine
-    assert route.buffers.peak == 0, "a reduction has memory outside of its slots"
+    assert sums <= pools.chunks.peak <= sums + mine
+    assert pools.reducing.peak == 0, "a reduction has memory outside of its slots"
 
 
 def check_states(buckets, state):
@@ -232,7 +232,7 @@ def check_states(buckets, state):
 
 def check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers):
     names, sizes = route_of(groups)
-    (known,) = policy.known.values()
+    (known,) = policy.learned.values()
     schedule = known.schedule
     fetches = Counter(schedule.fetches)
     if live is None or placed.params == 1:
@@ -352,13 +352,13 @@ def functional(layout):
 
     def grads_of(groups, schedule=None):
         def loss(shards):
-            return loss_of(mf.gather(shards, groups, schedule=schedule), batch)
+            return loss_of(full_of(shards, groups, schedule), batch)
 
         return mf.unshard(mf.reduce_grads(torch.func.grad(loss)(shards), groups), groups)
 
     def of_a_sum(groups):
         total = mf.GradSum()
-        full = mf.gather(shards, groups, schedule=mf.on_demand(live_bytes=0), into=total)
+        full = mf.defer(shards, groups, mf.on_demand(live_bytes=0), into=total).params
         total.backward(loss_of(full, batch))
         found = mf.unshard(total.grads(), groups)
         total.release()
@@ -370,7 +370,7 @@ def functional(layout):
         groups.traffic.clear()
         same_bits(grads_of(groups), want)
         ledger = groups.traffic.snapshot()
-        for level in groups.hierarchy.levels:
+        for level in groups.hierarchy.route.levels:
             assert ledger[f"gather {level.name}"][0] % len(buckets_of(shards)) == 0
             assert ledger[f"reduce {level.name}"][0] == 3  # buckets that are trained, each once
         same_bits(grads_of(groups, mf.on_demand(live_bytes=0)), want)
@@ -400,18 +400,18 @@ def one_rank_differs(layout, scheme, verb):
     base = replace(groups_of(layout), agreed=set())  # nothing was agreed on before
     base = replace(base, hierarchy=replace(base.hierarchy, agreed=set()))
     base = replace(base, flat=replace(base.flat, agreed=base.hierarchy.agreed))
-    groups = getattr(placement, scheme)(base) if dist.get_rank() == 1 else base
+    groups = placed_as(base, scheme) if dist.get_rank() == 1 else base
     if verb == "shard":
         mf.shard(make_params(), groups)
     shards = mf.shard(make_params(), base, bucket_bytes=BUCKET_BYTES)
     if verb == "gather":
         mf.gather(shards, groups)
-    mf.gather(shards, groups, schedule=mf.on_demand(), into=mf.GradSum())
+    mf.defer(shards, groups, mf.on_demand(), into=mf.GradSum())
 
 
 @pytest.mark.parametrize("scheme", ODD)
 def test_ranks_with_different_placements_are_told(ranks, scheme):
-    for verb in ("shard", "gather", "gather with a schedule"):
+    for verb in ("shard", "gather", "defer"):
         for failure in ranks(4).try_run(one_rank_differs, Layout((2, 2), 4), scheme, verb):
             assert failure.type_name == "DesyncError", failure
             lines = failure.message.splitlines()
@@ -424,7 +424,7 @@ def test_ranks_with_different_placements_are_told(ranks, scheme):
                     f"  rank 1: groups n=4 p=4 {said}",
                 ]
             else:
-                assert lines[0] == "gather: ranks disagree on the tree"
+                assert lines[0] == f"{verb.split()[-1]}: ranks disagree on the tree"
                 assert lines[1:4] == [
                     "  first difference: levels",
                     "  ranks 0, 2, 3: levels node:2,rank:2",
@@ -439,9 +439,9 @@ def refused(layout):
             placement.place(groups, **sizes)
         (found[str(sizes)],) = [str(caught.value)]
         with pytest.raises(mf.PlanError):
-            placement.hybrid(groups, params=5)
+            placement.place(groups, "hybrid", params=5)
     with pytest.raises(mf.PlanError) as caught:
-        placement.ddp(groups)
+        placement.place(groups, "ddp")
     return [*found.values(), str(caught.value)]
 
 
@@ -453,7 +453,8 @@ def test_sizes_that_do_not_fit_are_refused(ranks):
     wrong = ("params=2", "grads=3", "params=0", "grads=-1", "params=16")
     want = [f"place: {what} ends inside a level\n{tail}" for what in wrong]
     want += [
-        "ddp: a partition group has 8 ranks, expected 1\n  fix: pass make_groups(partition_size=1)"
+        "place: 'ddp' wants partition groups of 1 rank, these have 8\n"
+        "  fix: pass make_groups(partition_size=1)"
     ]
     assert ranks(8).run(refused, Layout((2, 4), 8)) == [want] * 8
 
@@ -464,15 +465,16 @@ def one_policy_two_placements(layout):
     shards = mf.shard(make_params(), base, bucket_bytes=BUCKET_BYTES)
     size = max(b.numel * b.compute.itemsize for b in buckets_of(shards))
     for scheme in ("zero2", "zero2", "zero3", "zero3"):
-        groups = getattr(placement, scheme)(base)
-        groups.hierarchy.fetched.peak = 0
+        groups = placed_as(base, scheme)
+        groups.hierarchy.pools.fetched.peak = 0
         total = mf.GradSum()
-        full, cache = defer(shards, groups, policy, total)
+        run = mf.defer(shards, groups, policy, into=total)
+        full = run.params
         total.backward(loss_of(full, micro_batch(0, 0, dist.get_rank())))
-        cache.close()
+        run.close()
         total.grads()
         total.release()
-    assert groups.hierarchy.fetched.peak <= size
+    assert groups.hierarchy.pools.fetched.peak <= size
 
 
 def test_a_policy_knows_placements_apart(ranks):
@@ -483,14 +485,15 @@ def along_the_flat_route(layout):
     """Gathers of each bucket in a run, with memory for one, where a gather is one hop."""
     found = {}
     for scheme in ("zero2", "zero3", "hpz"):
-        groups = getattr(placement, scheme)(groups_of(layout))
+        groups = placed_as(groups_of(layout), scheme)
         shards = mf.shard(make_params(), groups, bucket_bytes=BUCKET_BYTES)
         policy = mf.on_demand(live_bytes=0, prefetch=0)
         for _ in range(2):
             groups.traffic.clear()
-            full, cache = defer(tree.map_leaves(taught, shards), groups.flat, policy)
+            run = mf.defer(tree.map_leaves(taught, shards), groups.flat, policy)
+            full = run.params
             loss_of(full, micro_batch(0, 0, dist.get_rank())).backward()
-            cache.close()
+            run.close()
         sent = groups.traffic.snapshot().items()
         calls = sum(count for name, (count, _) in sent if name.startswith("gather"))
         found[scheme] = calls / len([b for b in buckets_of(shards) if b.numel])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Layout, groups_of, random
+from cases import Layout, full_of, groups_of, random
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -54,7 +54,7 @@ def recorded(layout):
             sizes[leaf.bucket.index] = leaf.bucket.nbytes
     schedule = mf.plan(hollow, sizes, live_bytes=0)
     total = mf.GradSum()
-    full = mf.gather(shards, groups, schedule=schedule, into=total)
+    full = full_of(shards, groups, schedule, into=total)
     total.backward(loss_fn(full, tokens))
     return str(hollow)
 

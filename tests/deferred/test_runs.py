@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import pending
-from mics_fn.deferred.deferring import defer
+from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DesyncError
 
@@ -89,9 +89,7 @@ class Log:
     """What is started, in order, as 'gather 2' or 'reduce 0'."""
 
     def __init__(self, monkeypatch):
-        from mics_fn.deferred import live as cache
-
-        self.events, real_fetch, real_start = [], cache.Cache._fetch, Reduction._start
+        self.events, real_fetch, real_start = [], LiveBuckets._fetch, Reduction._start
 
         def fetch(self_, index):
             self.events.append(f"gather {index}")
@@ -101,7 +99,7 @@ class Log:
             self.events.append(f"reduce {index}")
             return real_start(self_, index, *rest)
 
-        monkeypatch.setattr(cache.Cache, "_fetch", fetch)
+        monkeypatch.setattr(LiveBuckets, "_fetch", fetch)
         monkeypatch.setattr(Reduction, "_start", start)
 
 
@@ -121,7 +119,7 @@ def pinned(layout, live, prefetch, accumulate, want):
     assert found[1] == found[2] == found[3], "step 2 issues the same collectives as step 3"
     assert found[2][0] == want
     gathers = want.count("gather")
-    levels = [f"gather {level.name}" for level in groups.hierarchy.levels]
+    levels = [f"gather {level.name}" for level in groups.hierarchy.route.levels]
     for level in levels:
         assert found[2][1][level][0] == gathers
     hop2 = found[2][1].get("replicas", (0, 0))[0]
@@ -169,7 +167,7 @@ def early(layout):
             return None, grad * w, grad * x
 
     def loss(shards):
-        full = mf.gather(shards, groups, schedule=policy)
+        full = mf.defer(shards, groups, policy).params
         x = torch.ones(6)
         for i, w in enumerate(full):
             x = Mark.apply(i, x, w)
@@ -267,7 +265,7 @@ def test_ranks_on_different_ways_are_told_who_and_where(ranks, case, layout, odd
     ways, odd_way, buckets = ODD[case]
     found = ranks(layout.world_size).run(differing, layout, 0, ways, odd_rank, odd_way)
     for text, seconds in found:
-        assert text.startswith("gather: ranks take different ways through the model")
+        assert text.startswith("defer: ranks use parameters in different orders")
         assert f"rank {odd_rank}" in text
         for bucket in buckets:
             assert f"{bucket} (['blocks.{bucket[-1]}" in text
@@ -302,7 +300,7 @@ def by_hand(groups, differentiate):
     policy, skeleton = mf.on_demand(live_bytes=None), Blocks().to("meta")
 
     def loss(shards, how):
-        full = mf.gather(shards, groups, schedule=policy)
+        full = mf.defer(shards, groups, policy).params
         x = random(dist.get_rank(), 4, WIDTH)
         return torch.func.functional_call(skeleton, full, (x,), how).square().mean()
 
@@ -370,7 +368,7 @@ def test_a_rank_whose_way_is_shorter_or_longer_is_told_of_in_time(ranks, kind, w
             assert found[2:] == [("no error", 0.0)] * (layout.world_size - 2)
             found = found[:2]
         for text, seconds in found:
-            assert text.startswith(("gather: ranks take different ways", "ranks wait for")), text
+            assert text.startswith(("defer: ranks use parameters", "ranks wait for")), text
             assert "rank 0: " in text
             assert "rank 1: " in text
             assert seconds < 6, "and not 30"
@@ -391,8 +389,8 @@ class Counting:
 def messages(layout, kind):
     """Messages to the store in each of a few equal runs."""
     groups, found = groups_of(layout), []
-    run, control = kind(groups), groups.hierarchy.control
-    control._store = control._shared = store = Counting(control._store)
+    run, channel = kind(groups), groups.hierarchy.channel
+    channel._store = channel._shared = store = Counting(channel._store)
     for _ in range(4):
         store.calls = 0
         run()
@@ -445,15 +443,16 @@ def own_schedules(layout):
 
     def grads_with(schedule):
         total = mf.GradSum()
-        full, cache = defer(shards, groups, schedule, total)
+        run = mf.defer(shards, groups, schedule, into=total)
+        full = run.params
         loss = torch.func.functional_call(skeleton, full, (random(rank, 4, WIDTH),))
         total.backward(loss.square().mean())
-        cache.close()
-        return mf.unshard(total.grads(), groups), cache.player
+        run.close()
+        return mf.unshard(total.grads(), groups), run
 
     want, _ = grads_with(policy)
-    want, player = grads_with(policy)
-    assert player.following
+    want, run_of = grads_with(policy)
+    assert run_of.following
     text = str(policy.schedule)
     again = mf.Schedule.parse(text)
     assert again == policy.schedule
@@ -473,8 +472,8 @@ def own_schedules(layout):
         ]:
             followed = 0
             for _ in range(2):
-                got, player = grads_with(schedule)
-                followed += player.following
+                got, run_of = grads_with(schedule)
+                followed += run_of.following
                 for name, value in want.items():
                     assert torch.equal(got[name], value), "a schedule never changes numbers"
             assert followed == follows, str(schedule)
@@ -495,7 +494,7 @@ def different_schedules(layout):
     groups = groups_of(layout)
     shards = mf.shard([torch.ones(4)], groups)
     try:
-        mf.gather(shards, groups, schedule=mf.on_demand(live_bytes=dist.get_rank()))
+        mf.defer(shards, groups, mf.on_demand(live_bytes=dist.get_rank()))
     except DesyncError as error:
         return str(error)
     finally:
@@ -515,9 +514,9 @@ def mixed_gathers(layout):
     second = mf.shard([random(i + 9, 50) for i in range(3)], groups, bucket_bytes=8)
     keep, policy = mf.keep_all(), mf.on_demand(live_bytes=0)
     for _ in range(4):
-        a = mf.gather(first, groups, schedule=keep)  # all under way
+        a = mf.defer(first, groups, keep).params  # all under way
         b = mf.start_gather(second, groups)
-        c = mf.gather(second, groups, schedule=policy)
+        c = mf.defer(second, groups, policy).params
         assert torch.equal(mf.gather(second, groups)[1], random(10, 50))
         for i in (2, 0, 1):
             assert torch.equal(a[i] + c[i][:40], random(i, 40) + random(i + 9, 50)[:40])
@@ -537,7 +536,7 @@ def wider_sum(layout):
     found = []
     for dtype in (torch.bfloat16, None):
         total = mf.GradSum(9, dtype=dtype)
-        full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+        full = mf.defer(shards, groups, mf.on_demand(), into=total).params
         for x in [256.0] + [0.5] * 8:
             total.backward((full["w"] * x).sum())
         found.append(mf.unshard(total.grads(), groups)["w"][0].item())
@@ -612,7 +611,7 @@ def sparse_gradients(layout):
 
     for how, schedule in SCHEDULES.items():
         policy = schedule()
-        gathered = lambda s: loss(sparse, mf.gather(s, groups, schedule=policy))  # noqa: B023, E731
+        gathered = lambda s: loss(sparse, mf.defer(s, groups, policy).params)  # noqa: B023, E731
         if how == "at once" and layout.partition_size == 1:
             with pytest.raises(mf.LeafError, match="sparse, which a group of one rank only views"):
                 torch.func.grad(gathered)(shards)
@@ -628,7 +627,7 @@ def sparse_gradients(layout):
     check(mf.scatter_grads({"weight": given}, groups, like=shards))
     check(mf.start_scatter_grads({"weight": given}, groups).wait())
     total = mf.GradSum(2)
-    full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
     total.backward(loss(sparse, full))
     total.backward(loss(sparse, full))
     assert torch.equal(mf.unshard(total.grads(), groups)["weight"], want)
@@ -646,7 +645,7 @@ def several_backwards(layout):
     for schedule in SCHEDULES.values():
         variables = tree.map_leaves(lambda x: x.detach().requires_grad_(), shards)
         pieces = tree.flatten(variables)[0]
-        full = mf.gather(variables, groups, schedule=schedule())["w"]
+        full = mf.defer(variables, groups, schedule()).params["w"]
         loss, other = full.pow(2).sum(), full.sum()
         (first,) = torch.autograd.grad(loss, pieces, retain_graph=True)
         (again,) = torch.autograd.grad(loss, pieces, retain_graph=True)
@@ -655,7 +654,7 @@ def several_backwards(layout):
             assert torch.equal(got, want)
         policy = schedule()
         _, pull = torch.func.vjp(  # pyright: ignore
-            lambda s, policy=policy: mf.gather(s, groups, schedule=policy)["w"].pow(2).sum(), shards
+            lambda s, policy=policy: mf.defer(s, groups, policy).params["w"].pow(2).sum(), shards
         )
         for _ in range(2):
             assert torch.equal(pull(torch.ones(()), retain_graph=True)[0]["w"].data, 2 * value)
@@ -663,7 +662,7 @@ def several_backwards(layout):
 
 def into(shards, groups, passes=1):
     total = mf.GradSum(passes)
-    return total, mf.gather(shards, groups, schedule=mf.on_demand(), into=total)["w"]
+    return total, mf.defer(shards, groups, mf.on_demand(), into=total).params["w"]
 
 
 def several_sums(layout):

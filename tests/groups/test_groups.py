@@ -22,7 +22,7 @@ Pools = Callable[[int], RankPool]
 
 
 def comms_of(groups: Groups) -> list[Comm]:
-    levels = [level for h in (groups.hierarchy, groups.flat) for level in h.levels]
+    levels = [level for h in (groups.hierarchy, groups.flat) for level in h.route.levels]
     return [c for level in levels for c in (level.gather, level.reduce)] + [
         groups.partition,
         groups.replicas,
@@ -58,13 +58,13 @@ def look(
         seen = {
             "facts": groups.describe(),
             "ranks": groups.ranks,
-            "levels": [level.gather.ranks for level in groups.hierarchy.levels],
-            "reduce": [level.reduce.ranks for level in groups.hierarchy.levels],
-            "names": [level.name for level in groups.hierarchy.levels],
-            "sizes": groups.hierarchy.sizes,
-            "coords": groups.hierarchy.coords,
-            "chunk": groups.hierarchy.chunk,
-            "flat": [level.gather.ranks for level in groups.flat.levels],
+            "levels": [level.gather.ranks for level in groups.hierarchy.route.levels],
+            "reduce": [level.reduce.ranks for level in groups.hierarchy.route.levels],
+            "names": [level.name for level in groups.hierarchy.route.levels],
+            "sizes": groups.hierarchy.route.sizes,
+            "coords": groups.hierarchy.route.coords,
+            "chunk": groups.hierarchy.route.chunk,
+            "flat": [level.gather.ranks for level in groups.flat.route.levels],
             "same": groups.flat is groups.hierarchy,
             "partition": groups.partition.ranks,
             "replicas": groups.replicas.ranks,
@@ -339,7 +339,7 @@ def use_after_close() -> list[str]:
     assert groups.closed
     assert groups.hierarchy.closed
     texts = []
-    for comm in (groups.hierarchy.levels[0].gather, groups.partition, groups.replicas):
+    for comm in (groups.hierarchy.route.levels[0].gather, groups.partition, groups.replicas):
         with pytest.raises(GroupsError) as caught:
             comm.process_group()
         texts.append(str(caught.value))
@@ -393,9 +393,9 @@ def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "1")
     with make_groups() as groups:
         assert (groups.world_size, groups.partition_size, groups.num_replicas) == (1, 1, 1)
-        assert groups.hierarchy.levels == ()
+        assert groups.hierarchy.route.levels == ()
         assert groups.flat is groups.hierarchy
-        assert (groups.hierarchy.size, groups.hierarchy.chunk) == (1, 0)
+        assert (groups.hierarchy.route.size, groups.hierarchy.route.chunk) == (1, 0)
         assert repr(groups.hierarchy) == "Hierarchy(one rank, chunk 0 of 1)"
         assert groups.device == torch.get_default_device()
         assert groups.partition.group is groups.replicas.group is None

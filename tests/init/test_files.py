@@ -153,7 +153,7 @@ def test_any_elements_of_a_tensor_are_read_alone(shape, kind, data):
 
 def mine(layout: Layout, shards: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The elements of each leaf that are this rank's."""
-    chunk, parts = groups_of(layout).hierarchy.chunk, {}
+    chunk, parts = groups_of(layout).hierarchy.route.chunk, {}
     for name, leaf in shards.items():
         piece = pieces(leaf.bucket, chunk)[leaf.slot]
         parts[name] = (piece.origin, piece.origin + piece.length)

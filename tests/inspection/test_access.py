@@ -213,7 +213,7 @@ def gets_grads(layout, into):
 
     if into:
         total = mf.GradSum(1)
-        total.backward(loss(mf.gather(shards, groups, schedule=mf.on_demand(), into=total)))
+        total.backward(loss(mf.defer(shards, groups, mf.on_demand(), into=total).params))
         grads = total.grads()
     else:
         grads = torch.func.grad(lambda s: loss(mf.gather(s, groups)))(shards)
@@ -289,7 +289,7 @@ def chunks_are_whole(shards, groups) -> None:
     for use in grouped(leaves, [groups] * len(leaves)):
         data = use.by_slot([leaves[i].data for i in use.members])
         if any(piece.numel() for piece in data):
-            assert whole_chunk(use.bucket, groups.hierarchy.chunk, data) is not None
+            assert whole_chunk(use.bucket, groups.hierarchy.route.chunk, data) is not None
 
 
 @every_layout
@@ -730,7 +730,7 @@ def test_leaves_on_several_groups(ranks):
 def from_deferred():
     groups = groups_of(FOUR)
     shards = mf.shard({"a": random(0, 5), "b": random(1, 5)}, groups, bucket_bytes=20)
-    full = mf.gather(shards, groups, schedule=mf.on_demand())
+    full = mf.defer(shards, groups, mf.on_demand()).params
     new = mf.set(shards, "a", full["b"], groups)
     same_leaf(mf.get(new, "a", groups), random(1, 5))
 

@@ -15,7 +15,14 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.lab.bench import formulas
 from mics_fn.lab.bench import states as bench_states
-from mics_fn.lab.bench.formulas import PLACES, Cut, make_place, memory_formula, traffic_formula
+from mics_fn.lab.bench.formulas import (
+    PLACES,
+    Cut,
+    cut_of,
+    make_place,
+    memory_formula,
+    traffic_formula,
+)
 from mics_fn.lab.bench.tensor_memory import StorageCount
 from mics_fn.shards.bucket import LeafSpec, plan_buckets
 from mics_fn.shards.leaf import is_leaf
@@ -75,14 +82,14 @@ def test_deferred_parameters_count_where_they_are_live():
     with mf.make_groups(1) as groups:
         shards = mf.shard(params, groups, precision="compute=bf16", bucket_bytes=400)
         with StorageCount() as count, torch.no_grad():
-            full = mf.gather(shards, groups, schedule=mf.on_demand(live_bytes=0))
+            full = mf.defer(shards, groups, mf.on_demand(live_bytes=0)).params
             assert count.now == 0
             assert [float(full[name].sum()) for name in params] == [100] * 4
             # Casts of one bucket after the other in the same memory; and a number.
             assert 200 <= count.now <= count.peak <= 300
             del full
             gc.collect()
-        assert count.now == groups.hierarchy.waiting_bytes >= 200
+        assert count.now == groups.hierarchy.pools.waiting_bytes >= 200
 
 
 # The formulas.
@@ -132,8 +139,8 @@ def test_the_formula_of_memory_by_hand(policy, cut, live, micro_steps, want):
 
 def test_every_placement_cuts_as_its_formula_says():
     """The letters of `PLACES` against the groups themselves."""
-    for name, place in PLACES.items():
-        cut = place.cut(1, 1)
+    for name in PLACES:
+        cut = cut_of(name, 1, 1)
         with make_place(name, 1, 1) as groups:
             assert groups.partition_size == cut.states == 1
 
@@ -142,9 +149,9 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
     """A rank's ledger of a step, and the formula, in one placement."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    cut = PLACES[name].cut(4, NODE)
+    cut = cut_of(name, 4, NODE)
     with make_place(name, 4, NODE) as groups:
-        route = groups.hierarchy
+        route = groups.hierarchy.route
         assert groups.partition_size == cut.states
         assert route.split(route.hold)[1].size == cut.params
         assert route.split(route.late)[1].size == cut.grads

@@ -130,14 +130,12 @@ PROGRAMS: dict[str, Program] = {
         lambda p, at: loss_of(p, at.rank),
     ),
     "gather, on demand": Program(
-        lambda s, at: loss_of(
-            mf.gather(s, at.groups, schedule=mf.on_demand(live_bytes=0)), at.rank
-        ),
+        lambda s, at: loss_of(mf.defer(s, at.groups, mf.on_demand(live_bytes=0)).params, at.rank),
         lambda p, at: loss_of(p, at.rank),
         over_models=False,
     ),
     "gather, keep_all": Program(
-        lambda s, at: loss_of(mf.gather(s, at.groups, schedule=mf.keep_all()), at.rank),
+        lambda s, at: loss_of(mf.defer(s, at.groups, mf.keep_all()).params, at.rank),
         lambda p, at: loss_of(p, at.rank),
         over_models=False,
     ),
@@ -354,7 +352,7 @@ def own_bases(layout: Layout) -> None:
                     if "one by one" in name and not equal:
                         continue  # without vmap nobody knows, before one rank is done
                     policy = schedule()
-                    full = lambda s: mf.gather(s, groups, schedule=policy)  # noqa: B023, E731
+                    full = lambda s: mf.defer(s, groups, policy).params  # noqa: B023, E731
                     found = refusal(program, lambda s: curved(full(s)), full, shards)  # noqa: B023
                     assert "each rank's own pieces" in found, (name, how, found)
             found = refusal(jacfwd(lambda s: mf.global_norm(s, groups)), shards)
@@ -379,7 +377,7 @@ def shared_basis(layout: Layout, how: str) -> None:
         policy = SCHEDULES[how]()
 
         def loss(s, policy=policy):
-            return curved(mf.gather(s, groups, schedule=policy))
+            return curved(mf.defer(s, groups, policy).params)
 
         place = Place(groups, shards)
         got = vmap(lambda v, s=shards: jvp(grad(loss), (s,), (v,))[1])(directions)
@@ -426,7 +424,7 @@ def other_batches(layout: Layout) -> None:
             grad(lambda s, x: mf.gather(s, groups)["w"].sum() * x), in_dims=(None, 0)
         )(shards, samples),
         "on demand": lambda: vmap(
-            grad(lambda s, x: mf.gather(s, groups, schedule=mf.on_demand())["w"].sum() * x),
+            grad(lambda s, x: mf.defer(s, groups, mf.on_demand()).params["w"].sum() * x),
             in_dims=(None, 0),
         )(shards, samples),
         "models": lambda: vmap(lambda s: mf.gather(s, groups)["w"])(
@@ -461,7 +459,7 @@ def linearized(layout: Layout) -> None:
     loss = lambda full: (full["w"] ** 2).sum() * full["b"].sum()  # noqa: E731
     for how, schedule in SCHEDULES.items():
         policy = schedule()
-        f = lambda s: loss(mf.gather(s, groups, schedule=policy))  # noqa: B023, E731
+        f = lambda s: loss(mf.defer(s, groups, policy).params)  # noqa: B023, E731
         if how == "at once" and layout.partition_size == 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own graphs
@@ -512,7 +510,7 @@ REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
 REFUSALS_INSIDE: dict[str, Callable[[Any, Setting], Any]] = {
     "get": lambda s, at: mf.get(s, "w", at.groups),
     "set": lambda s, at: mf.set(s, "w", 1.0, at.groups),
-    "GradSum": lambda s, at: mf.gather(s, at.groups, schedule=mf.on_demand(), into=mf.GradSum()),
+    "GradSum": lambda s, at: mf.defer(s, at.groups, mf.on_demand(), into=mf.GradSum()).params,
     "GradSum.backward": lambda s, at: mf.GradSum().backward(mf.global_norm(s, at.groups)),
     "Trainer.step": lambda s, at: at.trainer.step(mf.gather(s, at.groups)["w"][None, :2]).loss,
     "Trainer.eval": lambda s, at: at.trainer.eval(mf.gather(s, at.groups)["w"][None, :2]),

@@ -128,13 +128,13 @@ def reductions(layout, dtype):
             exact = sum(mine) / p
             # each level sums its n_l parts and divides, in a wider type where dtype has 16 bits,
             # then rounds once
-            roundings = sum(size + 1 for size in groups.hierarchy.sizes) + p + 1
+            roundings = sum(size + 1 for size in groups.hierarchy.route.sizes) + p + 1
             bound = mean_bound(mine, roundings, dtype)
             assert ((value.double() - exact).abs() <= bound).all(), (key, route)
     both = mf.unshard(mf.reduce_grads(grads, groups, like=like), groups)
     for key, value in both.items():
         exact = sum(wide[key]) / n
-        roundings = sum(size + 1 for size in groups.hierarchy.sizes) + n // p + 2
+        roundings = sum(size + 1 for size in groups.hierarchy.route.sizes) + n // p + 2
         bound = mean_bound(wide[key], roundings, dtype)
         assert ((value.double() - exact).abs() <= bound).all(), key
     again = mf.unshard(mf.reduce_grads(mf.reduce_grads(grads, groups, like=like), groups), groups)
@@ -157,7 +157,7 @@ def adjoint(layout, name, live):
     n, p, rank = layout.world_size, layout.partition_size, dist.get_rank()
     shards = mf.shard(TREES[name](torch.float64, 5), groups)
     full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
-        lambda s: [x + 0 for x in tree.flatten(mf.gather(s, groups.hierarchy, schedule=policy))[0]],
+        lambda s: [x + 0 for x in tree.flatten(mf.defer(s, groups.hierarchy, policy).params)[0]],
         shards,
     )
     y = tree.map_leaves(lambda x: random(77 + rank, *x.shape, dtype=torch.float64), full)
@@ -367,8 +367,8 @@ def start_and_finish(layout):
     groups = groups_of(layout)
     rank, n, p = dist.get_rank(), layout.world_size, layout.partition_size
     first = rank // p * p
-    order = [groups.hierarchy.chunk]
-    chunks = [torch.full((3,), float(10 * i + groups.hierarchy.chunk)) for i in range(4)]
+    order = [groups.hierarchy.route.chunk]
+    chunks = [torch.full((3,), float(10 * i + groups.hierarchy.route.chunk)) for i in range(4)]
     for pick in ([0, 1, 2, 3], [3, 1, 0, 2]):
         pendings = [start_all_gather(groups.hierarchy, chunk) for chunk in chunks]
         found = {i: pendings[i].wait() for i in pick}

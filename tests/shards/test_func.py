@@ -7,7 +7,7 @@ all-reduce.
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, everywhere, groups_of, random
+from cases import LAYOUTS, everywhere, full_of, groups_of, random
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
 
 import mics_fn as mf
@@ -97,7 +97,7 @@ def setting(layout, live=None):
     schedule = policy(live)
 
     def sharded_loss(s, batch):
-        return loss_of(mf.gather(s, groups.hierarchy, schedule=schedule), batch)
+        return loss_of(full_of(s, groups.hierarchy, schedule), batch)
 
     def full(grads):
         return untied(mf.unshard(mf.reduce_grads(grads, groups), groups))
@@ -171,7 +171,7 @@ def jacobian(layout, live):
         return torch.tanh(x.to(p["out"].dtype) @ p["in"]["w"].T) @ p["out"]
 
     schedule = policy(live)
-    got = jacrev(lambda s: outputs(mf.gather(s, groups.hierarchy, schedule=schedule)))(shards)
+    got = jacrev(lambda s: outputs(full_of(s, groups.hierarchy, schedule)))(shards)
     want = mean(jacrev(lambda p: outputs(cast(p)))(params))
     got, want = full(got), want
     close([got["in"]["w"], got["out"]], [want["in"]["w"], want["out"]])
@@ -219,7 +219,7 @@ def through_a_module(layout, live):
         return (out - y.to(out.dtype)).square().mean()
 
     shards, schedule = cut(params, groups), policy(live)
-    full = lambda s: mf.gather(s, groups.hierarchy, schedule=schedule)  # noqa: E731
+    full = lambda s: full_of(s, groups.hierarchy, schedule)  # noqa: E731
     got = mf.reduce_grads(grad(lambda s: loss(full(s)))(shards), groups)
     close(mf.unshard(got, groups), mean(grad(lambda p: loss(cast(p)))(params)))
 
@@ -236,7 +236,7 @@ def used_on_some_ranks(layout, live):
     # Deferred, a bucket is fetched by all ranks or by none, so here both lie in one.
     shards = cut(params, groups, bucket_bytes=1 if live is None else 1000)
     schedule = policy(live)
-    full = lambda s: mf.gather(s, groups, schedule=schedule)  # noqa: E731
+    full = lambda s: full_of(s, groups, schedule)  # noqa: E731
     got = mf.reduce_grads(grad(lambda s: loss(full(s), rank))(shards), groups)
     each = [grad(lambda p, r: loss(cast(p), r))(params, r) for r in range(n)]
     close(mf.unshard(got, groups), {k: sum(g[k] for g in each) / n for k in params})

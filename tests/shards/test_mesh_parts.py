@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of, same_bits
+from cases import Layout, full_of, groups_of, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import grad, jvp, vmap
@@ -68,7 +68,7 @@ class Experts:
         return torch.stack(losses).sum()
 
     def loss_of_shards(self, shards, schedule=None):
-        return self.loss(mf.gather(shards, self.groups, schedule=schedule))
+        return self.loss(full_of(shards, self.groups, schedule))
 
     def check(self, grads, want):
         full = mf.unshard(grads, self.groups)
@@ -78,7 +78,7 @@ class Experts:
 
 def summed(here, micro_steps, place=lambda groups: groups):
     total, groups = mf.GradSum(micro_steps), tree.map_leaves(place, here.groups)
-    full = mf.gather(here.shards, groups, schedule=mf.on_demand(live_bytes=0), into=total)
+    full = mf.defer(here.shards, groups, mf.on_demand(live_bytes=0), into=total).params
     for _ in range(micro_steps):
         total.backward(here.loss(full))
     return total.grads()
@@ -179,7 +179,7 @@ def test_one_rank_with_a_mean_over_more():
     assert reduced["w"].data.tolist() == [1.0] * 3
     assert given["w"].tolist() == [4.0] * 3
     total = mf.GradSum()
-    full = mf.gather(shards, groups, schedule=mf.on_demand(), into=total)
+    full = mf.defer(shards, groups, mf.on_demand(), into=total).params
     total.backward((full["w"] * given["w"]).sum() + (full["v"] * given["v"]).sum())
     assert total.grads()["v"].data.tolist() == [2.0] * 2
     assert given["v"].tolist() == [8.0] * 2

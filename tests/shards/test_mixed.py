@@ -12,8 +12,10 @@ import torch.distributed as dist
 from cases import (
     Layout,
     everywhere,
+    full_of,
     groups_of,
     mean_bound,
+    placed_as,
     poison,
     random,
     same_bits,
@@ -28,7 +30,6 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives.agreement import checksum
 from mics_fn.collectives.hierarchical import mean_over_ranks, start_mean
-from mics_fn.deferred.deferring import defer
 from mics_fn.groups import placement
 from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.optim.columns import map_columns
@@ -113,9 +114,9 @@ def ways(groups, shards):
     schemes = ["zero1", "hpz", "fsdp"] if groups.partition_size > 1 else []
     for scheme in ("mics", *schemes):
         policy = mf.keep_all() if scheme == "fsdp" else mf.on_demand(live_bytes=0)
-        placed = getattr(placement, scheme)(groups)
+        placed = placed_as(groups, scheme)
         for _ in range(2):  # recording, and then following
-            full = mf.gather(shards, placed, schedule=policy)
+            full = mf.defer(shards, placed, policy).params
             leaves, spec = tree.flatten(full)
             for _ in range(2 if scheme == "hpz" else 1):  # the second time from what is kept
                 found = [x.detach().clone() for x in leaves]
@@ -195,8 +196,8 @@ def bound_of_mean(said, parts, layout, sizes):
 
 def means_and_bytes(layout, scheme, policies, accumulate):
     groups, rank, n = counted(groups_of(layout)), dist.get_rank(), layout.world_size
-    groups = getattr(placement, scheme)(groups)
-    sizes = groups.hierarchy.sizes
+    groups = placed_as(groups, scheme)
+    sizes = groups.hierarchy.route.sizes
     p, k = layout.partition_size, (level_sizes(layout) or (1,))[-1]
     table = {"ddp": (1, 1), "zero1": (1, 1), "zero2": (1, p), "hpz": (k, p), "hybrid": (k, k)}
     placed = Placed(*table.get(scheme, (p, p)))
@@ -208,20 +209,21 @@ def means_and_bytes(layout, scheme, policies, accumulate):
         for step in range(2):
             groups.traffic.clear()
             total = mf.GradSum(accumulate)
-            full, run = defer(shards, groups, keep, total)
+            run = mf.defer(shards, groups, keep, into=total)
+            full = run.params
             for part in range(accumulate):
                 total.backward(total_loss(full, cotangents(params, said, 1000 * part + rank)))
             run.close()
             found = total.grads()
             ledger = groups.traffic.snapshot()
             if step == 0:  # unused leaves are fetched by nobody
-                (known,) = keep.known.values()
+                (known,) = keep.learned.values()
                 assert known.schedule is not None
                 fetches = Counter(known.schedule.fetches)
             total_grads = mf.unshard(found, groups)
             total.release()
         # Bucket fields are those of the policy, as `round_trip` has seen.
-        names = [level.name for level in groups.hierarchy.levels]
+        names = [level.name for level in groups.hierarchy.route.levels]
         numbers = (fetches, names, sizes, n // p, placed, accumulate)
         assert ledger == sent_in_a_step(buckets_of(shards), *numbers), (policy, scheme)
         at = dict(zip(tree.paths(total_grads), tree.flatten(total_grads)[0], strict=True))
@@ -270,13 +272,13 @@ def hops(layout, policies):
         hop2 = mf.reduce_grads(hop1, groups)
         sent = {name: nbytes for name, (_, nbytes) in groups.traffic.snapshot().items()}
         travels = bucket.numel * said.reduce.itemsize
-        levels = [level.reduce.name for level in groups.hierarchy.levels]
+        levels = [level.reduce.name for level in groups.hierarchy.route.levels]
         want = dict(zip(levels, per_level(travels, sizes), strict=True))
         assert {name: near[name][1] for name in levels} == want, policy
         assert sent.get("replicas", 0) == 2 * (r - 1) * travels // layout.partition_size // r
         assert all(x.dtype == said.param for g in (hop1, hop2) for x in tree.flatten(g)[0])
         total = mf.GradSum()
-        total.backward(loss(mf.gather(shards, groups, schedule=mf.keep_all(), into=total)))
+        total.backward(loss(mf.defer(shards, groups, mf.keep_all(), into=total).params))
         same_bits(mf.unshard(total.grads(), groups), mf.unshard(hop2, groups))
         total.release()
         if n == 2:  # one mean of two rounded values, which is then rounded no more
@@ -298,7 +300,7 @@ def gradient_of(groups, values, policy, ys):
     """The mean over ranks and micro-steps of these cotangents, full, by a `GradSum`."""
     shards = mf.shard({"w": values}, groups, precision=policy)
     total = mf.GradSum(len(ys))
-    full = mf.gather(shards, groups, schedule=mf.keep_all(), into=total)
+    full = mf.defer(shards, groups, mf.keep_all(), into=total).params
     for y in ys:
         total.backward((full["w"] * y.to(full["w"].dtype)).sum())
     found = mf.unshard(total.grads(), groups)["w"]
@@ -310,7 +312,7 @@ def long_sums(layout, schemes):
     groups = groups_of(layout)
     ys = [torch.full((9,), 256.0), *[torch.ones(9)] * 8]
     for scheme in schemes:
-        placed = getattr(placement, scheme)(groups)
+        placed = placed_as(groups, scheme)
         for policy in ("param=bf16", "compute=bf16,reduce=bf16", "param=bf16,reduce=f32"):
             found = gradient_of(placed, torch.ones(9), policy, ys).double()
             # Each summand is exact; the mean over ranks and the result are rounded to bfloat16.
@@ -328,7 +330,7 @@ def test_sums_over_micro_steps_are_float32(ranks):
 
 def what_does_not_travel(layout, scheme):
     """Float32 gradients of each micro-step, where only their sum goes over bfloat16."""
-    groups = getattr(placement, scheme)(groups_of(layout))
+    groups = placed_as(groups_of(layout), scheme)
     ys = [random(i, 50) for i in range(3)]  # the same on all ranks
     found = gradient_of(groups, torch.ones(50), "reduce=bf16", ys)
     sums = ys[0].clone()
@@ -401,7 +403,7 @@ def adjoint(layout, policies, live):
         shards = mf.shard(params, groups, precision=policy, bucket_bytes=150)
         full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
             lambda s, schedule=schedule: tree.map_leaves(
-                torch.clone, mf.gather(s, groups.hierarchy, schedule=schedule)
+                torch.clone, full_of(s, groups.hierarchy, schedule)
             ),
             shards,
         )
@@ -464,7 +466,7 @@ def ordered_means(layout, dtype):
     for numel in (1, 7, 1003):
         each = [random(100 + other, numel, dtype=dtype) for other in range(n)]
         like = mf.shard({"w": torch.zeros(numel, dtype=dtype)}, groups)
-        sizes = groups.hierarchy.sizes
+        sizes = groups.hierarchy.route.sizes
         replicas = []
         for start in range(0, n, p):
             parts = each[start : start + p]
@@ -479,7 +481,7 @@ def ordered_means(layout, dtype):
             both = mf.reduce_grads(mine, groups, like=like)
             same_bits(mf.unshard(both, groups), {"w": want})
         total = mf.GradSum()
-        full = mf.gather(like, groups, schedule=mf.keep_all(), into=total)
+        full = mf.defer(like, groups, mf.keep_all(), into=total).params
         total.backward((full["w"] * mine["w"]).sum())
         same_bits(mf.unshard(total.grads(), groups), {"w": want})
         total.release()
@@ -541,7 +543,7 @@ def test_every_program_of_torch_func(ranks, layout):
 
 
 def seeded_apart(layout, scheme, policies):
-    groups = getattr(placement, scheme)(groups_of(layout))
+    groups = placed_as(groups_of(layout), scheme)
     rank, sums = dist.get_rank(), []
     for policy in policies:
         params = {"w": random(rank, 37), "norm": random(9 + rank, 5), "n": torch.tensor(rank)}
@@ -553,7 +555,7 @@ def seeded_apart(layout, scheme, policies):
         state = mf.init_state(shards, mf.adamw(1e-2))
         for step in range(3):
             total = mf.GradSum(2)
-            full = mf.gather(state.params, groups, schedule=mf.on_demand(), into=total)
+            full = mf.defer(state.params, groups, mf.on_demand(), into=total).params
             for part in range(2):
                 y = random(1000 * step + 10 * part + rank, 37)
                 used = full["w"].float() * y
@@ -660,7 +662,7 @@ def one_process(compute, over_replicas=True, masters=F32, noise=None):
 
 
 def train_gpt(layout, scheme, live):
-    groups, rank = getattr(placement, scheme)(groups_of(layout)), dist.get_rank()
+    groups, rank = placed_as(groups_of(layout), scheme), dist.get_rank()
     trainer = mf.Trainer(
         make_gpt(seed=rank),
         momentum(),
@@ -767,7 +769,7 @@ ROUTED = "compute=bf16,reduce=f32; *router*: compute=f32; *norm*: compute=f32"
 
 def mixture(layout, experts_p, scheme, policy, steps):
     groups, rank = groups_of(layout), dist.get_rank()
-    dense = getattr(placement, scheme)(groups)
+    dense = placed_as(groups, scheme)
     experts = groups_of(Layout(layout.sizes, experts_p))
 
     def home(path):
@@ -781,7 +783,8 @@ def mixture(layout, experts_p, scheme, policy, steps):
     first = None
     for step in range(steps):
         total = mf.GradSum(2)
-        full, run = defer(state.params, home, keep, total)
+        run = mf.defer(state.params, home, keep, into=total)
+        full = run.params
         if policy is not None:
             assert full["router"].dtype == full["norm"].dtype == F32
             assert full["experts"][0]["up"].dtype == BF16

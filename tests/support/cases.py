@@ -58,6 +58,20 @@ def groups_of(layout: Layout, timeout_s: float = 20.0) -> mf.Groups:
     return _made[layout]
 
 
+def placed_as(groups: mf.Groups, scheme: str) -> mf.Groups:
+    """The groups in a placement by its name, or in fixed order."""
+    if scheme == "fixed_order":
+        return mf.placement.fixed_order(groups)
+    return mf.placement.place(groups, scheme)
+
+
+def full_of(shards: Any, groups: Any, schedule: Any = None, into: Any = None) -> Any:
+    """Full parameters: gathered now, or deferred under a schedule."""
+    if schedule is None:
+        return mf.gather(shards, groups)
+    return mf.defer(shards, groups, schedule, into=into).params
+
+
 def drop_groups() -> None:
     """Forget groups that a test has broken on purpose."""
     _made.clear()

@@ -11,7 +11,7 @@ from cases import Layout
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.groups.buffers import Buffers, Slots
-from mics_fn.groups.communicator import MOST_FULL
+from mics_fn.groups.hierarchy import MOST_FULL, Pools
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Nothing, Tied, is_leaf
 
@@ -124,17 +124,17 @@ class Counted(Buffers):
         super().give(tensor)
 
 
-POOLS = ("fetched", "held", "chunks", "buffers")
+POOLS = ("fetched", "held", "chunks", "reducing")
 
 
 def counted(groups: mf.Groups) -> mf.Groups:
     """The same groups with pools of their own, empty and counted."""
     fresh: dict[str, Any] = {name: Counted() for name in POOLS}
-    fresh["slots"] = Slots(MOST_FULL)
+    pools = Pools(slots=Slots(MOST_FULL), **fresh)
     return replace(
         groups,
-        hierarchy=replace(groups.hierarchy, **fresh),
-        flat=replace(groups.flat, **fresh),
+        hierarchy=replace(groups.hierarchy, pools=pools),
+        flat=replace(groups.flat, pools=pools),
     )
 
 

@@ -449,7 +449,7 @@ def of_one_replica(layout):
     assert inner.hierarchy is groups.hierarchy
     assert inner.plan.level_names == groups.plan.level_names
     assert inner.plan.coords(inner.position) == groups.plan.coords(groups.position)
-    assert inner.plan.chunk(inner.position) == groups.hierarchy.chunk
+    assert inner.plan.chunk(inner.position) == groups.hierarchy.route.chunk
     # A world of its own for every verb: another replica may hold other values, and another tree.
     shapes = {"w": (9, 5), f"only{first}": (3 + first,)}
     params = {k: random(first + i, *s) for i, (k, s) in enumerate(shapes.items())}
@@ -495,7 +495,7 @@ def overlapped(layout):
         groups.traffic.clear()
         wanted = target(step, dist.get_rank())
         total = mf.GradSum(micro_steps=2)
-        full = mf.gather(shards, inner, schedule=policy, into=total)
+        full = mf.defer(shards, inner, policy, into=total).params
         for _ in range(2):
             pairs = zip(tree.flatten(full)[0], tree.flatten(wanted)[0], strict=True)
             parts = [(x - t).square().sum() / 2 for x, t in pairs if t.is_floating_point()]

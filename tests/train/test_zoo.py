@@ -69,7 +69,7 @@ def train(layout: Layout, name: str, live_bytes: int | None) -> Outcome:
     losses, after = [], []
     with warnings.catch_warnings():  # elsewhere that would be a false alarm, and fail
         if case.changes:
-            warnings.filterwarnings("ignore", "gather: the order of use changed")
+            warnings.filterwarnings("ignore", "defer: the order of use changed")
         for step in range(STEPS):
             losses.append(trainer.step(case.batch(step, rank)).loss)
             after.append(trainer.params())

@@ -103,7 +103,7 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
     leaves, _ = tree.flatten(trainer.state.params, is_leaf)
     buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
     full_bytes = sum(bucket.nbytes for bucket in buckets)
-    levels = [(level.name, level.gather.size) for level in groups.hierarchy.levels]
+    levels = [(level.name, level.gather.size) for level in groups.hierarchy.route.levels]
     names, sizes = zip(*levels, strict=True) if levels else ((), ())
     formula = step_bytes(names, sizes, groups.num_replicas, full_bytes, config.accumulate)
     crossing = crossing_bytes(groups, formula, config.node_size)
@@ -114,7 +114,9 @@ def crossing_bytes(
     groups: mf.Groups, formula: dict[str, tuple[float, str]], node_size: int
 ) -> float:
     """How much of what this rank sends by the formula goes to another node."""
-    comms = [comm for level in groups.hierarchy.levels for comm in (level.gather, level.reduce)]
+    comms = [
+        comm for level in groups.hierarchy.route.levels for comm in (level.gather, level.reduce)
+    ]
     return sum(
         formula[comm.name][0]
         for comm in (*comms, groups.replicas)
@@ -153,7 +155,7 @@ def _summarize(
     return {
         "partition_size": groups.partition_size,
         "num_replicas": groups.num_replicas,
-        "levels": [[level.name, level.gather.size] for level in groups.hierarchy.levels],
+        "levels": [[level.name, level.gather.size] for level in groups.hierarchy.route.levels],
         "full_bytes": full_bytes,
         "steady": all(step == rank.ledger[0] for rank in every for step in rank.ledger),
         "rows": rows,

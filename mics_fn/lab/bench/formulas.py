@@ -1,6 +1,6 @@
 """Placements by name, and what each should hold and send: plain formulas to measure against."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,31 +23,24 @@ class Cut(NamedTuple):
     grads: int  # gradients of a micro-step
 
 
-class Place(NamedTuple):
-    """A placement: what makes it, and over how many ranks it cuts, by letters.
-
-    "n" are all ranks, "k" those of a node, "1" is whole.
-    """
-
-    put: Callable[[mf.Groups], mf.Groups]
-    letters: str  # states, parameters, gradients
-
-    def cut(self, num_ranks: int, node_size: int) -> Cut:
-        """The numbers in a world."""
-        sizes = {"n": num_ranks, "k": node_size, "1": 1}
-        return Cut(*(sizes[letter] for letter in self.letters))
-
-
+# Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
+# those of a node, "1" is whole.
 PLACES = {
-    "ddp": Place(placement.ddp, "111"),
-    "zero1": Place(placement.zero1, "n11"),
-    "zero2": Place(placement.zero2, "n1n"),
-    "zero3": Place(placement.zero3, "nnn"),
-    "mics": Place(placement.mics, "kkk"),
-    "fsdp": Place(placement.fsdp, "kkk"),
-    "hpz": Place(placement.hpz, "nkn"),
-    "hybrid": Place(placement.hybrid, "nkk"),
+    "ddp": "111",
+    "zero1": "n11",
+    "zero2": "n1n",
+    "zero3": "nnn",
+    "mics": "kkk",
+    "fsdp": "kkk",
+    "hpz": "nkn",
+    "hybrid": "nkk",
 }
+
+
+def cut_of(name: str, num_ranks: int, node_size: int) -> Cut:
+    """The numbers of a placement in a world."""
+    sizes = {"n": num_ranks, "k": node_size, "1": 1}
+    return Cut(*(sizes[letter] for letter in PLACES[name]))
 
 
 def check_places(names: Sequence[str]) -> None:
@@ -70,9 +63,9 @@ def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.
         num_ranks, node_size: the world.
         options: further ones of `make_groups`.
     """
-    place = PLACES[name]
-    partition_size = place.cut(num_ranks, node_size).states
-    return place.put(mf.make_groups(partition_size, node_size=node_size, **options))
+    partition_size = cut_of(name, num_ranks, node_size).states
+    groups = mf.make_groups(partition_size, node_size=node_size, **options)
+    return placement.place(groups, name)
 
 
 def memory_formula(

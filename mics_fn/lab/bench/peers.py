@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.bench.formulas import PLACES, Cut, make_place, sum_dtype
+from mics_fn.lab.bench.formulas import Cut, cut_of, make_place, sum_dtype
 from mics_fn.lab.bench.stage import Stage, StepConfig, make_model
 from mics_fn.lab.bench.turns import Peer, nbytes
 from mics_fn.lab.models import gpt
@@ -31,7 +31,7 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
     """
     config, n, p = stage.config, stage.world_size, stage.partition_size
     p = n if wide else p
-    cut = PLACES[place].cut(n, config.node_size) if place else Cut(p, p, p)
+    cut = cut_of(place, n, config.node_size) if place else Cut(p, p, p)
     if stage.own is not None:
         groups = mf.make_groups(1, ranks=[dist.get_rank()], device=stage.device)
     elif place:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import checksum
-from mics_fn.lab.bench.formulas import PLACES, make_place, memory_formula
+from mics_fn.lab.bench.formulas import PLACES, cut_of, make_place, memory_formula
 from mics_fn.lab.bench.tensor_memory import count_on
 from mics_fn.lab.bench.turns import of_all_ranks, say, start
 from mics_fn.lab.models import gpt
@@ -93,7 +93,7 @@ def measure_states(config: StatesConfig) -> dict[str, Any]:
 def _measure(config: StatesConfig, name: str, policy: str, device: torch.device) -> dict[str, Any]:
     """One placement with one policy, on all ranks."""
     n = dist.get_world_size() if dist.is_initialized() else 1
-    cut = PLACES[name].cut(n, config.node_size)
+    cut = cut_of(name, n, config.node_size)
     with make_place(name, n, config.node_size, device=device) as groups:
         buckets, live, mine = _run(config, groups, policy)
     every: list[Held] = of_all_ranks(mine)
@@ -146,7 +146,7 @@ def _run(config: StatesConfig, groups: mf.Groups, policy: str) -> tuple[list[Buc
         leaves, _ = tree.flatten(trainer.state.params, is_leaf)
         buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
         ordered = sorted(buckets, key=lambda bucket: bucket.index)
-        waiting = groups.hierarchy.waiting_bytes
+        waiting = groups.hierarchy.pools.waiting_bytes
         return ordered, live, Held(count.now - waiting, waiting, peaks[1], peaks[0])
 
 

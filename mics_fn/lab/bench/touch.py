@@ -77,7 +77,7 @@ def measure_touch(config: TouchConfig) -> dict[str, Any]:
 
 
 def _deferred(shards: Any, groups: mf.Groups, policy: mf.OnDemand) -> list[Tensor]:
-    return mf.gather(shards, groups, schedule=policy)
+    return mf.defer(shards, groups, policy).params
 
 
 def _peer(name: str, weights: Callable[[], list[Tensor]], layers: int) -> Peer:

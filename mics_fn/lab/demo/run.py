@@ -148,7 +148,7 @@ def train_rank(config: DemoConfig) -> RankResult:
         held_out=record.held_out,
         held_bytes=_nbytes((trainer.state.params, trainer.state.opt)),
         full_bytes=sum(bucket.nbytes for bucket in buckets),
-        levels=[(level.name, level.gather.size) for level in groups.hierarchy.levels],
+        levels=[(level.name, level.gather.size) for level in groups.hierarchy.route.levels],
         num_replicas=groups.replicas.size,
         sent=record.sent,
         device=str(device),

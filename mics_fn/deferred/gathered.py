@@ -8,8 +8,8 @@ from torch import Tensor
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
 
 
-class Cell:
-    """One bucket as deferred tensors see it."""
+class GatheredBucket:
+    """One bucket as deferred tensors see it: here or not."""
 
     __slots__ = ("_names", "full", "high", "ids", "low", "stays", "views")
 
@@ -21,10 +21,10 @@ class Cell:
         self.low, self.high = 1, 0  # addresses of `full`
         self.stays = False  # once it is live it stays so: further uses need not be told
 
-    def fill(self, full: Tensor, hollow: bool) -> None:
+    def fill(self, full: Tensor, *, has_data: bool) -> None:
         """The bucket is here; views of what was here before are forgotten."""
         self.full, self.views = full, {}
-        if not hollow:
+        if has_data:
             self.low = full.data_ptr()
             self.high = self.low + full.nbytes
 
