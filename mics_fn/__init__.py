@@ -22,7 +22,7 @@ from mics_fn.groups import init_distributed as init_distributed
 from mics_fn.groups import make_groups as make_groups
 from mics_fn.groups import placement as placement
 from mics_fn.groups import plan_groups as plan_groups
-from mics_fn.init import init as init
+from mics_fn.init import init_model as init_model
 from mics_fn.init import load_shards as load_shards
 from mics_fn.inspection import Summary as Summary
 from mics_fn.inspection import get as get

@@ -1,4 +1,4 @@
-"""`init`: the shards of a model that no rank ever holds in full."""
+"""`init_model`: the shards of a model that no rank ever holds in full."""
 
 import random
 import sys
@@ -27,7 +27,7 @@ from mics_fn.init.without_data import Hollow
 from mics_fn.shards import Leaf, require_groups
 
 
-def init(
+def init_model(
     model_fn: Callable[[], nn.Module],
     groups: Any,
     *,
@@ -71,7 +71,7 @@ def init(
 
     Example:
       >>> groups = make_groups(1)
-      >>> model, shards = init(lambda: torch.nn.Linear(2, 3), groups, seed=0)
+      >>> model, shards = init_model(lambda: torch.nn.Linear(2, 3), groups, seed=0)
       >>> shards["weight"], model.weight.is_meta
       (Sharded(shape=(3, 2), float32, here 6 of 6), True)
       >>> full = gather(shards, groups)
@@ -81,20 +81,20 @@ def init(
     References: deferred initialisation of torchdistX; MiCS, Zhang et al., VLDB 2022,
       arXiv:2205.00119.
     """
-    require_groups("init", groups)
+    require_groups("init_model", groups)
     homes = [home for home in tree.flatten(groups)[0] if isinstance(home, Groups)]
     device = homes[0].device if homes else torch.get_default_device()
     again = _same_again(model_fn, device, seed)
     with ExitStack() as opened:
-        with in_step("init", groups, f"seed={seed}"):
+        with in_step("init_model", groups, f"seed={seed}"):
             made, reason = _record(model_fn, device, seed)
             made = made or _Made(again())
             sources: Weights = {}
             if weights is not None:
-                found = opened.enter_context(open_weights("init", weights))
-                sources = matched("init", found, made.params, made.saved_buffers())
+                found = opened.enter_context(open_weights("init_model", weights))
+                sources = matched("init_model", found, made.params, made.saved_buffers())
         options.setdefault("order", order_of(made.params))
-        filling = Filling("init", made.params, groups, options)
+        filling = Filling("init_model", made.params, groups, options)
         try:
             made.fill(filling, sources)
         except NotRecorded as error:
@@ -103,7 +103,7 @@ def init(
             made.fill(filling, sources)
     if reason:
         fix = "mend that, or make the model where there is room for all of it"
-        text = "init: this model can not be made in parts, so each rank made all of it"
+        text = "init_model: this model cannot be made in parts, so each rank made all of it"
         warnings.warn(message(text, [reason], fix=fix), stacklevel=2)
     filling.check_copies()
     return made.skeleton(), filling.shards
@@ -119,7 +119,7 @@ class _Made:
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
         if not isinstance(model, nn.Module):
-            text = f"init: model_fn gave {type(model).__name__}, expected nn.Module"
+            text = f"init_model: model_fn gave {type(model).__name__}, expected nn.Module"
             raise LeafError(message(text, fix="return the model from it"))
         self.model, self.recorder = model, recorder
         self.params = dict(model.named_parameters(remove_duplicate=False))
@@ -140,7 +140,8 @@ class _Made:
                 filling.read(name, sources[name].read)
             elif value.device.type == "meta":
                 fix = "let model_fn make it without device='meta', or pass weights="
-                raise LeafError(message(f"init: params[{name!r}] is on meta: no value", fix=fix))
+                text = f"init_model: params[{name!r}] is on meta, so it has no value"
+                raise LeafError(message(text, fix=fix))
             elif not isinstance(value, Hollow):
                 filling.put(name, value)
             elif filling.part(name) != (0, 0):

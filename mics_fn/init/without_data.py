@@ -97,8 +97,8 @@ class Hollow(Tensor):
 
 def left_behind(what: str) -> LeafError:
     """For a tensor that is still hollow when its model is made."""
-    text = f"{what} on a tensor that init left without data: it was made with the model"
-    fix = "keep it in the module, as a buffer or an attribute, where init finds it"
+    text = f"{what} on a tensor that init_model left without data: it was made with the model"
+    fix = "keep it in the module, as a buffer or an attribute, where init_model finds it"
     return LeafError(message(text, fix=fix))
 
 

@@ -299,7 +299,7 @@ def module_cases(layout: Layout, folder: Path) -> None:
     want = mf.shard(params, groups, order=lambda path: place[path])
     with torch.device("meta"):
         skeleton = Tied()
-    drawn, _ = mf.init(Tied, groups, seed=0)
+    drawn, _ = mf.init_model(Tied, groups, seed=0)
     for like in (model, skeleton, drawn, params):
         for file in ("full.pt", "untied.safetensors"):
             strict = isinstance(like, nn.Module)
@@ -318,7 +318,7 @@ def module_cases(layout: Layout, folder: Path) -> None:
     same_shards(half, mf.shard(params, groups, order=lambda path: place[path]))
     assert isinstance(half["head.weight"], mf.Tied | mf.Sharded)
     assert isinstance(half["head.bias"], mf.Fixed)
-    with_weights, shards = mf.init(Tied, groups, seed=5, weights=folder / "full.pt")
+    with_weights, shards = mf.init_model(Tied, groups, seed=5, weights=folder / "full.pt")
     same_shards(shards, want)
     same_bits(dict(with_weights.named_buffers()), dict(model.named_buffers()))
 
@@ -364,7 +364,7 @@ def test_what_does_not_match_is_named(tmp_path):
             mf.load_shards(path, groups, like={str(i): torch.ones(1) for i in range(8)})
         state = nn.BatchNorm1d(2).state_dict() | {"running_mean": torch.ones(3)}
         with pytest.raises(mf.TreeError, match=r"buffers\['running_mean'\]: expected shape \(2,\)"):
-            mf.init(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
+            mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 
 
 def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:

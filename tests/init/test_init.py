@@ -1,4 +1,4 @@
-"""`init` gives, bit for bit, what sharding a model that was made in full gives."""
+"""`init_model` gives, bit for bit, what sharding a model that was made in full gives."""
 
 import copy
 import importlib.util
@@ -255,16 +255,17 @@ def data_of(shards: Any) -> list[Tensor]:
 def same_as_in_full(
     model_fn: Callable[[], nn.Module], groups: mf.Groups, reason: str | None = None, **options: Any
 ) -> tuple[nn.Module, Any]:
-    """Compare `init` with making the model and sharding it."""
+    """Compare `init_model` with making the model and sharding it."""
     model = made(model_fn)
     states = torch.get_rng_state(), random.random(), np.random.rand()
     params = dict(model.named_parameters(remove_duplicate=False))
     want = mf.shard(params, groups, order=module_order(params), **options)
     seeded()
     with warnings.catch_warnings(record=reason is not None) as seen:
-        warnings.filterwarnings("error" if reason is None else "always", "init: this model can not")
-        skeleton, shards = mf.init(model_fn, groups, seed=SEED, **options)
-    found = [str(w.message) for w in seen or () if "can not be made in parts" in str(w.message)]
+        action = "error" if reason is None else "always"
+        warnings.filterwarnings(action, "init_model: this model cannot")
+        skeleton, shards = mf.init_model(model_fn, groups, seed=SEED, **options)
+    found = [str(w.message) for w in seen or () if "cannot be made in parts" in str(w.message)]
     assert (reason is None and not found) or (len(found) == 1 and re.search(reason or "", found[0]))
     assert torch.equal(states[0], torch.get_rng_state()), "torch's generator"
     assert states[1:] == (random.random(), np.random.rand()), "other generators"
@@ -438,7 +439,7 @@ def full_on_one_rank(layout: Layout) -> None:
     seeded()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        _, shards = mf.init(model_fn, groups, seed=SEED)
+        _, shards = mf.init_model(model_fn, groups, seed=SEED)
     assert len(seen) == (dist.get_rank() == 1)
     same_bits(mf.unshard(shards, groups), {k: p.data for k, p in made(model_fn).named_parameters()})
 
@@ -465,14 +466,14 @@ def test_generators_of_others_end_as_after_a_plain_construction():
         made(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[0])))
         with mf.make_groups(1) as groups, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            mf.init(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[1])), groups, seed=SEED)
+            mf.init_model(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[1])), groups, seed=SEED)
         assert torch.equal(own[0].get_state(), own[1].get_state())
 
 
 def test_generators_stay_as_seeded_where_weights_are_read():
     model = made(OwnGenerator)
     with mf.make_groups(1) as groups:
-        _, shards = mf.init(OwnGenerator, groups, seed=5, weights=model.state_dict())
+        _, shards = mf.init_model(OwnGenerator, groups, seed=5, weights=model.state_dict())
         same_bits(mf.gather(shards, groups), {k: p.data for k, p in model.named_parameters()})
     state = torch.get_rng_state()
     assert torch.equal(state, torch.manual_seed(5).get_state())
@@ -480,7 +481,7 @@ def test_generators_stay_as_seeded_where_weights_are_read():
 
 def test_a_seed_can_be_read_while_a_model_is_recorded():
     with mf.make_groups(1) as groups:
-        skeleton, _ = mf.init(OwnGenerator, groups, seed=SEED)
+        skeleton, _ = mf.init_model(OwnGenerator, groups, seed=SEED)
     assert skeleton.seeds == (SEED, 3)
 
 
@@ -507,7 +508,7 @@ def unset(layout: Layout) -> None:
     groups = groups_of(layout)
     dirt = [torch.full((400,), 7.0) for _ in range(20)]  # what fresh memory would show
     del dirt
-    _, shards = mf.init(Unset, groups, seed=SEED)
+    _, shards = mf.init_model(Unset, groups, seed=SEED)
     full = mf.unshard(shards, groups)
     assert full["part"][:3].all()
     assert not any(x.any() for x in (full["whole"], full["part"][3:], full["copied"]))
@@ -523,7 +524,7 @@ def test_memory_that_nothing_sets_is_zero_on_all_ranks(ranks):
 def test_what_a_module_holds_besides_is_real():
     with mf.make_groups(1) as groups:
         skeleton: Any
-        skeleton, shards = mf.init(OddAttributes, groups, seed=SEED)
+        skeleton, shards = mf.init_model(OddAttributes, groups, seed=SEED)
         model: Any = made(OddAttributes)
         assert set(shards) == {"weight"}
         assert skeleton.weight.no_decay is True
@@ -543,7 +544,7 @@ def test_what_a_module_holds_besides_is_real():
 def test_the_skeleton_computes_what_the_model_does(name: str):
     batch = ZOO[name.removeprefix("zoo-")].batch(0, 0)
     with mf.make_groups(1) as groups:
-        skeleton, shards = mf.init(MODELS[name], groups, seed=SEED)
+        skeleton, shards = mf.init_model(MODELS[name], groups, seed=SEED)
         with torch.no_grad():
             out = functional_call(skeleton, mf.gather(shards, groups), batch)
             want = made(MODELS[name])(*batch)
@@ -556,7 +557,7 @@ def test_a_model_of_somebody_else_stays_as_it_is():
     before = copy.deepcopy(model.state_dict())
     with mf.make_groups(1) as groups:
         for model_fn in (lambda: model, lambda: nn.Sequential(nn.Linear(4, 4), inner)):
-            skeleton, shards = mf.init(model_fn, groups, seed=SEED)
+            skeleton, shards = mf.init_model(model_fn, groups, seed=SEED)
             assert all(p.is_meta for p in skeleton.parameters())
             for buffer in skeleton.buffers():
                 buffer.add_(1)
@@ -567,7 +568,7 @@ def test_a_model_of_somebody_else_stays_as_it_is():
 
 def test_parameters_that_share_memory_are_one_in_the_skeleton():
     with mf.make_groups(1) as groups:
-        skeleton, shards = mf.init(memory_ties, groups, seed=SEED)
+        skeleton, shards = mf.init_model(memory_ties, groups, seed=SEED)
         first, second, third = cast(Any, skeleton)
         assert first.weight is second.weight
         assert first.weight is third.weight
@@ -584,7 +585,7 @@ def test_a_tensor_that_got_away_says_where_it_comes_from():
         return nn.Linear(2, 2)
 
     with mf.make_groups(1) as groups:
-        mf.init(model_fn, groups, seed=SEED)
+        mf.init_model(model_fn, groups, seed=SEED)
     assert repr(away[0]) == "Hollow(shape=(3,), torch.float32)"
     with pytest.raises(mf.LeafError, match="made with the model"):
         away[0].add(1)
@@ -607,7 +608,7 @@ def experts(layout: Layout) -> None:
     options: Any = {"frozen": lambda path: "bias" in path, "bucket_bytes": 50}
     for home in (groups, {k: groups(k) for k in params}):
         want = mf.shard(params, home, order=module_order(params), **options)
-        _, shards = mf.init(model_fn, home, seed=SEED, **options)
+        _, shards = mf.init_model(model_fn, home, seed=SEED, **options)
         assert tree.flatten(shards)[1] == tree.flatten(want)[1]
         same_bits(data_of(shards), data_of(want))
         assert isinstance(shards["body.bias"], mf.Fixed)
@@ -623,7 +624,7 @@ def test_an_order_can_be_given():
 
     with mf.make_groups(1) as groups:
         options: Any = {"order": lambda path: -int(path[2]), "bucket_bytes": 120}
-        _, shards = mf.init(model_fn, groups, seed=SEED, **options)
+        _, shards = mf.init_model(model_fn, groups, seed=SEED, **options)
     assert [cast(mf.Sharded, shards[f"{i}.weight"]).bucket.index for i in range(3)] == [2, 1, 0]
 
 
@@ -639,9 +640,9 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
             model.weight.data[2, 3] += 1e-3
         return model
 
-    mf.init(lambda: nn.Linear(4, 3), groups, seed=SEED)  # what was seen before is compared again
+    mf.init_model(lambda: nn.Linear(4, 3), groups, seed=SEED)  # seen before, and compared again
     try:
-        mf.init(model_fn, groups, seed=SEED + (kind == "seed" and rank == 1))
+        mf.init_model(model_fn, groups, seed=SEED + (kind == "seed" and rank == 1))
     except (mf.DesyncError, ValueError) as error:
         return f"{type(error).__name__}: {error}", number_in(torch.get_rng_state()) is None
     return "nothing was refused", True
@@ -663,17 +664,17 @@ def test_ranks_that_differ_all_hear_of_it(ranks, kind: str, lines: list[str]):
         if kind == "raises" and rank == 2:
             assert text == "ValueError: no such config"
         else:
-            assert text.startswith("DesyncError: init: ")
+            assert text.startswith("DesyncError: init_model: ")
             assert all(line in text for line in lines), text
 
 
 def test_mistakes_are_named():
     with mf.make_groups(1) as groups:
         with pytest.raises(mf.LeafError, match="model_fn gave int"):
-            mf.init(lambda: 3, groups, seed=0)  # pyright: ignore
+            mf.init_model(lambda: 3, groups, seed=0)  # pyright: ignore
         with pytest.raises(TypeError, match="bucket_size"):
-            mf.init(lambda: nn.Linear(2, 2), groups, seed=0, bucket_size=3)
+            mf.init_model(lambda: nn.Linear(2, 2), groups, seed=0, bucket_size=3)
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
-            mf.init(lambda: nn.Linear(2, 2)(torch.ones(3)), groups, seed=0)
+            mf.init_model(lambda: nn.Linear(2, 2)(torch.ones(3)), groups, seed=0)
         with pytest.raises(mf.LeafError, match=r"params\['weight'\] is on meta"):
-            mf.init(lambda: nn.Linear(2, 2, device="meta"), groups, seed=0)
+            mf.init_model(lambda: nn.Linear(2, 2, device="meta"), groups, seed=0)

@@ -1,4 +1,4 @@
-"""What `init` and `load_shards` hold at most: this rank's shards, and one parameter at a time."""
+"""The most that `init_model` and `load_shards` hold: a rank's shards and one parameter."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,7 +56,7 @@ def stack(init: Callable[[Tensor], Any], width: int = WIDTH, depth: int = DEPTH)
 def most(layout: Layout, name: str) -> tuple[int, int]:
     groups = groups_of(layout)
     with Most() as seen:
-        _, shards = mf.init(INITS[name][0], groups, seed=1)
+        _, shards = mf.init_model(INITS[name][0], groups, seed=1)
     chunks = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tree.flatten(shards)[0]}
     return seen.most, sum(storage.nbytes() for storage in chunks.values())
 
@@ -106,12 +106,12 @@ def test_each_number_is_drawn_once():
             with Draws() as plain:
                 model_fn()
             with Draws() as ours:
-                mf.init(model_fn, groups, seed=1)
+                mf.init_model(model_fn, groups, seed=1)
             assert ours.count == plain.count == 3 * DEPTH
             with Draws() as ours:
                 weights = {k: p.detach() for k, p in model_fn().named_parameters()}
                 before = ours.count
-                mf.init(model_fn, groups, seed=1, weights=weights)
+                mf.init_model(model_fn, groups, seed=1, weights=weights)
             assert ours.count == before
 
 
@@ -130,7 +130,7 @@ class Calls(TorchDispatchMode):
 def decompositions(layout: Layout) -> int:
     groups = groups_of(layout)
     with Calls(torch.ops.aten.linalg_qr.default) as seen:
-        mf.init(INITS["orthogonal"][0], groups, seed=1)
+        mf.init_model(INITS["orthogonal"][0], groups, seed=1)
     return seen.count
 
 
@@ -149,7 +149,7 @@ def resident(depth: int) -> InitMemory:
     give_back_at_once()
     groups = mf.make_groups(4)
     for _ in range(2):  # then all code is loaded
-        mf.init(partial(wide, 2), groups, seed=1)
+        mf.init_model(partial(wide, 2), groups, seed=1)
     cpu, make = torch.device("cpu"), partial(wide, depth)
     found = [measure_init(make, groups, cpu, seed=1) for _ in range(3)]
     return min(found, key=lambda memory: memory.grown or 0)

@@ -599,7 +599,7 @@ ELSEWHERE = {
     "keep_all": "see 'gather, keep_all'",
     "on_demand": "see 'gather, on demand'",
     "every_step": "merges nothing",
-    "init": "makes parameters of a seed",
+    "init_model": "makes parameters of a seed",
     "load_shards": "makes parameters of files",
     "warmup_cosine": "a number of a number",
     "no_scale": "multiplies by a constant",

@@ -273,8 +273,8 @@ def refused(layout: Layout) -> None:
         mf.shard(dict(model.named_parameters()), groups)
     with pytest.raises(mf.LeafError, match="shard: " + text):
         mf.Trainer(model, mf.sgd(0.1), groups)
-    with pytest.raises(mf.LeafError, match="init: " + text):
-        mf.init(Overlapping, groups, seed=0)
+    with pytest.raises(mf.LeafError, match="init_model: " + text):
+        mf.init_model(Overlapping, groups, seed=0)
     with pytest.raises(mf.LeafError, match="load_shards: " + text):
         mf.load_shards(dict(model.named_parameters()), groups, like=model)
     for values in (Apart(), Overlapping(trained=False)):
@@ -282,7 +282,7 @@ def refused(layout: Layout) -> None:
         same_bits(
             mf.unshard(mf.shard(params, groups), groups), {k: v.detach() for k, v in params.items()}
         )
-    shards = mf.init(Apart, groups, seed=0)[1]
+    shards = mf.init_model(Apart, groups, seed=0)[1]
     assert isinstance(shards["c"], mf.Tied)
 
 
@@ -293,7 +293,7 @@ def test_parameters_that_overlap_are_refused(ranks, layout):
 
 def made_with_shared_buffers(layout: Layout, case) -> None:
     groups = groups_of(layout)
-    skeleton, shards = mf.init(lambda: model_of(case), groups, seed=0)
+    skeleton, shards = mf.init_model(lambda: model_of(case), groups, seed=0)
     made = mf.Trainer(skeleton, mf.sgd(0.1), groups, params=shards, loss=lambda m, x: m(x).sum())
     plain = mf.Trainer(model_of(case), mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
     for step in range(2):

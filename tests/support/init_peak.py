@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mics_fn import tree
-from mics_fn.init.model import init
+from mics_fn.init import init_model
 from mics_fn.lab.bench.process_memory import peak_growth
 from mics_fn.shards.leaf import Fixed, Sharded, is_leaf
 
@@ -36,14 +36,14 @@ class InitMemory(NamedTuple):
 def measure_init(
     model_fn: Callable[[], nn.Module], groups: Any, device: torch.device, **options: Any
 ) -> InitMemory:
-    """The memory of `init` with these arguments, on this rank.
+    """The memory of `init_model` with these arguments, on this rank.
 
     Call `lab.bench.process_memory.give_back_at_once` before: what the allocator keeps would count.
     """
     made: list[Any] = []
 
     def make() -> None:
-        made.append(init(model_fn, groups, **options))
+        made.append(init_model(model_fn, groups, **options))
 
     grown = peak_growth(make, device)
     leaves = tree.flatten(made[0][1], is_leaf)[0]

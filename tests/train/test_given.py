@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def made(groups: Any, model: Any = Net, **options: Any) -> tuple[nn.Module, dict]:
-    return mf.init(model, groups, seed=0, **options)
+    return mf.init_model(model, groups, seed=0, **options)
 
 
 def trainer(model: Any, groups: Any, **options: Any) -> mf.Trainer:

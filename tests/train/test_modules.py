@@ -240,8 +240,8 @@ def test_a_hook_on_any_leaf_of_autograd_is_refused_and_none_of_ours_is():
 
 
 def test_a_hook_on_a_parameter_of_a_model_made_in_parts_is_refused():
-    with pytest.raises(mf.LeafError, match=r"init: params\['weight'\] has hooks"):
-        mf.init(lambda: hooked(lambda p: p.register_hook), mf.make_groups(1), seed=0)
+    with pytest.raises(mf.LeafError, match=r"init_model: params\['weight'\] has hooks"):
+        mf.init_model(lambda: hooked(lambda p: p.register_hook), mf.make_groups(1), seed=0)
 
 
 def test_a_model_with_lazy_parameters_is_refused():

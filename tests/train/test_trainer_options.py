@@ -365,7 +365,7 @@ def test_replicas_may_sync_only_now_and_then(ranks, layout):
 def made_as_shards(layout: Layout, precision: str | None) -> None:
     groups = groups_of(layout)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    skeleton, shards = mf.init(Net, groups, seed=7, precision=precision, bucket_bytes=300)
+    skeleton, shards = mf.init_model(Net, groups, seed=7, precision=precision, bucket_bytes=300)
     assert all(p.is_meta for p in skeleton.parameters())
     options = {"loss": loss_of, "precision": precision}
     found = [

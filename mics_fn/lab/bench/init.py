@@ -42,7 +42,7 @@ def _from_model(config: StatesConfig, groups: mf.Groups, options: dict[str, Any]
 
 
 def _by_init(config: StatesConfig, groups: mf.Groups, options: dict[str, Any]) -> Shards:
-    return mf.init(lambda: gpt.GPT(config.model), groups, seed=0, **options)[1]
+    return mf.init_model(lambda: gpt.GPT(config.model), groups, seed=0, **options)[1]
 
 
 def _full(bucket: Bucket) -> int:
