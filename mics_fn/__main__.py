@@ -14,13 +14,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Bad arguments are 2, Ctrl-C is 130."""
+    """Run one command and return its exit code: 2 for bad arguments, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m mics_fn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        # Only the command that runs is imported: each brings what the others do not need.
+        # Only the command that runs is imported, because each has imports that others do not need.
         if argv[:1] == [name]:
             module = importlib.import_module(f"mics_fn.lab.{name}.command")
             module.add_arguments(command)

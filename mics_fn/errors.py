@@ -1,7 +1,7 @@
-"""What can go wrong, each as a type, and the one shape every message has.
+"""The errors of this library, one type for each kind, and the form that their texts share.
 
-A message says what failed and where (the tree path), who (the ranks), what was expected and what
-was found, and how to mend it. Everything here derives from `MicsError`.
+A text says what failed and where (the path in the tree), on which ranks, what was expected and what
+was found, and how to mend it. All types derive from `MicsError`.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class MicsError(Exception):
-    """Base of every error that mics_fn raises on purpose."""
+    """The base of every error that mics_fn raises on purpose."""
 
 
 class PlanError(MicsError, ValueError):
@@ -25,20 +25,20 @@ class TreeError(MicsError, ValueError):
 class LeafError(MicsError, ValueError):
     """A leaf of the wrong kind: its type, dtype, device or layout."""
 
-    # Not a TypeError: torch takes one that leaves a tensor's operator for "not implemented", and
-    # Python would then go on with another operator, `w = w + 1` for `w += 1`.
+    # This is not a TypeError, because torch takes a TypeError from a tensor's operator to mean "not
+    # implemented": Python would then try another operator, `w = w + 1` for `w += 1`.
 
 
 class DesyncError(MicsError, RuntimeError):
-    """Ranks that should agree do not: on a tree, a value, or a group."""
+    """Ranks that should agree on a tree, a value or a group do not."""
 
 
 class DonatedError(MicsError, RuntimeError):
-    """A value whose buffers were given away is used again."""
+    """A value is used again whose buffers were given away."""
 
 
 class GroupsError(MicsError, RuntimeError):
-    """Groups used before they can exist, or after they were closed."""
+    """Groups are used before they can exist, or after they were closed."""
 
 
 class CollectiveError(MicsError, RuntimeError):
@@ -50,7 +50,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class OptimizerError(MicsError, ValueError):
-    """An optimizer that cannot work on flat shards, or is used wrongly."""
+    """An optimizer that cannot work on flat shards, or that is used wrongly."""
 
 
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
@@ -68,7 +68,7 @@ def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as people write them, runs of three or more folded.
+    """Ranks as people write them; runs of three or more are folded.
 
     >>> name_ranks([3]), name_ranks([0, 1]), name_ranks([0, 1, 2, 3, 8])
     ('rank 3', 'ranks 0, 1', 'ranks 0-3, 8')
@@ -122,3 +122,15 @@ def rank_lines(found: Mapping[int, str]) -> list[str]:
     ['ranks 1, 2: b', 'rank 0: a']
     """
     return [f"{name_ranks(ranks)}: {text}".rstrip() for text, ranks in by_value(found)]
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a suitable unit, in powers of 1,000 as link speeds are given.
+
+    >>> human_bytes(0), human_bytes(999), human_bytes(3_500_000)
+    ('0 B', '999 B', '3.50 MB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"

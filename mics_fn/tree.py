@@ -1,15 +1,15 @@
-"""Pytrees: optree in our namespace, nodes registered in both pytree worlds, paths, prefixes.
+"""Pytrees: nodes that are registered with optree and with torch, paths of leaves, and prefixes.
 
-`torch.func` walks values with torch's own pytree, everything else here with optree. The two differ
-(optree sorts dict keys, torch keeps insertion order; None is no leaf for optree and a leaf for
-torch), so a node is registered in both at one place, from its dataclass fields, and only optree
-decides an order.
+`torch.func` walks values with torch's own pytree; everything else here uses optree, in a namespace
+of this library. The two differ: optree sorts dict keys, while torch keeps the order of insertion;
+None is a leaf for torch, but not for optree. So each node is registered with both in one place,
+from its dataclass fields, and only optree decides an order.
 """
 
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -26,25 +26,22 @@ T = TypeVar("T", bound=type)
 
 
 def static() -> Any:
-    """A dataclass field that is part of a node's structure, not one of its children."""
+    """A dataclass field that belongs to a node's structure and is not one of its children."""
     return dataclasses.field(metadata={"static": True})
 
 
 def node(cls: T) -> T:
-    """Make a dataclass a pytree node for optree and for torch (so also for `torch.func`).
+    """Make a dataclass a pytree node for optree and for torch, and thus for `torch.func`.
 
     Fields made with `static()` belong to the structure and must be hashable; the others are
-    children. If the class has a method `refuse_children`, it is called where torch rebuilds one.
+    children. If the class has a method `refuse_children`, it is called on each instance that torch
+    rebuilds.
 
     Args:
       cls: a dataclass; its instances are rebuilt without calling `__init__`.
 
     Returns:
       The same class.
-
-    Communication: none.
-
-    Memory: none.
 
     Example:
       >>> @node
@@ -64,7 +61,7 @@ def node(cls: T) -> T:
     put = object.__setattr__  # what a frozen dataclass itself uses
 
     def remember(value: Any) -> tuple:
-        """The static fields, made into a tuple once: flattening is part of every verb."""
+        """Keep the static fields as a tuple, because every verb flattens its values."""
         put(value, "_context", tuple([getattr(value, name) for name in statics]))
         return value._context
 
@@ -92,10 +89,10 @@ def node(cls: T) -> T:
 
 
 def atom(cls: T) -> T:
-    """Make a class a pytree node without children: part of the structure, compared by its own `==`.
+    """Make a class a pytree node without children, which is compared by its own `==`.
 
-    Maps pass over it and `torch.func` does not differentiate it; `flatten(..., is_leaf=...)` still
-    sees it.
+    It is part of the structure: maps skip it and `torch.func` does not differentiate it, but
+    `flatten(..., is_leaf=...)` can still see it.
     """
     return _register(cls, lambda value: ([], value, ()), lambda _, value: value)
 
@@ -103,7 +100,7 @@ def atom(cls: T) -> T:
 def _register(
     cls: T, flatten_node: Callable, unflatten_node: Callable, for_torch: Callable | None = None
 ) -> T:
-    """Register a node; `flatten_node` gives children, context and the children's names."""
+    """Register a node; `flatten_node` gives its children, its context and the children's names."""
     optree.register_pytree_node(
         cls,
         flatten_node,
@@ -117,17 +114,17 @@ def _register(
 
 
 def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list, optree.PyTreeSpec]:
-    """Leaves (dict keys sorted, None is no leaf) and the structure that rebuilds the tree."""
+    """The leaves (dict keys sorted, None left out) and the structure that rebuilds the tree."""
     return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)  # pyright: ignore
 
 
 def map_leaves(fn: Callable, tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
-    """Apply `fn` to corresponding leaves; `rest` may be deeper than `tree`."""
+    """Apply `fn` to the corresponding leaves of all trees; `rest` may be deeper than `tree`."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def replace_none(tree: Tree, value: Any, is_leaf: IsLeaf | None = None) -> Tree:
-    """The tree with `value` wherever it has None."""
+    """The tree with `value` in every place where it has None."""
     return optree.tree_map(
         lambda x: value if x is None else x,
         tree,
@@ -163,17 +160,17 @@ def spread(
     """One value per leaf of `tree`, from a value, a function of the path, or a prefix pytree.
 
     Args:
-      prefix: what to spread; a function gets each leaf's path, written from the root `''`.
+      prefix: what to spread. A function gets the path of each leaf, written from the root `''`.
       tree: the pytree whose leaves get one value each.
-      what: name of the argument, for errors.
+      what: the name of the argument, for errors.
       is_leaf: what counts as a leaf of `tree`.
-      is_value: whether something is a value to be spread.
+      is_value: whether an object is a value to be spread.
 
     Returns:
       A list, one value per leaf.
 
     Raises:
-      TreeError: `prefix` is no prefix of `tree`, or holds something that is no value.
+      TreeError: `prefix` is not a prefix of `tree`, or holds something that is not a value.
     """
     leaves, _ = flatten(tree, is_leaf)
     if is_value(prefix):
@@ -184,13 +181,9 @@ def spread(
         try:
             full = optree.tree_broadcast_prefix(prefix, tree, is_leaf, namespace=NAMESPACE)
         except ValueError as error:
-            raise TreeError(
-                message(
-                    f"{what}: not a prefix of the tree it goes with",
-                    [str(error).splitlines()[0]],
-                    fix="give one value, a function of the path, or a tree that stops early",
-                )
-            ) from None
+            text, lines = f"{what}: not a prefix of the tree it goes with", str(error).splitlines()
+            fix = "give one value, a function of the path, or a tree that stops early"
+            raise TreeError(message(text, lines[:1], fix)) from None
         values, _ = flatten(full, is_value)
     for path, value in zip(paths(tree, what, is_leaf), values, strict=True):
         if not is_value(value):
@@ -199,12 +192,22 @@ def spread(
 
 
 def natural(path: str) -> tuple:
-    """A sort key in which numbers count as numbers: layer 2 comes before layer 10.
+    """A sort key that compares the numbers in paths as numbers, so layer 2 comes before layer 10.
 
     >>> sorted(["h.10.w", "h.2.w"], key=natural)
     ['h.2.w', 'h.10.w']
     """
     return tuple((0, int(s), "") if s.isdigit() else (1, 0, s) for s in re.split(r"(\d+)", path))
+
+
+def own_order(values: Mapping[str, Any]) -> Callable[[str], int]:
+    """A sort key of paths: the order in which a mapping lists its names.
+
+    >>> names = {"layer": 1, "head": 2}
+    >>> sorted(paths(names), key=own_order(names))
+    ["['layer']", "['head']"]
+    """
+    return {f"[{name!r}]": i for i, name in enumerate(values)}.__getitem__
 
 
 def digest(lines: Iterable[str]) -> bytes:
@@ -216,7 +219,7 @@ def digest(lines: Iterable[str]) -> bytes:
 
 
 def first_mismatch(expected: Tree, got: Tree, root: str, is_leaf: IsLeaf | None = None) -> str:
-    """The first path at which two trees differ in structure, in words; '' when they do not.
+    """The first difference in structure of two trees, in words; '' if there is none.
 
     >>> first_mismatch({"a": 1, "b": 2}, {"a": 1}, "grads")
     "grads['b'] is missing"
