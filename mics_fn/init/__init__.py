@@ -1,4 +1,36 @@
-"""Models made or read as shards: construction recorded and replayed, files read in part."""
+"""Models that are made or read as shards, so that no rank ever holds one in full.
+
+`init_model` takes the function that makes a model and gives what every other verb needs: the
+structure of the module, with its parameters on meta, and the parameters as shards. The values are,
+bit for bit, those of making the model in full after `torch.manual_seed(seed)`. `load_shards` reads
+the same shards from safetensors files, files of `torch.save`, or folders of them.
+
+How `init_model` works: while the function runs, a *recorder* (`recorder.py`) puts each op on a
+*tape* (`tape.py`) instead of running it. The model then holds *recorded* tensors, which report
+shape, dtype and device but have no data (`without_data.py`). A parameter's values follow from a
+part of the tape, and *replay* (`replay.py`) runs that part alone, each random op from the state
+that its generator would have had (`rng.py`). A *filling* (`filling.py`) lays out the shards and
+keeps this rank's part of each value; the *skeleton* (`skeleton.py`) is the module that remains.
+A model that cannot be recorded is made in full, with a warning that says why.
+
+How `load_shards` works: `files.py` opens a file as named entries, from which any range of elements
+can be read; `loading.py` matches their names with the parameters, and the filling reads the ranges
+that this rank keeps.
+
+Example:
+  >>> make_model = lambda: torch.nn.Linear(2, 3)
+  >>> groups = make_groups(1)
+  >>> skeleton, shards = init_model(make_model, groups, seed=0)
+  >>> whole = (torch.manual_seed(0), make_model())[1]
+  >>> skeleton.weight.is_meta, torch.equal(gather(shards, groups)["weight"], whole.weight)
+  (True, True)
+
+Start reading at `model.py`, then the notes [Note: tape], [Note: recorded tensors] and [Note: random
+streams]. To read another format of files, write a function in `files.py` that gives an `Entry` for
+each tensor, and call it from `_of_path`. To record an op that torch cannot compute on meta, nothing
+is needed: it is run on replayed inputs. An op that draws random numbers on another kind of device
+needs a generator in `rng.py`.
+"""
 
 from mics_fn.init.loading import load_shards
 from mics_fn.init.model import init_model

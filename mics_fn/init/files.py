@@ -1,8 +1,8 @@
-"""Files of named tensors, of which any elements can be read alone.
+"""Files of named tensors, from which any range of elements can be read by itself.
 
-A safetensors file is 8 bytes of length, a JSON header and flat data, so an element's place in it is
-arithmetic. A file of `torch.save` is mapped in memory, so that only the pages that are read come
-from the disk. An index (`*.index.json`) names the file of each tensor.
+A safetensors file is 8 bytes of length, a JSON header and flat data, so the place of an element in
+it is known from the header. A file of `torch.save` is mapped into memory, so that only the pages
+that are read come from the disk. An index (`*.index.json`) names the file of each tensor.
 """
 
 import json
@@ -35,16 +35,19 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-NAMES = ("model.safetensors", "pytorch_model.bin")  # in a folder, or the same with .index.json
+NAMES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # in a folder; or an index of such
 Source = str | PathLike | Mapping[str, Tensor]
 
 
 class Entry(NamedTuple):
-    """One tensor of a file."""
+    """A tensor of a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[int, int], Tensor]  # elements of the flattened tensor, from and to
+    read: Callable[[int, int], Tensor]  # start and stop in the flattened tensor
 
 
 Weights = dict[str, Entry]
@@ -55,8 +58,8 @@ def open_weights(verb: str, source: Source) -> Iterator[Weights]:
     """The tensors of a file, a folder, an index or a mapping, by name.
 
     Raises:
-      TreeError: it holds something else, or is damaged.
-      OSError: it can not be read.
+      TreeError: the source holds something else, or is damaged.
+      OSError: a file cannot be read.
     """
     with ExitStack() as closing:
         if isinstance(source, Mapping):
@@ -103,16 +106,14 @@ def _of_index(verb: str, path: Path, closing: ExitStack) -> Weights:
 
 
 def _of_tensors(verb: str, where: str, found: Any) -> Weights:
-    wrong = found if not isinstance(found, Mapping) else None
-    for key, value in found.items() if wrong is None else ():
-        if not isinstance(value, Tensor):
-            wrong = f"{key!r}: {type(value).__name__}"
-            break
-    if wrong is not None:
-        text = f"{verb}: {where} holds more than tensors by name"
+    wrong = [f"got {type(found).__name__}"]
+    if isinstance(found, Mapping):
+        others = [(key, x) for key, x in found.items() if not isinstance(x, Tensor)]
+        wrong = [f"got {key!r}: {type(x).__name__}" for key, x in others[:1]]
+    if wrong:
+        text = f"{verb}: {where} does not hold tensors by name alone"
         fix = "pass the part that does: load_shards(torch.load(path, mmap=True)['model'], ...)"
-        got = wrong if isinstance(wrong, str) else type(wrong).__name__
-        raise TreeError(message(text, [f"got {got}"], fix=fix))
+        raise TreeError(message(text, wrong, fix=fix))
     return {key: _of_tensor(value.detach()) for key, value in found.items()}
 
 
@@ -123,7 +124,7 @@ def _of_tensor(value: Tensor) -> Entry:
         if not value.ndim:
             return value.reshape(1)[start:stop]
         first, end = start // inner, -(-stop // inner)
-        rows = value[first:end].reshape(-1)  # a copy of these rows only, if they lie apart
+        rows = value[first:end].reshape(-1)  # copies only rows that lie apart
         return rows[start - first * inner : stop - first * inner]
 
     return Entry(tuple(value.shape), value.dtype, read)
@@ -140,7 +141,7 @@ def _of_safetensors(verb: str, path: Path, file: BinaryIO) -> Weights:
         return {name: _entry(file, 8 + length, size, **facts) for name, facts in header.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         text = f"{verb}: {path} is neither a safetensors file nor a zip file of torch.save"
-        fix = "fetch it again; files of torch.save before 1.6 have to be saved anew"
+        fix = "fetch it again; save files of torch before 1.6 anew with a newer torch"
         raise TreeError(message(text, [f"{error}"], fix=fix)) from None
 
 
@@ -165,7 +166,7 @@ def _entry(
 
 
 def _bytes(file: BinaryIO, offset: int, length: int) -> bytearray:
-    """Bytes of a file; exactly these are read."""
+    """Bytes of a file, without reading any others."""
     data = bytearray(length)
     rest = memoryview(data)
     file.seek(offset)

@@ -1,4 +1,4 @@
-"""Shards that are filled leaf by leaf, where no full values are there at once."""
+"""Shards that are filled leaf by leaf, so that the full values never exist all at once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,15 +24,15 @@ from mics_fn.shards import (
     split_chunk,
 )
 
-BLOCK_BYTES = 2**24  # read at once
+BLOCK_BYTES = 2**24  # that are read at once
 
 
 class Filling:
-    """The shards of named parameters, laid out as `shard` would, in memory of zeros.
+    """Shards of named parameters with the layout that `shard` would choose, filled with zeros.
 
     Args:
       verb: for errors.
-      params: by name; only shape, dtype, kind and device are read, and which are the same tensor.
+      params: by name; only their shapes, dtypes, kinds, devices and ties are read.
       groups: as for `shard`.
       options: as for `shard`.
 
@@ -40,7 +40,8 @@ class Filling:
 
     Memory: this rank's shards.
 
-    Raises: as `shard`.
+    Raises:
+      TreeError, LeafError, PlanError, DesyncError: as `shard`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Filling:
             groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
         )
         for home in dict.fromkeys(homes):
-            # Others may come with another tree, also where this one was seen before.
+            # Even if this tree was compared before, another rank may now come with a different one.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
         shapes = layout_of(verb, "params", dict(params), groups, **options)
         self.verb = verb
@@ -77,7 +78,7 @@ class Filling:
                 self.shards[name] = replace(leaf, data=whole)
 
     def part(self, name: str) -> tuple[int, int]:
-        """The elements of a full value that this rank keeps, from and to; those of a tie are 0."""
+        """Start and stop of the elements that this rank keeps; 0 and 0 for a leaf that is tied."""
         leaf = self.shards[name]
         if not isinstance(leaf, Sharded | Fixed):
             return 0, 0
@@ -93,7 +94,7 @@ class Filling:
             self._data(name).copy_(full.detach().reshape(-1)[start:stop])
 
     def read(self, name: str, source: Callable[[int, int], Tensor]) -> None:
-        """Keep this rank's part of a value of which a source gives any elements, from and to."""
+        """Keep this rank's part of a value; `source` gives the elements between two indices."""
         start, stop = self.part(name)
         if start < stop:
             data = self._data(name)
@@ -107,14 +108,14 @@ class Filling:
         return data.view(-1)
 
     def check_copies(self) -> None:
-        """Compare this rank's shards with those of the ranks that keep the same.
+        """Compare this rank's shards with those of the ranks that keep the same part.
 
-        They are equal where all machines compute alike; this sees where they do not.
+        Each rank made or read its values alone, so they differ if its machine computes otherwise.
 
-        Communication: 8 bytes a leaf.
+        Communication: 8 bytes per leaf.
 
         Raises:
-          DesyncError: on every rank, naming the first leaf that differs and who holds what.
+          DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
         """
         for home in dict.fromkeys(self.homes.values()):
             names = [name for name in self.shards if self.homes[name] is home]
@@ -127,16 +128,14 @@ class Filling:
         for position in range(home.partition_size):
             ranks = [home.ranks[i] for i in home.plan.replication_group(position)]
             table = torch.stack([found[rank] for rank in ranks])
-            differs = (table != table[0]).any(0).nonzero().flatten().tolist()
-            if differs:
-                odd = [
-                    rank for rank, row in zip(ranks, table, strict=True) if (row != table[0]).any()
-                ]
+            differs = table != table[0]
+            if differs.any():
+                odd = [rank for rank, is_odd in zip(ranks, differs.any(1), strict=True) if is_odd]
+                first = names[int(differs.any(0).nonzero()[0])]
                 lines = [
-                    f"first difference: params[{names[differs[0]]!r}]",
-                    f"{name_ranks(odd)}: other values than on {name_ranks(ranks[:1])}",
+                    f"first difference: params[{first!r}]",
+                    f"{name_ranks(odd)}: values differ from those of {name_ranks(ranks[:1])}",
                 ]
                 fix = "let all ranks make or read the same values, on machines that compute alike"
-                raise DesyncError(
-                    message(f"{self.verb}: replicas hold different values", lines, fix=fix)
-                )
+                text = f"{self.verb}: replicas hold different values"
+                raise DesyncError(message(text, lines, fix=fix))

@@ -1,4 +1,4 @@
-"""`load_shards`: shards from files, of which each rank reads its own part."""
+"""`load_shards`: shards from files, from which each rank reads only its own part."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mics_fn import tree
 from mics_fn.collectives import in_step
 from mics_fn.errors import TreeError, message
 from mics_fn.init.files import Entry, Source, Weights, open_weights
 from mics_fn.init.filling import Filling
-from mics_fn.init.tape import place
-from mics_fn.shards import Leaf, dtype_name, require_groups
+from mics_fn.init.skeleton import meta_like
+from mics_fn.shards import Leaf, dtype_name, owners_of, require_groups
 
-SHOWN = 5  # of what does not match
+SHOWN = 5  # at most so many mismatches are listed
 
 
 def load_shards(
@@ -27,32 +28,34 @@ def load_shards(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> dict[str, Leaf]:
-    """Shards of parameters that lie in a file; each rank reads only its own part.
+    """Shards of the parameters in a file; each rank reads only its own part.
 
     Args:
-      path: a safetensors file, a file of `torch.save` (a state dict), an index of such files or
+      path: a safetensors file, a file of `torch.save` (a state dict), an index of such files, or
         a folder with one of these, as transformers saves them; or a mapping of tensors by name.
       groups: as for `shard`.
-      like: a module or tensors by name, on meta or not: which parameters there are, with their
-        shapes, dtypes, ties and `requires_grad`. None takes all tensors of the file.
-      names: gives the name of a parameter for one in the file, or None to pass over it.
-      strict: whether a tensor that `like` does not have is an error. One that is missing always is,
-        and a buffer of the module never: it is passed over.
-      dtype: of the float shards; default that of `like`, else that of the file.
+      like: a module, or tensors by name, whose data is not read and may be on meta. It says which
+        parameters there are, with their shapes, dtypes, ties and `requires_grad`. None takes all
+        tensors of the file.
+      names: gives the parameter's name for a name in the file, or None to ignore that tensor.
+      strict: whether a tensor that `like` does not have is an error. A tensor that is missing
+        always is one. Buffers of a module are ignored.
+      dtype: of the floating-point shards; by default that of `like`, or else that of the file.
       options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
         lie in buckets in the order of `like`.
 
     Returns:
       The shards by name, as `shard` would give them for the same tensors in full.
 
-    Communication: digests of tree and shards (tens of bytes a leaf).
+    Communication: digests of the tree and the shards (tens of bytes per leaf).
 
     Memory: this rank's shards, and 16 MiB at a time while it reads.
 
     Raises:
       TreeError: the file does not match `like`, is damaged, or holds something else.
-      OSError: it can not be read.
-      DesyncError: that is so on some ranks only, or they read different names, shapes or values.
+      OSError: the file cannot be read.
+      DesyncError: one of these happened on some ranks only, or the ranks read different names,
+        shapes or values.
       LeafError, PlanError: as `shard`.
 
     Example:
@@ -69,7 +72,7 @@ def load_shards(
                 params = _cast(params, dtype)
             sources = matched("load_shards", found, params, others, strict=strict)
         if like is not None:
-            options.setdefault("order", order_of(params))
+            options.setdefault("order", tree.own_order(params))
         filling = Filling("load_shards", params, groups, options)
         for name in params:
             filling.read(name, sources[name].read)
@@ -77,14 +80,8 @@ def load_shards(
     return filling.shards
 
 
-def order_of(params: Mapping[str, Any]) -> Callable[[str], int]:
-    """A sort key of paths: the order of the names."""
-    place = {f"[{name!r}]": i for i, name in enumerate(params)}
-    return lambda path: place[path]
-
-
 def renamed(found: Weights, names: Callable[[str], str | None] | None) -> Weights:
-    """The tensors under the names of parameters, without those that have none."""
+    """The tensors of a file under the names of parameters, without those that have none."""
     if names is None:
         return found
     pairs = ((names(key), entry) for key, entry in found.items())
@@ -99,21 +96,21 @@ def matched(
     *,
     strict: bool = True,
 ) -> Weights:
-    """What to read for each parameter; a tied one may stand in the file under any of its names.
+    """What to read for each parameter; a tied one may be in the file under any of its names.
 
     Args:
       verb: for errors.
-      found: what there is.
+      found: the tensors of the file.
       params: what must be there.
-      others: what may be there too, of these shapes.
+      others: what else may be there, each of this shape if it is a tensor.
       strict: whether anything else is an error.
 
     Raises:
-      TreeError: something is missing, of another shape or kind, or not expected.
+      TreeError: a tensor is missing, not expected, or of another shape or kind.
     """
-    same: dict[Any, list[str]] = {}
-    for name, value in params.items():
-        same.setdefault(_identity(value), []).append(name)
+    same: dict[int, list[str]] = {}
+    for name, owner in zip(params, owners_of(list(params.values())), strict=True):
+        same.setdefault(owner, []).append(name)
     sources: Weights = {}
     wrong, missing = [], []
     for aliases in same.values():
@@ -131,8 +128,8 @@ def matched(
     problems = wrong + missing + (extra if strict else [])
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        fix = "load what was saved for this model; names= can rename or pass over, and strict=False"
-        fix += " takes a file with more in it"
+        fix = "load what was saved for this model; names= can rename or ignore tensors, and"
+        fix += " strict=False takes a file with more in it"
         text = f"{verb}: the weights do not match the parameters"
         raise TreeError(message(text, problems[:SHOWN] + more, fix=fix))
     return sources
@@ -150,7 +147,7 @@ def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:
 def _wanted(
     like: nn.Module | Mapping[str, Tensor] | None, found: Weights
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor | None]]:
-    """Which parameters are wanted, and what else may be in the file, whatever its shape."""
+    """Which parameters are wanted, and what else may be in the file."""
     if isinstance(like, nn.Module):
         params = dict(like.named_parameters(remove_duplicate=False))
         return params, dict.fromkeys(like.state_dict(keep_vars=True))
@@ -161,19 +158,7 @@ def _wanted(
 
 
 def _cast(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Float parameters on meta in another dtype; tied ones stay tied."""
-    made: dict[Any, Tensor] = {}
-    for value in params.values():
-        if value.is_floating_point():
-            other = torch.empty(value.shape, dtype=dtype, device="meta")
-            is_param = isinstance(value, nn.Parameter)
-            cast = nn.Parameter(other, value.requires_grad) if is_param else other
-            made.setdefault(_identity(value), cast)
-    return {name: made.get(_identity(value), value) for name, value in params.items()}
-
-
-def _identity(value: Tensor) -> Any:
-    """The same for parameters that are tied, as `shard` sees it."""
-    if value.is_meta or not value.numel() or not value.is_floating_point():
-        return id(value)
-    return (*place(value), value.dtype)
+    """The parameters, with floating-point ones on meta in another dtype; tied ones stay tied."""
+    values = list(params.values())
+    cast = [meta_like(x, dtype) if x.is_floating_point() else x for x in values]
+    return {name: cast[owner] for name, owner in zip(params, owners_of(values), strict=True)}

@@ -18,13 +18,13 @@ from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, Weights, open_weights
 from mics_fn.init.filling import Filling
-from mics_fn.init.loading import matched, order_of
+from mics_fn.init.loading import matched
 from mics_fn.init.recorder import Recorder
 from mics_fn.init.replay import Memory
-from mics_fn.init.skeleton import hollow_parameter, tensors_of, with_parts
-from mics_fn.init.tape import NotRecorded, place
-from mics_fn.init.without_data import Hollow
-from mics_fn.shards import Leaf, require_groups
+from mics_fn.init.skeleton import meta_like, tensors_of, with_tensors
+from mics_fn.init.tape import NotRecorded
+from mics_fn.init.without_data import Recorded
+from mics_fn.shards import Leaf, owners_of, require_groups
 
 
 def init_model(
@@ -35,38 +35,39 @@ def init_model(
     weights: Source | None = None,
     **options: Any,
 ) -> tuple[nn.Module, dict[str, Leaf]]:
-    """Make a model as shards: no rank ever holds more of it than its part and one parameter.
+    """Make a model as shards; no rank ever holds more of it than its part and one parameter.
 
-    What `model_fn` does is recorded without data. Then each parameter is made by itself, with the
-    random numbers that it would have had, and this rank's part is kept. So all values are, bit for
-    bit, those of `torch.manual_seed(seed); model_fn()` on the groups' device, and torch's
-    generators are left as that leaves them. It takes somewhat longer: every rank draws all
-    numbers. If something in `model_fn` can not be recorded or repeated, a warning says what, and
-    each rank makes the whole model and keeps its part: the values are the same, the memory is not.
+    What `model_fn` does is recorded without data. Then the parameters are made one after the other,
+    each with the random numbers that it would have had, and this rank keeps its part. All values
+    are, bit for bit, those of `torch.manual_seed(seed); model_fn()` on the device of the groups,
+    and torch's generators end in the same states. This takes somewhat longer, because every rank
+    draws all numbers. If something in `model_fn` cannot be recorded or repeated, a warning names
+    it, and each rank makes the whole model and keeps its part: the values are the same, but not the
+    peak of memory.
 
     Args:
-      model_fn: makes the model; it may read values, seed and draw as it likes, and runs with the
-        groups' device as torch's default device.
+      model_fn: makes the model, with the device of the groups as torch's default device. It may
+        read values, set seeds and draw random numbers as it likes.
       groups: as for `shard`.
       seed: for `torch.manual_seed`, the same on all ranks.
-      weights: file or mapping with the values of all parameters and persistent buffers, as for
-        `load_shards`; then no parameter is drawn, and generators stay as just seeded.
+      weights: a file or a mapping with the values of all parameters and persistent buffers, as for
+        `load_shards`. No parameter is then drawn, and the generators stay as the seed sets them.
       options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
-        lie in buckets in the module's order.
+        lie in buckets in the order of the module.
 
     Returns:
       The module, with its parameters on meta and its buffers in full on the device, ready for
       `functional_call(module, gather(shards, groups), args)`; and the shards by name, as `shard`
-      gives them for `dict(model.named_parameters(remove_duplicate=False))`. Tied parameters are
-      one, frozen ones stay frozen.
+      gives them for `dict(model.named_parameters(remove_duplicate=False))`. Tied parameters stay
+      tied, and frozen ones stay frozen.
 
-    Communication: digests of seed, tree and shards (tens of bytes a leaf).
+    Communication: digests of the seed, the tree and the shards (tens of bytes per leaf).
 
     Memory: this rank's shards, the buffers, and what making a single parameter takes; 5 KB for each
       draw that has to be repeated later.
 
     Raises:
-      DesyncError: ranks gave different seeds, or made different trees or values.
+      DesyncError: the ranks gave different seeds, or made different trees or values.
       LeafError, TreeError, PlanError: as `shard` and, with weights, `load_shards`.
 
     Example:
@@ -78,8 +79,7 @@ def init_model(
       >>> torch.func.functional_call(model, full, torch.ones(1, 2)).shape
       torch.Size([1, 3])
 
-    References: deferred initialisation of torchdistX; MiCS, Zhang et al., VLDB 2022,
-      arXiv:2205.00119.
+    References: the deferred initialisation of torchdistX, which also records ops and replays them.
     """
     require_groups("init_model", groups)
     homes = [home for home in tree.flatten(groups)[0] if isinstance(home, Groups)]
@@ -88,18 +88,18 @@ def init_model(
     with ExitStack() as opened:
         with in_step("init_model", groups, f"seed={seed}"):
             made, reason = _record(model_fn, device, seed)
-            made = made or _Made(again())
+            made = made or _Model(again())
             sources: Weights = {}
             if weights is not None:
                 found = opened.enter_context(open_weights("init_model", weights))
                 sources = matched("init_model", found, made.params, made.saved_buffers())
-        options.setdefault("order", order_of(made.params))
+        options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, options)
         try:
             made.fill(filling, sources)
         except NotRecorded as error:
             reason = made.give_up(error)
-            made = _Made(again())
+            made = _Model(again())
             made.fill(filling, sources)
     if reason:
         fix = "mend that, or make the model where there is room for all of it"
@@ -109,12 +109,12 @@ def init_model(
     return made.skeleton(), filling.shards
 
 
-class _Made:
+class _Model:
     """A model, real or recorded.
 
     Args:
-      model: its tensors are hollow if it was recorded.
-      recorder: what they are made of.
+      model: if it was recorded, its tensors have no data.
+      recorder: what recorded it.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
@@ -123,17 +123,17 @@ class _Made:
             raise LeafError(message(text, fix="return the model from it"))
         self.model, self.recorder = model, recorder
         self.params = dict(model.named_parameters(remove_duplicate=False))
-        self._parts: dict[int, Tensor] = {}  # what comes instead of hollow tensors
+        self._new: dict[int, Tensor] = {}  # in place of recorded tensors, by their `id`
         self._saved: dict[str, Tensor] = {}  # buffers that were read
 
     def saved_buffers(self) -> dict[str, Tensor | None]:
-        """What a state dict has besides the parameters."""
+        """What a state dict holds besides parameters; None for what is not a buffer."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         saved = self.model.state_dict(keep_vars=True)
         return {name: buffers.get(name) for name in saved if name not in self.params}
 
     def fill(self, filling: Filling, sources: Weights) -> None:
-        """Give shards their values, from sources where there are some."""
+        """Give the shards their values, from sources as far as there are some."""
         drawn = {}
         for name, value in self.params.items():
             if name in sources:
@@ -142,7 +142,7 @@ class _Made:
                 fix = "let model_fn make it without device='meta', or pass weights="
                 text = f"init_model: params[{name!r}] is on meta, so it has no value"
                 raise LeafError(message(text, fix=fix))
-            elif not isinstance(value, Hollow):
+            elif not isinstance(value, Recorded):
                 filling.put(name, value)
             elif filling.part(name) != (0, 0):
                 drawn[name] = value
@@ -156,53 +156,48 @@ class _Made:
             if name in sources:
                 self._saved[name] = sources[name].read(0, value.numel()).view(value.shape)
 
-    def _replay(self, filling: Filling, recorder: Recorder, drawn: dict[str, Hollow]) -> None:
-        new = self._parts = {}
-        tied: dict[Any, Tensor] = {}
-        for value in self.params.values():
-            if isinstance(value, Hollow):
-                key = (*place(value), value.dtype) if value.numel() else id(value)
-                new[id(value)] = tied.setdefault(key, hollow_parameter(value))
-        others = [h for h in tensors_of(self.model, Hollow).values() if id(h) not in new]
-        for hollow in others:
-            if not hollow.is_leaf:  # a module makes it again from parameters
-                new[id(hollow)] = hollow_parameter(hollow).data
-        others = [hollow for hollow in others if hollow.is_leaf]
-        users: dict[int, list[Hollow | str]] = {}
-        for user in (*drawn, *others):
-            cell = recorder.view_of(drawn[user] if isinstance(user, str) else user).cell
-            users.setdefault(cell, []).append(user)
+    def _replay(self, filling: Filling, recorder: Recorder, drawn: dict[str, Recorded]) -> None:
+        params = list(self.params.values())
+        for value, owner in zip(params, owners_of(params), strict=True):
+            if isinstance(value, Recorded):
+                first = params[owner]
+                self._new[id(value)] = self._new.setdefault(id(first), meta_like(first))
+        wanted: list[tuple[str | None, Recorded]] = list(drawn.items())
+        for key, value in tensors_of(self.model, Recorded).items():
+            if not value.is_leaf:  # a module computes it again from parameters
+                self._new[key] = meta_like(value)
+            elif key not in self._new:
+                wanted.append((None, value))
+        users: dict[int, list[tuple[str | None, Recorded]]] = {}
+        for name, value in wanted:
+            users.setdefault(recorder.view_of(value).storage, []).append((name, value))
 
-        def ready(cell: int, memory: Memory) -> None:
-            for user in users[cell]:
-                hollow = drawn[user] if isinstance(user, str) else user
-                value = recorder.replay.show(recorder.view_of(hollow), memory)
-                if isinstance(user, str):
-                    filling.put(user, value)
-                elif isinstance(user, nn.Parameter):
-                    new[id(user)] = nn.Parameter(value, user.requires_grad)
-                else:
-                    new[id(user)] = value.requires_grad_(user.requires_grad)
+        def use(storage: int, memory: Memory) -> None:
+            for name, recorded in users[storage]:
+                value = recorder.replay.show(recorder.view_of(recorded), memory)
+                if name is not None:
+                    filling.put(name, value)
+                    continue
+                if isinstance(recorded, nn.Parameter):
+                    value = nn.Parameter(value, recorded.requires_grad)
+                self._new[id(recorded)] = value.requires_grad_(recorded.requires_grad)
 
-        recorder.replay.parts(users, ready)
+        recorder.replay.parts(users, use)
 
     def give_up(self, error: NotRecorded) -> str:
-        """Reset generators; say what could not be replayed, and for which parameter or buffer."""
+        """Reset the generators; say what failed, and for which parameter or buffer."""
+        where = "an attribute of the model"
         if self.recorder is not None:
             self.recorder.forget()
-        named = (*self.params.items(), *self.model.named_buffers(remove_duplicate=False))
-        names = [
-            name
-            for name, value in named
-            if self.recorder is not None
-            and isinstance(value, Hollow)
-            and self.recorder.view_of(value).cell == error.cell
-        ]
-        return f"{names[0] if names else 'an attribute of the model'}: {error}"
+            named = (*self.params.items(), *self.model.named_buffers(remove_duplicate=False))
+            recorded = [(name, x) for name, x in named if isinstance(x, Recorded)]
+            views = {name: self.recorder.view_of(x) for name, x in recorded}
+            where = next((k for k, view in views.items() if view.storage == error.storage), where)
+        return f"{where}: {error}"
 
     def skeleton(self) -> nn.Module:
         """The model with its parameters on meta, and everything else real."""
-        model = with_parts(self.model, self._parts)
+        model = with_tensors(self.model, self._new)
         with torch.no_grad():
             for name, value in self._saved.items():
                 model.get_buffer(name).copy_(value)
@@ -211,15 +206,15 @@ class _Made:
 
 def _record(
     model_fn: Callable[[], nn.Module], device: torch.device, seed: int
-) -> tuple[_Made | None, str]:
-    """The model without data; or None and why not."""
+) -> tuple[_Model | None, str]:
+    """The model without data; or None, and why it could not be recorded."""
     recorder = Recorder()
     try:
         torch.manual_seed(seed)
         with torch.device(device), recorder:
             model = model_fn()
         recorder.finish()
-        return _Made(model, recorder), ""
+        return _Model(model, recorder), ""
     except BaseException as error:
         recorder.forget()
         if not isinstance(error, Exception):
@@ -230,7 +225,7 @@ def _record(
 
 
 def _place(error: BaseException) -> str:
-    """The line of code, in none of the libraries, that an error came through."""
+    """The last line of the user's code that an error came through, as text."""
     libraries = (dirname(torch.__file__), dirname(dirname(__file__)))
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if not frame.filename.startswith(libraries)]
@@ -240,7 +235,7 @@ def _place(error: BaseException) -> str:
 def _same_again(
     model_fn: Callable[[], nn.Module], device: torch.device, seed: int
 ) -> Callable[[], nn.Module]:
-    """Makes the model for real, with Python's and numpy's random numbers as they are now."""
+    """A function that makes the model for real, from the random states that are there now."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     others = None if numpy is None else numpy.random.get_state()
 

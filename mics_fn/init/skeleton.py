@@ -1,7 +1,7 @@
-"""The structure of a model: its parameters on meta, all else that it holds as it is.
+"""The structure of a model: its parameters on meta, and everything else that it holds as it is.
 
-A model that was just made is changed in place: hooks and other code that hold on to its modules
-stay right. One that holds tensors of somebody else is copied.
+A model that was just made is changed in place, so that hooks and other code which refer to its
+modules stay right. A model whose tensors belong to somebody else is copied.
 """
 
 import copy
@@ -13,43 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn.errors import LeafError, message
-from mics_fn.init.without_data import META, Hollow
+from mics_fn.init.without_data import META, Recorded
 
-OWN = {"recorder", "_is_param"}  # what a hollow tensor has that is not its user's
-# Nothing that a model owns lies behind these.
+OWN = {"recorder", "_is_param"}  # attributes of a recorded tensor that its user did not set
+# A model owns nothing behind these.
 CLOSED = (str, bytes, int, float, complex, type, torch.Tensor, torch.dtype, torch.device)
 CLOSED += (ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
 def tensors_of(model: Any, kind: type[Tensor] = Tensor) -> dict[int, Any]:
-    """The tensors of a kind that a model holds in modules, containers and objects, by `id`."""
+    """The tensors of a class that a model holds in modules, containers and objects, by `id`."""
     found: dict[int, Any] = {}
-
-    def look(x: Tensor) -> Tensor:
-        return found.setdefault(id(x), x)
-
-    _swap(model, kind, look)
+    _swap(model, kind, lambda x: found.setdefault(id(x), x))
     return found
 
 
-def with_parts(model: nn.Module, new: dict[int, Tensor]) -> nn.Module:
-    """The model with a tensor instead of each hollow one, by its `id`."""
-    for hollow in tensors_of(model, Hollow).values():
-        for name, value in vars(hollow).items():
-            if name not in OWN and not isinstance(value, Hollow):  # marks for an optimizer
-                setattr(new[id(hollow)], name, value)
-    _swap(model, Hollow, lambda hollow: new[id(hollow)])
+def with_tensors(model: nn.Module, new: dict[int, Tensor]) -> nn.Module:
+    """The model with its parameters on meta, and `new` tensors for recorded ones, by their `id`."""
+    for recorded in tensors_of(model, Recorded).values():
+        for name, value in vars(recorded).items():
+            if name not in OWN and not isinstance(value, Recorded):  # such as `no_decay`
+                setattr(new[id(recorded)], name, value)
+    _swap(model, Recorded, lambda recorded: new[id(recorded)])
     real = [p for p in model.parameters() if not p.is_meta]
-    if not real:
-        return model
-    memo: dict[int, Any] = {id(p): hollow_parameter(p) for p in real}
-    return copy.deepcopy(model, memo)
+    return on_meta_copy(model, real) if real else model
 
 
 class Computed(Tensor):
     """Stands in a skeleton for a tensor that its module computed from parameters.
 
-    Such a tensor is of no use once the parameters have moved on. Modules that compute it again in
+    Such a tensor is out of date once the parameters are trained. Modules that compute it again in
     each forward, as those of `weight_norm` and `prune` do, replace it before they use it.
     """
 
@@ -76,31 +69,28 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def on_meta_copy(model: nn.Module, values: Iterable[Tensor]) -> nn.Module:
-    """A copy of a model with these parameters and buffers of it on meta, whatever their class."""
-    memo: dict[int, Any] = {}
-    for value in values:
-        empty = hollow_parameter(value)
-        memo[id(value)] = empty if isinstance(value, nn.Parameter) else empty.data
+    """A copy of a model in which some of its parameters and buffers are on meta."""
+    memo: dict[int, Any] = {id(value): meta_like(value) for value in values}
     names = {
         id(value): f"{name}.{key}".removeprefix(".")
         for name, module in model.named_modules()
         for key, value in vars(module).items()
     }
     for key, tensor in tensors_of(model).items():
-        if not tensor.is_leaf and key not in memo:  # which torch cannot copy
+        if not tensor.is_leaf and key not in memo:  # torch cannot copy such a tensor
             memo[key] = torch.empty(0, device=META).as_subclass(Computed)
             memo[key].where = f"model.{names[key]}" if key in names else "a tensor of the model"
     return copy.deepcopy(model, memo)
 
 
-def hollow_parameter(like: Tensor) -> nn.Parameter:
-    """A parameter on meta of the same geometry."""
-    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=META)
-    return nn.Parameter(empty, like.requires_grad)
+def meta_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A plain tensor of the same shape and strides on meta; a parameter gives a parameter."""
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=META)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 def _swap(model: Any, kind: type[Tensor], new: Callable[[Any], Tensor]) -> None:
-    """Put `new` of it wherever a tensor of that kind stands."""
+    """Replace each tensor of a class by what `new` gives for it, wherever the model holds it."""
     seen: set[int] = set()
     todo: list[Any] = [model]
 
@@ -118,14 +108,11 @@ def _swap(model: Any, kind: type[Tensor], new: Callable[[Any], Tensor]) -> None:
 
     while todo:
         x = todo.pop()
-        if isinstance(x, dict):
-            for key, value in list(x.items()):
+        if isinstance(x, dict | list):
+            items = list(x.items() if isinstance(x, dict) else enumerate(x))
+            for key, value in items:
                 if (other := moved(value)) is not value:
                     x[key] = other
-        elif isinstance(x, list):
-            for i, value in enumerate(x):
-                if (other := moved(value)) is not value:
-                    x[i] = other
         moved(getattr(x, "__dict__", None))
 
 

@@ -428,7 +428,7 @@ def refused(layout: Layout, folder: Path, kind: str) -> str:
     [
         ("absent", ["rank 2: FileNotFoundError", "ranks 0, 1, 3"]),
         ("shape", ["rank 2: params['w'] (7, 5) float32"]),
-        ("value", ["first difference: params['w']", "rank 2: other values than on rank 0"]),
+        ("value", ["first difference: params['w']", "rank 2: values differ from those of rank 0"]),
     ],
 )
 def test_files_that_differ_between_ranks_are_refused_on_all(ranks, tmp_path, kind, lines):

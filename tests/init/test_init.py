@@ -20,7 +20,7 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.init.rng import number_in, stamped
+from mics_fn.init.rng import index_in, with_index
 from mics_fn.lab.models import gpt
 from mics_fn.shards.leaf import is_leaf
 
@@ -325,7 +325,7 @@ def test_each_rank_has_its_part_of_that(ranks, layout: Layout, part: int):
     ranks(layout.world_size).run(on_ranks, layout, list(MODELS)[part::4])
 
 
-# What can not be recorded or repeated: the values are the same, and a warning says what.
+# What cannot be recorded or repeated: the values are the same, and a warning says what.
 
 
 class WritesNumpy(nn.Module):
@@ -488,9 +488,9 @@ def test_a_seed_can_be_read_while_a_model_is_recorded():
 def test_a_state_carries_a_number():
     for words in (632, 2):
         state = torch.zeros(words, dtype=torch.int64).view(torch.uint8)
-        assert number_in(state) is None
-        assert [number_in(stamped(state, n)) for n in (0, 5, 2**24)] == [0, 5, 2**24]
-        assert torch.equal(state[:8], stamped(state, 3)[:8]), "the seed"
+        assert index_in(state) is None
+        assert [index_in(with_index(state, n)) for n in (0, 5, 2**24)] == [0, 5, 2**24]
+        assert torch.equal(state[:8], with_index(state, 3)[:8]), "the seed"
 
 
 class Unset(nn.Module):
@@ -586,7 +586,7 @@ def test_a_tensor_that_got_away_says_where_it_comes_from():
 
     with mf.make_groups(1) as groups:
         mf.init_model(model_fn, groups, seed=SEED)
-    assert repr(away[0]) == "Hollow(shape=(3,), torch.float32)"
+    assert repr(away[0]) == "Recorded(shape=(3,), torch.float32)"
     with pytest.raises(mf.LeafError, match="made with the model"):
         away[0].add(1)
 
@@ -644,7 +644,7 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
     try:
         mf.init_model(model_fn, groups, seed=SEED + (kind == "seed" and rank == 1))
     except (mf.DesyncError, ValueError) as error:
-        return f"{type(error).__name__}: {error}", number_in(torch.get_rng_state()) is None
+        return f"{type(error).__name__}: {error}", index_in(torch.get_rng_state()) is None
     return "nothing was refused", True
 
 
@@ -654,7 +654,10 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
         ("seed", ["ranks 0, 2, 3: seed=11", "rank 1: seed=12"]),
         ("raises", ["rank 2: ValueError: no such config", "ranks 0, 1, 3: seed=11"]),
         ("tree", ["rank 3: params['bias'] (4,) float32"]),
-        ("values", ["first difference: params['weight']", "rank 3: other values than on rank 1"]),
+        (
+            "values",
+            ["first difference: params['weight']", "rank 3: values differ"],
+        ),
     ],
 )
 def test_ranks_that_differ_all_hear_of_it(ranks, kind: str, lines: list[str]):

@@ -124,12 +124,12 @@ def test_any_program_is_repeated_bit_by_bit(steps, chosen: set[int]):
     views = {i: recorder.view_of(found.at[i]) for i in chosen}
     got: dict[int, Tensor] = {}
 
-    def ready(cell: int, memory: Memory) -> None:
+    def use(storage: int, memory: Memory) -> None:
         for i, view in views.items():
-            if view.cell == cell:
+            if view.storage == storage:
                 got[i] = recorder.replay.show(view, memory).clone()
 
-    recorder.replay.parts({view.cell for view in views.values()}, ready)
+    recorder.replay.parts({view.storage for view in views.values()}, use)
     recorder.replay.finish()
     same_bits(got, {i: want[i] for i in chosen})
     assert all(got[i].stride() == want[i].stride() for i in chosen)
@@ -192,7 +192,7 @@ def test_the_end_of_a_stream_is_what_code_has_set():
         torch.manual_seed(5)
     recorder.finish()
     assert torch.initial_seed() == 1
-    recorder.replay.parts([recorder.view_of(x).cell], lambda cell, memory: None)
+    recorder.replay.parts([recorder.view_of(x).storage], lambda storage, memory: None)
     recorder.replay.finish()
     state = torch.get_rng_state()
     assert torch.equal(state, torch.manual_seed(5).get_state())
