@@ -25,7 +25,7 @@ from mics_fn.shards import (
 )
 from mics_fn.tree import Tree
 
-# `set` is the public name of a function here: no code of this file may mean the builtin.
+# This file defines `set`, so its code cannot use the builtin of that name.
 
 
 @torch.no_grad()
@@ -34,29 +34,31 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
 
     Args:
       shards: tree of shards (parameters, gradients, moments), or a `TrainState`.
-      path: as errors and `summary` write it: `params['h.0.w']` or `['layers'][0]['w']`, in a
-        `TrainState` also `opt.moments['exp_avg']['h.0.w']` and `buffers['norm.running_mean']`; or
-        with dots alone: `layers.0.w`, and a parameter's or buffer's own name, `h.0.w`.
+      path: as errors and `summary` write it: `params['h.0.w']` or `['layers'][0]['w']`, and in a
+        `TrainState` also `opt.moments['exp_avg']['h.0.w']` and `buffers['norm.running_mean']`. It
+        may be written with dots alone, `layers.0.w`; the name of a parameter or buffer, `h.0.w`,
+        is enough.
       groups: as for `gather`; for a `TrainState` those of its parameters.
 
     Returns:
-      The tensor in the dtype that the shards have, in memory of its own, without a gradient. A tied
-      leaf gives its owner's. What is no shard comes as this rank has it: replicated tensors,
-      buffers and 0-dim tensors as copies, numbers as they are, None for a leaf that is None.
+      The tensor in the dtype of the shards, in memory of its own, without a gradient. A tied leaf
+      gives the tensor of its owner. What is not a shard comes as this rank has it: replicated
+      tensors, buffers and 0-dim tensors as copies, numbers as they are, and None for a leaf that is
+      None.
 
-    Communication: who asks for what (some hundred bytes), then one all-gather a level of this leaf
-      alone: each rank receives p - 1 times the leaf's largest piece, padded to that where a rank
-      holds less. Nothing else of the bucket travels. All ranks must call it.
+    Communication: what each rank asks for (a few hundred bytes), then one all-gather per level, of
+      this leaf alone: each rank receives p - 1 times the leaf's largest piece, because shorter
+      pieces are padded. The rest of the bucket does not travel. All ranks must call it.
 
     Memory: the tensor, and p times its largest piece.
 
     Raises:
-      TreeError: no leaf has this path, or several do; names the nearest ones.
-      LeafError: inside torch.func; or a tensor of an optimizer that keeps pieces in a way of its
-        own, so that nobody knows the full one.
+      TreeError: no leaf has this path, or several have it; the nearest paths are named.
+      LeafError: the call is inside torch.func; or the leaf is a tensor of an optimizer that keeps
+        pieces in its own way, so that the full tensor is not known.
       PlanError: the groups are not those that the tree was sharded with.
       DonatedError: the value was given away earlier.
-      DesyncError: ranks ask for different leaves, or another rank has one of these errors.
+      DesyncError: the ranks ask for different leaves, or another rank has one of these errors.
 
     Example:
       >>> groups = make_groups(1)
@@ -70,7 +72,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
         at = found.find(path)
         return _described(found, at), at
 
-    _, at = found.together(look)
+    _, at = found.agreed(look)
     leaf = found.all[at]
     bucket = _bucket_of(leaf)
     if bucket is not None:
@@ -81,31 +83,31 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
 
 @torch.no_grad()
 def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
-    """The same tree or state with one leaf replaced; the given one stays as it is.
+    """A copy of the tree or state in which one leaf is replaced; the given one does not change.
 
     Args:
       shards: as for `get`.
       path: as for `get`.
-      value: a tensor of the leaf's full shape, the same on every rank, cast to the leaf's dtype; or
-        a number, to fill the leaf with.
+      value: a tensor of the leaf's full shape, the same on every rank, which is cast to the leaf's
+        dtype; or a number, with which the leaf is filled.
       groups: as for `shard`; for a `TrainState` those of its parameters.
 
     Returns:
       The new tree or `TrainState`. A tensor that is tied changes under all its names. The leaves of
-      other buckets are the same objects as before, so donating one of the two values later gives
-      away what they share.
+      other buckets are the same objects as before, so if one of the two values is donated later,
+      the other loses what they share.
 
-    Communication: who sets what, with a digest of the value (some hundred bytes). All ranks must
-      call it.
+    Communication: what each rank sets, with a digest of the value (a few hundred bytes). All ranks
+      must call it.
 
-    Memory: this rank's chunk of the leaf's bucket again.
+    Memory: this rank's chunk of the leaf's bucket, a second time.
 
     Raises:
-      LeafError: the value has another shape, its numbers do not fit the leaf's dtype (floats in
-        integers, out of range), or the leaf holds no data.
-      DesyncError: ranks give different values or paths, or another rank has one of these errors.
-      GroupsError: a hierarchy is given, which does not reach the replicas.
-      Else as `get`.
+      LeafError: the value has another shape, its numbers do not fit the leaf's dtype (fractions for
+        integers, numbers out of range), or the leaf holds no data.
+      DesyncError: the ranks give different values or paths, or another rank has such an error.
+      GroupsError: a hierarchy was given, which does not reach the replicas.
+      TreeError, PlanError, DonatedError: as `get`.
 
     Example:
       >>> groups = make_groups(1)
@@ -115,7 +117,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
       (tensor([3., 4.]), tensor([1., 1.]))
     """
     found = leaves_of("set", shards, groups)
-    if any(isinstance(home, Hierarchy) for home in found.meeting):
+    if any(isinstance(home, Hierarchy) for home in found.groups):
         fix = "pass groups, so that replicas are compared too"
         raise GroupsError(message("set: got a hierarchy", fix=fix))
 
@@ -123,38 +125,39 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
         at = found.find(path)
         where = _described(found, at)
         new = _fitting(f"set: {found.paths[at]}", found.all[at], value)
-        told = repr(value)
+        text = repr(value)
         if isinstance(value, Tensor):
-            told = f"values of digest {int(checksum(new)) % 2**64:016x}"
-        return f"{where} = {told}", at, new
+            text = f"values of digest {int(checksum(new)) % 2**64:016x}"
+        return f"{where} = {text}", at, new
 
-    _, at, new = found.together(look)
+    _, at, new = found.agreed(look)
     changed = _replaced(found, at, new)
     by_id = {id(found.all[i]): leaf for i, leaf in changed.items()}
     out = [changed.get(i, leaf) for i, leaf in enumerate(found.all)]
     for i, own in enumerate(found.paths):
-        if own is None:  # or the optimizer's trees would keep the old frozen tensor in memory
+        if own is None:  # else the optimizer's trees would keep the old frozen tensor in memory
             out[i] = by_id.get(id(out[i]), out[i])
     return found.spec.unflatten(out)
 
 
 def _bucket_of(leaf: Any) -> Bucket | None:
-    """Where a piece lies; None for what is whole on this rank, or no tensor."""
+    """The bucket of a piece; None for a leaf that is whole on this rank or is not a tensor."""
     return getattr(leaf, "bucket", None)
 
 
 def _described(found: Leaves, at: int) -> str:
-    """A leaf in words that are the same on every rank; checked, so that it can be gathered.
+    """A leaf as a text that is the same on every rank, after checks that it can be gathered.
 
-    Raises: as `get`.
+    Raises:
+      LeafError, PlanError: as `get`.
     """
     leaf, where = found.all[at], f"{found.verb}: {found.paths[at]}"
     if not is_leaf(leaf) and not isinstance(leaf, Tensor):
         return f"{found.paths[at]}, {type(leaf).__name__}"
     if isinstance(leaf, Tensor) and leaf.ndim and found.in_optimizer(at):
         text = f"{where} is a plain tensor of shape {tuple(leaf.shape)}"
-        why = "an optimizer that is not of mics_fn may keep pieces so, and nobody knows of what"
-        raise LeafError(message(text, [why], fix="read this rank's own from state.opt"))
+        why = "an optimizer from outside mics_fn may keep pieces in such tensors, of unknown leaves"
+        raise LeafError(message(text, [why], fix="read this rank's own tensor from state.opt"))
     bucket = _bucket_of(leaf)
     if bucket is None:
         shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
@@ -163,14 +166,14 @@ def _described(found: Leaves, at: int) -> str:
     here = pieces(bucket, min(route.chunk, bucket.parts - 1))[slot].length
     if route.size != bucket.parts or data.shape != (here,):
         text = f"{where} is one of {bucket.parts} pieces, here of shape {tuple(data.shape)}; "
-        text += f"these groups cut in {route.size}"
+        text += f"these groups have {route.size} parts"
         raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
     place = f"at {bucket.offsets[slot]} of {bucket.numel}, in {bucket.parts} parts"
     return f"{found.paths[at]}, {leaf.shape} {dtype_name(data.dtype)} {place}"
 
 
 def _gathered(leaf: Any, bucket: Bucket, route: Route) -> Tensor:
-    """One leaf in full; pieces travel padded to the longest."""
+    """One leaf in full; each piece is padded to the length of the longest one."""
     slot, sent = leaf.slot, leaf.data.detach()
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
     bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
@@ -182,7 +185,7 @@ def _gathered(leaf: Any, bucket: Bucket, route: Route) -> Tensor:
 
 
 def _fitting(where: str, leaf: Any, value: Any) -> Any:
-    """A value as the leaf would hold it in full: a tensor of its shape and dtype, or a number."""
+    """The value that the full leaf will have: a tensor of its shape and dtype, or a number."""
     held = leaf.data if is_leaf(leaf) else leaf
     is_number = isinstance(value, int | float)
     if isinstance(held, int | float) and is_number:
@@ -198,7 +201,7 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         fix = "pass a plain tensor of the full shape, or a number to fill the leaf with"
         raise LeafError(message(f"{where}: the value is {got}", fix=fix))
     if tuple(value.shape) != tuple(leaf.shape) or _torch.is_hollow(value):
-        got = f"got {tuple(value.shape)}{' without data' * _torch.is_hollow(value)}"
+        got = f"got {tuple(value.shape)}" + (" without data" if _torch.is_hollow(value) else "")
         fix = "pass the full tensor, or a number to fill the leaf with"
         lines = [f"expected {tuple(leaf.shape)}", got]
         raise LeafError(message(f"{where}: a value of another shape", lines, fix))
@@ -212,8 +215,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
 
 
 def _number(where: str, value: int | float) -> Tensor:
-    kinds = {bool: torch.bool, int: torch.int64}  # else float64, so that no digit is lost before
-    kind = next((kinds[cls] for cls in kinds if isinstance(value, cls)), torch.float64)
+    kinds = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the widest of each kind
+    kind = next(kinds[cls] for cls in kinds if isinstance(value, cls))
     try:
         return torch.tensor(value, dtype=kind)
     except (RuntimeError, OverflowError, ValueError) as error:
@@ -221,7 +224,7 @@ def _number(where: str, value: int | float) -> Tensor:
 
 
 def _survives(moved: Tensor, cast: Tensor) -> bool:
-    """Whether a cast kept integers as they were and finite numbers finite; it may round."""
+    """Whether a cast kept integers equal and finite numbers finite; it may round fractions."""
     if not cast.is_floating_point():
         return torch.equal(cast.to(moved.dtype), moved)
     wide = cast.float() if cast.itemsize == 1 else cast  # 8-bit floats have few ops of their own
@@ -229,12 +232,12 @@ def _survives(moved: Tensor, cast: Tensor) -> bool:
 
 
 def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
-    """The leaves that change, by place: of a piece all of its bucket, which get a new chunk."""
+    """The leaves that change, by index; for a piece all of its bucket, which gets a new chunk."""
     leaf = found.all[at]
     if _bucket_of(leaf) is None:
-        if isinstance(value, Tensor):  # the caller may write to its own
+        if isinstance(value, Tensor):  # since the caller may write to this one
             value = value.clone(memory_format=torch.contiguous_format)
-        if isinstance(leaf, Tensor):  # a buffer may be there under several names
+        if isinstance(leaf, Tensor):  # a buffer may have several names
             alike = (i for i, x in enumerate(found.all) if same_tensor(x, leaf))
             return dict.fromkeys([at, *alike], value)
         return {at: Fixed(value) if is_leaf(leaf) else value}
@@ -242,14 +245,11 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     uses = grouped([found.all[i] for i in places], [found.homes[i] for i in places])
     use = next(use for use in uses if places.index(at) in use.members)
     members = [places[i] for i in use.members]
-    # Pieces may have another dtype than their bucket says, such as sums of gradients.
+    # The dtype of pieces may not be that of their bucket: sums of gradients are wider.
     bucket, chunk = replace(use.bucket, dtype=leaf.data.dtype), use.route.chunk
     data = use.by_slot([found.all[i].data for i in members])
-    flat = whole_chunk(bucket, chunk, data)
-    if flat is None:
-        flat = pack_chunk(bucket, chunk, data, device=leaf.data.device)
-    else:
-        flat = flat.clone()
+    flat, device = whole_chunk(bucket, chunk, data), leaf.data.device
+    flat = pack_chunk(bucket, chunk, data, device=device) if flat is None else flat.clone()
     views, piece = split_chunk(bucket, chunk, flat), pieces(bucket, chunk)[slot]
     views[slot].copy_(value.reshape(-1)[piece.origin : piece.origin + piece.length])
     pairs = zip(members, use.by_member(views), strict=True)

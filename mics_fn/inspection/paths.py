@@ -1,7 +1,7 @@
 """Which leaf of a sharded value a path means, and whether all ranks mean the same.
 
-Calls are compared between ranks each time, also when they were made before: a person at a prompt is
-where ranks differ most easily.
+Calls are compared between ranks every time, even if the same call was made before: ranks differ
+most easily where a person types at a prompt.
 """
 
 import difflib
@@ -29,14 +29,14 @@ class Leaves(NamedTuple):
     verb: str
     all: list[Any]
     spec: Any
-    paths: list[str | None]  # without a leading dot; None where a leaf only repeats another
-    homes: list[Any]  # one a leaf, `Groups` or `Hierarchy`; None where nobody gave groups
-    meeting: list[Any]  # the different ones among them
+    paths: list[str | None]  # without a leading dot; None for a leaf that only repeats another one
+    homes: list[Any]  # `Groups` or `Hierarchy` of each leaf; None if no groups were given
+    groups: list[Any]  # the distinct ones among them
     is_state: bool
 
     @property
     def shards(self) -> list[int]:
-        """The places of what is a leaf of a tree of shards."""
+        """The indices of the leaves that belong to a tree of shards."""
         return [i for i, leaf in enumerate(self.all) if is_leaf(leaf)]
 
     def in_optimizer(self, at: int) -> bool:
@@ -44,10 +44,10 @@ class Leaves(NamedTuple):
         return self.is_state and _in_optimizer(self.paths[at] or "")
 
     def find(self, path: str) -> int:
-        """The place of the leaf that a path means; that of its owner for a tied one.
+        """The index of the leaf that a path means; for a tied leaf that of its owner.
 
         Raises:
-          TreeError: there is none, or there are several.
+          TreeError: the path means no leaf, or several.
         """
         if not isinstance(path, str):
             raise TreeError(f"{self.verb}: the path is {type(path).__name__}, expected str")
@@ -74,7 +74,7 @@ class Leaves(NamedTuple):
         return places[owner_index([self.all[i] for i in places])[places.index(at)]]
 
     def _readings(self, text: str) -> list[str]:
-        """What a path may mean, the most literal first."""
+        """The paths that a text may mean, the most literal one first."""
         root = _ROOT.match(text)
         bare = text[root.end() :].lstrip(".") if root else text
         if not self.is_state:
@@ -85,7 +85,7 @@ class Leaves(NamedTuple):
         return [text, f"params{join}{text}", f"buffers{join}{text}"]
 
     def _near(self, text: str) -> list[str]:
-        """Paths below it if it is a branch of the tree, else those written almost like it."""
+        """Paths below it if it is a branch of the tree; otherwise paths of similar spelling."""
         named = {_dotted(own): own for own in self.paths if own is not None}
         below = [own for name, own in named.items() if name.startswith(f"{text}.")]
         if below:
@@ -95,60 +95,60 @@ class Leaves(NamedTuple):
         close = difflib.get_close_matches(text, named, n=3, cutoff=0.5)
         return list(dict.fromkeys(named[name] for name in close))
 
-    def together(self, look: Callable[[], Looked]) -> Looked:
-        """What `look` gives, once every rank got the same text from it.
+    def agreed(self, look: Callable[[], Looked]) -> Looked:
+        """The result of `look`, after every rank got the same text from it.
 
         Args:
-          look: gives a tuple that begins with what this rank is about to do, in words.
-
-        Raises:
-          DesyncError: ranks are about to do different things, or `look` raised on another rank.
+          look: gives a tuple whose first item says in words what this rank is about to do.
 
         Communication: as `same_call`.
+
+        Raises:
+          DesyncError: the ranks are about to do different things, or `look` raised on another rank.
         """
         try:
             found = look()
-        except Exception as error:  # whatever it is, others must not wait for this rank
-            same_call(self.verb, self.meeting, "", error)
+        except Exception as error:  # of any type, so that the other ranks do not wait for this one
+            same_call(self.verb, self.groups, "", error)
             raise
-        same_call(self.verb, self.meeting, found[0])
+        same_call(self.verb, self.groups, found[0])
         return found
 
 
-def leaves_of(verb: str, shards: Tree, groups: Any, *, quiet: bool = False) -> Leaves:
+def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> Leaves:
     """The leaves of a tree of shards or a `TrainState`, with paths and groups.
 
     Args:
-      verb: who asks, for errors.
+      verb: the caller's name, for errors.
       shards: the tree, or the state.
-      groups: as for `gather`, those of the parameters for a state; None only with `quiet`.
-      quiet: nothing is going to be sent.
+      groups: as for `gather`; for a state those of its parameters; None only with `local`.
+      local: the caller does not communicate.
 
     Raises:
-      LeafError: inside torch.func.
-      As `gather` where `groups` does not fit.
+      LeafError: the call is inside torch.func.
+      TreeError, GroupsError: as `gather`, if `groups` does not fit.
     """
-    if _torch.inside_torch_func() and not quiet:
+    if _torch.inside_torch_func() and not local:
         fix = "call it outside; gather is what has a derivative"
-        raise LeafError(message(f"{verb}: can not be used inside torch.func", fix=fix))
+        raise LeafError(message(f"{verb}: cannot be used inside torch.func", fix=fix))
     values, spec = tree.flatten(shards, is_leaf)
     paths: list[str | None] = [path.lstrip(".") for path in tree.paths(shards, "", is_leaf)]
     is_state = isinstance(shards, TrainState)
     named = shards.params if is_state else shards
     given: list[Any] = []
-    if groups is not None or not quiet:
+    if groups is not None or not local:
         given = homes_of(verb, groups, named)
     homes = given or [None] * len(values)
-    meeting = list(dict.fromkeys(given))
+    distinct = list(dict.fromkeys(given))
     if isinstance(groups, Groups | Hierarchy):
-        meeting = [groups]  # also where there is no leaf
+        distinct = [groups]  # even if there is no leaf
     if is_state:
         homes = _homes_of_state(values, tree.flatten(named, is_leaf)[0], given)
-        # The optimizer's trees show the parameters' frozen leaves, and keep nothing for them.
+        # An optimizer's trees only repeat the frozen leaves of the parameters.
         for i, leaf in enumerate(values):
             if isinstance(leaf, Fixed) and _in_optimizer(paths[i] or ""):
                 paths[i] = None
-    return Leaves(verb, values, spec, paths, homes, meeting, is_state)
+    return Leaves(verb, values, spec, paths, homes, distinct, is_state)
 
 
 def _in_optimizer(path: str) -> bool:
@@ -156,7 +156,7 @@ def _in_optimizer(path: str) -> bool:
 
 
 def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequence[Any]) -> list:
-    """The groups of each leaf of a state: those of the parameters in the same bucket."""
+    """The groups of each leaf of a state, which are those of the parameters in its bucket."""
     homes: dict[Any, Any] = {}
     for leaf, home in zip(params, given, strict=False):
         if is_leaf(leaf) and leaf.bucket is not None:
@@ -164,14 +164,14 @@ def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequenc
     found = []
     for value in values:
         bucket = value.bucket if is_leaf(value) else None
-        # By number where the optimizer's copy of a bucket has another dtype.
+        # By its number, if the optimizer's copy of a bucket has another dtype.
         near = homes.get(bucket.index) if bucket is not None else None
         found.append(homes.get(bucket, near or next(iter(given), None)))
     return found
 
 
 def _dotted(path: str) -> str:
-    """A path with dots alone.
+    """A path that is written with dots alone.
 
     >>> _dotted("['layers'][0].weight"), _dotted('params["h.0.w"]')
     ('layers.0.weight', 'params.h.0.w')

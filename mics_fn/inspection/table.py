@@ -1,4 +1,4 @@
-"""`summary`: what a sharded value holds, leaf by leaf, as a table for people."""
+"""`summary`: a table of what a sharded value holds, leaf by leaf."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mics_fn.errors import TreeError
+from mics_fn.errors import TreeError, human_bytes
 from mics_fn.groups import Groups
 from mics_fn.inspection.paths import Leaves, leaves_of
 from mics_fn.shards import Fixed, Nothing, Sharded, Tied, dtype_name, grouped
@@ -23,14 +23,14 @@ class SummaryRow(NamedTuple):
 
     Args:
       path: as `get` takes it.
-      shape: of the full tensor.
-      dtype: of what is stored.
-      kind: "trained", "frozen" (both are pieces), "replicated" or "full" (whole on this rank), or
-        "tied" (no memory of its own).
-      bucket: its number, or None.
-      groups: whom it is shared with, in a few words.
-      here_bytes: on this rank, padding not counted.
-      full_bytes: of the full tensor; 0 if tied, so that each tensor counts once.
+      shape: that of the full tensor.
+      dtype: that of the stored elements.
+      kind: "trained" or "frozen" for pieces, "replicated" or "full" for leaves that are whole on
+        this rank, "tied" for leaves without memory of their own.
+      bucket: the number of its bucket, or None.
+      groups: the groups that share it, in a few words.
+      here_bytes: bytes on this rank, without padding.
+      full_bytes: bytes of the full tensor; 0 if tied, so that each tensor counts once.
     """
 
     path: str
@@ -43,10 +43,10 @@ class SummaryRow(NamedTuple):
     full_bytes: int
 
     def cells(self) -> tuple[str, ...]:
-        """What a table shows, by column."""
+        """The texts of the row in a table, one per column."""
         bucket = "" if self.bucket is None else str(self.bucket)
         shown = (self.path, str(self.shape), self.dtype, self.kind, bucket, self.groups)
-        return (*shown, _size(self.here_bytes), _size(self.full_bytes))
+        return (*shown, human_bytes(self.here_bytes), human_bytes(self.full_bytes))
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,9 +54,9 @@ class Summary:
     """The leaves of a sharded value, as this rank sees them; prints as a table.
 
     Args:
-      rows: one a leaf, in tree order.
-      padding_bytes: what this rank's chunks hold beyond the leaves.
-      shown: how many rows a table has at most; None for all.
+      rows: one per leaf, in the order of the tree.
+      padding_bytes: bytes of this rank's chunks that belong to no leaf.
+      shown: the most rows that a table has; None for all.
     """
 
     rows: tuple[SummaryRow, ...]
@@ -80,7 +80,7 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [_HEAD, *(row.cells() for row in self.rows)]
-        # Every row counts for the widths, so that tables of one value line up however long.
+        # Widths take every row into account, so that two tables of one value line up.
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         top, bottom = self._ends()
         kept = [*lines[: top + 1], *lines[len(lines) - bottom :]]
@@ -108,7 +108,7 @@ class Summary:
         )
 
     def _ends(self) -> tuple[int, int]:
-        """How many rows are shown before and after those left out."""
+        """How many rows are shown before and after the hidden ones."""
         if self.shown is None or len(self.rows) <= self.shown:
             return len(self.rows), 0
         return self.shown - self.shown // 2, self.shown // 2
@@ -118,31 +118,28 @@ class Summary:
 
     def _total(self) -> str:
         plural = "" if len(self.rows) == 1 else "s"
-        here, padding = _size(self.here_bytes), _size(self.padding_bytes)
+        here, padding = human_bytes(self.here_bytes), human_bytes(self.padding_bytes)
         return (
             f"{len(self.rows)} leaf{plural} of {self.elements:,} elements: {here} here "
-            f"and {padding} of padding, {_size(self.full_bytes)} in full"
+            f"and {padding} of padding, {human_bytes(self.full_bytes)} in full"
         ).replace("leafs", "leaves")
 
 
 def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summary:
-    """What a sharded value holds: each leaf with its shape, dtype, kind, place and bytes.
+    """A table of what a sharded value holds: each leaf with its shape, dtype, kind and bytes.
 
     Args:
       shards: tree of shards, or a `TrainState`.
-      groups: as for `gather`; they are named in the table. None names the number of pieces.
+      groups: as for `gather`; the table then names them. With None it says how many pieces a leaf
+        has.
       rows: the most rows that a table shows, the first and the last ones; None shows all.
 
     Returns:
-      A `Summary`: `print` it, or end a notebook's cell with it. Numbers that are no tensors are
-      left out, and so is what an optimizer's tree only repeats of frozen parameters.
-
-    Communication: none.
-
-    Memory: none.
+      A `Summary`: `print` it, or end a notebook's cell with it. Plain numbers are left out, and so
+      are the frozen parameters that an optimizer's tree only repeats.
 
     Raises:
-      TreeError: `rows` is no number of at least 2.
+      TreeError: `rows` is not an int of at least 2.
       DonatedError: the value was given away earlier.
 
     Example:
@@ -155,7 +152,7 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
     """
     if rows is not None and not (isinstance(rows, int) and rows >= 2):
         raise TreeError(f"summary: rows={rows!r}, expected None or an int of at least 2")
-    found = leaves_of("summary", shards, groups, quiet=True)
+    found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
     return Summary(tuple(row for row in listed if row is not None), _padding(found), rows)
 
@@ -199,18 +196,6 @@ def _padding(found: Leaves) -> int:
         data = [leaves[i].data for i in use.members]
         total += use.bucket.chunk * data[0].itemsize - sum(piece.nbytes for piece in data)
     return total
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in powers of 1,000.
-
-    >>> _size(999), _size(3_500_000)
-    ('999 B', '3.50 MB')
-    """
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
