@@ -1,80 +1,65 @@
 """MiCS sharded data-parallel training as plain functions on values."""
 
-from mics_fn.deferred import GradSum as GradSum
-from mics_fn.deferred import bucket_sizes as bucket_sizes
-from mics_fn.deferred import defer as defer
-from mics_fn.deferred import record as record
-from mics_fn.errors import CollectiveError as CollectiveError
-from mics_fn.errors import CollectiveTimeoutError as CollectiveTimeoutError
-from mics_fn.errors import DesyncError as DesyncError
-from mics_fn.errors import DonatedError as DonatedError
-from mics_fn.errors import GroupsError as GroupsError
-from mics_fn.errors import LeafError as LeafError
-from mics_fn.errors import MicsError as MicsError
-from mics_fn.errors import OptimizerError as OptimizerError
-from mics_fn.errors import PlanError as PlanError
-from mics_fn.errors import TreeError as TreeError
-from mics_fn.groups import Groups as Groups
-from mics_fn.groups import Hierarchy as Hierarchy
-from mics_fn.groups import Plan as Plan
-from mics_fn.groups import Topology as Topology
-from mics_fn.groups import init_distributed as init_distributed
-from mics_fn.groups import make_groups as make_groups
-from mics_fn.groups import placement as placement
-from mics_fn.groups import plan_groups as plan_groups
-from mics_fn.init import init_model as init_model
-from mics_fn.init import load_shards as load_shards
-from mics_fn.inspection import Summary as Summary
-from mics_fn.inspection import get as get
+from mics_fn import errors, groups, inspection, optim, schedules, shards, tree
+from mics_fn.deferred import GradSum, bucket_sizes, defer, record
+from mics_fn.errors import MicsError
+from mics_fn.groups import Groups, init_distributed, make_groups, placement
+from mics_fn.init import init_model, load_shards
+from mics_fn.inspection import get, summary
 from mics_fn.inspection import set as set
-from mics_fn.inspection import summary as summary
-from mics_fn.optim import Guard as Guard
-from mics_fn.optim import LossScale as LossScale
-from mics_fn.optim import TrainState as TrainState
-from mics_fn.optim import Transform as Transform
-from mics_fn.optim import Verdict as Verdict
-from mics_fn.optim import adam as adam
-from mics_fn.optim import adamw as adamw
-from mics_fn.optim import chain as chain
-from mics_fn.optim import clip_by_global_norm as clip_by_global_norm
-from mics_fn.optim import clip_by_value as clip_by_value
-from mics_fn.optim import dynamic_scale as dynamic_scale
-from mics_fn.optim import from_torch as from_torch
-from mics_fn.optim import global_norm as global_norm
-from mics_fn.optim import init_state as init_state
-from mics_fn.optim import lion as lion
-from mics_fn.optim import no_scale as no_scale
-from mics_fn.optim import norm_spike as norm_spike
-from mics_fn.optim import opt_step as opt_step
-from mics_fn.optim import sgd as sgd
-from mics_fn.optim import static_scale as static_scale
-from mics_fn.optim import warmup_cosine as warmup_cosine
-from mics_fn.schedules import Action as Action
-from mics_fn.schedules import OnDemand as OnDemand
-from mics_fn.schedules import Schedule as Schedule
-from mics_fn.schedules import first_difference as first_difference
-from mics_fn.schedules import keep_all as keep_all
-from mics_fn.schedules import on_demand as on_demand
-from mics_fn.schedules import plan as plan
-from mics_fn.shards import Fixed as Fixed
-from mics_fn.shards import PendingTree as PendingTree
-from mics_fn.shards import Policy as Policy
-from mics_fn.shards import Sharded as Sharded
-from mics_fn.shards import Tied as Tied
-from mics_fn.shards import gather as gather
-from mics_fn.shards import reduce_grads as reduce_grads
-from mics_fn.shards import scatter_grads as scatter_grads
-from mics_fn.shards import shard as shard
-from mics_fn.shards import start_gather as start_gather
-from mics_fn.shards import start_scatter_grads as start_scatter_grads
-from mics_fn.shards import sync_replicas as sync_replicas
-from mics_fn.shards import unshard as unshard
-from mics_fn.train import ReplicaSync as ReplicaSync
-from mics_fn.train import StepMetrics as StepMetrics
-from mics_fn.train import SyncState as SyncState
-from mics_fn.train import Trainer as Trainer
-from mics_fn.train import diloco as diloco
-from mics_fn.train import every_step as every_step
-from mics_fn.train import local_sgd as local_sgd
-from mics_fn.train import sampler as sampler
-from mics_fn.tree import node as node
+from mics_fn.optim import TrainState, init_state, opt_step
+from mics_fn.schedules import keep_all, on_demand
+from mics_fn.shards import (
+    Precision,
+    gather,
+    reduce_grads,
+    scatter_grads,
+    shard,
+    sync_replicas,
+    unshard,
+)
+from mics_fn.train import StepMetrics, Trainer, replicas, sampler
+
+__all__ = [
+    "GradSum",
+    "Groups",
+    "MicsError",
+    "Precision",
+    "StepMetrics",
+    "TrainState",
+    "Trainer",
+    "bucket_sizes",
+    "defer",
+    "errors",
+    "gather",
+    "get",
+    "groups",
+    "init_distributed",
+    "init_model",
+    "init_state",
+    "inspection",
+    "keep_all",
+    "load_shards",
+    "make_groups",
+    "on_demand",
+    "opt_step",
+    "optim",
+    "placement",
+    "record",
+    "reduce_grads",
+    "replicas",
+    "sampler",
+    "scatter_grads",
+    "schedules",
+    "shard",
+    "shards",
+    "summary",
+    "sync_replicas",
+    "tree",
+    "unshard",
+]  # and `set`, which `from mics_fn import *` leaves out: it would hide Python's own
+
+
+def __dir__() -> list[str]:
+    """The public names; of its submodules only those that are namespaces."""
+    return sorted([*__all__, "set"])

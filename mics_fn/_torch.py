@@ -142,7 +142,7 @@ def without_torch_func() -> Any:
     return torch._C._DisableFuncTorch()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_hollow(tensor: torch.Tensor) -> bool:
+def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data: on meta, or fake."""
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 

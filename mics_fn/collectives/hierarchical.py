@@ -253,7 +253,7 @@ def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[I
 
 def _moves(tensor: Tensor) -> bool:
     """Whether there is anything to send."""
-    return bool(tensor.numel()) and not _torch.is_hollow(tensor)
+    return bool(tensor.numel()) and not _torch.has_no_data(tensor)
 
 
 # What follows is control traffic: small, outside the hot path.

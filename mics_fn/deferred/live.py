@@ -123,7 +123,7 @@ class LiveBuckets:
             for i in ids:
                 if self.buckets[i].full is None:
                     full = self._coming.pop(i).wait().view(-1)
-                    self.buckets[i].fill(full, has_data=not _torch.is_hollow(full))
+                    self.buckets[i].fill(full, has_data=not _torch.has_no_data(full))
         self.ids = ids
         push_all(self.uses[ids[0]].home.life)
 
@@ -148,7 +148,7 @@ class LiveBuckets:
 
     def _take(self, index: int, numel: int, keep: bool = False) -> Tensor:
         use, chunk = self.uses[index], self._chunks[index]
-        if _torch.is_hollow(chunk):
+        if _torch.has_no_data(chunk):
             return chunk.new_empty(numel, dtype=use.bucket.compute)
         pools = use.hierarchy.pools
         pool = pools.held if keep else pools.fetched

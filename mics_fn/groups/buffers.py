@@ -80,7 +80,7 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody reads or writes any more, later work on CUDA excepted."""
-        if not tensor.numel() or _torch.is_hollow(tensor):
+        if not tensor.numel() or _torch.has_no_data(tensor):
             return
         storage = tensor.untyped_storage()
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

@@ -192,7 +192,7 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         if not isinstance(value, (int, float) if type(held) is float else type(held)):
             raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
         return type(held)(value)
-    if not isinstance(held, Tensor) or _torch.is_hollow(held):
+    if not isinstance(held, Tensor) or _torch.has_no_data(held):
         raise LeafError(f"{where} holds no data: {leaf!r}")
     if is_number:
         value = _number(where, value).expand(leaf.shape)
@@ -200,8 +200,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         got = str(value.layout) if isinstance(value, Tensor) else type(value).__name__
         fix = "pass a plain tensor of the full shape, or a number to fill the leaf with"
         raise LeafError(message(f"{where}: the value is {got}", fix=fix))
-    if tuple(value.shape) != tuple(leaf.shape) or _torch.is_hollow(value):
-        got = f"got {tuple(value.shape)}" + (" without data" if _torch.is_hollow(value) else "")
+    if tuple(value.shape) != tuple(leaf.shape) or _torch.has_no_data(value):
+        got = f"got {tuple(value.shape)}" + (" without data" if _torch.has_no_data(value) else "")
         fix = "pass the full tensor, or a number to fill the leaf with"
         lines = [f"expected {tuple(leaf.shape)}", got]
         raise LeafError(message(f"{where}: a value of another shape", lines, fix))

@@ -38,7 +38,7 @@ from mics_fn.shards.opened import (
     require_groups,
 )
 from mics_fn.shards.pack import dense, pack_chunk, pack_full, split_chunk, whole_chunk
-from mics_fn.shards.precision import Policy, policy_of
+from mics_fn.shards.precision import Precision, precision_of
 from mics_fn.shards.reducing import reduce_grads, scatter_grads, start_scatter_grads, sync_replicas
 from mics_fn.shards.rows import in_front
 from mics_fn.shards.sharding import layout_of, shard
@@ -55,7 +55,7 @@ __all__ = [
     "PendingTree",
     "Piece",
     "Place",
-    "Policy",
+    "Precision",
     "Sharded",
     "Tied",
     "check_equal",
@@ -83,7 +83,7 @@ __all__ = [
     "pack_chunk",
     "pack_full",
     "pieces",
-    "policy_of",
+    "precision_of",
     "put",
     "reduce_grads",
     "refuse_derivative",

@@ -40,7 +40,7 @@ class Dtypes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class Precision:
     """Which dtype each thing has. Its `str` is canonical, `parse` reads it.
 
     Args:
@@ -49,17 +49,17 @@ class Policy:
       reduce: of gradients in hop 1 and hop 2; None: `param`.
       output: of what a model returns; None: left alone.
       accumulate: of the sum of gradients over micro-steps; None: the wider of float32 and `reduce`.
-      overrides: pairs of a pattern and a `Policy`. What that one says replaces this one for leaves
-        whose whole path matches, of several the last. In a pattern `*` stands for any characters
-        and `?` for one; brackets are literal, as paths hold them.
+      overrides: pairs of a pattern and a `Precision`. What that one says replaces this one for
+        leaves whose whole path matches, of several the last. In a pattern `*` stands for any
+        characters and `?` for one; brackets are literal, as paths hold them.
 
     Raises:
       PlanError: a dtype is not float32, bfloat16, float16 or float64; an override says nothing, or
         what no leaf has.
 
     Example:
-      >>> policy = Policy.parse("param=f32, compute=bf16; *norm*: compute=f32")
-      >>> policy.dtypes("['h.0.norm.weight']", torch.float32).compute
+      >>> precision = Precision.parse("param=f32, compute=bf16; *norm*: compute=f32")
+      >>> precision.dtypes("['h.0.norm.weight']", torch.float32).compute
       torch.float32
     """
 
@@ -68,7 +68,7 @@ class Policy:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     accumulate: torch.dtype | None = None
-    overrides: tuple[tuple[str, "Policy"], ...] = ()  # any iterable of pairs is taken
+    overrides: tuple[tuple[str, "Precision"], ...] = ()  # any iterable of pairs is taken
 
     def __post_init__(self) -> None:
         for name, dtype in self._said():
@@ -76,12 +76,12 @@ class Policy:
                 why = "no torch.dtype"
                 if isinstance(dtype, torch.dtype):
                     why = _NARROW if dtype.is_floating_point else "no float dtype"
-                raise PlanError(message(f"Policy: {name}={dtype!r} is {why}", fix=_ALLOWED))
+                raise PlanError(message(f"Precision: {name}={dtype!r} is {why}", fix=_ALLOWED))
         object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
 
     @classmethod
-    def parse(cls, text: str) -> "Policy":
-        """Read the text form; `parse(str(policy))` equals `policy`.
+    def parse(cls, text: str) -> "Precision":
+        """Read the text form; `parse(str(precision))` equals `precision`.
 
         A text is `field=dtype, ...`, then `; pattern: field=dtype, ...` for each override. A bare
         dtype means `compute`.
@@ -99,23 +99,24 @@ class Policy:
                 base = _read(clause, said)
             else:
                 fix = "write overrides as in '*norm*: compute=f32', after the rest"
-                raise PlanError(message(f"Policy.parse: no pattern in {clause!r}", fix=fix))
+                raise PlanError(message(f"Precision.parse: no pattern in {clause!r}", fix=fix))
         return cls(**(base or {}), overrides=tuple(overrides))
 
     def __str__(self) -> str:
         own = ",".join(f"{name}={_SHORT[dtype]}" for name, dtype in self._said())
-        return "; ".join([own] * bool(own) + [f"{p}: {policy}" for p, policy in self.overrides])
+        parts = [own] if own else []
+        return "; ".join([*parts, *(f"{p}: {precision}" for p, precision in self.overrides)])
 
     def _said(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
 
-    def at(self, path: str) -> "Policy":
-        """The policy of one leaf, without overrides; the path as written from the root `''`."""
+    def at(self, path: str) -> "Precision":
+        """The precision of one leaf, without overrides; the path as written from the root `''`."""
         said = dict(self._said())
-        for pattern, policy in self.overrides:
+        for pattern, precision in self.overrides:
             if _regex(pattern).fullmatch(path):
-                said.update(policy._said())
-        return Policy(**said)
+                said.update(precision._said())
+        return Precision(**said)
 
     def dtypes(self, path: str, own_dtype: torch.dtype) -> Dtypes:
         """The four dtypes of a leaf; all are its own where that is no float."""
@@ -146,35 +147,35 @@ class Policy:
         return _cast(values, self.output)
 
 
-def policy_of(value: Policy | str | None) -> Policy:
-    """A policy from a policy, its text or None."""
-    if value is None or isinstance(value, Policy):
-        return value or Policy()
+def precision_of(value: Precision | str | None) -> Precision:
+    """A precision from a precision, its text or None."""
+    if value is None or isinstance(value, Precision):
+        return value or Precision()
     if isinstance(value, str):
-        return Policy.parse(value)
-    fix = "pass a Policy, or a text such as 'compute=bf16'"
-    raise PlanError(message(f"policy: got {type(value).__name__}", fix=fix))
+        return Precision.parse(value)
+    fix = "pass a Precision, or a text such as 'compute=bf16'"
+    raise PlanError(message(f"precision: got {type(value).__name__}", fix=fix))
 
 
-def _checked(override: Any) -> tuple[str, Policy]:
+def _checked(override: Any) -> tuple[str, Precision]:
     """An override, if it has a text form and means something."""
     pair = isinstance(override, tuple | list) and len(override) == 2
-    pattern, policy = override if pair else ("", None)
-    if not isinstance(pattern, str) or not isinstance(policy, Policy):
-        fix = "give pairs of a pattern and a Policy"
-        raise PlanError(message(f"Policy: override {override!r} is no pair", fix=fix))
-    what = f"Policy: the override {pattern!r}"
+    pattern, precision = override if pair else ("", None)
+    if not isinstance(pattern, str) or not isinstance(precision, Precision):
+        fix = "give pairs of a pattern and a Precision"
+        raise PlanError(message(f"Precision: override {override!r} is no pair", fix=fix))
+    what = f"Precision: the override {pattern!r}"
     if not pattern or pattern != pattern.strip() or set(pattern) & {";", "\n"}:
         fix = "write ? for ';' and for spaces at its ends"
         raise PlanError(message(f"{what} has a pattern without a text form", fix=fix))
     if pattern in _FIELDS:
         raise PlanError(message(f"{what} looks like a field", fix=f"write {pattern}=bf16"))
-    if policy.overrides or policy.output is not None:
+    if precision.overrides or precision.output is not None:
         fix = "give it param, compute, reduce or accumulate"
-        raise PlanError(message(f"{what} says what no leaf has", [f"{policy}"], fix))
-    if not policy._said():
+        raise PlanError(message(f"{what} says what no leaf has", [f"{precision}"], fix))
+    if not precision._said():
         raise PlanError(message(f"{what} says nothing", fix="as in '*norm*: compute=f32'"))
-    return pattern, policy
+    return pattern, precision
 
 
 def _read(clause: str, said: str) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def _read(clause: str, said: str) -> dict[str, Any]:
             other = isinstance(getattr(torch, value, None), torch.dtype)
             wrong = f"{value!r} is no {'float ' * other}dtype"
         if wrong:
-            raise PlanError(message(f"Policy.parse: {part!r} in {clause!r}", [wrong], fix))
+            raise PlanError(message(f"Precision.parse: {part!r} in {clause!r}", [wrong], fix))
         found[name] = _NAMES[value]
     return found
 

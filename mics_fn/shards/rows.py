@@ -74,7 +74,7 @@ def _first_of(name: str, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
         for slot, value in zip(slots, values, strict=True):
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if name == "scatter" else 1
-                plain = value.ndim == own or _torch.is_hollow(value)
+                plain = value.ndim == own or _torch.has_no_data(value)
                 return None if plain else (tuple(value.shape[: value.ndim - own]), value.device)
     return None
 

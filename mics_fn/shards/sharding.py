@@ -26,7 +26,7 @@ from mics_fn.shards.leaf import (
 from mics_fn.shards.memory import owners_of, refuse_overlaps
 from mics_fn.shards.opened import require_groups
 from mics_fn.shards.pack import pack_full, split_chunk
-from mics_fn.shards.precision import Policy, policy_of
+from mics_fn.shards.precision import Precision, precision_of
 from mics_fn.tree import Tree
 
 
@@ -37,7 +37,7 @@ def shard(
     replicas: Literal["check", "broadcast"] = "check",
     source_rank: int | None = None,
     frozen: Callable[[str], bool] | None = None,
-    precision: Policy | str | None = None,
+    precision: Precision | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
 ) -> Tree:
@@ -52,8 +52,8 @@ def shard(
         `source_rank`.
       source_rank: global rank whose values count with 'broadcast'; default the first of the groups.
       frozen: further leaves to freeze, by path (written from the root `''`).
-      precision: a `Policy` or its text: the dtype of the shards, and those in which `gather` sends
-        and gives full tensors and gradients are reduced; default the tensors' own.
+      precision: a `Precision` or its text: the dtype of the shards, and those in which `gather`
+        sends and gives full tensors and gradients are reduced; default the tensors' own.
       bucket_bytes: the most that travels in one collective, a single larger leaf excepted.
       order: sort key of a path, for the order of leaves in buckets; default by path, numbers as
         numbers.
@@ -90,7 +90,7 @@ def shard(
         raise PlanError(message(f"shard: source_rank={source_rank} has no effect", fix=fix))
     if params is None:
         raise TreeError(message("shard: params is None", fix="pass a pytree of tensors"))
-    layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
+    layout = Layout(frozen, precision_of(precision), bucket_bytes, order)
     plan = _plan("shard", "params", params, groups, layout)
     refuse_computed("shard", plan.paths, plan.leaves)
     trained = [plan.paths[i] for i, (bucket, _) in plan.slots.items() if bucket.trainable]
@@ -112,7 +112,7 @@ def layout_of(
     groups: Any,
     *,
     frozen: Callable[[str], bool] | None = None,
-    precision: Policy | str | None = None,
+    precision: Precision | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
 ) -> Tree:
@@ -121,7 +121,7 @@ def layout_of(
     Communication: as `shard`, without values.
     """
     require_groups(verb, groups)
-    layout = Layout(frozen, policy_of(precision), bucket_bytes, order)
+    layout = Layout(frozen, precision_of(precision), bucket_bytes, order)
     plan = _plan(verb, root, values, groups, layout)
     _agree_on(plan)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in plan.leaves]
@@ -143,7 +143,7 @@ class Layout(NamedTuple):
     """How leaves become buckets: the options of `shard`."""
 
     frozen: Callable[[str], bool] | None = None
-    precision: Policy = Policy()
+    precision: Precision = Precision()
     bucket_bytes: int = BUCKET_BYTES
     order: Callable[[str], object] | None = None
 

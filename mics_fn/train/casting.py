@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mics_fn.shards import Policy
+from mics_fn.shards import Precision
 
 
 class Casting:
@@ -19,23 +19,24 @@ class Casting:
 
     Args:
       module: what it stands for, and what attributes are set on.
-      policy: float tensors among the arguments of a call become its `compute`, those of the result
-        its `output`.
+      precision: float tensors among the arguments of a call become its `compute`, those of the
+        result its `output`.
 
     Example:
-      >>> model = Casting(nn.Sequential(nn.Linear(2, 2).bfloat16()), Policy.parse("compute=bf16"))
+      >>> layers = nn.Sequential(nn.Linear(2, 2).bfloat16())
+      >>> model = Casting(layers, Precision.parse("compute=bf16"))
       >>> model(torch.ones(1, 2)).dtype, model[0](torch.ones(1, 2)).dtype
       (torch.bfloat16, torch.bfloat16)
       >>> len(model), isinstance(model, nn.Sequential)
       (1, True)
     """
 
-    __slots__ = ("_module", "_policy")
+    __slots__ = ("_module", "_precision")
 
-    def __init__(self, module: nn.Module, policy: Policy) -> None:
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
         # Plain assignment would reach the module.
         object.__setattr__(self, "_module", module)
-        object.__setattr__(self, "_policy", policy)
+        object.__setattr__(self, "_precision", precision)
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -77,7 +78,7 @@ class Casting:
     def _stand_in(self, value: Any, name: str = "") -> Any:
         """What stands for a part or a method of the module; any other value as it is."""
         if isinstance(value, nn.Module):
-            return Casting(value, self._policy)
+            return Casting(value, self._precision)
         added = isinstance(value, MethodType) and not hasattr(nn.Module, name)
         if added or (name == "forward" and callable(value)):
             return self._cast(value)
@@ -86,7 +87,7 @@ class Casting:
     def _cast(self, call: Callable) -> Callable:
         @wraps(call, updated=())  # a module's attributes are not those of its call
         def cast(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._policy.cast_inputs((args, kwargs))
-            return self._policy.cast_output(call(*args, **kwargs))
+            args, kwargs = self._precision.cast_inputs((args, kwargs))
+            return self._precision.cast_output(call(*args, **kwargs))
 
         return cast

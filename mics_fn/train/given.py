@@ -10,7 +10,7 @@ from mics_fn import tree
 from mics_fn.errors import LeafError, PlanError, TreeError, message
 from mics_fn.groups import Groups, placement
 from mics_fn.shards import (
-    Policy,
+    Precision,
     check_leaves,
     dtype_name,
     is_leaf,
@@ -29,7 +29,7 @@ def as_shards(
     given: Tree,
     groups: Any,
     home: Groups,
-    precision: Policy | None,
+    precision: Precision | None,
     options: dict[str, Any],
 ) -> Tree:
     """The shards that are trained.
@@ -120,7 +120,7 @@ def _owners(values: Mapping[str, Any]) -> dict[str, str]:
 def _check_shards(
     params: Tree,
     groups: Any,
-    precision: Policy | None,
+    precision: Precision | None,
     options: dict[str, Any],
 ) -> None:
     if options:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from mics_fn.errors import LeafError, message
 from mics_fn.init import on_meta_copy, refuse_lazy
-from mics_fn.shards import Policy
+from mics_fn.shards import Precision
 from mics_fn.train.buffers import Buffers, Values
 from mics_fn.train.casting import Casting
 from mics_fn.tree import Tree
@@ -32,19 +32,19 @@ class FunctionProgram:
 
     Args:
       loss_fn: the function.
-      policy: the batch is cast to its `compute`, the loss to its `output`.
+      precision: the batch is cast to its `compute`, the loss to its `output`.
     """
 
-    def __init__(self, loss_fn: Callable[[Tree, Any], Tensor], policy: Policy) -> None:
-        self.loss_fn, self.policy = loss_fn, policy
+    def __init__(self, loss_fn: Callable[[Tree, Any], Tensor], precision: Precision) -> None:
+        self.loss_fn, self.precision = loss_fn, precision
         self.buffers = Buffers({}, {}, {})
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
         """Loss of a batch, after `backward` of it."""
-        loss = self.loss_fn(params, self.policy.cast_inputs(batch))
-        return Result(_finished(self.policy.cast_output(loss), backward), buffers)
+        loss = self.loss_fn(params, self.precision.cast_inputs(batch))
+        return Result(_finished(self.precision.cast_output(loss), backward), buffers)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class ModuleProgram:
     Args:
       model: read once: its parameters and buffers become values, its structure a skeleton on meta.
       loss: called with the skeleton while the given values are swapped in.
-      policy: of each call of the skeleton inputs are cast to its `compute`, outputs to its
+      precision: of each call of the skeleton inputs are cast to its `compute`, outputs to its
         `output`.
     """
 
@@ -66,7 +66,7 @@ class ModuleProgram:
         self,
         model: nn.Module,
         loss: Callable[[nn.Module, Any], Tensor] | None,
-        policy: Policy,
+        precision: Precision,
     ) -> None:
         refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
@@ -74,7 +74,7 @@ class ModuleProgram:
         self.buffers = Buffers(params, buffers, model.state_dict(keep_vars=True))
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
-        self._step = _Step(self.skeleton, loss or _own_loss, policy)
+        self._step = _Step(self.skeleton, loss or _own_loss, precision)
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
@@ -112,15 +112,15 @@ class _Step(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], policy: Policy
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], precision: Precision
     ) -> None:
         super().__init__()
-        self.model, self.loss, self.policy = model, loss, policy
+        self.model, self.loss, self.precision = model, loss, precision
 
     def forward(self, batch: Any, backward: Backward | None) -> Tensor:
         model: Any = self.model
-        if self.policy.casts:
-            model = Casting(model, self.policy)
+        if self.precision.casts:
+            model = Casting(model, self.precision)
         return _finished(self.loss(model, batch), backward)
 
 

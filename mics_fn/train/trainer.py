@@ -13,7 +13,7 @@ from mics_fn.deferred import GradSum, bucket_sizes, defer
 from mics_fn.errors import TreeError, message
 from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step
 from mics_fn.schedules import OnDemand, Schedule
-from mics_fn.shards import Policy, policy_of, refuse_derivative, unshard
+from mics_fn.shards import Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train.batch import count, cut, to_device
 from mics_fn.train.buffers import Values
 from mics_fn.train.data import Epochs
@@ -21,7 +21,7 @@ from mics_fn.train.defaults import schedules_for
 from mics_fn.train.given import as_shards, check_buffers, homes_for
 from mics_fn.train.loop import Progress, reproducible
 from mics_fn.train.program import FunctionProgram, ModuleProgram
-from mics_fn.train.replica_sync import ReplicaSync, every_step
+from mics_fn.train.replicas import ReplicaSync, every_step
 from mics_fn.tree import Tree
 
 
@@ -67,7 +67,7 @@ class Trainer:
       params: pytree of tensors, with a `loss_fn`; or shards that `init` gave, with its skeleton.
       accumulate: micro-steps a step; every tensor of a batch, and every list of strings with one a
         sample, is cut in that many along dim 0.
-      precision: a `Policy` or its text. Inputs of the model are cast to `compute` and what it
+      precision: a `Precision` or its text. Inputs of the model are cast to `compute` and what it
         returns to `output` at each call; `loss` gets a stand-in for the model that does so.
       guard: scale of the loss, clipping, and which steps are refused.
       replica_sync: when replicas become one; default hop 2 in every step.
@@ -116,7 +116,7 @@ class Trainer:
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         params: Tree = None,
         accumulate: int = 1,
-        precision: Policy | str | None = None,
+        precision: Precision | str | None = None,
         guard: Guard | None = None,
         replica_sync: ReplicaSync | None = None,
         deterministic: bool = False,
@@ -133,7 +133,7 @@ class Trainer:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
         self.accumulate, self.deterministic = accumulate, deterministic
-        self.precision, self.guard = policy_of(precision), guard or Guard()
+        self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
         self._program: ModuleProgram | FunctionProgram
         own, buffers = None, {}

@@ -330,7 +330,9 @@ class AssignsData(nn.Module):
 @pytest.mark.parametrize("live", [0, None])
 def test_a_module_that_assigns_data_is_told(live):
     loss = lambda model, x: model(x).sum()  # noqa: E731
-    trainer = mf.Trainer(AssignsData(), mf.sgd(0.1), mf.make_groups(1), loss=loss, live_bytes=live)
+    trainer = mf.Trainer(
+        AssignsData(), mf.optim.sgd(0.1), mf.make_groups(1), loss=loss, live_bytes=live
+    )
     with pytest.raises(LeafError, match=r"\.data = writes to a gathered parameter"):
         trainer.step(torch.ones(1, 2))
 
@@ -479,7 +481,7 @@ def chunks_of_gradients(layout, dim):
     total.backward(functional_call(model, full, (x,)).square().sum())
     _, found = columns([shards], [total.grads()], donate=True)
     found, buckets = len(found), len(mf.bucket_sizes(shards, groups))
-    state = mf.opt_step(mf.init_state(shards, mf.adamw(1e-2)), total.grads())
+    state = mf.opt_step(mf.init_state(shards, mf.optim.adamw(1e-2)), total.grads())
     total.release()
     return found, buckets, mf.unshard(state.params, groups)
 
@@ -506,7 +508,7 @@ def peaks(layout, live, prefetch, accumulate):
     model = Stack(6)
     trainer = mf.Trainer(
         model,
-        mf.sgd(0.1),
+        mf.optim.sgd(0.1),
         groups,
         loss=lambda m, x: m(x).square().mean(),
         accumulate=accumulate,
@@ -518,13 +520,15 @@ def peaks(layout, live, prefetch, accumulate):
         b.nbytes
         for b in {
             x.bucket
-            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]
+            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.shards.Sharded))[
+                0
+            ]
         }
     )
     pools = groups.hierarchy.pools
     pools, made, found = (pools.fetched, pools.slots, pools.chunks), [], []
     policy = trainer.schedule
-    assert isinstance(policy, mf.OnDemand)
+    assert isinstance(policy, mf.schedules.OnDemand)
     for _ in range(4):
         trainer.step(torch.ones(12, 8))
         (known,) = policy.learned.values()
@@ -566,13 +570,13 @@ def ends(layout):
     run.close()
     with pytest.raises(GroupsError, match="used after its run ended"):
         full["blocks.0.weight"].sum()
-    state = mf.init_state(shards, mf.sgd(0.1))
+    state = mf.init_state(shards, mf.optim.sgd(0.1))
     full = mf.defer(state.params, groups, mf.on_demand()).params
     grads = tree.map_leaves(torch.zeros_like, state.params)
     mf.opt_step(state, tree.map_leaves(lambda x: x + 1, grads), donate=True)
     with pytest.raises(DonatedError, match=r"bucket 0 .*blocks.0.weight.* was changed after"):
         full["blocks.0.weight"].sum()
-    with pytest.raises(mf.PlanError, match="schedule='all' is neither a schedule"):
+    with pytest.raises(mf.errors.PlanError, match="schedule='all' is neither a schedule"):
         mf.defer(shards, groups, "all")  # pyright: ignore
     total = mf.GradSum()
     with pytest.raises(TreeError, match=r"0 of 1 passes are done\n  fix: defer"):
@@ -590,9 +594,9 @@ def test_misuse_is_told(ranks):
     ranks(2).run(ends, PAIR)
     with pytest.raises(ValueError, match="micro_steps=0"):
         mf.GradSum(0)
-    with pytest.raises(mf.PlanError, match="live_bytes=-1"):
+    with pytest.raises(mf.errors.PlanError, match="live_bytes=-1"):
         mf.on_demand(live_bytes=-1)
-    with pytest.raises(mf.PlanError, match="prefetch=-2"):
+    with pytest.raises(mf.errors.PlanError, match="prefetch=-2"):
         mf.on_demand(prefetch=-2)
 
 

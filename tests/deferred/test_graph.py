@@ -131,7 +131,7 @@ def batch_of(case: type, step: int, rank: int) -> Tensor:
 
 def recomputed(case: type, layout: Layout, live_bytes: int | None, accumulate: int) -> dict:
     trainer = mf.Trainer(
-        made(case), mf.sgd(RATE), groups_of(layout), loss=loss_of, accumulate=accumulate,
+        made(case), mf.optim.sgd(RATE), groups_of(layout), loss=loss_of, accumulate=accumulate,
         live_bytes=live_bytes, bucket_bytes=400,
     )  # fmt: skip
     for step in range(3):
@@ -194,12 +194,14 @@ def test_blocks_that_begin_to_recompute_later_are_noticed():
         found = []
         for steps in ([False] * 3, [False, True, True]):
             model = made(Blocks)
-            trainer = mf.Trainer(model, mf.sgd(RATE), groups, loss=loss, bucket_bytes=400)
+            trainer = mf.Trainer(model, mf.optim.sgd(RATE), groups, loss=loss, bucket_bytes=400)
             for step, recompute[0] in enumerate(steps):
                 x = batch_of(Blocks, step, 0)
                 if recompute[0] and not steps[step - 1]:
                     before = trainer.params()
-                    with pytest.raises(mf.LeafError, match=r"use_reentrant=True, unlike before"):
+                    with pytest.raises(
+                        mf.errors.LeafError, match=r"use_reentrant=True, unlike before"
+                    ):
                         trainer.step(x)
                     same_bits(trainer.params(), before)
                 trainer.step(x)
@@ -229,11 +231,11 @@ class Again(torch.autograd.Function):
 def test_gradients_in_two_parts_are_refused():
     with mf.make_groups(1) as groups:
         trainer = mf.Trainer(
-            nn.Linear(3, 3), mf.sgd(1.0), groups,
+            nn.Linear(3, 3), mf.optim.sgd(1.0), groups,
             loss=lambda model, x: Again.apply(model, model(x)).sum(),  # pyright: ignore
         )  # fmt: skip
         before = trainer.params()
-        with pytest.raises(mf.LeafError, match="gradients in two parts in one pass"):
+        with pytest.raises(mf.errors.LeafError, match="gradients in two parts in one pass"):
             trainer.step(random(0, 2, 3))
         same_bits(trainer.params(), before)
 
@@ -274,17 +276,18 @@ def trains_nothing(layout: Layout, live_bytes: int | None, apart: bool) -> None:
     for loss, cause in NOTHING.items():
         chosen = [loss]
         trainer = mf.Trainer(
-            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), mf.sgd(RATE, momentum=0.9), groups,
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
+            mf.optim.sgd(RATE, momentum=0.9), groups,
             loss=lambda model, x, chosen=chosen: chosen[0](model, x), accumulate=2,
             live_bytes=live_bytes, bucket_bytes=16,
-            replica_sync=mf.local_sgd(2) if apart else None,
+            replica_sync=mf.replicas.local_sgd(2) if apart else None,
         )  # fmt: skip
         x = random(rank_of(), 4, 3)
         before = [trainer.params(), dict(trainer.state.buffers), trainer.state.step]
         many = 1 if apart and layout.partition_size == 1 else layout.world_size
         who = f", on any of {many} ranks" if many > 1 else ""
         text = f"(?s)the loss gave no parameter a gradient{who}\n.*{cause}.*fix: compute it from"
-        with pytest.raises(mf.LeafError, match=text):
+        with pytest.raises(mf.errors.LeafError, match=text):
             trainer.step(x)
         same_bits([trainer.params(), dict(trainer.state.buffers)], before[:2])
         assert trainer.state.step == before[2]
@@ -306,7 +309,8 @@ def test_a_step_that_would_train_nothing_is_refused_on_all_ranks(ranks, layout, 
 def some_train(layout: Layout) -> dict:
     """Only one rank, and only in one micro-step, has a loss that uses the parameters."""
     trainer = mf.Trainer(
-        copy.deepcopy(OUTER), mf.sgd(RATE), groups_of(layout), replicas="broadcast", accumulate=2,
+        copy.deepcopy(OUTER), mf.optim.sgd(RATE), groups_of(layout),
+        replicas="broadcast", accumulate=2,
         loss=lambda model, x: model(x).sum() if x.min() > 0 else x.sum(), live_bytes=None,
     )  # fmt: skip
     x = torch.tensor([[0.0] * 3, [float(rank_of())] * 3])
@@ -327,7 +331,7 @@ def test_a_loss_that_also_uses_other_parameters_says_so_once():
         return (model(x) + OUTER(x)).sum()
 
     with mf.make_groups(1) as groups:
-        trainer = mf.Trainer(nn.Linear(3, 3), mf.sgd(RATE), groups, loss=loss)
+        trainer = mf.Trainer(nn.Linear(3, 3), mf.optim.sgd(RATE), groups, loss=loss)
         with pytest.warns(UserWarning, match=r"it was not given, of shape \(3, 3\), \(3,\)\n"):
             trainer.step(random(0, 2, 3))
         trainer.step(random(1, 2, 3))
@@ -340,7 +344,7 @@ def test_by_hand_a_step_that_would_train_nothing_is_refused():
         total = mf.GradSum()
         full = mf.defer(shards, groups, mf.on_demand(), into=total).params
         total.backward(full["w"].detach().sum())
-        with pytest.raises(mf.LeafError, match="no parameter a gradient"):
+        with pytest.raises(mf.errors.LeafError, match="no parameter a gradient"):
             total.grads()
         # What has no parameters that are trained has nothing to miss.
         for frozen in ({"n": torch.ones(2, dtype=torch.int64)}, {"e": torch.ones(0)}):

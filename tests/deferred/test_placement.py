@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def step_batch(step, accumulate, rank):
 
 
 def optimizer():
-    return mf.adamw(1e-2, weight_decay=0.1, eps=1e-3)
+    return mf.optim.adamw(1e-2, weight_decay=0.1, eps=1e-3)
 
 
 @cache
@@ -377,7 +378,7 @@ def functional(layout):
         same_bits(of_a_sum(groups), want)
         full = mf.gather(shards, groups)
         same_bits(full, mf.unshard(shards, base))
-        same_bits(mf.start_gather(shards, groups).wait(), full)
+        same_bits(mf.shards.start_gather(shards, groups).wait(), full)
 
 
 @pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
@@ -435,12 +436,12 @@ def test_ranks_with_different_placements_are_told(ranks, scheme):
 def refused(layout):
     groups, found = groups_of(layout), {}
     for sizes in ({"params": 2}, {"grads": 3}, {"params": 0}, {"grads": -1}, {"params": 16}):
-        with pytest.raises(mf.PlanError) as caught:
-            placement.place(groups, **sizes)
+        with pytest.raises(mf.errors.PlanError) as caught:
+            placement.place(groups, **sizes)  # pyright: ignore
         (found[str(sizes)],) = [str(caught.value)]
-        with pytest.raises(mf.PlanError):
+        with pytest.raises(mf.errors.PlanError):
             placement.place(groups, "hybrid", params=5)
-    with pytest.raises(mf.PlanError) as caught:
+    with pytest.raises(mf.errors.PlanError) as caught:
         placement.place(groups, "ddp")
     return [*found.values(), str(caught.value)]
 
@@ -466,7 +467,8 @@ def one_policy_two_placements(layout):
     size = max(b.numel * b.compute.itemsize for b in buckets_of(shards))
     for scheme in ("zero2", "zero2", "zero3", "zero3"):
         groups = placed_as(base, scheme)
-        groups.hierarchy.pools.fetched.peak = 0
+        fetched: Any = groups.hierarchy.pools.fetched
+        fetched.peak = 0
         total = mf.GradSum()
         run = mf.defer(shards, groups, policy, into=total)
         full = run.params
@@ -474,7 +476,7 @@ def one_policy_two_placements(layout):
         run.close()
         total.grads()
         total.release()
-    assert groups.hierarchy.pools.fetched.peak <= size
+    assert fetched.peak <= size
 
 
 def test_a_policy_knows_placements_apart(ranks):

@@ -45,14 +45,16 @@ def recorded(layout):
     assert groups.traffic.snapshot()["gather rank"][0] > 1
     assert hollow == real, (str(hollow), str(real))
     assert fake.uses == real.uses
-    frozen = {x.bucket.index for x in shards.values() if isinstance(x, mf.Fixed) and x.bucket}
+    frozen = {
+        x.bucket.index for x in shards.values() if isinstance(x, mf.shards.Fixed) and x.bucket
+    }
     assert len(frozen) == 1
     assert not frozen & set(hollow.reduces)
     sizes = [0] * (max(i for ids in hollow.uses for i in ids) + 1)
     for leaf in shards.values():
         if leaf.bucket is not None:
             sizes[leaf.bucket.index] = leaf.bucket.nbytes
-    schedule = mf.plan(hollow, sizes, live_bytes=0)
+    schedule = mf.schedules.plan(hollow, sizes, live_bytes=0)
     total = mf.GradSum()
     full = full_of(shards, groups, schedule, into=total)
     total.backward(loss_fn(full, tokens))
@@ -69,10 +71,10 @@ def recorded_alone():
     groups = mf.make_groups(1, ranks=[0])
     shards = mf.shard({"a": random(0, 3), "b": random(1, 3)}, groups, bucket_bytes=8)
     assert mf.record(lambda full, x: full["a"].sum() * x, shards, torch.ones(())).uses == ((0,),)
-    assert mf.record(lambda full, x: x.sum(), shards, torch.ones(2)) == mf.Schedule(())
+    assert mf.record(lambda full, x: x.sum(), shards, torch.ones(2)) == mf.schedules.Schedule(())
     with pytest.raises(RuntimeError) as caught:
         mf.record(lambda full, x: full["a"].sum().item(), shards, torch.ones(2))
     assert "pass groups= to record a real step" in caught.value.__notes__[0]
-    with pytest.raises(mf.LeafError, match="no shard"):
+    with pytest.raises(mf.errors.LeafError, match="no shard"):
         mf.record(lambda full, x: x, {"a": torch.ones(2)}, torch.ones(2))
     return True

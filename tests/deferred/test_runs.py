@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from typing import Any, cast
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def make_trainer(groups, blocks=4, **options):
     torch.manual_seed(0)
     return mf.Trainer(
         Blocks(blocks),
-        mf.sgd(0.1),
+        mf.optim.sgd(0.1),
         groups,
         loss=lambda model, batch: model(batch["x"], **batch["how"]).square().mean(),
         bucket_bytes=BLOCK_BYTES,
@@ -389,7 +390,7 @@ class Counting:
 def messages(layout, kind):
     """Messages to the store in each of a few equal runs."""
     groups, found = groups_of(layout), []
-    run, channel = kind(groups), groups.hierarchy.channel
+    run, channel = kind(groups), cast(Any, groups.hierarchy.channel)
     channel._store = channel._shared = store = Counting(channel._store)
     for _ in range(4):
         store.calls = 0
@@ -454,13 +455,15 @@ def own_schedules(layout):
     want, run_of = grads_with(policy)
     assert run_of.following
     text = str(policy.schedule)
-    again = mf.Schedule.parse(text)
+    again = mf.schedules.Schedule.parse(text)
     assert again == policy.schedule
-    own = mf.Schedule.parse(
+    own = mf.schedules.Schedule.parse(
         "fetch 2; fetch 0; use 0; fetch 1; use 1; use 2; drop 0; drop 2; use 1; drop 1"
     )
-    wrong = mf.Schedule.parse("fetch 0; fetch 1; use 1; use 0; drop 0; drop 1")
-    by_hand = mf.on_demand(plan=lambda record, sizes: mf.plan(record, sizes, live_bytes=0))
+    wrong = mf.schedules.Schedule.parse("fetch 0; fetch 1; use 1; use 0; drop 0; drop 1")
+    by_hand = mf.on_demand(
+        plan=lambda record, sizes: mf.schedules.plan(record, sizes, live_bytes=0)
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for schedule, follows in [
@@ -478,10 +481,10 @@ def own_schedules(layout):
                     assert torch.equal(got[name], value), "a schedule never changes numbers"
             assert followed == follows, str(schedule)
     assert sum("order of use changed" in str(w.message) for w in caught) == 1
-    with pytest.raises(mf.PlanError, match=r"actions\[0\] is 'use 0'"):
-        grads_with(mf.Schedule.parse("use 0"))
-    with pytest.raises(mf.PlanError, match="bucket"):
-        grads_with(mf.Schedule.parse("fetch 7; use 7"))
+    with pytest.raises(mf.errors.PlanError, match=r"actions\[0\] is 'use 0'"):
+        grads_with(mf.schedules.Schedule.parse("use 0"))
+    with pytest.raises(mf.errors.PlanError, match="bucket"):
+        grads_with(mf.schedules.Schedule.parse("fetch 7; use 7"))
 
 
 def test_schedules_of_ones_own(ranks):
@@ -515,7 +518,7 @@ def mixed_gathers(layout):
     keep, policy = mf.keep_all(), mf.on_demand(live_bytes=0)
     for _ in range(4):
         a = mf.defer(first, groups, keep).params  # all under way
-        b = mf.start_gather(second, groups)
+        b = mf.shards.start_gather(second, groups)
         c = mf.defer(second, groups, policy).params
         assert torch.equal(mf.gather(second, groups)[1], random(10, 50))
         for i in (2, 0, 1):
@@ -561,7 +564,7 @@ def experts_elsewhere(layout, live, steps):
     torch.manual_seed(0)
     trainer = mf.Trainer(
         Blocks(4),
-        mf.sgd(0.1),
+        mf.optim.sgd(0.1),
         lambda path: alone if "blocks.0" in path or "blocks.2" in path else dense,
         loss=lambda model, batch: model(batch["x"], **batch["how"]).square().mean(),
         bucket_bytes=BLOCK_BYTES,
@@ -613,7 +616,9 @@ def sparse_gradients(layout):
         policy = schedule()
         gathered = lambda s: loss(sparse, mf.defer(s, groups, policy).params)  # noqa: B023, E731
         if how == "at once" and layout.partition_size == 1:
-            with pytest.raises(mf.LeafError, match="sparse, which a group of one rank only views"):
+            with pytest.raises(
+                mf.errors.LeafError, match="sparse, which a group of one rank only views"
+            ):
                 torch.func.grad(gathered)(shards)
             continue
         check(torch.func.grad(gathered)(shards))
@@ -625,7 +630,7 @@ def sparse_gradients(layout):
     assert given.layout is torch.sparse_coo
     check(mf.scatter_grads({"weight": given}, groups))
     check(mf.scatter_grads({"weight": given}, groups, like=shards))
-    check(mf.start_scatter_grads({"weight": given}, groups).wait())
+    check(mf.shards.start_scatter_grads({"weight": given}, groups).wait())
     total = mf.GradSum(2)
     full = mf.defer(shards, groups, mf.on_demand(), into=total).params
     total.backward(loss(sparse, full))
@@ -684,12 +689,12 @@ def several_sums(layout):
     (a, x), (b, y) = into(shards, groups), into(shards, groups)
     loss = (x * y).sum()
     a.backward(loss)
-    with pytest.raises(mf.TreeError, match="an earlier backward let go"):
+    with pytest.raises(mf.errors.TreeError, match="an earlier backward let go"):
         b.backward(loss)
     total, x = into(shards, groups)
     loss = x.pow(2).sum()
-    with pytest.raises(mf.TreeError, match="call total.backward"):
-        torch.autograd.grad(loss, total._variables or [], retain_graph=True)
+    with pytest.raises(mf.errors.TreeError, match="call total.backward"):
+        torch.autograd.grad(loss, cast(Any, total._bound).variables, retain_graph=True)
     total.backward(loss)
     assert torch.equal(total.grads()["w"].data, 2 * value)
 

@@ -25,16 +25,16 @@ BUCKET = layout.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
 def train_state():
     groups = mf.make_groups(1)
     state = mf.init_state(
-        mf.shard({"w": random(0, 3)}, groups), mf.adamw(1e-3), buffers={"b": random(1, 2)}
+        mf.shard({"w": random(0, 3)}, groups), mf.optim.adamw(1e-3), buffers={"b": random(1, 2)}
     )
     return TrainState(7, state.params, state.opt, state.buffers, state.transform)
 
 
 NODES = {
-    "Sharded": lambda: mf.Sharded(random(0, 6), BUCKET, 1),
-    "Fixed": lambda: mf.Fixed(random(0, 6), BUCKET, 1),
-    "Fixed replicated": lambda: mf.Fixed(torch.tensor([4, 2])),
-    "Tied": lambda: mf.Tied(BUCKET, 1),
+    "Sharded": lambda: mf.shards.Sharded(random(0, 6), BUCKET, 1),
+    "Fixed": lambda: mf.shards.Fixed(random(0, 6), BUCKET, 1),
+    "Fixed replicated": lambda: mf.shards.Fixed(torch.tensor([4, 2])),
+    "Tied": lambda: mf.shards.Tied(BUCKET, 1),
     "Nothing": Nothing,
     "Block": lambda: Block(random(0, 2), None, "named"),
     "TorchState": lambda: TorchState(5, {"m": [random(0, 2)]}, {"s": random(1)}),
@@ -75,18 +75,22 @@ def test_nodes_round_trip_in_both_worlds(name):
 
 def test_every_registered_node_is_in_the_table():
     shown = {type(make()) for make in NODES.values()}
-    for cls in (mf.Sharded, mf.Fixed, mf.Tied, Nothing, TrainState):
+    for cls in (mf.shards.Sharded, mf.shards.Fixed, mf.shards.Tied, Nothing, TrainState):
         assert cls in shown
 
 
 def test_structure_is_compared_not_values():
-    a, b = mf.Fixed(random(0, 6), BUCKET, 1), mf.Fixed(random(1, 6), BUCKET, 1)
+    a, b = mf.shards.Fixed(random(0, 6), BUCKET, 1), mf.shards.Fixed(random(1, 6), BUCKET, 1)
     assert tree.flatten([a])[1] == tree.flatten([b])[1]
-    for other in (mf.Fixed(random(0, 6), BUCKET, 0), mf.Fixed(random(0, 6)), mf.Tied(BUCKET, 1)):
+    for other in (
+        mf.shards.Fixed(random(0, 6), BUCKET, 0),
+        mf.shards.Fixed(random(0, 6)),
+        mf.shards.Tied(BUCKET, 1),
+    ):
         assert tree.flatten([a])[1] != tree.flatten([other])[1]
     assert (
-        tree.flatten([mf.Sharded(random(0, 6), BUCKET, 1)])[1]
-        != tree.flatten([mf.Sharded(random(0, 6), BUCKET, 0)])[1]
+        tree.flatten([mf.shards.Sharded(random(0, 6), BUCKET, 1)])[1]
+        != tree.flatten([mf.shards.Sharded(random(0, 6), BUCKET, 0)])[1]
     )
 
 
@@ -105,7 +109,7 @@ def test_spread_takes_a_value_a_prefix_or_a_function():
     assert spread("d") == ["d"] * 4
     assert spread({"dense": "d", "experts": {"w": "e", "b": "f"}}) == ["d", "d", "f", "e"]
     assert spread(lambda path: "e" if "experts" in path else "d") == ["d", "d", "e", "e"]
-    with pytest.raises(mf.TreeError, match=r"x\['dense'\]\[0\]: got int, which is no x"):
+    with pytest.raises(mf.errors.TreeError, match=r"x\['dense'\]\[0\]: got int, which is no x"):
         spread({"dense": 1, "experts": "e"})
 
 

@@ -74,7 +74,7 @@ def tensors_of(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 def data_of(shards: Any) -> list[Tensor]:
     leaves = tree.flatten(shards, is_leaf)[0]
-    return [leaf.data for leaf in leaves if isinstance(leaf, mf.Sharded | mf.Fixed)]
+    return [leaf.data for leaf in leaves if isinstance(leaf, mf.shards.Sharded | mf.shards.Fixed)]
 
 
 def same_shards(found: Any, want: Any) -> None:
@@ -316,8 +316,8 @@ def module_cases(layout: Layout, folder: Path) -> None:
     other.load_state_dict(model.state_dict())
     params = dict(other.named_parameters(remove_duplicate=False))
     same_shards(half, mf.shard(params, groups, order=lambda path: place[path]))
-    assert isinstance(half["head.weight"], mf.Tied | mf.Sharded)
-    assert isinstance(half["head.bias"], mf.Fixed)
+    assert isinstance(half["head.weight"], mf.shards.Tied | mf.shards.Sharded)
+    assert isinstance(half["head.bias"], mf.shards.Fixed)
     with_weights, shards = mf.init_model(Tied, groups, seed=5, weights=folder / "full.pt")
     same_shards(shards, want)
     same_bits(dict(with_weights.named_buffers()), dict(model.named_buffers()))
@@ -350,7 +350,7 @@ def test_what_does_not_match_is_named(tmp_path):
     write_safetensors(path, tensors)
     like = {"a": torch.ones(3, 2), "c": torch.ones(4), "count": torch.ones(())}
     with mf.make_groups(1) as groups:
-        with pytest.raises(mf.TreeError) as error:
+        with pytest.raises(mf.errors.TreeError) as error:
             mf.load_shards(path, groups, like=like)
         text = str(error.value)
         assert "params['a']: expected shape (3, 2), got (2, 3)" in text
@@ -358,12 +358,14 @@ def test_what_does_not_match_is_named(tmp_path):
         assert "params['count']: expected float32, got int64" in text
         assert "'b' is not expected" in text
         assert "fix: " in text
-        with pytest.raises(mf.TreeError, match="'b' is not expected"):
+        with pytest.raises(mf.errors.TreeError, match="'b' is not expected"):
             mf.load_shards(path, groups, like={"a": tensors["a"], "count": tensors["count"]})
-        with pytest.raises(mf.TreeError, match="and 6 more"):
+        with pytest.raises(mf.errors.TreeError, match="and 6 more"):
             mf.load_shards(path, groups, like={str(i): torch.ones(1) for i in range(8)})
         state = nn.BatchNorm1d(2).state_dict() | {"running_mean": torch.ones(3)}
-        with pytest.raises(mf.TreeError, match=r"buffers\['running_mean'\]: expected shape \(2,\)"):
+        with pytest.raises(
+            mf.errors.TreeError, match=r"buffers\['running_mean'\]: expected shape \(2,\)"
+        ):
             mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 
 
@@ -406,7 +408,7 @@ def packed(header: Any) -> bytes:
 def test_damaged_files_are_refused(tmp_path):
     with mf.make_groups(1) as groups:
         for name, (path, line) in broken_files(tmp_path).items():
-            with pytest.raises(mf.TreeError) as error:
+            with pytest.raises(mf.errors.TreeError) as error:
                 mf.load_shards(path, groups)
             assert line in str(error.value), name
             assert "fix: " in str(error.value), name
@@ -418,7 +420,7 @@ def refused(layout: Layout, folder: Path, kind: str) -> str:
     groups, own = groups_of(layout), f"{kind}-{dist.get_rank()}.safetensors"
     try:
         mf.load_shards(folder / own, groups)
-    except (mf.DesyncError, OSError) as error:
+    except (mf.errors.DesyncError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
 

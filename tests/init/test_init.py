@@ -249,7 +249,7 @@ def module_order(params: dict[str, Any]) -> Callable[[str], int]:
 def data_of(shards: Any) -> list[Tensor]:
     """Of all leaves that have some, frozen and replicated ones too."""
     leaves = tree.flatten(shards, is_leaf)[0]
-    return [leaf.data for leaf in leaves if isinstance(leaf, mf.Sharded | mf.Fixed)]
+    return [leaf.data for leaf in leaves if isinstance(leaf, mf.shards.Sharded | mf.shards.Fixed)]
 
 
 def same_as_in_full(
@@ -587,7 +587,7 @@ def test_a_tensor_that_got_away_says_where_it_comes_from():
     with mf.make_groups(1) as groups:
         mf.init_model(model_fn, groups, seed=SEED)
     assert repr(away[0]) == "Recorded(shape=(3,), torch.float32)"
-    with pytest.raises(mf.LeafError, match="made with the model"):
+    with pytest.raises(mf.errors.LeafError, match="made with the model"):
         away[0].add(1)
 
 
@@ -611,7 +611,7 @@ def experts(layout: Layout) -> None:
         _, shards = mf.init_model(model_fn, home, seed=SEED, **options)
         assert tree.flatten(shards)[1] == tree.flatten(want)[1]
         same_bits(data_of(shards), data_of(want))
-        assert isinstance(shards["body.bias"], mf.Fixed)
+        assert isinstance(shards["body.bias"], mf.shards.Fixed)
 
 
 def test_experts_on_other_groups(ranks):
@@ -625,7 +625,11 @@ def test_an_order_can_be_given():
     with mf.make_groups(1) as groups:
         options: Any = {"order": lambda path: -int(path[2]), "bucket_bytes": 120}
         _, shards = mf.init_model(model_fn, groups, seed=SEED, **options)
-    assert [cast(mf.Sharded, shards[f"{i}.weight"]).bucket.index for i in range(3)] == [2, 1, 0]
+    assert [cast(mf.shards.Sharded, shards[f"{i}.weight"]).bucket.index for i in range(3)] == [
+        2,
+        1,
+        0,
+    ]
 
 
 def refused(layout: Layout, kind: str) -> tuple[str, bool]:
@@ -643,7 +647,7 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
     mf.init_model(lambda: nn.Linear(4, 3), groups, seed=SEED)  # seen before, and compared again
     try:
         mf.init_model(model_fn, groups, seed=SEED + (kind == "seed" and rank == 1))
-    except (mf.DesyncError, ValueError) as error:
+    except (mf.errors.DesyncError, ValueError) as error:
         return f"{type(error).__name__}: {error}", index_in(torch.get_rng_state()) is None
     return "nothing was refused", True
 
@@ -673,11 +677,11 @@ def test_ranks_that_differ_all_hear_of_it(ranks, kind: str, lines: list[str]):
 
 def test_mistakes_are_named():
     with mf.make_groups(1) as groups:
-        with pytest.raises(mf.LeafError, match="model_fn gave int"):
+        with pytest.raises(mf.errors.LeafError, match="model_fn gave int"):
             mf.init_model(lambda: 3, groups, seed=0)  # pyright: ignore
         with pytest.raises(TypeError, match="bucket_size"):
             mf.init_model(lambda: nn.Linear(2, 2), groups, seed=0, bucket_size=3)
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
             mf.init_model(lambda: nn.Linear(2, 2)(torch.ones(3)), groups, seed=0)
-        with pytest.raises(mf.LeafError, match=r"params\['weight'\] is on meta"):
+        with pytest.raises(mf.errors.LeafError, match=r"params\['weight'\] is on meta"):
             mf.init_model(lambda: nn.Linear(2, 2, device="meta"), groups, seed=0)

@@ -74,7 +74,7 @@ def gets_tree(groups, params, bucket_bytes):
     for leaf, full, path in zip(leaves, tree.flatten(want)[0], tree.paths(want), strict=True):
         groups.traffic.clear()
         same_leaf(mf.get(shards, path, groups), full)
-        if isinstance(leaf, mf.Sharded):
+        if isinstance(leaf, mf.shards.Sharded):
             p, traffic = groups.partition_size, groups.traffic.snapshot().items()
             sent = sum(nbytes for on, (_, nbytes) in traffic if on.startswith("gather"))
             assert sent == (p - 1) * longest_piece(leaf, p) * full.itemsize, path
@@ -155,7 +155,7 @@ def batch_of(rank, step):
 
 
 def clip_and_adam(groups):
-    return mf.chain(mf.clip_by_global_norm(5.0, groups), mf.adamw(1e-2, eps=1e-3))
+    return mf.optim.chain(mf.optim.clip_by_global_norm(5.0, groups), mf.optim.adamw(1e-2, eps=1e-3))
 
 
 def trained(layout, optimizer=clip_and_adam, steps=2, **options):
@@ -320,7 +320,7 @@ def test_set_joins_pieces_that_lie_apart(ranks):
 def writes_later(layout):
     groups = groups_of(layout)
     shards = mf.shard({"n": torch.tensor([1, 2]), "w": random(0, 5)}, groups)
-    state = mf.init_state(shards, mf.adam(0.1), buffers={"b": torch.zeros(2)})
+    state = mf.init_state(shards, mf.optim.adam(0.1), buffers={"b": torch.zeros(2)})
     for path, value in (("n", torch.tensor([3, 4])), ("b", torch.ones(2)), ("w", random(1, 5))):
         kept = value.clone()
         new = mf.set(state, path, value, groups)
@@ -376,7 +376,7 @@ def sets_state(layout):
     trainer.state = mf.set(state, "h.0.weight", 0, groups)
     trainer.step(batch_of(dist.get_rank(), 9))
     same_bits(state.params["h.0.weight"].data, before[".params['h.0.weight']"])
-    with pytest.raises(mf.DonatedError, match="donated to opt_step at step 2"):
+    with pytest.raises(mf.errors.DonatedError, match="donated to opt_step at step 2"):
         mf.unshard(state.params, groups)
 
 
@@ -399,7 +399,7 @@ def surgery(state, groups):
 
 
 def adamw(groups):
-    return mf.adamw(1e-2, eps=1e-3)
+    return mf.optim.adamw(1e-2, eps=1e-3)
 
 
 def trained_after_surgery(layout, live_bytes):
@@ -473,16 +473,16 @@ def paths_of_trees():
         twice = mf.shard({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, groups)
         assert mf.get(twice, "['a.b']", groups) == 0
         assert mf.get(twice, "['a']['b']", groups) == 1
-        with pytest.raises(mf.TreeError, match="'a.b' names several leaves") as error:
+        with pytest.raises(mf.errors.TreeError, match="'a.b' names several leaves") as error:
             mf.get(twice, "a.b", groups)
         assert "it may be ['a']['b'] or ['a.b']" in str(error.value)
         assert mf.get(mf.shard([None, torch.ones(1)], groups), "[0]", groups) is None
         for bad in (3, None):
-            with pytest.raises(mf.TreeError, match="the path is"):
+            with pytest.raises(mf.errors.TreeError, match="the path is"):
                 mf.get(shards, bad, groups)  # pyright: ignore
         shape = mf.shard([torch.ones(2, 3, device="meta")], groups)
         assert mf.get(shape, "[0]", groups).is_meta
-        with pytest.raises(mf.LeafError, match="holds no data"):
+        with pytest.raises(mf.errors.LeafError, match="holds no data"):
             mf.set(shape, "[0]", torch.ones(2, 3), groups)
         full = {"w": torch.ones(2)}  # a tensor in full is one already
         got = mf.get(full, "w", groups)
@@ -507,7 +507,7 @@ UNKNOWN = {
 def unknown(path, put):
     state = mf.init_state(
         mf.shard(dict(make_net().named_parameters(remove_duplicate=False)), groups_of(FOUR)),
-        mf.adam(0.1),
+        mf.optim.adam(0.1),
         buffers=dict(make_net().named_buffers()),
     )
     if put:
@@ -639,16 +639,16 @@ def test_ranks_that_ask_for_different_leaves_are_named(ranks, first):
 def wrong_groups():
     groups = groups_of(FOUR)
     shards = mf.shard({"w": random(0, 4, 3)}, groups)
-    with pytest.raises(mf.PlanError, match="is one of 2 pieces.*these groups have 4 parts"):
+    with pytest.raises(mf.errors.PlanError, match="is one of 2 pieces.*these groups have 4 parts"):
         mf.get(shards, "w", groups_of(Layout((2, 2), 4)))
-    with pytest.raises(mf.GroupsError, match="set: got a hierarchy"):
+    with pytest.raises(mf.errors.GroupsError, match="set: got a hierarchy"):
         mf.set(shards, "w", 0, groups.hierarchy)
-    with pytest.raises(mf.GroupsError, match="get: groups is None"):
+    with pytest.raises(mf.errors.GroupsError, match="get: groups is None"):
         mf.get(shards, "w", None)
     own = mf.make_groups(2, node_size=2, timeout_s=20)
     other = mf.shard({"w": random(0, 4, 3)}, own)
     own.close()
-    with pytest.raises(mf.GroupsError, match="closed"):
+    with pytest.raises(mf.errors.GroupsError, match="closed"):
         mf.get(other, "w", own)
 
 
@@ -659,15 +659,15 @@ def test_groups_must_be_those_of_the_shards(ranks):
 def bad_places():
     groups = groups_of(FOUR)
     shards = mf.shard({"w": random(0, 4)}, groups)
-    with pytest.raises(mf.LeafError, match="cannot be used inside torch.func"):
+    with pytest.raises(mf.errors.LeafError, match="cannot be used inside torch.func"):
         torch.func.grad(lambda s: mf.get(s, "w", groups).sum())(shards)
-    state = mf.init_state(shards, mf.sgd(0.1))
+    state = mf.init_state(shards, mf.optim.sgd(0.1))
     grads = mf.shard({"w": random(1, 4)}, groups)
     mf.opt_step(state, grads, donate=True)
     for call in (lambda: mf.get(state, "w", groups), lambda: mf.set(state, "w", 0, groups)):
-        with pytest.raises(mf.DonatedError, match="was donated to opt_step at step 0"):
+        with pytest.raises(mf.errors.DonatedError, match="was donated to opt_step at step 0"):
             call()
-    with pytest.raises(mf.DonatedError):
+    with pytest.raises(mf.errors.DonatedError):
         mf.summary(state)
 
 
@@ -690,10 +690,10 @@ def foreign():
     groups = groups_of(FOUR)
     state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), Heavy())
     path = """opt["['w']"]"""
-    with pytest.raises(mf.LeafError, match="is a plain tensor of shape") as error:
+    with pytest.raises(mf.errors.LeafError, match="is a plain tensor of shape") as error:
         mf.get(state, path, groups)
     assert "of unknown leaves" in str(error.value)
-    with pytest.raises(mf.LeafError, match="is a plain tensor of shape"):
+    with pytest.raises(mf.errors.LeafError, match="is a plain tensor of shape"):
         mf.set(state, path, torch.zeros(5), groups)
 
 
@@ -707,7 +707,7 @@ def several_groups():
     groups = {"a": two, "b": four}
     tensors = {"a": {"w": random(0, 5)}, "b": {"w": random(1, 3, 3)}}
     shards = mf.shard(tensors, groups)
-    state = mf.init_state(shards, mf.adam(0.1))
+    state = mf.init_state(shards, mf.optim.adam(0.1))
     state = mf.opt_step(state, mf.shard(tensors, groups))
     by_path = lambda path: four if path.startswith("['b']") else two  # noqa: E731
     moments = {k: mf.unshard(v, groups) for k, v in state.opt.moments.items()}
@@ -815,7 +815,7 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def cells_of(table: mf.Summary) -> Cells:
+def cells_of(table: mf.inspection.Summary) -> Cells:
     parser = Cells()
     parser.feed(table._repr_html_())
     parser.close()
@@ -856,7 +856,7 @@ def tables():
         assert str(mf.summary([])).splitlines()[-1].startswith("0 leaves of 0 elements: 0 B here")
         assert str(mf.summary(mf.shard([None, torch.ones(1)], groups))).count("[1]") == 1
         for bad in (1, 2.5):
-            with pytest.raises(mf.TreeError, match="summary: rows="):
+            with pytest.raises(mf.errors.TreeError, match="summary: rows="):
                 mf.summary(shards, rows=bad)  # pyright: ignore
         return str(mf.summary(mf.shard([torch.ones(3), torch.ones(3)], groups), groups))
 
@@ -873,7 +873,7 @@ def test_tables_are_shortened_in_the_middle_and_escaped(ranks):
 
 def silent():
     groups = groups_of(FOUR)
-    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), mf.adam(0.1))
+    state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), mf.optim.adam(0.1))
     groups.traffic.clear()
     table = mf.summary(state, groups if dist.get_rank() else None)
     cells_of(table)

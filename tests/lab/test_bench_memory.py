@@ -96,7 +96,7 @@ def test_deferred_parameters_count_where_they_are_live():
 
 
 def buckets_of(policy: str, count: int = 8, numel: int = 100, parts: int = 4) -> list[Any]:
-    dtypes = mf.Policy.parse(policy).dtypes("", F32)
+    dtypes = mf.Precision.parse(policy).dtypes("", F32)
     leaves = [
         LeafSpec(f"w{i}", (numel,), dtypes.param, parts, True, None, dtypes[1:])
         for i in range(count)
@@ -157,7 +157,7 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
         assert route.split(route.late)[1].size == cut.grads
         trainer = mf.Trainer(
             model,
-            mf.sgd(0.1),
+            mf.optim.sgd(0.1),
             groups,
             loss=lambda model, x: model(x).float().square().mean(),
             accumulate=accumulate,
@@ -165,7 +165,7 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
             bucket_bytes=1100,
             precision=policy,
         )
-        dtypes = mf.Policy.parse(policy).dtypes("", F32)
+        dtypes = mf.Precision.parse(policy).dtypes("", F32)
         for _ in range(3):
             groups.traffic.clear()
             trainer.step(torch.ones(4, 16))
@@ -258,5 +258,5 @@ def test_what_is_far_from_the_formula_is_named():
 
 
 def test_placements_that_are_none_are_refused():
-    with pytest.raises(mf.PlanError, match="there is no placement zero4"):
+    with pytest.raises(mf.errors.PlanError, match="there is no placement zero4"):
         formulas.check_places(["zero3", "zero4"])

@@ -98,15 +98,15 @@ def clips_by(layout, max_norm, max_value):
     shards = mf.shard(values(), groups)
     grads = poison(mf.reduce_grads(gradients(dist.get_rank()), groups, like=shards))
     norm, want = by_torch(layout.world_size, max_norm, max_value)
-    plain = mf.Guard(max_norm=max_norm, max_value=max_value)
+    plain = mf.optim.Guard(max_norm=max_norm, max_value=max_value)
     times = 2.0**12
     scaled = tree.map_leaves(lambda x: x * times, grads)
     found = []
     for guard, given_grads in (
         (plain, grads),
         (replace(plain, check=True), grads),
-        (replace(plain, scale=mf.static_scale(times)), scaled),
-        (replace(plain, scale=mf.dynamic_scale(times)), poison(scaled)),
+        (replace(plain, scale=mf.optim.static_scale(times)), scaled),
+        (replace(plain, scale=mf.optim.dynamic_scale(times)), poison(scaled)),
     ):
         verdict = guard.judge(given_grads, groups)
         assert verdict.accept is True
@@ -137,14 +137,14 @@ def test_clipping_is_that_of_a_single_process(ranks, layout):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("scale", [mf.no_scale(), mf.static_scale(2.0**5)])
+@pytest.mark.parametrize("scale", [mf.optim.no_scale(), mf.optim.static_scale(2.0**5)])
 def test_sixteen_bit_gradients_are_rounded_once(dtype, scale):
     """Neither the factor nor the norm is: a factor in bfloat16 alone would be off by 2**-9."""
     groups = mf.make_groups(1)
     exact = random(0, 400, dtype=F64).to(dtype).double()
     grads = mf.shard({"w": (exact * scale.value).to(dtype)}, groups)
     norm = exact.norm()
-    for guard in (mf.Guard(scale, 0.3), mf.Guard(scale, 0.3, check=True)):
+    for guard in (mf.optim.Guard(scale, 0.3), mf.optim.Guard(scale, 0.3, check=True)):
         verdict = guard.judge(grads, groups)
         assert verdict.norm is not None
         assert abs(verdict.norm - norm) <= 400 * 2.0**-24 * norm
@@ -155,8 +155,8 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype, scale):
             (got - want).abs() <= (info.eps / 2 + 2.0**-20) * want.abs() + info.tiny * info.eps
         ).all()
     unscaled = scale.unscale(grads)
-    chained, _ = mf.clip_by_global_norm(0.3, groups).update(unscaled, (), grads)
-    same_bits(chained, mf.Guard(max_norm=0.3).judge(unscaled, groups).grads)
+    chained, _ = mf.optim.clip_by_global_norm(0.3, groups).update(unscaled, (), grads)
+    same_bits(chained, mf.optim.Guard(max_norm=0.3).judge(unscaled, groups).grads)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
@@ -166,7 +166,7 @@ def test_a_norm_may_be_above_what_the_dtype_holds(dtype, check):
     groups = mf.make_groups(1)
     grads = mf.shard([torch.full((100,), 6e4, dtype=dtype), torch.ones(3, dtype=F32)], groups)
     each = float(torch.tensor(6e4, dtype=dtype))
-    verdict = mf.Guard(max_norm=1.0, check=check).judge(grads, groups)
+    verdict = mf.optim.Guard(max_norm=1.0, check=check).judge(grads, groups)
     assert verdict.accept
     assert verdict.norm is not None
     norm = math.sqrt(100 * each**2 + 3)
@@ -195,7 +195,7 @@ def train(layout, dtype, bad, guard, steps, donate):
     rank, n = dist.get_rank(), layout.world_size
     params = tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, values())
     params["dense"]["tied"][1] = params["dense"]["tied"][0]
-    state = mf.init_state(mf.shard(params, groups), mf.adam(0.01))
+    state = mf.init_state(mf.shard(params, groups), mf.optim.adam(0.01))
     found = []
     for step in range(steps):
         full = scaled_to(dtype, gradients(rank), guard.scale.value)
@@ -225,7 +225,7 @@ def train(layout, dtype, bad, guard, steps, donate):
     ids=str,
 )
 def test_an_overflow_on_one_rank_is_refused_by_all(ranks, layout, dtype, donate):
-    guard = mf.Guard(mf.dynamic_scale(2.0**8, interval=2, hysteresis=2), max_norm=5.0)
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**8, interval=2, hysteresis=2), max_norm=5.0)
     bad = {1, 2, 3, 7}
     found = ranks(layout.world_size).run(train, layout, dtype, bad, guard, 9, donate)
     #        .      X     X     X     .     .     .     X      .
@@ -245,8 +245,12 @@ def test_a_scale_leaves_no_trace_in_a_run(ranks, layout):
     """Bit for bit the run without one that leaves out the same steps."""
     pool, bad = ranks(layout.world_size), {2, 3}
     runs = [
-        pool.run(train, layout, F32, bad, mf.Guard(scale, check=True), 7, False)[0]
-        for scale in (mf.no_scale(), mf.static_scale(2.0**9), mf.dynamic_scale(interval=2))
+        pool.run(train, layout, F32, bad, mf.optim.Guard(scale, check=True), 7, False)[0]
+        for scale in (
+            mf.optim.no_scale(),
+            mf.optim.static_scale(2.0**9),
+            mf.optim.dynamic_scale(interval=2),
+        )
     ]
     for run in runs[1:]:
         same_bits(run[1], runs[0][1])
@@ -274,10 +278,10 @@ def differing(layout, guard, where, value):
     ids=str,
 )
 def test_replicas_that_differ_decide_alike(ranks, layout, value):
-    watch = mf.norm_spike(50.0, warmup=3)
+    watch = mf.optim.norm_spike(50.0, warmup=3)
     for norm in (10.0, 20.0, 30.0):
         watch = watch.look(norm)[1]
-    guard = mf.Guard(mf.dynamic_scale(4.0), max_norm=1.0, spike=watch)
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(4.0), max_norm=1.0, spike=watch)
     found = ranks(layout.world_size).run(differing, layout, guard, layout.world_size - 1, value)
     finite = math.isfinite(value)
     scale = guard.scale.adjust(finite)
@@ -288,7 +292,7 @@ def test_replicas_that_differ_decide_alike(ranks, layout, value):
 
 @pytest.mark.parametrize("layout", SEVERAL, ids=str)
 def test_each_replica_clips_by_its_own_norm_and_remembers_the_highest(ranks, layout):
-    guard = mf.Guard(max_norm=1.0, spike=mf.norm_spike())
+    guard = mf.optim.Guard(max_norm=1.0, spike=mf.optim.norm_spike())
     found = ranks(layout.world_size).run(differing, layout, guard, -1, 0.0)
     p, highest = layout.partition_size, layout.world_size // layout.partition_size
     for rank, (accept, _, _, after, norm, full) in enumerate(found):
@@ -308,7 +312,7 @@ def only_experts_overflow(layout):
     grads = gradients(dist.get_rank())
     if dist.get_rank() == 1:
         grads["experts"][0][2] = math.inf
-    verdict = mf.Guard(check=True).judge(mf.scatter_grads(grads, groups, like=shards), groups)
+    verdict = mf.optim.Guard(check=True).judge(mf.scatter_grads(grads, groups, like=shards), groups)
     assert verdict.norm is not None
     seen = everywhere(verdict.norm.isfinite(), layout.world_size)
     return verdict.accept, [bool(x) for x in seen]
@@ -330,7 +334,7 @@ def experts_of_some_ranks():
         grads = {"dense": torch.ones(9), "experts": torch.ones(5)}
         if dist.get_rank() == 3:
             grads["experts"][4] = math.nan
-        verdict = mf.Guard(check=True).judge(mf.reduce_grads(grads, groups), groups)
+        verdict = mf.optim.Guard(check=True).judge(mf.reduce_grads(grads, groups), groups)
         return verdict.accept
 
 
@@ -373,7 +377,7 @@ sizes = st.one_of(st.floats(0, 4), st.sampled_from([0.0, 1.0, 10.0, 10.1, 1e9, m
 def test_a_watch_is_the_plain_one(norms, factor, window, warmup, skip):
     warmup = min(warmup, window)
     action = "skip" if skip else "report"
-    watch = mf.norm_spike(factor, window=window, warmup=warmup, action=action)
+    watch = mf.optim.norm_spike(factor, window=window, warmup=warmup, action=action)
     found = []
     for norm in norms:
         spike, watch = watch.look(norm)
@@ -383,8 +387,8 @@ def test_a_watch_is_the_plain_one(norms, factor, window, warmup, skip):
 
 def watched(layout, action, factors):
     groups = groups_of(layout)
-    state = mf.init_state(mf.shard({"w": torch.zeros(9)}, groups), mf.sgd(1.0))
-    guard = mf.Guard(spike=mf.norm_spike(4.0, window=3, warmup=2, action=action))
+    state = mf.init_state(mf.shard({"w": torch.zeros(9)}, groups), mf.optim.sgd(1.0))
+    guard = mf.optim.Guard(spike=mf.optim.norm_spike(4.0, window=3, warmup=2, action=action))
     found = []
     for factor in factors:
         grads = mf.reduce_grads({"w": torch.full((9,), factor)}, groups)
@@ -437,20 +441,25 @@ def test_the_host_waits_once_where_something_is_decided_and_else_never(monkeypat
             return real(*args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, noted)
-    limited_too = replace(mf.Guard(), max_norm=0.5, max_value=0.1)
-    for guard in (mf.Guard(), mf.Guard(max_norm=0.5), mf.Guard(max_value=0.5), limited_too):
+    limited_too = replace(mf.optim.Guard(), max_norm=0.5, max_value=0.1)
+    for guard in (
+        mf.optim.Guard(),
+        mf.optim.Guard(max_norm=0.5),
+        mf.optim.Guard(max_value=0.5),
+        limited_too,
+    ):
         verdict = guard.judge(grads, groups)
         assert not waits, guard
         assert verdict.accept is True
         assert verdict.next is guard
         assert (verdict.norm is None) == (guard.max_norm is None)
     for guard in (
-        mf.Guard(check=True),
-        mf.Guard(mf.static_scale(1.0)),
-        mf.Guard(mf.dynamic_scale()),
-        mf.Guard(spike=mf.norm_spike()),
+        mf.optim.Guard(check=True),
+        mf.optim.Guard(mf.optim.static_scale(1.0)),
+        mf.optim.Guard(mf.optim.dynamic_scale()),
+        mf.optim.Guard(spike=mf.optim.norm_spike()),
         replace(limited_too, check=True),
-        replace(limited_too, scale=mf.dynamic_scale()),
+        replace(limited_too, scale=mf.optim.dynamic_scale()),
     ):
         waits.clear()
         assert guard.judge(grads, groups).norm is not None
@@ -460,10 +469,10 @@ def test_the_host_waits_once_where_something_is_decided_and_else_never(monkeypat
 @pytest.mark.parametrize(
     "guard",
     [
-        mf.Guard(),
-        mf.Guard(check=True),
-        mf.Guard(mf.static_scale(1.0)),
-        mf.Guard(max_norm=100.0, check=True),
+        mf.optim.Guard(),
+        mf.optim.Guard(check=True),
+        mf.optim.Guard(mf.optim.static_scale(1.0)),
+        mf.optim.Guard(max_norm=100.0, check=True),
     ],
 )
 def test_where_nothing_is_to_do_nothing_is_touched(guard):
@@ -478,14 +487,14 @@ def test_where_nothing_is_to_do_nothing_is_touched(guard):
 def donating(layout):
     groups = homes(layout)
     shards = mf.shard(values(), groups)
-    guard = mf.Guard(mf.static_scale(4.0), max_norm=1.0, max_value=0.1)
+    guard = mf.optim.Guard(mf.optim.static_scale(4.0), max_norm=1.0, max_value=0.1)
     grads = mf.reduce_grads(gradients(dist.get_rank()), groups, like=shards)
     kept = guard.judge(grads, groups).grads
     pieces = tree.flatten(grads)[0]
     verdict = guard.judge(grads, groups, donate=True)
     same_bits(trained(mf.unshard(verdict.grads, groups)), trained(mf.unshard(kept, groups)))
     with pytest.raises(
-        mf.DonatedError, match=r"grads\['dense'\]\['a'\] was donated to Guard.judge"
+        mf.errors.DonatedError, match=r"grads\['dense'\]\['a'\] was donated to Guard.judge"
     ):
         _ = grads["dense"]["a"].data
     same = [
@@ -507,10 +516,10 @@ def test_a_donation_writes_to_nothing_else():
     flat = torch.ones(12)
     like = mf.shard({k: torch.zeros(4) for k in "ab"}, groups)
     grads = mf.reduce_grads({"a": flat[:4], "b": flat[6:10]}, groups, like=like)
-    out = mf.Guard(max_value=0.5).judge(grads, groups, donate=True).grads
+    out = mf.optim.Guard(max_value=0.5).judge(grads, groups, donate=True).grads
     assert flat[4:6].tolist() + flat[10:].tolist() == [1.0] * 4
     assert out["a"].data.tolist() + out["b"].data.tolist() == [0.5] * 8
-    guard = mf.Guard(mf.static_scale(2.0))
+    guard = mf.optim.Guard(mf.optim.static_scale(2.0))
     alone = mf.shard({k: torch.zeros(4) for k in "ab"}, groups, bucket_bytes=1)
     for layout in (like, alone):
         same = torch.ones(4)
@@ -526,7 +535,7 @@ def test_without_donation_the_gradients_stay():
     groups = mf.make_groups(1)
     grads = mf.shard({"w": torch.ones(4)}, groups)
     before = grads["w"].data.clone()
-    mf.Guard(mf.static_scale(2.0), 0.1, 0.1).judge(grads, groups)
+    mf.optim.Guard(mf.optim.static_scale(2.0), 0.1, 0.1).judge(grads, groups)
     assert torch.equal(grads["w"].data, before)
 
 
@@ -540,7 +549,7 @@ def test_a_factor_on_the_device_and_one_on_the_host_give_the_same():
 
 def test_an_empty_tree_is_judged():
     groups = mf.make_groups(1)
-    guard = mf.Guard(mf.dynamic_scale(), 1.0, 1.0, mf.norm_spike(), True)
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(), 1.0, 1.0, mf.optim.norm_spike(), True)
     verdict = guard.judge({}, groups)
     assert verdict.accept
     assert verdict.norm is not None
@@ -553,15 +562,15 @@ def test_an_empty_tree_is_judged():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: mf.Guard(max_norm=0.0), "Guard: max_norm=0.0 must be above 0"),
-        (lambda: mf.Guard(max_norm=math.nan), "Guard: max_norm=nan must be above 0"),
-        (lambda: mf.Guard(max_value=-1.0), "Guard: max_value=-1.0 must be above 0"),
-        (lambda: mf.Guard(2.0**16), "Guard: scale=65536.0 is no LossScale"),  # pyright: ignore
-        (lambda: mf.Guard(spike=10.0), "Guard: spike=10.0 is no watch"),  # pyright: ignore
+        (lambda: mf.optim.Guard(max_norm=0.0), "Guard: max_norm=0.0 must be above 0"),
+        (lambda: mf.optim.Guard(max_norm=math.nan), "Guard: max_norm=nan must be above 0"),
+        (lambda: mf.optim.Guard(max_value=-1.0), "Guard: max_value=-1.0 must be above 0"),
+        (lambda: mf.optim.Guard(2.0**16), "Guard: scale=65536.0 is no LossScale"),  # pyright: ignore
+        (lambda: mf.optim.Guard(spike=10.0), "Guard: spike=10.0 is no watch"),  # pyright: ignore
     ],
 )
 def test_a_guard_that_can_not_work_is_refused(make, said):
-    with pytest.raises(mf.OptimizerError) as caught:
+    with pytest.raises(mf.errors.OptimizerError) as caught:
         make()
     assert said in str(caught.value)
 
@@ -578,17 +587,17 @@ def test_a_guard_that_can_not_work_is_refused(make, said):
     ],
 )
 def test_a_watch_that_can_not_work_is_refused(options, said):
-    with pytest.raises(mf.PlanError) as caught:
-        mf.norm_spike(**options)
+    with pytest.raises(mf.errors.PlanError) as caught:
+        mf.optim.norm_spike(**options)
     assert said in str(caught.value)
 
 
 def test_gradients_that_still_owe_a_hop_are_refused():
     groups = mf.make_groups(1)
-    with pytest.raises(mf.LeafError, match=r"grads\['w'\] is no shard"):
-        mf.Guard(check=True).judge({"w": torch.ones(2)}, groups)
+    with pytest.raises(mf.errors.LeafError, match=r"grads\['w'\] is no shard"):
+        mf.optim.Guard(check=True).judge({"w": torch.ones(2)}, groups)
     grads = mf.shard({"w": torch.ones(2)}, groups)
-    with pytest.raises(mf.GroupsError, match="Guard.judge: got a hierarchy, needs groups"):
-        mf.Guard(check=True).judge(grads, groups.hierarchy)
-    with pytest.raises(mf.GroupsError, match="Guard.judge: groups is None"):
-        mf.Guard().judge(grads, None)
+    with pytest.raises(mf.errors.GroupsError, match="Guard.judge: got a hierarchy, needs groups"):
+        mf.optim.Guard(check=True).judge(grads, groups.hierarchy)
+    with pytest.raises(mf.errors.GroupsError, match="Guard.judge: groups is None"):
+        mf.optim.Guard().judge(grads, None)

@@ -91,7 +91,7 @@ def run_sharded(layout, make, donate=False):
 def of_torch(layout, name, options, donate):
     cls = getattr(torch.optim, name)
     single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
-    make = lambda: mf.from_torch(cls, lr=1e-2, **{**options, **single})  # noqa: E731
+    make = lambda: mf.optim.from_torch(cls, lr=1e-2, **{**options, **single})  # noqa: E731
     same_bits(run_sharded(layout, make, donate), torch_twin(cls, {**options, **single}))
 
 
@@ -107,7 +107,7 @@ def test_torch_optimizers_to_the_bit(ranks, layout, name, options):
 def test_sgd_moves_all_of_16_bits(dtype, options):
     """Torch's fused SGD skips them on the CPU, in whole vectors, and no small tensor shows it."""
     groups, start = mf.make_groups(1), random(0, 1000, dtype=dtype)
-    state = mf.init_state(mf.shard({"w": start}, groups), mf.sgd(0.1, **options))
+    state = mf.init_state(mf.shard({"w": start}, groups), mf.optim.sgd(0.1, **options))
     twin = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([twin], 0.1, fused=False, foreach=False, **options)
     for step in range(STEPS):
@@ -120,9 +120,9 @@ def test_sgd_moves_all_of_16_bits(dtype, options):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_by_name_with_the_reason(name):
     with pytest.raises(
-        mf.OptimizerError, match=f"from_torch: {name} can not be used: it "
+        mf.errors.OptimizerError, match=f"from_torch: {name} can not be used: it "
     ) as caught:
-        mf.from_torch(getattr(torch.optim, name))
+        mf.optim.from_torch(getattr(torch.optim, name))
     assert "fix: use an elementwise one: SGD" in str(caught.value)
 
 
@@ -148,33 +148,39 @@ class RowNormed(torch.optim.SGD):
 
 
 def test_finds_out_what_is_not_elementwise():
-    with pytest.raises(mf.OptimizerError, match="RowNormed can not be used: it is not elementwise"):
-        mf.from_torch(RowNormed, lr=0.1)
+    with pytest.raises(
+        mf.errors.OptimizerError, match="RowNormed can not be used: it is not elementwise"
+    ):
+        mf.optim.from_torch(RowNormed, lr=0.1)
 
 
 def test_refuses_bad_arguments_at_once():
-    with pytest.raises(mf.OptimizerError, match="Invalid learning rate: -1"):
-        mf.adamw(-1.0)
-    with pytest.raises(mf.OptimizerError, match="unexpected keyword argument 'nope'"):
-        mf.from_torch(torch.optim.SGD, lr=0.1, nope=1)
-    with pytest.raises(mf.OptimizerError, match="SGD is no optimizer of init and update"):
+    with pytest.raises(mf.errors.OptimizerError, match="Invalid learning rate: -1"):
+        mf.optim.adamw(-1.0)
+    with pytest.raises(mf.errors.OptimizerError, match="unexpected keyword argument 'nope'"):
+        mf.optim.from_torch(torch.optim.SGD, lr=0.1, nope=1)
+    with pytest.raises(mf.errors.OptimizerError, match="SGD is no optimizer of init and update"):
         mf.init_state({}, torch.optim.SGD([torch.zeros(1)], 0.1))
 
 
 FUSED = {
     "sgd": (
-        lambda lr: mf.sgd(lr, momentum=0.9, nesterov=True),
+        lambda lr: mf.optim.sgd(lr, momentum=0.9, nesterov=True),
         torch.optim.SGD,
         {"momentum": 0.9, "nesterov": True},
     ),
-    "adam": (mf.adam, torch.optim.Adam, {}),
-    "adamw": (lambda lr: mf.adamw(lr, weight_decay=0.3), torch.optim.AdamW, {"weight_decay": 0.3}),
+    "adam": (mf.optim.adam, torch.optim.Adam, {}),
+    "adamw": (
+        lambda lr: mf.optim.adamw(lr, weight_decay=0.3),
+        torch.optim.AdamW,
+        {"weight_decay": 0.3},
+    ),
 }
 
 
 def of_fused(layout, name):
     make, cls, options = FUSED[name]
-    schedule = mf.warmup_cosine(1e-2, 2, STEPS)
+    schedule = mf.optim.warmup_cosine(1e-2, 2, STEPS)
     got = run_sharded(layout, lambda: make(schedule), donate=True)
     want = torch_twin(cls, {**options, "fused": True}, lr=schedule)
     for (
@@ -205,14 +211,14 @@ def lion_twin(lr, beta1, beta2, decay):
 
 
 def of_lion(layout, donate):
-    make = lambda: mf.lion(1e-2, weight_decay=0.1, decay_mask=lambda path: "b" not in path)  # noqa: E731
+    make = lambda: mf.optim.lion(1e-2, weight_decay=0.1, decay_mask=lambda path: "b" not in path)  # noqa: E731
     got, want = run_sharded(layout, make, donate), lion_twin(1e-2, 0.9, 0.99, 0.1)
     for key, value in got.items():
         assert ((value - want[key]).abs() <= STEPS * 4 * 6e-8 * (want[key].abs() + 0.04)).all()
 
 
 def of_mask(layout):
-    make = lambda: mf.from_torch(  # noqa: E731
+    make = lambda: mf.optim.from_torch(  # noqa: E731
         torch.optim.AdamW,
         lr=1e-2,
         weight_decay=0.5,
@@ -239,7 +245,7 @@ def test_lion_and_masks(ranks, layout):
 
 def one_step(donate):
     groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard(values(), groups), mf.adamw(1e-2))
+    state = mf.init_state(mf.shard(values(), groups), mf.optim.adamw(1e-2))
     before = tree.map_leaves(torch.clone, state.params)
     grads = mf.reduce_grads(grads_at(0), groups, like=state.params)
     return groups, state, before, grads, mf.opt_step(state, grads, donate=donate)
@@ -257,7 +263,8 @@ def test_pure_by_default():
 def test_donation_reuses_buffers_and_names_what_is_used_again():
     groups = mf.make_groups(1)
     state = mf.init_state(
-        mf.shard(values(), groups), mf.chain(mf.clip_by_value(0.5), mf.adamw(1e-2))
+        mf.shard(values(), groups),
+        mf.optim.chain(mf.optim.clip_by_value(0.5), mf.optim.adamw(1e-2)),
     )
     memory = [x.data_ptr() for x in tree.flatten(state.params)[0]]
     kept = state
@@ -275,11 +282,13 @@ def test_donation_reuses_buffers_and_names_what_is_used_again():
         lambda: torch.func.grad(lambda s: mf.gather(s, groups)["a"].sum())(kept.params),
         lambda: tree.map_leaves(torch.clone, kept.params),
     ):
-        with pytest.raises(mf.DonatedError) as caught:
+        with pytest.raises(mf.errors.DonatedError) as caught:
             use()
         assert str(caught.value) == pinned
     assert repr(kept.params["a"]) == "Sharded(params['a'] was donated to opt_step at step 0)"
-    with pytest.raises(mf.DonatedError, match="opt.*exp_avg.*was donated to opt_step at step 0"):
+    with pytest.raises(
+        mf.errors.DonatedError, match="opt.*exp_avg.*was donated to opt_step at step 0"
+    ):
         _ = kept.opt[1].moments["exp_avg"]["a"].data + 1
 
 
@@ -290,24 +299,26 @@ def single_ops(name, options):
     """One of torch's, without kernels over lists: those round by place."""
     cls = getattr(torch.optim, name)
     single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
-    return lambda: mf.from_torch(cls, lr=1e-2, **{**options, **single})
+    return lambda: mf.optim.from_torch(cls, lr=1e-2, **{**options, **single})
 
 
 EVERY = {
     **{f"{name} {options}": single_ops(name, options) for name, options in CASES},
-    "foreach": lambda: mf.from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9, foreach=True),
-    "sgd": lambda: mf.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adam": lambda: mf.adam(0.1),
-    "adamw": lambda: mf.adamw(0.1, decay_mask=lambda path: "1" not in path),
-    "lion": lambda: mf.lion(0.1, weight_decay=0.1, decay_mask=lambda path: "1" not in path),
-    "clip_by_value": lambda: mf.chain(mf.clip_by_value(0.5), mf.sgd(0.1)),
+    "foreach": lambda: mf.optim.from_torch(
+        torch.optim.RMSprop, lr=1e-2, momentum=0.9, foreach=True
+    ),
+    "sgd": lambda: mf.optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda: mf.optim.adam(0.1),
+    "adamw": lambda: mf.optim.adamw(0.1, decay_mask=lambda path: "1" not in path),
+    "lion": lambda: mf.optim.lion(0.1, weight_decay=0.1, decay_mask=lambda path: "1" not in path),
+    "clip_by_value": lambda: mf.optim.chain(mf.optim.clip_by_value(0.5), mf.optim.sgd(0.1)),
     "protocol": lambda: OptaxLike(),
 }
 
 
 def odd_memory(layout, names, kinds):
     groups = groups_of(layout)
-    guard = mf.Guard(max_value=0.1)
+    guard = mf.optim.Guard(max_value=0.1)
     for name in names:
         start = mf.init_state(mf.shard(values(), groups), EVERY[name]())
         grads = mf.reduce_grads(grads_at(0), groups, like=start.params)
@@ -321,7 +332,9 @@ def odd_memory(layout, names, kinds):
         exact = torch.cat(
             [x.double().flatten() for x in tree.flatten(mf.unshard(odd, groups))[0]]
         ).norm()
-        assert abs(mf.global_norm(odd, groups) - exact) <= 120 * 6e-8 * exact  # as in `clipped`
+        assert (
+            abs(mf.optim.global_norm(odd, groups) - exact) <= 120 * 6e-8 * exact
+        )  # as in `clipped`
         same_bits(guard.judge(odd, groups).grads, want)
         same_bits(guard.judge(odd, groups, donate=True).grads, want)
 
@@ -380,12 +393,12 @@ TERMS = {
     "unused": lambda w: w.new_zeros(()),
 }
 WITH_TORCH = {
-    "sgd": (mf.sgd, torch.optim.SGD, {}),
-    "momentum": (mf.sgd, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
-    "adam": (mf.adam, torch.optim.Adam, {"eps": 1e-2}),
-    "adamw": (mf.adamw, torch.optim.AdamW, {"eps": 1e-2}),
+    "sgd": (mf.optim.sgd, torch.optim.SGD, {}),
+    "momentum": (mf.optim.sgd, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "adam": (mf.optim.adam, torch.optim.Adam, {"eps": 1e-2}),
+    "adamw": (mf.optim.adamw, torch.optim.AdamW, {"eps": 1e-2}),
     "rmsprop": (
-        lambda lr, **options: mf.from_torch(torch.optim.RMSprop, lr=lr, **options),
+        lambda lr, **options: mf.optim.from_torch(torch.optim.RMSprop, lr=lr, **options),
         torch.optim.RMSprop,
         {"eps": 1e-2},
     ),
@@ -479,7 +492,7 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         return (state.params, state.opt), grads
 
     def judged(mine, donate):
-        guard = mf.Guard(max_norm=0.1, max_value=0.05)
+        guard = mf.optim.Guard(max_norm=0.1, max_value=0.05)
         return guard.judge(mine, groups, donate=donate).grads, sharded(50)
 
     def synced(mine, donate):
@@ -490,9 +503,9 @@ def of_parts(layout, shapes, chosen, bucket_bytes, name):
         moved = tree.map_leaves(lambda x: x.mul_(1 + dist.get_rank()), mine)
         return sync.after(moved, state, groups, donate=donate), sharded(50)
 
-    for verb in (steps, judged, synced, partial(merged, mf.local_sgd(1))):
+    for verb in (steps, judged, synced, partial(merged, mf.replicas.local_sgd(1))):
         check(verb)
-    check(partial(merged, mf.diloco(1)))
+    check(partial(merged, mf.replicas.diloco(1)))
 
 
 def test_part_of_a_bucket_leaves_the_rest_alone(ranks):
@@ -504,7 +517,9 @@ def actor_and_critic():
     groups = groups_of(Layout((2,), 2))
     shards = mf.shard({"actor": torch.ones(40), "critic": torch.ones(7)}, groups)
     parts = [{"actor": shards["actor"]}, {"critic": shards["critic"]}]
-    states = [mf.init_state(part, mf.sgd(lr)) for part, lr in zip(parts, (0.2, 0.3), strict=True)]
+    states = [
+        mf.init_state(part, mf.optim.sgd(lr)) for part, lr in zip(parts, (0.2, 0.3), strict=True)
+    ]
     grads = mf.reduce_grads({"actor": torch.ones(40), "critic": torch.ones(7)}, groups)
     for i, key in ((0, "actor"), (1, "critic")):
         states[i] = mf.opt_step(states[i], {key: grads[key]}, donate=True)
@@ -530,7 +545,7 @@ def copies_of_parts(layout):
     shards = mf.shard({f"p{i}": random(i, 300) for i in range(4)}, groups_of(layout))
     some = {k: shards[k] for k in ("p0", "p1", "p3")}
     for held, columned in ((shards, 1), (some, 2)):
-        state = mf.init_state(held, mf.adam(0.1))
+        state = mf.init_state(held, mf.optim.adam(0.1))
         grads = tree.map_leaves(torch.ones_like, held)
         for each in (state.opt.moments["exp_avg"], mf.opt_step(state, grads).params):
             pieces = [x for x in tree.flatten(each)[0] if x.numel()]
@@ -562,9 +577,9 @@ def test_gradients_may_lie_in_the_memory_that_is_written_to():
 
 def test_gradients_must_match():
     groups = mf.make_groups(1)
-    state = mf.init_state(mf.shard(values(), groups), mf.sgd(0.1))
+    state = mf.init_state(mf.shard(values(), groups), mf.optim.sgd(0.1))
     full = grads_at(0)
-    with pytest.raises(mf.TreeError) as caught:
+    with pytest.raises(mf.errors.TreeError) as caught:
         mf.opt_step(state, full)
     assert str(caught.value) == (
         "opt_step: grads['a'] does not match its parameter\n"
@@ -573,18 +588,20 @@ def test_gradients_must_match():
         "  fix: do both hops first: reduce_grads(grads, groups, like=state.params)"
     )
     fewer = {k: v for k, v in full.items() if k != "c"}
-    with pytest.raises(mf.TreeError) as caught:
+    with pytest.raises(mf.errors.TreeError) as caught:
         mf.opt_step(state, mf.reduce_grads(fewer, groups))
     assert str(caught.value) == (
         "opt_step: the gradients' tree differs from the parameters'\n"
         "  grads['c'] is missing\n"
         "  fix: differentiate with respect to state.params"
     )
-    with pytest.raises(mf.TreeError) as caught:
+    with pytest.raises(mf.errors.TreeError) as caught:
         mf.reduce_grads(fewer, groups, like=state.params)
     assert "first difference: grads['c'] is missing" in str(caught.value)
     other = mf.shard(full, groups, bucket_bytes=1)
-    with pytest.raises(mf.TreeError, match="it lies at 0 of bucket .*, the parameter at") as caught:
+    with pytest.raises(
+        mf.errors.TreeError, match="it lies at 0 of bucket .*, the parameter at"
+    ) as caught:
         mf.opt_step(state, other)
     assert "fix: pass like=state.params to reduce_grads" in str(caught.value)
 
@@ -613,10 +630,12 @@ def clipped(layout, max_norm):
     grads = mf.reduce_grads(full, groups, like=shards)
     n = layout.world_size
     exact = torch.cat([params["a"].double() * (n + 1) / 2, shared.flatten().double() * 3]).norm()
-    norm = mf.global_norm(grads, groups)
+    norm = mf.optim.global_norm(grads, groups)
     # rounding of the mean (n terms) and of the norm (about 120 squares, in float32)
     assert abs(norm - exact) <= (n + 120) * 6e-8 * exact
-    state = mf.init_state(shards, mf.chain(mf.clip_by_global_norm(max_norm, groups), mf.sgd(1.0)))
+    state = mf.init_state(
+        shards, mf.optim.chain(mf.optim.clip_by_global_norm(max_norm, groups), mf.optim.sgd(1.0))
+    )
     moved = mf.unshard(mf.opt_step(state, grads).params, groups)
     want = params["a"].double() - params["a"].double() * (n + 1) / 2 * min(1.0, max_norm / exact)
     assert (moved["a"] - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max()))
@@ -637,16 +656,17 @@ def test_clip_by_global_norm_counts_once(ranks, layout, max_norm):
 def test_clip_by_value():
     groups = mf.make_groups(1)
     state = mf.init_state(
-        mf.shard({"w": torch.zeros(3)}, groups), mf.chain(mf.clip_by_value(0.5), mf.sgd(1.0))
+        mf.shard({"w": torch.zeros(3)}, groups),
+        mf.optim.chain(mf.optim.clip_by_value(0.5), mf.optim.sgd(1.0)),
     )
     grads = mf.reduce_grads({"w": torch.tensor([-3.0, 0.25, 9.0])}, groups)
     assert mf.opt_step(state, grads).params["w"].data.tolist() == [0.5, -0.25, -0.5]
     for bad in (
-        lambda: mf.clip_by_value(0),
-        lambda: mf.clip_by_global_norm(-1.0, groups),
-        mf.chain,
+        lambda: mf.optim.clip_by_value(0),
+        lambda: mf.optim.clip_by_global_norm(-1.0, groups),
+        mf.optim.chain,
     ):
-        with pytest.raises(mf.OptimizerError):
+        with pytest.raises(mf.errors.OptimizerError):
             bad()
 
 
@@ -676,14 +696,16 @@ def test_accepts_the_protocol(optimizer):
     for key, value in got.items():
         assert torch.allclose(value, want[key], rtol=1e-6, atol=1e-6)
     chained = run_sharded(
-        Layout((1,), 1), lambda: mf.chain(mf.clip_by_value(1e9), optimizer()), donate=True
+        Layout((1,), 1),
+        lambda: mf.optim.chain(mf.optim.clip_by_value(1e9), optimizer()),
+        donate=True,
     )
     same_bits(chained, got)
 
 
 @given(step=st.integers(0, 200), warmup=st.integers(1, 50), total=st.integers(51, 150))
 def test_warmup_cosine_stays_between_floor_and_peak(step, warmup, total):
-    lr = mf.warmup_cosine(2.0, warmup, total, floor=0.25)
+    lr = mf.optim.warmup_cosine(2.0, warmup, total, floor=0.25)
     assert 0 < lr(step) <= 2.0
     assert lr(warmup - 1) == 2.0
     assert lr(max(total, step)) == pytest.approx(0.25) or step < total

@@ -17,14 +17,14 @@ from mics_fn import tree
 STEPS, EPS = 3, 0.1
 TOLERANCE = 1e5 * torch.finfo(torch.float64).eps  # some thousand terms, slopes of at most 1/EPS
 OPTIMIZERS = {
-    "sgd": lambda lr: mf.sgd(lr),
-    "momentum": lambda lr: mf.sgd(lr, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adam": lambda lr: mf.adam(lr, eps=EPS, weight_decay=0.1),
-    "adamw": lambda lr: mf.adamw(
+    "sgd": lambda lr: mf.optim.sgd(lr),
+    "momentum": lambda lr: mf.optim.sgd(lr, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda lr: mf.optim.adam(lr, eps=EPS, weight_decay=0.1),
+    "adamw": lambda lr: mf.optim.adamw(
         lr, eps=EPS, weight_decay=0.1, decay_mask=lambda path: "a" in path
     ),
-    "lion": lambda lr: mf.lion(lr, weight_decay=0.1),
-    "clipped": lambda lr: mf.chain(mf.clip_by_value(0.2), mf.sgd(lr)),
+    "lion": lambda lr: mf.optim.lion(lr, weight_decay=0.1),
+    "clipped": lambda lr: mf.optim.chain(mf.optim.clip_by_value(0.2), mf.optim.sgd(lr)),
 }
 Values = dict[str, Tensor]
 
@@ -185,24 +185,28 @@ def test_what_has_no_derivative_says_so():
     groups = mf.make_groups(1)
     shards = mf.shard({"w": torch.ones(3)}, groups)
     live = tree.map_leaves(lambda x: x.clone().requires_grad_(), shards)
-    with pytest.raises(mf.OptimizerError, match="donate=True where a derivative is asked for"):
-        mf.opt_step(mf.init_state(shards, mf.sgd(0.1)), live, donate=True)
+    with pytest.raises(
+        mf.errors.OptimizerError, match="donate=True where a derivative is asked for"
+    ):
+        mf.opt_step(mf.init_state(shards, mf.optim.sgd(0.1)), live, donate=True)
     rate = torch.tensor(0.1, requires_grad=True)
-    for optimizer in (mf.sgd(rate), mf.lion(rate)):
-        with pytest.raises(mf.OptimizerError, match="fix: pass donate=False, or call it under"):
+    for optimizer in (mf.optim.sgd(rate), mf.optim.lion(rate)):
+        with pytest.raises(
+            mf.errors.OptimizerError, match="fix: pass donate=False, or call it under"
+        ):
             mf.opt_step(mf.init_state(shards, optimizer), shards, donate=True)
         with torch.no_grad():
             mf.opt_step(mf.init_state(shards, optimizer), shards)
     for cls in (torch.optim.RMSprop, torch.optim.ASGD):
-        optimizer = mf.from_torch(cls, lr=0.1)
+        optimizer = mf.optim.from_torch(cls, lr=0.1)
         state = mf.init_state(shards, optimizer)
-        with pytest.raises(mf.OptimizerError) as caught:
+        with pytest.raises(mf.errors.OptimizerError) as caught:
             mf.opt_step(state, live)
         assert str(caught.value) == (
             f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for\n"
             "  fix: use sgd, adam, adamw or lion, or call it under torch.no_grad()"
         )
-        with pytest.raises(mf.OptimizerError, match="has no derivative"):
+        with pytest.raises(mf.errors.OptimizerError, match="has no derivative"):
             torch.func.grad(
                 lambda s, o=optimizer: mf.gather(mf.init_state(s, o).params, groups)["w"].sum()
             )(shards)

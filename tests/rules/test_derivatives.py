@@ -110,7 +110,7 @@ def norm_of(leaves: list) -> Any:
     return torch.stack([x.square().sum() for x in leaves]).sum().sqrt()
 
 
-def clipped(transform: mf.Transform, s: Any) -> Any:
+def clipped(transform: mf.optim.Transform, s: Any) -> Any:
     return transform.update(s, transform.init(s), s)[0]
 
 
@@ -150,12 +150,12 @@ PROGRAMS: dict[str, Program] = {
     "scatter_grads": through_scatter(mf.scatter_grads, lambda at: at.peers),
     "reduce_grads": through_scatter(mf.reduce_grads, lambda at: range(at.groups.world_size)),
     "global_norm": Program(
-        lambda s, at: (at.rank + 1) * mf.global_norm(s, at.groups).pow(3),
+        lambda s, at: (at.rank + 1) * mf.optim.global_norm(s, at.groups).pow(3),
         lambda p, at: (at.rank + 1) * norm_of([p["a"], p["tied"][0], p["zero"]]).pow(3),
     ),
     "global_norm of what is computed": Program(
         lambda s, at: (
-            mf.global_norm(tree.map_leaves(torch.sin, s), at.groups)
+            mf.optim.global_norm(tree.map_leaves(torch.sin, s), at.groups)
             * loss_of(mf.gather(s, at.groups), at.rank)
         ),
         lambda p, at: (
@@ -163,12 +163,14 @@ PROGRAMS: dict[str, Program] = {
         ),
     ),
     "clip_by_value": Program(
-        lambda s, at: loss_of(mf.gather(clipped(mf.clip_by_value(0.5), s), at.groups), at.rank),
+        lambda s, at: loss_of(
+            mf.gather(clipped(mf.optim.clip_by_value(0.5), s), at.groups), at.rank
+        ),
         lambda p, at: loss_of(changed(p, lambda x: x.clamp(-0.5, 0.5)), at.rank),
     ),
     "clip_by_global_norm": Program(
         lambda s, at: loss_of(
-            mf.gather(clipped(mf.clip_by_global_norm(1.0, at.groups), s), at.groups), at.rank
+            mf.gather(clipped(mf.optim.clip_by_global_norm(1.0, at.groups), s), at.groups), at.rank
         ),
         lambda p, at: loss_of(changed(p, lambda x: x * within_one(p)), at.rank),
     ),
@@ -273,7 +275,7 @@ def norm_over_two_groups():
     place = Place(wide, shards)
 
     def sharded(s):
-        return (place.rank + 1) * mf.global_norm(s, homes).pow(3)
+        return (place.rank + 1) * mf.optim.global_norm(s, homes).pow(3)
 
     def plain(p):
         return (place.rank + 1) * norm_of(list(p.values())).pow(3)
@@ -290,8 +292,8 @@ def norm_at_zero(layout):
     groups = groups_of(layout)
     shards = mf.shard({"w": torch.zeros(5), "n": torch.zeros(3)}, groups)
     for found in (
-        grad(lambda s: mf.global_norm(s, groups))(shards),
-        torch.func.jvp(lambda s: mf.global_norm(s, groups), (shards,), (shards,)),
+        grad(lambda s: mf.optim.global_norm(s, groups))(shards),
+        torch.func.jvp(lambda s: mf.optim.global_norm(s, groups), (shards,), (shards,)),
     ):
         assert not any(x.any() for x in tree.flatten(found)[0])
 
@@ -355,7 +357,7 @@ def own_bases(layout: Layout) -> None:
                     full = lambda s: mf.defer(s, groups, policy).params  # noqa: B023, E731
                     found = refusal(program, lambda s: curved(full(s)), full, shards)  # noqa: B023
                     assert "each rank's own pieces" in found, (name, how, found)
-            found = refusal(jacfwd(lambda s: mf.global_norm(s, groups)), shards)
+            found = refusal(jacfwd(lambda s: mf.optim.global_norm(s, groups)), shards)
             assert "each rank's own pieces" in found
 
 
@@ -435,7 +437,9 @@ def other_batches(layout: Layout) -> None:
         ),
     }
     for call in calls.values():
-        with pytest.raises(mf.DesyncError, match=r"rank 0: batch \(3,\)\n  rank 1: batch \(4,\)"):
+        with pytest.raises(
+            mf.errors.DesyncError, match=r"rank 0: batch \(3,\)\n  rank 1: batch \(4,\)"
+        ):
             call()
 
 
@@ -448,7 +452,7 @@ def other_replicas(layout: Layout) -> None:
     groups, rank = groups_of(layout), dist.get_rank()
     shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
     batched = tree.map_leaves(lambda x: x.expand(3 + rank, *x.shape), shards)
-    with pytest.raises(mf.DesyncError, match="mean: ranks batch other numbers of rows"):
+    with pytest.raises(mf.errors.DesyncError, match="mean: ranks batch other numbers of rows"):
         mf.reduce_grads(batched, groups)
 
 
@@ -487,23 +491,23 @@ class Setting(NamedTuple):
     trainer: mf.Trainer
 
 
-def due(sync: mf.ReplicaSync, s: Any, groups: mf.Groups) -> Any:
+def due(sync: mf.replicas.ReplicaSync, s: Any, groups: mf.Groups) -> Any:
     state = sync.init(mf.shard({"w": torch.ones(4)}, groups), groups)
     return sync.after(s, replace(state, step=0), groups)[0]
 
 
 REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
-    "start_gather": lambda s, at: mf.start_gather(s, at.groups).wait(),
-    "start_scatter_grads": lambda s, at: mf.start_scatter_grads(
+    "start_gather": lambda s, at: mf.shards.start_gather(s, at.groups).wait(),
+    "start_scatter_grads": lambda s, at: mf.shards.start_scatter_grads(
         mf.gather(s, at.groups), at.groups
     ).wait(),
     "sync_replicas(donate=True)": lambda s, at: mf.sync_replicas(s, at.groups, donate=True),
     "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
-    "Guard.judge": lambda s, at: mf.Guard(max_norm=1.0).judge(s, at.groups).grads,
-    "Guard.judge, no limit": lambda s, at: mf.Guard().judge(s, at.groups).grads,
-    "local_sgd": lambda s, at: due(mf.local_sgd(1), s, at.groups),
-    "diloco": lambda s, at: due(mf.diloco(1), s, at.groups),
-    "diloco, init": lambda s, at: mf.diloco(1).init(s, at.groups).outer.params,
+    "Guard.judge": lambda s, at: mf.optim.Guard(max_norm=1.0).judge(s, at.groups).grads,
+    "Guard.judge, no limit": lambda s, at: mf.optim.Guard().judge(s, at.groups).grads,
+    "local_sgd": lambda s, at: due(mf.replicas.local_sgd(1), s, at.groups),
+    "diloco": lambda s, at: due(mf.replicas.diloco(1), s, at.groups),
+    "diloco, init": lambda s, at: mf.replicas.diloco(1).init(s, at.groups).outer.params,
 }
 
 # These refuse inside torch.func only: of autograd's leaves they give values without a gradient.
@@ -511,7 +515,7 @@ REFUSALS_INSIDE: dict[str, Callable[[Any, Setting], Any]] = {
     "get": lambda s, at: mf.get(s, "w", at.groups),
     "set": lambda s, at: mf.set(s, "w", 1.0, at.groups),
     "GradSum": lambda s, at: mf.defer(s, at.groups, mf.on_demand(), into=mf.GradSum()).params,
-    "GradSum.backward": lambda s, at: mf.GradSum().backward(mf.global_norm(s, at.groups)),
+    "GradSum.backward": lambda s, at: mf.GradSum().backward(mf.optim.global_norm(s, at.groups)),
     "Trainer.step": lambda s, at: at.trainer.step(mf.gather(s, at.groups)["w"][None, :2]).loss,
     "Trainer.eval": lambda s, at: at.trainer.eval(mf.gather(s, at.groups)["w"][None, :2]),
     "Trainer.fit": lambda s, at: at.trainer.fit([torch.ones(1, 2)], 1, progress=False)[0].loss,
@@ -535,7 +539,7 @@ def refusals(layout: Layout) -> None:
     torch.manual_seed(0)
     shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
     loss = lambda model, x: model(x).sum()  # noqa: E731
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.sgd(0.1), groups, loss=loss)
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss)
     at = Setting(groups, shards, trainer)
     calls = dict(REFUSALS)
     if groups.num_replicas == 1:  # then it gives the very tree
@@ -570,7 +574,7 @@ def step_by_hand(layout):
 
     def after(s: Any) -> Any:
         inner = grad(lambda q: mf.gather(q, groups)["w"].pow(3).sum())(s)
-        state = mf.opt_step(mf.init_state(s, mf.sgd(0.1)), mf.reduce_grads(inner, groups))
+        state = mf.opt_step(mf.init_state(s, mf.optim.sgd(0.1)), mf.reduce_grads(inner, groups))
         return mf.gather(state.params, groups)["w"].square().sum()
 
     got = mf.unshard(mf.reduce_grads(grad(after)(shards), groups), groups)

@@ -146,9 +146,9 @@ def test_its_code_equals_one_process_on_all_samples(ranks):
 
 def test_its_schedule_is_a_plan_of_its_uses():
     (text,) = (code for language, code in FENCES if language == "text")
-    schedule = mf.Schedule.parse(text)
+    schedule = mf.schedules.Schedule.parse(text)
     assert str(schedule) == text.strip()
-    assert mf.plan(schedule, [8, 8, 8], live_bytes=8) == schedule
+    assert mf.schedules.plan(schedule, [8, 8, 8], live_bytes=8) == schedule
 
 
 def test_its_script_runs_under_torchrun(tmp_path: Path):
@@ -181,7 +181,7 @@ def test_its_torchrun_lines_parse():
 
 def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
     env = {"SLURM_PROCID": "9", "SLURM_NTASKS": "32", "SLURM_LOCALID": "1", "SLURM_NNODES": "4"}
-    with pytest.raises(mf.GroupsError) as error:
+    with pytest.raises(mf.errors.GroupsError) as error:
         read_launch(env)
     line = str(error.value).splitlines()[-1].partition("batch script: ")[2]
     assert line.startswith("export MASTER_ADDR=")
@@ -236,14 +236,14 @@ def test_some_of_its_rules_on_one_rank():
     """Unused parameters decay, integers stay, p = 1 gathers are views, a donated value is gone."""
     with mf.make_groups(1) as groups:
         unused = {"a": torch.ones(2), "b": torch.ones(2), "n": torch.tensor([3])}
-        state = mf.init_state(mf.shard(unused, groups), mf.sgd(0.1, weight_decay=0.5))
+        state = mf.init_state(mf.shard(unused, groups), mf.optim.sgd(0.1, weight_decay=0.5))
         grads = torch.func.grad(lambda s: mf.gather(s, groups)["a"].sum())(state.params)
         after = mf.opt_step(state, mf.reduce_grads(grads, groups)).params
         assert grads["b"].data.tolist() == [0.0, 0.0]
         torch.testing.assert_close(after["b"].data, torch.full((2,), 0.95))
-        assert isinstance(after["n"], mf.Fixed)
+        assert isinstance(after["n"], mf.shards.Fixed)
         full = mf.gather(state.params, groups)
         assert full["a"].data_ptr() == state.params["a"].data.data_ptr()
         mf.opt_step(state, grads, donate=True)
-        with pytest.raises(mf.DonatedError):
+        with pytest.raises(mf.errors.DonatedError):
             tree.map_leaves(torch.clone, mf.gather(state.params, groups))

@@ -16,6 +16,7 @@ from cases import (
     TREES,
     Layout,
     everywhere,
+    full_of,
     groups_of,
     mean_bound,
     plain_values,
@@ -157,7 +158,7 @@ def adjoint(layout, name, live):
     n, p, rank = layout.world_size, layout.partition_size, dist.get_rank()
     shards = mf.shard(TREES[name](torch.float64, 5), groups)
     full, vjp = torch.func.vjp(  # pyright: ignore[reportAssignmentType]
-        lambda s: [x + 0 for x in tree.flatten(mf.defer(s, groups.hierarchy, policy).params)[0]],
+        lambda s: [x + 0 for x in tree.flatten(full_of(s, groups.hierarchy, policy))[0]],
         shards,
     )
     y = tree.map_leaves(lambda x: random(77 + rank, *x.shape, dtype=torch.float64), full)
@@ -256,7 +257,7 @@ def test_bytes_on_each_level(ranks, layout):
 
 
 def levels_of(layout):
-    plan = mf.plan_groups(mf.Topology(layout.sizes), layout.partition_size)
+    plan = mf.groups.plan_groups(mf.groups.Topology(layout.sizes), layout.partition_size)
     return plan.level_names, plan.level_sizes
 
 
@@ -265,7 +266,7 @@ def levels_of(layout):
 
 def peer_leaves(layout, timeout_s):
     groups = mf.make_groups(
-        layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=timeout_s
+        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=timeout_s
     )
     shards = mf.shard({"w": random(0, 1000)}, groups)
     mf.gather(shards, groups.hierarchy)  # the tree is agreed on
@@ -275,7 +276,7 @@ def peer_leaves(layout, timeout_s):
         return "left"
     try:
         mf.gather(shards, groups.hierarchy)
-    except mf.CollectiveError as error:
+    except mf.errors.CollectiveError as error:
         return str(error)
     return "no error"
 
@@ -290,7 +291,7 @@ def test_a_failing_collective_raises(ranks):
 
 def peer_is_late(layout):
     groups = mf.make_groups(
-        layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=1.0
+        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=1.0
     )
     shards = mf.shard({"w": random(0, 1000)}, groups)
     mf.gather(shards, groups.hierarchy)  # the tree is agreed on
@@ -299,9 +300,9 @@ def peer_is_late(layout):
         return "late"
     try:
         mf.gather(shards, groups.hierarchy)
-    except mf.CollectiveTimeoutError as error:
+    except mf.errors.CollectiveTimeoutError as error:
         return str(error)
-    except mf.CollectiveError as error:  # gloo's own limit is the same and may be first
+    except mf.errors.CollectiveError as error:  # gloo's own limit is the same and may be first
         return str(error)
     return "no error"
 
@@ -313,16 +314,18 @@ def test_a_late_rank_is_an_error_within_the_limit(ranks):
 
 def fail_then_wait_again(layout):
     groups = mf.make_groups(
-        layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=1.0
+        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=1.0
     )
-    pending = start_all_gather(groups.hierarchy, torch.ones(4)) if dist.get_rank() == 0 else None
+    pending = (
+        start_all_gather(groups.hierarchy.route, torch.ones(4)) if dist.get_rank() == 0 else None
+    )
     if pending is None:
         return time.sleep(2.5)
     texts = []
     for _ in range(2):
         try:
             texts.append(str(pending.wait()))
-        except mf.CollectiveError as error:
+        except mf.errors.CollectiveError as error:
             texts.append(str(error))
     return texts
 
@@ -336,7 +339,7 @@ def test_a_failed_collective_has_no_result(ranks):
 def interrupted(layout):
     """Ctrl-C while a peer is late: gloo's own wait would not hear it for minutes."""
     groups = mf.make_groups(
-        layout.partition_size, topology=mf.Topology(layout.sizes), timeout_s=30.0
+        layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=30.0
     )
     shards = mf.shard({"w": random(0, 1000)}, groups)
     mf.gather(shards, groups.hierarchy)
@@ -370,14 +373,15 @@ def start_and_finish(layout):
     order = [groups.hierarchy.route.chunk]
     chunks = [torch.full((3,), float(10 * i + groups.hierarchy.route.chunk)) for i in range(4)]
     for pick in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        pendings = [start_all_gather(groups.hierarchy, chunk) for chunk in chunks]
+        pendings = [start_all_gather(groups.hierarchy.route, chunk) for chunk in chunks]
         found = {i: pendings[i].wait() for i in pick}
         for i, full in found.items():
             assert full.shape == (p, 3)
             assert full[:, 0].tolist() == [10.0 * i + c for c in range(p)]
         assert all(pendings[i].wait() is found[i] for i in pick), "waiting again is free"
     fulls = [torch.arange(p * 2.0).view(p, 2) * (i + 1) * (rank + 1) for i in range(4)]
-    parts = wait_all([start_reduce_scatter(groups.hierarchy, full) for full in fulls])
+    route, buffers = groups.hierarchy.route, groups.hierarchy.pools.reducing
+    parts = wait_all([start_reduce_scatter(route, full, buffers) for full in fulls])
     mean = sum(range(first + 1, first + p + 1)) / p
     for i, part in enumerate(parts):
         want = torch.arange(p * 2.0).view(p, 2)[order[0]] * (i + 1) * mean
@@ -395,21 +399,21 @@ def started_verbs(layout, name):
     params = TREES[name](torch.float32, 11)
     shards = mf.shard(params, groups, bucket_bytes=64)
     other = mf.shard(TREES["plain"](torch.float32, 4), groups)
-    pendings = [mf.start_gather(x, groups.hierarchy) for x in (shards, other)]
+    pendings = [mf.shards.start_gather(x, groups.hierarchy) for x in (shards, other)]
     second, first = pendings[1].wait(), pendings[0].wait()
     same_bits(first, plain_values(params))
     same_bits(second, TREES["plain"](torch.float32, 4))
     assert pendings[0].wait() is first
     grads = tree.map_leaves(lambda x: x if x.is_floating_point() else None, plain_values(params))
     grads = {**grads, "frozen": None} if name == "mixed" else grads
-    hop1 = mf.start_scatter_grads(grads, groups, like=shards)
+    hop1 = mf.shards.start_scatter_grads(grads, groups, like=shards)
     same_bits(hop1.wait(), mf.scatter_grads(grads, groups, like=shards))
-    with pytest.raises(mf.LeafError, match="start_gather: its result has no derivative"):
-        torch.func.grad(lambda s: mf.start_gather(s, groups).wait()["w"].sum())(other)
+    with pytest.raises(mf.errors.LeafError, match="start_gather: its result has no derivative"):
+        torch.func.grad(lambda s: mf.shards.start_gather(s, groups).wait()["w"].sum())(other)
     needing = tree.map_leaves(lambda x: x.clone().requires_grad_(), other)
     if layout.partition_size > 1:
-        with pytest.raises(mf.LeafError, match="fix: use gather, or torch.no_grad()"):
-            mf.start_gather(needing, groups)
+        with pytest.raises(mf.errors.LeafError, match="fix: use gather, or torch.no_grad()"):
+            mf.shards.start_gather(needing, groups)
 
 
 @every_layout

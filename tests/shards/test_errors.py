@@ -154,7 +154,7 @@ def test_leaves_that_can_not_be_sharded():
         ),
     }
     for value, text in cases.values():
-        expect(mf.LeafError, text, lambda value=value: mf.shard({"a": [value]}, groups))
+        expect(mf.errors.LeafError, text, lambda value=value: mf.shard({"a": [value]}, groups))
 
 
 def test_a_tensor_on_another_device():
@@ -165,7 +165,7 @@ def test_a_tensor_on_another_device():
     assert shards["w"].shape == (2,)
     away = mf.make_groups(1, device="cuda:0" if torch.cuda.is_available() else "meta")
     expect(
-        mf.LeafError,
+        mf.errors.LeafError,
         f"shard: params['w'] is on cpu, its groups are on {away.device}\n"
         f"  fix: move it with .to('{away.device}'), or make groups with device='cpu'",
         lambda: mf.shard({"w": torch.zeros(2)}, away),
@@ -178,30 +178,30 @@ def test_gradients_of_the_wrong_kind():
     good = torch.ones(2, 3)
     cases = [
         (
-            mf.LeafError,
+            mf.errors.LeafError,
             {"n": torch.ones(2), "w": good},
             "grads['n']: a gradient for a leaf of int64\n"
             "  fix: only float leaves have gradients: give None there",
         ),
         (
-            mf.TreeError,
+            mf.errors.TreeError,
             {"n": None, "w": good.T},
             "grads['w']: shape (3, 2), expected (2, 3)\n"
             "  fix: pass the gradient of the full parameter",
         ),
         (
-            mf.LeafError,
+            mf.errors.LeafError,
             {"n": None, "w": good.double()},
             "grads['w']: float64, expected float32\n  fix: cast it with .to(torch.float32)",
         ),
         (
-            mf.LeafError,
+            mf.errors.LeafError,
             {"n": None, "w": 3.0},
             "grads['w'] is float, expected torch.Tensor\n"
             "  fix: give a full tensor, or None where there is no gradient",
         ),
         (
-            mf.TreeError,
+            mf.errors.TreeError,
             [good],
             "scatter_grads: the gradients' tree differs from the parameters'\n"
             "  first difference: grads['n'] is missing\n"
@@ -217,50 +217,58 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     shards = mf.shard({"w": torch.zeros(2)}, groups)
     fix = "\n  fix: make groups first: groups = mics_fn.make_groups(partition_size)"
     expect(
-        mf.GroupsError, "shard: groups is None" + fix, lambda: mf.shard({"w": torch.zeros(2)}, None)
+        mf.errors.GroupsError,
+        "shard: groups is None" + fix,
+        lambda: mf.shard({"w": torch.zeros(2)}, None),
     )
-    expect(mf.GroupsError, "gather: hierarchy is None" + fix, lambda: mf.gather(shards, None))
     expect(
-        mf.GroupsError,
+        mf.errors.GroupsError, "gather: hierarchy is None" + fix, lambda: mf.gather(shards, None)
+    )
+    expect(
+        mf.errors.GroupsError,
         "reduce_grads: groups is None" + fix,
         lambda: mf.reduce_grads({"w": torch.zeros(2)}, None),
     )
     expect(
-        mf.GroupsError, "sync_replicas: groups is None" + fix, lambda: mf.reduce_grads(shards, None)
+        mf.errors.GroupsError,
+        "sync_replicas: groups is None" + fix,
+        lambda: mf.reduce_grads(shards, None),
     )
     expect(
-        mf.GroupsError,
+        mf.errors.GroupsError,
         "hop 2 needs groups, got a hierarchy\n  fix: pass groups",
         lambda: mf.reduce_grads(shards, groups.hierarchy),
     )
     expect(
-        mf.LeafError,
+        mf.errors.LeafError,
         "gather: shards['w'] is Tensor, no shard\n  fix: make shards with shard(params, groups)",
         lambda: mf.gather({"w": torch.zeros(2)}, groups),
     )
-    with pytest.raises(mf.TreeError, match="groups: not a prefix of the tree it goes with"):
+    with pytest.raises(mf.errors.TreeError, match="groups: not a prefix of the tree it goes with"):
         mf.shard({"w": torch.zeros(2)}, {"v": groups})
-    with pytest.raises(mf.TreeError, match=r"groups\['w'\]: got int, which is no groups"):
+    with pytest.raises(mf.errors.TreeError, match=r"groups\['w'\]: got int, which is no groups"):
         mf.shard({"w": torch.zeros(2)}, {"w": 3})
     expect(
-        mf.PlanError,
+        mf.errors.PlanError,
         "shard: replicas='maybe', expected 'check' or 'broadcast'",
         lambda: mf.shard({"w": torch.zeros(2)}, groups, **{"replicas": "maybe"}),  # pyright: ignore
     )
     partly = {"a": shards["w"], "b": torch.zeros(2)}
     text = "['a'] is sharded already: Sharded(shape=(2,), float32, here 2 of 2)\n"
     fix = "  fix: pass like=state.params for gradients that are partly reduced"
-    expect(mf.LeafError, "shard: params" + text + fix, lambda: mf.shard(partly, groups))
+    expect(mf.errors.LeafError, "shard: params" + text + fix, lambda: mf.shard(partly, groups))
     expect(
-        mf.LeafError, "reduce_grads: grads" + text + fix, lambda: mf.reduce_grads(partly, groups)
+        mf.errors.LeafError,
+        "reduce_grads: grads" + text + fix,
+        lambda: mf.reduce_grads(partly, groups),
     )
     expect(
-        mf.PlanError,
+        mf.errors.PlanError,
         "shard: source_rank=3 is not one of rank 0\n  fix: name a global rank of the groups",
         lambda: mf.shard({"w": torch.zeros(2)}, groups, replicas="broadcast", source_rank=3),
     )
     expect(
-        mf.PlanError,
+        mf.errors.PlanError,
         "bucket_bytes=0 must be above 0",
         lambda: mf.shard({"w": torch.zeros(2)}, groups, bucket_bytes=0),
     )
@@ -277,9 +285,9 @@ def test_verbs_after_close():
         lambda: mf.unshard(shards, groups),
         lambda: mf.reduce_grads(shards, groups),
         lambda: mf.reduce_grads({"w": torch.zeros(2)}, groups),
-        lambda: mf.global_norm(shards, groups),
+        lambda: mf.optim.global_norm(shards, groups),
     ):
-        with pytest.raises(mf.GroupsError, match="is used after its groups were closed"):
+        with pytest.raises(mf.errors.GroupsError, match="is used after its groups were closed"):
             call()
 
 
@@ -319,7 +327,7 @@ def test_a_tied_leaf_without_its_owner():
     nested = mf.gather({"deep": [shards]}, groups)["deep"][0]
     assert nested["a"] is nested["b"]
     with pytest.raises(
-        mf.TreeError,
+        mf.errors.TreeError,
         match=r"Tied\(shape=\(3,\), float32\) is tied to a leaf that is not in this tree",
     ):
         mf.gather({"b": shards["b"]}, groups)
@@ -328,11 +336,11 @@ def test_a_tied_leaf_without_its_owner():
 def donating():
     groups = groups_of(Layout((2,), 1))
     shards = mf.shard({"w": torch.ones(2)}, groups)
-    with pytest.raises(mf.DonatedError, match="sync_replicas: donate=True under autograd"):
+    with pytest.raises(mf.errors.DonatedError, match="sync_replicas: donate=True under autograd"):
         torch.func.grad(lambda s: mf.sync_replicas(s, groups, donate=True)["w"].data.sum())(shards)
     synced = mf.sync_replicas(shards, groups, donate=True)
     assert synced["w"].data.tolist() == [1.0, 1.0]
-    with pytest.raises(mf.DonatedError, match=r"grads\['w'\] was donated to sync_replicas"):
+    with pytest.raises(mf.errors.DonatedError, match=r"grads\['w'\] was donated to sync_replicas"):
         mf.gather(shards, groups)
 
 

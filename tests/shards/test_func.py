@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, 
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.shards.precision import policy_of
+from mics_fn.shards.precision import precision_of
 
 # What `test_mixed` changes: what gather casts to, the unsharded twin casts to as well.
 PRECISION: str | None = None
@@ -37,7 +37,9 @@ def cut(params, groups, **options):
 
 
 def cast(params):
-    return tree.map_leaves(lambda x: x.to(policy_of(PRECISION).dtypes("", x.dtype).compute), params)
+    return tree.map_leaves(
+        lambda x: x.to(precision_of(PRECISION).dtypes("", x.dtype).compute), params
+    )
 
 
 def loss_of(params, batch):
@@ -156,7 +158,7 @@ def over_shards(layout, live):
         tree.map_leaves(lambda x: torch.stack([x, x.sin(), x * 2]), params), batch
     )
     if live is not None:  # a schedule fetches one model at a time
-        with pytest.raises(mf.LeafError, match="shards are batched by vmap"):
+        with pytest.raises(mf.errors.LeafError, match="shards are batched by vmap"):
             vmap(loss, in_dims=(0, None))(models, batch)
         return
     close(vmap(loss, in_dims=(0, None))(models, batch), want)

@@ -130,7 +130,7 @@ def batch_of(step: int, rank: int) -> Tensor:
 def shared_buffers(layout: Layout, case, copied: bool) -> tuple[list[Tensor], dict]:
     model = model_of(case)
     trainer = mf.Trainer(
-        model, mf.sgd(0.1), groups_of(layout), loss=lambda m, x: m(x).sum(), accumulate=2
+        model, mf.optim.sgd(0.1), groups_of(layout), loss=lambda m, x: m(x).sum(), accumulate=2
     )
     rank = dist.get_rank() if dist.is_initialized() else 0
     losses = []
@@ -193,7 +193,7 @@ def test_the_users_own_buffers_stay_as_they_are():
     model = model_of(views_of_one)
     before = {name: value.clone() for name, value in model.named_buffers()}
     with mf.make_groups(1) as groups:
-        trainer = mf.Trainer(model, mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+        trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
         state = trainer.state
         kept = {name: value.clone() for name, value in state.buffers.items()}
         trainer.step(batch_of(0, 0))
@@ -207,7 +207,7 @@ def test_the_users_own_buffers_stay_as_they_are():
 def test_set_replaces_a_shared_buffer_under_all_its_names():
     with mf.make_groups(1) as groups:
         trainer = mf.Trainer(
-            model_of(one_tensor), mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum()
+            model_of(one_tensor), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum()
         )
         trainer.state = mf.set(trainer.state, "buffers['1.stat']", 1.0, groups)
         assert mf.get(trainer.state, "buffers['2.other']", groups).tolist() == [1.0] * 3
@@ -236,8 +236,8 @@ def test_buffers_in_the_memory_of_others_are_refused():
             (same, "buffer 'mine' lies in the memory of parameter 'weight'"),
             (mixed, "buffer 'b' lies in the memory of buffer 'a', of another dtype"),
         ):
-            with pytest.raises(mf.LeafError, match=said):
-                mf.Trainer(model, mf.sgd(0.1), groups)
+            with pytest.raises(mf.errors.LeafError, match=said):
+                mf.Trainer(model, mf.optim.sgd(0.1), groups)
 
 
 # Parameters.
@@ -269,13 +269,13 @@ def refused(layout: Layout) -> None:
     text = (
         r"params\['a'\] and params\['b'\] overlap in memory, and are not the same tensor\n  shapes"
     )
-    with pytest.raises(mf.LeafError, match="shard: " + text):
+    with pytest.raises(mf.errors.LeafError, match="shard: " + text):
         mf.shard(dict(model.named_parameters()), groups)
-    with pytest.raises(mf.LeafError, match="shard: " + text):
-        mf.Trainer(model, mf.sgd(0.1), groups)
-    with pytest.raises(mf.LeafError, match="init_model: " + text):
+    with pytest.raises(mf.errors.LeafError, match="shard: " + text):
+        mf.Trainer(model, mf.optim.sgd(0.1), groups)
+    with pytest.raises(mf.errors.LeafError, match="init_model: " + text):
         mf.init_model(Overlapping, groups, seed=0)
-    with pytest.raises(mf.LeafError, match="load_shards: " + text):
+    with pytest.raises(mf.errors.LeafError, match="load_shards: " + text):
         mf.load_shards(dict(model.named_parameters()), groups, like=model)
     for values in (Apart(), Overlapping(trained=False)):
         params = dict(values.named_parameters(remove_duplicate=False))
@@ -283,7 +283,7 @@ def refused(layout: Layout) -> None:
             mf.unshard(mf.shard(params, groups), groups), {k: v.detach() for k, v in params.items()}
         )
     shards = mf.init_model(Apart, groups, seed=0)[1]
-    assert isinstance(shards["c"], mf.Tied)
+    assert isinstance(shards["c"], mf.shards.Tied)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
@@ -294,8 +294,10 @@ def test_parameters_that_overlap_are_refused(ranks, layout):
 def made_with_shared_buffers(layout: Layout, case) -> None:
     groups = groups_of(layout)
     skeleton, shards = mf.init_model(lambda: model_of(case), groups, seed=0)
-    made = mf.Trainer(skeleton, mf.sgd(0.1), groups, params=shards, loss=lambda m, x: m(x).sum())
-    plain = mf.Trainer(model_of(case), mf.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+    made = mf.Trainer(
+        skeleton, mf.optim.sgd(0.1), groups, params=shards, loss=lambda m, x: m(x).sum()
+    )
+    plain = mf.Trainer(model_of(case), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
     for step in range(2):
         losses = [trainer.step(batch_of(step, 0)).loss for trainer in (made, plain)]
         assert torch.equal(*losses)

@@ -76,6 +76,10 @@ class Experts:
         assert torch.equal(full["expert"], want["experts"][self.mine])
 
 
+def zero1(groups):
+    return mf.placement.place(groups, "zero1")
+
+
 def summed(here, micro_steps, place=lambda groups: groups):
     total, groups = mf.GradSum(micro_steps), tree.map_leaves(place, here.groups)
     full = mf.defer(here.shards, groups, mf.on_demand(live_bytes=0), into=total).params
@@ -96,10 +100,11 @@ WAYS = {
     ),
     "GradSum": lambda here: summed(here, 1),
     "GradSum of two": lambda here: summed(here, 2),
-    "GradSum, reduced at the end": lambda here: summed(here, 2, mf.placement.zero1),
+    "GradSum, reduced at the end": lambda here: summed(here, 2, zero1),
     "full": lambda here: mf.reduce_grads(full_grads(here), here.groups, like=here.shards),
     "started": lambda here: mf.sync_replicas(
-        mf.start_scatter_grads(full_grads(here), here.groups, like=here.shards).wait(), here.groups
+        mf.shards.start_scatter_grads(full_grads(here), here.groups, like=here.shards).wait(),
+        here.groups,
     ),
     "hop 2 again": lambda here: mf.reduce_grads(
         mf.reduce_grads(full_grads(here), here.groups, like=here.shards), here.groups
@@ -117,10 +122,10 @@ def experts_as_one_process(sizes):
         same_bits(mf.unshard(same, here.groups), mf.unshard(here.shards, here.groups))
         trainer = mf.Trainer(
             lambda full, batch: here.loss(full),
-            mf.sgd(0.5),
+            mf.optim.sgd(0.5),
             here.groups,
             params=mf.unshard(here.shards, here.groups),
-            replica_sync=mf.every_step(),
+            replica_sync=mf.replicas.every_step(),
         )
         trainer.step(torch.ones(1))
         assert torch.equal(trainer.params()["dense"], PARAMS["dense"] - 0.5 * want["dense"])
@@ -161,7 +166,7 @@ def test_second_derivatives_through_experts_are_those_of_one_process(ranks, size
 
 
 def wrong_mean_over(value):
-    with pytest.raises(mf.PlanError, match="mean_over=.* is no int of at least 1"):
+    with pytest.raises(mf.errors.PlanError, match="mean_over=.* is no int of at least 1"):
         mf.make_groups(1, mean_over=value)
 
 
@@ -189,13 +194,15 @@ def test_one_rank_with_a_mean_over_more():
 
 
 REFUSED = {
-    "global_norm": lambda grads, groups: mf.global_norm(grads, groups),
-    "clip_by_global_norm": lambda grads, groups: mf.clip_by_global_norm(1.0, groups),
-    "max_norm": lambda grads, groups: mf.Guard(max_norm=1.0).judge(grads, groups),
-    "spike": lambda grads, groups: mf.Guard(spike=mf.norm_spike()).judge(grads, groups),
-    "check": lambda grads, groups: mf.Guard(check=True).judge(grads, groups),
-    "scale": lambda grads, groups: mf.Guard(mf.dynamic_scale()).judge(grads, groups),
-    "static scale": lambda grads, groups: mf.Guard(mf.static_scale(2.0)).judge(grads, groups),
+    "global_norm": lambda grads, groups: mf.optim.global_norm(grads, groups),
+    "clip_by_global_norm": lambda grads, groups: mf.optim.clip_by_global_norm(1.0, groups),
+    "max_norm": lambda grads, groups: mf.optim.Guard(max_norm=1.0).judge(grads, groups),
+    "spike": lambda grads, groups: mf.optim.Guard(spike=mf.optim.norm_spike()).judge(grads, groups),
+    "check": lambda grads, groups: mf.optim.Guard(check=True).judge(grads, groups),
+    "scale": lambda grads, groups: mf.optim.Guard(mf.optim.dynamic_scale()).judge(grads, groups),
+    "static scale": lambda grads, groups: mf.optim.Guard(mf.optim.static_scale(2.0)).judge(
+        grads, groups
+    ),
 }
 NEED_A_NORM = ("global_norm", "clip_by_global_norm", "max_norm", "spike")
 
@@ -208,25 +215,25 @@ def a_part(how):
         grads = mf.shard({"cut": whole(dist.get_rank() % 2, 6), "copied": whole(9, 3)}, groups)
         for name, call in REFUSED.items():
             with pytest.raises(
-                mf.PlanError, match="these groups are a part of the world"
+                mf.errors.PlanError, match="these groups are a part of the world"
             ) as caught:
                 call(grads, groups)
             assert "make_groups(whole=True)" in str(caught.value), name
         for route in (groups.hierarchy, groups.flat):
-            with pytest.raises(mf.PlanError, match="global_norm: these groups are a part"):
-                mf.global_norm(grads, route)
-        with pytest.raises(mf.PlanError, match="Guard.judge: these groups"):
-            mf.Trainer(lambda p, b: p["cut"], mf.sgd(0.1), groups, params=grads, guard=CLIPS)
-        for guard in (mf.Guard(), mf.Guard(max_value=1.0)):
+            with pytest.raises(mf.errors.PlanError, match="global_norm: these groups are a part"):
+                mf.optim.global_norm(grads, route)
+        with pytest.raises(mf.errors.PlanError, match="Guard.judge: these groups"):
+            mf.Trainer(lambda p, b: p["cut"], mf.optim.sgd(0.1), groups, params=grads, guard=CLIPS)
+        for guard in (mf.optim.Guard(), mf.optim.Guard(max_value=1.0)):
             verdict = guard.judge(grads, groups)
             assert verdict.accept
             assert verdict.norm is None
         fixed = mf.placement.fixed_order(groups)
-        with pytest.raises(mf.PlanError):
-            mf.global_norm(grads, fixed)
+        with pytest.raises(mf.errors.PlanError):
+            mf.optim.global_norm(grads, fixed)
 
 
-CLIPS = mf.Guard(max_norm=1.0)
+CLIPS = mf.optim.Guard(max_norm=1.0)
 
 
 @pytest.mark.parametrize("how", ["mesh", "ranks"])
@@ -242,7 +249,7 @@ def all_of_it(beside):
         grads = mf.shard([grad], groups)
         for call in REFUSED.values():
             call(grads, groups)
-        assert mf.global_norm(grads, groups).item() == math.sqrt(float(grad.square().sum()))
+        assert mf.optim.global_norm(grads, groups).item() == math.sqrt(float(grad.square().sum()))
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["a whole mesh", "a job beside others"])
@@ -255,18 +262,23 @@ def experts_of_other_ranks():
     with here.groups["expert"]:
         for name, call in REFUSED.items():
             if name in NEED_A_NORM:
-                with pytest.raises(mf.PlanError, match="leaves live on groups of different ranks"):
+                with pytest.raises(
+                    mf.errors.PlanError, match="leaves live on groups of different ranks"
+                ):
                     call(here.shards, here.groups)
             else:  # all ranks hear whether something is not finite
                 verdict = call(here.shards, here.groups)
                 assert verdict.accept
                 assert verdict.norm is None
         dense = {"dense": here.shards["dense"]}
-        assert mf.global_norm(dense, here.groups["dense"]).item() == PARAMS["dense"].norm().item()
+        assert (
+            mf.optim.global_norm(dense, here.groups["dense"]).item()
+            == PARAMS["dense"].norm().item()
+        )
         params = mf.unshard(here.shards, here.groups)
         frozen = mf.shard(params, here.groups, frozen=lambda path: "expert" in path)
         # What is not trained has no gradient, so that nothing is left out.
-        assert mf.global_norm(frozen, here.groups).item() == PARAMS["dense"].norm().item()
+        assert mf.optim.global_norm(frozen, here.groups).item() == PARAMS["dense"].norm().item()
 
 
 def test_norms_over_leaves_on_other_ranks_are_refused(ranks):
@@ -277,7 +289,7 @@ def part_of_a_dtensor():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     weight = distribute_tensor(whole(0, 4, 3), mesh["tp"], [Shard(0)])
     with mf.make_groups(1, mesh=mesh["dp"], timeout_s=20) as groups:
-        with pytest.raises(mf.LeafError, match=r"params\['w'\] is a DTensor") as caught:
+        with pytest.raises(mf.errors.LeafError, match=r"params\['w'\] is a DTensor") as caught:
             mf.shard({"w": weight}, groups)
         assert "pass its to_local(), with groups of the data-parallel part" in str(caught.value)
         shards = mf.shard({"w": weight.to_local()}, groups)

@@ -35,7 +35,7 @@ from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.optim.columns import map_columns
 from mics_fn.optim.transform import from_update
 from mics_fn.shards.leaf import is_leaf
-from mics_fn.shards.precision import Dtypes, policy_of
+from mics_fn.shards.precision import Dtypes, precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 POLICIES = [
@@ -58,7 +58,7 @@ PLACEMENTS = {
 
 def dtypes_by_path(policy, params) -> dict[str, Dtypes]:
     """Of each float leaf, as the policy alone says."""
-    rule = policy_of(policy)
+    rule = precision_of(policy)
     leaves = zip(tree.paths(params), tree.flatten(params)[0], strict=True)
     return {path: rule.dtypes(path, x.dtype) for path, x in leaves if x.is_floating_point()}
 
@@ -109,7 +109,7 @@ def ways(groups, shards):
     """Every way to gather, as a tree of plain tensors."""
     for route in (groups, groups.hierarchy, groups.flat):
         yield mf.gather(shards, route)
-    yield mf.start_gather(shards, groups).wait()
+    yield mf.shards.start_gather(shards, groups).wait()
     yield mf.gather(tree.map_leaves(torch.clone, shards), groups)  # pieces that are no chunk
     schemes = ["zero1", "hpz", "fsdp"] if groups.partition_size > 1 else []
     for scheme in ("mics", *schemes):
@@ -255,7 +255,7 @@ def hops(layout, policies):
     sizes, r = level_sizes(layout), layout.world_size // layout.partition_size
     values = {"a": random(0, 37), "b": random(1, 5, 9)}
     for policy in policies:
-        said = policy_of(policy).dtypes("", F32)
+        said = precision_of(policy).dtypes("", F32)
         shards = mf.shard(values, groups, precision=policy)
         (bucket,) = buckets_of(shards)
         each = [
@@ -552,7 +552,7 @@ def seeded_apart(layout, scheme, policies):
         shards = mf.shard(params, groups, **cut)
         want = {"w": random(source, 37), "norm": random(9 + source, 5), "n": torch.tensor(source)}
         same_bits(mf.unshard(shards, groups), as_said(policy, want, "param"))
-        state = mf.init_state(shards, mf.adamw(1e-2))
+        state = mf.init_state(shards, mf.optim.adamw(1e-2))
         for step in range(3):
             total = mf.GradSum(2)
             full = mf.defer(state.params, groups, mf.on_demand(), into=total).params
@@ -779,7 +779,7 @@ def mixture(layout, experts_p, scheme, policy, steps):
     shards = mf.shard(start, home, precision=policy, bucket_bytes=400)
     parts = {leaf.bucket.parts for leaf in tree.flatten(shards, is_leaf)[0]}
     assert parts == {layout.partition_size, experts_p}
-    state, keep = mf.init_state(shards, mf.adamw(1e-2, eps=1e-3)), mf.keep_all()
+    state, keep = mf.init_state(shards, mf.optim.adamw(1e-2, eps=1e-3)), mf.keep_all()
     first = None
     for step in range(steps):
         total = mf.GradSum(2)

@@ -14,7 +14,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives.means import mean_factors
 from mics_fn.optim.loss_scale import LossScale
-from mics_fn.shards.precision import Dtypes, Policy, policy_of
+from mics_fn.shards.precision import Dtypes, Precision, precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FIELDS = ("param", "compute", "reduce", "output", "accumulate")
@@ -26,20 +26,20 @@ FIELDS = ("param", "compute", "reduce", "output", "accumulate")
 @pytest.mark.parametrize("own", [F16, BF16, F32, F64])
 def test_an_empty_policy_keeps_each_tensors_dtype_and_sums_in_float32(own):
     wide = F64 if own == F64 else F32
-    assert Policy().dtypes("['w']", own) == Dtypes(own, own, own, wide)
+    assert Precision().dtypes("['w']", own) == Dtypes(own, own, own, wide)
 
 
 def test_each_field_falls_back_as_it_says():
-    assert Policy(compute=BF16).dtypes("", F32) == (F32, BF16, F32, F32)
-    assert Policy(param=F32).dtypes("", F16) == (F32, F32, F32, F32)
-    assert Policy(param=F64, reduce=F32).dtypes("", F32) == (F64, F64, F32, F32)
-    assert Policy(reduce=F64).dtypes("", F32).accumulate == F64
-    assert Policy(reduce=F64, accumulate=BF16).dtypes("", F32).accumulate == BF16
+    assert Precision(compute=BF16).dtypes("", F32) == (F32, BF16, F32, F32)
+    assert Precision(param=F32).dtypes("", F16) == (F32, F32, F32, F32)
+    assert Precision(param=F64, reduce=F32).dtypes("", F32) == (F64, F64, F32, F32)
+    assert Precision(reduce=F64).dtypes("", F32).accumulate == F64
+    assert Precision(reduce=F64, accumulate=BF16).dtypes("", F32).accumulate == BF16
 
 
 @pytest.mark.parametrize("own", [torch.int64, torch.bool, torch.uint8])
 def test_what_is_no_float_keeps_its_dtype(own):
-    policy = Policy(BF16, BF16, BF16, BF16, BF16, (("*", Policy(compute=F32)),))
+    policy = Precision(BF16, BF16, BF16, BF16, BF16, (("*", Precision(compute=F32)),))
     assert policy.dtypes("['n']", own) == (own,) * 4
 
 
@@ -64,7 +64,7 @@ PATHS = ["['h.0.ln_1.weight']", "['layers'][0]['norm']['w']", "['h.0.attn.weight
     ],
 )
 def test_an_override_is_chosen_by_the_whole_path(pattern, matched):
-    policy = Policy(compute=BF16, overrides=((pattern, Policy(compute=F32)),))
+    policy = Precision(compute=BF16, overrides=((pattern, Precision(compute=F32)),))
     found = [i for i, path in enumerate(PATHS) if policy.dtypes(path, F64).compute == F32]
     assert found == matched
     assert policy.unmatched(PATHS) == ([] if matched else [pattern])
@@ -72,30 +72,30 @@ def test_an_override_is_chosen_by_the_whole_path(pattern, matched):
 
 @given(st.text("a*?[]!.'", max_size=6).filter(lambda p: p.strip()), st.text("a[]!.'", max_size=8))
 def test_patterns_match_as_fnmatch_does_with_its_brackets_escaped(pattern, path):
-    policy = Policy(overrides=((pattern, Policy(param=F64)),))
+    policy = Precision(overrides=((pattern, Precision(param=F64)),))
     want = fnmatch.fnmatchcase(path, pattern.replace("[", "[[]"))
     assert (policy.at(path).param == F64) == want
 
 
 def test_later_overrides_win_field_by_field():
-    policy = Policy(
+    policy = Precision(
         compute=BF16,
         overrides=(
-            ("*norm*", Policy(param=F32, compute=F32)),
-            ("*", Policy(reduce=F32)),
-            ("*norm*", Policy(compute=F64)),
+            ("*norm*", Precision(param=F32, compute=F32)),
+            ("*", Precision(reduce=F32)),
+            ("*norm*", Precision(compute=F64)),
         ),
     )
-    assert policy.at("['norm']") == Policy(param=F32, compute=F64, reduce=F32)
+    assert policy.at("['norm']") == Precision(param=F32, compute=F64, reduce=F32)
     assert policy.dtypes("['norm']", BF16) == (F32, F64, F32, F32)
     assert policy.dtypes("['w']", BF16) == (BF16, BF16, F32, F32)
 
 
 def test_policies_are_values():
-    a, b = (Policy(compute=BF16, overrides=[("*n*", Policy(param=F32))]) for _ in range(2))  # pyright: ignore
+    a, b = (Precision(compute=BF16, overrides=[("*n*", Precision(param=F32))]) for _ in range(2))  # pyright: ignore
     assert a == b
     assert hash(a) == hash(b)
-    assert a != Policy(compute=BF16)
+    assert a != Precision(compute=BF16)
 
 
 # Their text.
@@ -106,48 +106,48 @@ patterns = st.text(min_size=1, max_size=12).filter(
     lambda p: p == p.strip() and not set(p) & {";", "\n"} and p not in FIELDS
 )
 overrides = st.tuples(
-    patterns, st.builds(Policy, dtypes, dtypes, dtypes, accumulate=dtypes).filter(str)
+    patterns, st.builds(Precision, dtypes, dtypes, dtypes, accumulate=dtypes).filter(str)
 )
 policies = st.builds(
-    Policy, dtypes, dtypes, dtypes, dtypes, dtypes, st.lists(overrides, max_size=4).map(tuple)
+    Precision, dtypes, dtypes, dtypes, dtypes, dtypes, st.lists(overrides, max_size=4).map(tuple)
 )
 
 
 @given(policies)
-@example(Policy(overrides=(("a: b", Policy(compute=F32)), ("x,y=f32", Policy(param=F16)))))
+@example(Precision(overrides=(("a: b", Precision(compute=F32)), ("x,y=f32", Precision(param=F16)))))
 def test_a_policys_text_gives_it_back(policy):
     text = str(policy)
-    assert Policy.parse(text) == policy
-    assert str(Policy.parse(text)) == text
-    assert policy_of(text) == policy
+    assert Precision.parse(text) == policy
+    assert str(Precision.parse(text)) == text
+    assert precision_of(text) == policy
 
 
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("", Policy()),
-        (" ; ; ", Policy()),
-        ("bf16", Policy(compute=BF16)),
-        ("half", Policy(compute=F16)),
-        ("param=f32,compute=bf16,reduce=f32", Policy(F32, BF16, F32)),
-        (" reduce = fp32 , float16, output=torch.float64", Policy(None, F16, F32, F64)),
-        ("accumulate=fp64, param=bfloat16, output=fp16", Policy(BF16, None, None, F16, F64)),
+        ("", Precision()),
+        (" ; ; ", Precision()),
+        ("bf16", Precision(compute=BF16)),
+        ("half", Precision(compute=F16)),
+        ("param=f32,compute=bf16,reduce=f32", Precision(F32, BF16, F32)),
+        (" reduce = fp32 , float16, output=torch.float64", Precision(None, F16, F32, F64)),
+        ("accumulate=fp64, param=bfloat16, output=fp16", Precision(BF16, None, None, F16, F64)),
         (
             "compute=bf16; *norm*: compute=f32; *router*: f32,param=float32",
-            Policy(
+            Precision(
                 compute=BF16,
-                overrides=(("*norm*", Policy(compute=F32)), ("*router*", Policy(F32, F32))),
+                overrides=(("*norm*", Precision(compute=F32)), ("*router*", Precision(F32, F32))),
             ),
         ),
-        ("*norm*: f32", Policy(overrides=(("*norm*", Policy(compute=F32)),))),
+        ("*norm*: f32", Precision(overrides=(("*norm*", Precision(compute=F32)),))),
     ],
 )
 def test_texts_that_people_write(text, policy):
-    assert Policy.parse(text) == policy
+    assert Precision.parse(text) == policy
 
 
 def test_the_canonical_text():
-    policy = Policy.parse("half; *norm*: float32 ; *a: b*: param = fp64, half")
+    policy = Precision.parse("half; *norm*: float32 ; *a: b*: param = fp64, half")
     assert str(policy) == "compute=f16; *norm*: compute=f32; *a: b*: param=f64,compute=f16"
 
 
@@ -160,28 +160,32 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
     [
         (
             "compute=fp8",
-            ["Policy.parse: 'compute=fp8' in 'compute=fp8'", f"  fp8 is {NARROW}", ALLOWED],
+            ["Precision.parse: 'compute=fp8' in 'compute=fp8'", f"  fp8 is {NARROW}", ALLOWED],
         ),
         (
             "bf16; *w*: param=torch.float8_e4m3fn",
             [
-                "Policy.parse: 'param=torch.float8_e4m3fn' in '*w*: param=torch.float8_e4m3fn'",
+                "Precision.parse: 'param=torch.float8_e4m3fn' in '*w*: param=torch.float8_e4m3fn'",
                 f"  float8_e4m3fn is {NARROW}",
                 ALLOWED,
             ],
         ),
         (
             "param=int8",
-            ["Policy.parse: 'param=int8' in 'param=int8'", "  'int8' is no float dtype", ALLOWED],
+            [
+                "Precision.parse: 'param=int8' in 'param=int8'",
+                "  'int8' is no float dtype",
+                ALLOWED,
+            ],
         ),
         (
             "bf61",
-            ["Policy.parse: 'bf61' in 'bf61'", "  'bf61' is no dtype", ALLOWED],
+            ["Precision.parse: 'bf61' in 'bf61'", "  'bf61' is no dtype", ALLOWED],
         ),
         (
             "weights=f32",
             [
-                "Policy.parse: 'weights=f32' in 'weights=f32'",
+                "Precision.parse: 'weights=f32' in 'weights=f32'",
                 "  'weights' is no field",
                 "  fix: fields are param, compute, reduce, output, accumulate",
             ],
@@ -189,7 +193,7 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
         (
             "bf16,compute=f32",
             [
-                "Policy.parse: 'compute=f32' in 'bf16,compute=f32'",
+                "Precision.parse: 'compute=f32' in 'bf16,compute=f32'",
                 "  compute is said twice",
                 "  fix: say it once",
             ],
@@ -197,42 +201,42 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
         (
             "bf16; f32",
             [
-                "Policy.parse: no pattern in 'f32'",
+                "Precision.parse: no pattern in 'f32'",
                 "  fix: write overrides as in '*norm*: compute=f32', after the rest",
             ],
         ),
         (
             "*norm*: f32; bf16",
             [
-                "Policy.parse: no pattern in 'bf16'",
+                "Precision.parse: no pattern in 'bf16'",
                 "  fix: write overrides as in '*norm*: compute=f32', after the rest",
             ],
         ),
         (
             "compute: bf16",
             [
-                "Policy: the override 'compute' looks like a field",
+                "Precision: the override 'compute' looks like a field",
                 "  fix: write compute=bf16",
             ],
         ),
         (
             "bf16; *norm*:",
             [
-                "Policy: the override '*norm*' says nothing",
+                "Precision: the override '*norm*' says nothing",
                 "  fix: as in '*norm*: compute=f32'",
             ],
         ),
         (
             "bf16; : f32",
             [
-                "Policy: the override '' has a pattern without a text form",
+                "Precision: the override '' has a pattern without a text form",
                 "  fix: write ? for ';' and for spaces at its ends",
             ],
         ),
         (
             "*norm*: output=f32",
             [
-                "Policy: the override '*norm*' says what no leaf has",
+                "Precision: the override '*norm*' says what no leaf has",
                 "  output=f32",
                 "  fix: give it param, compute, reduce or accumulate",
             ],
@@ -240,37 +244,40 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
     ],
 )
 def test_what_a_text_can_not_say_is_refused_by_its_clause(text, lines):
-    with pytest.raises(mf.PlanError) as caught:
-        Policy.parse(text)
+    with pytest.raises(mf.errors.PlanError) as caught:
+        Precision.parse(text)
     assert str(caught.value).splitlines() == lines
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Policy(param=torch.float8_e5m2), f"param=torch.float8_e5m2 is {NARROW}"),
-        (lambda: Policy(reduce=torch.int32), "reduce=torch.int32 is no float dtype"),
-        (lambda: Policy(compute=torch.complex64), "is no float dtype"),
-        (lambda: Policy(compute="bf16"), "compute='bf16' is no torch.dtype"),  # pyright: ignore
-        (lambda: Policy(compute=[]), r"compute=\[\] is no torch.dtype"),  # pyright: ignore
-        (lambda: Policy(overrides=(("*", "f32"),)), "is no pair"),  # pyright: ignore
-        (lambda: Policy(overrides=("*n*",)), "is no pair"),  # pyright: ignore
-        (lambda: Policy(overrides=((" *", Policy(F32)),)), "without a text form"),
-        (lambda: Policy(overrides=(("a;b", Policy(F32)),)), "without a text form"),
-        (lambda: Policy(overrides=(("*", Policy(overrides=(("*", Policy(F32)),))),)), "no leaf"),
-        (lambda: policy_of(F32), "policy: got dtype"),  # pyright: ignore
+        (lambda: Precision(param=torch.float8_e5m2), f"param=torch.float8_e5m2 is {NARROW}"),
+        (lambda: Precision(reduce=torch.int32), "reduce=torch.int32 is no float dtype"),
+        (lambda: Precision(compute=torch.complex64), "is no float dtype"),
+        (lambda: Precision(compute="bf16"), "compute='bf16' is no torch.dtype"),  # pyright: ignore
+        (lambda: Precision(compute=[]), r"compute=\[\] is no torch.dtype"),  # pyright: ignore
+        (lambda: Precision(overrides=(("*", "f32"),)), "is no pair"),  # pyright: ignore
+        (lambda: Precision(overrides=("*n*",)), "is no pair"),  # pyright: ignore
+        (lambda: Precision(overrides=((" *", Precision(F32)),)), "without a text form"),
+        (lambda: Precision(overrides=(("a;b", Precision(F32)),)), "without a text form"),
+        (
+            lambda: Precision(overrides=(("*", Precision(overrides=(("*", Precision(F32)),))),)),
+            "no leaf",
+        ),
+        (lambda: precision_of(F32), "policy: got dtype"),  # pyright: ignore
     ],
 )
 def test_what_a_policy_can_not_be_is_refused(make, said):
-    with pytest.raises(mf.PlanError, match=said):
+    with pytest.raises(mf.errors.PlanError, match=said):
         make()
 
 
 def test_policy_of_takes_a_policy_a_text_or_nothing():
-    policy = Policy(compute=BF16)
-    assert policy_of(policy) is policy
-    assert policy_of("bf16") == policy
-    assert policy_of(None) == Policy()
+    policy = Precision(compute=BF16)
+    assert precision_of(policy) is policy
+    assert precision_of("bf16") == policy
+    assert precision_of(None) == Precision()
 
 
 # Casts.
@@ -288,29 +295,29 @@ def test_only_float_tensors_are_cast():
     value = Batch(
         torch.ones(2), {"ids": ids, "no": None, "s": "text", "n": [mask, wave, already, 2.5]}
     )
-    cast = Policy(compute=BF16, output=F64).cast_inputs(value)
+    cast = Precision(compute=BF16, output=F64).cast_inputs(value)
     assert isinstance(cast, Batch)
     assert cast.x.dtype == BF16
     assert cast.rest["ids"] is ids
     assert cast.rest["no"] is None
     assert cast.rest["s"] == "text"
     assert all(a is b for a, b in zip(cast.rest["n"], value.rest["n"], strict=True))
-    out = Policy(compute=BF16, output=F64).cast_output(value)
+    out = Precision(compute=BF16, output=F64).cast_output(value)
     assert (out.x.dtype, out.rest["n"][2].dtype) == (F64, F64)
     assert value.x.dtype == F32
 
 
 def test_where_there_is_nothing_to_cast_the_very_object_comes_back():
     value = {"x": torch.ones(2), "n": torch.tensor(1)}
-    assert Policy().cast_inputs(value) is value
-    assert Policy(compute=F32).cast_inputs(value) is value
-    assert Policy(compute=BF16).cast_output(value) is value
-    assert Policy(compute=BF16).cast_inputs(None) is None
+    assert Precision().cast_inputs(value) is value
+    assert Precision(compute=F32).cast_inputs(value) is value
+    assert Precision(compute=BF16).cast_output(value) is value
+    assert Precision(compute=BF16).cast_inputs(None) is None
 
 
 def test_a_cast_is_differentiable():
     x = torch.ones(3, requires_grad=True)
-    Policy(compute=BF16).cast_inputs([x])[0].sum().backward()
+    Precision(compute=BF16).cast_inputs([x])[0].sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == F32
 
@@ -320,7 +327,7 @@ def test_what_other_libraries_return_is_cast():
     value = outputs.CausalLMOutput(
         loss=torch.ones((), dtype=BF16), logits=torch.ones(2, dtype=BF16)
     )
-    out = Policy(output=F32).cast_output(value)
+    out = Precision(output=F32).cast_output(value)
     assert type(out) is type(value)
     assert (out.loss.dtype, out.logits.dtype) == (F32, F32)
 
@@ -411,7 +418,7 @@ def test_one_factor_alone_fails_where_both_do_not():
 
 
 def test_a_mean_over_nobody_is_refused():
-    with pytest.raises(mf.PlanError, match="count=0, expected at least 1"):
+    with pytest.raises(mf.errors.PlanError, match="count=0, expected at least 1"):
         mean_factors(F16, 0)
 
 
@@ -458,7 +465,7 @@ SEQUENCES = [
 
 @pytest.mark.parametrize(("options", "steps", "values", "credits", "good"), SEQUENCES)
 def test_a_dynamic_scale_follows_the_table(options, steps, values, credits, good):
-    scale = start = mf.dynamic_scale(**options)
+    scale = start = mf.optim.dynamic_scale(**options)
     found = []
     for i, step in enumerate(steps):
         # Both forms of the answer.
@@ -467,7 +474,7 @@ def test_a_dynamic_scale_follows_the_table(options, steps, values, credits, good
     columns = [[float(x) for x in text.split()] for text in (values, credits, good)]
     overflows = [steps[: i + 1].count("!") for i in range(len(steps))]
     assert found == list(zip(*columns, overflows, strict=True))
-    assert start == mf.dynamic_scale(**options), "the first is as it was"
+    assert start == mf.optim.dynamic_scale(**options), "the first is as it was"
 
 
 class Machine:
@@ -509,7 +516,7 @@ class Machine:
 def test_a_dynamic_scale_is_the_plain_machine(init, factor, interval, hysteresis, low, high, steps):
     low, high = 2.0**low, 2.0**high
     options = {"factor": factor, "interval": interval, "hysteresis": hysteresis}
-    scale = mf.dynamic_scale(2.0**init, **options, min=low, max=high)
+    scale = mf.optim.dynamic_scale(2.0**init, **options, min=low, max=high)
     machine = Machine(2.0**init, factor, interval, hysteresis, low, high)
     for finite in steps:
         scale = scale.adjust(finite)
@@ -523,7 +530,7 @@ def test_a_dynamic_scale_is_the_plain_machine(init, factor, interval, hysteresis
 
 
 def test_no_scale_gives_everything_back():
-    scale, loss, grads = mf.no_scale(), torch.tensor(3.0), {"w": torch.ones(2)}
+    scale, loss, grads = mf.optim.no_scale(), torch.tensor(3.0), {"w": torch.ones(2)}
     assert scale.value == 1.0
     assert not scale.checks
     assert scale.scale(loss) is loss
@@ -533,14 +540,16 @@ def test_no_scale_gives_everything_back():
 
 
 def test_a_static_scale_stays_and_counts():
-    scale = mf.static_scale(128)
+    scale = mf.optim.static_scale(128)
     assert scale.checks
     after = scale.adjust(False).adjust(True).adjust(torch.tensor(False))
     assert after == replace(scale, overflows=2)
     assert (after.value, scale.overflows) == (128.0, 0)
 
 
-@pytest.mark.parametrize("scale", [mf.static_scale(2.0**12), mf.dynamic_scale(), mf.no_scale()])
+@pytest.mark.parametrize(
+    "scale", [mf.optim.static_scale(2.0**12), mf.optim.dynamic_scale(), mf.optim.no_scale()]
+)
 def test_a_power_of_two_leaves_no_trace(scale: LossScale):
     """Also in the gradients of shards, which stay shards."""
     shards = mf.shard({"w": torch.randn(5, 3), "n": torch.tensor(2)}, mf.make_groups(1))
@@ -552,14 +561,14 @@ def test_a_power_of_two_leaves_no_trace(scale: LossScale):
     scaled = torch.func.grad(loss_fn)(shards, scale.scale)
     assert torch.equal(scaled["w"].data, plain["w"].data * scale.value)
     found = scale.unscale(scaled)
-    assert isinstance(found["w"], mf.Sharded)
+    assert isinstance(found["w"], mf.shards.Sharded)
     assert torch.equal(found["w"].data, plain["w"].data)
     assert tree.flatten(found)[1] == tree.flatten(plain)[1]
 
 
 def test_a_gradient_is_unscaled_by_the_scale_of_its_forward():
     """On the step at which the scale grows as well, so every update is the same."""
-    scale, weight = mf.dynamic_scale(4.0, interval=2), 1.0
+    scale, weight = mf.optim.dynamic_scale(4.0, interval=2), 1.0
     seen = []
     for _ in range(6):
         x = torch.tensor(weight, requires_grad=True)
@@ -590,20 +599,22 @@ def test_a_gradient_is_unscaled_by_the_scale_of_its_forward():
     ],
 )
 def test_a_scale_that_can_not_work_is_refused(options, said):
-    with pytest.raises(mf.PlanError) as caught:
-        mf.dynamic_scale(**options)
+    with pytest.raises(mf.errors.PlanError) as caught:
+        mf.optim.dynamic_scale(**options)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
 def test_a_static_scale_is_above_zero(scale):
-    with pytest.raises(mf.PlanError, match="static_scale: scale=.*, expected finite and above 0"):
-        mf.static_scale(scale)
+    with pytest.raises(
+        mf.errors.PlanError, match="static_scale: scale=.*, expected finite and above 0"
+    ):
+        mf.optim.static_scale(scale)
 
 
 @pytest.mark.parametrize("finite", [torch.tensor(math.nan), 1, None, torch.tensor([True, False])])
 def test_a_norm_is_no_answer(finite):
     """`bool(nan)` is True, so a norm in the place of the answer would never be refused."""
-    for scale in (mf.no_scale(), mf.static_scale(2.0), mf.dynamic_scale()):
-        with pytest.raises(mf.LeafError, match="adjust: finite is .*, no bool"):
+    for scale in (mf.optim.no_scale(), mf.optim.static_scale(2.0), mf.optim.dynamic_scale()):
+        with pytest.raises(mf.errors.LeafError, match="adjust: finite is .*, no bool"):
             scale.adjust(finite)

@@ -51,7 +51,7 @@ _made: dict[Layout, mf.Groups] = {}  # per process: groups outlive one example
 def groups_of(layout: Layout, timeout_s: float = 20.0) -> mf.Groups:
     """This rank's groups of a layout, made once."""
     if layout not in _made or _made[layout].closed:
-        topology = mf.Topology(layout.sizes)
+        topology = mf.groups.Topology(layout.sizes)
         _made[layout] = mf.make_groups(
             layout.partition_size, topology=topology, timeout_s=timeout_s
         )
@@ -204,7 +204,9 @@ def _is_piece(value: Any) -> bool:
 def poison(shards: Any) -> Any:
     """Write NaN to all padding: whatever is not a piece in the chunks' memory."""
     pieces, _ = tree.flatten(shards)
-    frozen = [leaf for leaf in tree.flatten(shards, is_leaf)[0] if isinstance(leaf, mf.Fixed)]
+    frozen = [
+        leaf for leaf in tree.flatten(shards, is_leaf)[0] if isinstance(leaf, mf.shards.Fixed)
+    ]
     pieces += [leaf.data for leaf in frozen if leaf.bucket is not None]
     kept = [piece.clone() for piece in pieces]
     for piece in pieces:

@@ -24,7 +24,9 @@ class Placed(NamedTuple):
 
 
 def level_sizes(layout: Layout) -> tuple[int, ...]:
-    return mf.plan_groups(mf.Topology(layout.sizes), layout.partition_size).level_sizes
+    return mf.groups.plan_groups(
+        mf.groups.Topology(layout.sizes), layout.partition_size
+    ).level_sizes
 
 
 def inner_products(sizes: Sequence[int]) -> list[int]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as torch_pytree
 
 import mics_fn as mf
 from mics_fn.shards.contents import leaves_of, map_contents
-from mics_fn.shards.precision import Policy
+from mics_fn.shards.precision import Precision
 from mics_fn.train.batch import count, cut, to_device
 
 Pair = namedtuple("Pair", "left right")
@@ -80,7 +80,7 @@ MAKERS: dict[str, Any] = {
     "dict's child": lambda x: Words(b=x),
     "list's child": lambda x: Row([x]),
     "tuple's child": lambda x: Two((x,)),
-    "mf.node": lambda x: Block(x, None, "name"),
+    "mf.tree.node": lambda x: Block(x, None, "name"),
     "optree's": Optrees,
     "torch's": Torchs,
 }
@@ -142,14 +142,14 @@ def test_any_container_is_cut_moved_and_cast(shape, parts):
         assert type(part) is type(batch)
     (kept,) = held(batch)
     assert kept is x, "the caller's batch was changed"
-    moved, cast = to_device(batch, torch.device("meta")), Policy(compute=torch.bfloat16)
+    moved, cast = to_device(batch, torch.device("meta")), Precision(compute=torch.bfloat16)
     same_kind(moved, batch)
     assert held(moved)[0].is_meta
     assert to_device(batch, torch.device("cpu")) is batch
     cast = cast.cast_inputs(batch)
     same_kind(cast, batch)
     assert held(cast)[0].dtype == torch.bfloat16
-    assert Policy(output=torch.float32).cast_output(batch) is batch
+    assert Precision(output=torch.float32).cast_output(batch) is batch
     assert count(batch) == (6, 0)
     assert [each for each in leaves_of(batch) if isinstance(each, Tensor)] == [x]
 
@@ -205,13 +205,17 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_what_can_not_be_opened_is_refused_where_it_matters(name):
     batch = {"x": torch.ones(4, 2), "rest": [UNKNOWN[name]]}
-    with pytest.raises(mf.TreeError, match=rf"batch\['rest'\]\[0\] is {name}, which cannot be cut"):
+    with pytest.raises(
+        mf.errors.TreeError, match=rf"batch\['rest'\]\[0\] is {name}, which cannot be cut"
+    ):
         cut(batch, 2)
     assert cut(batch, 1) == [batch]
     assert to_device(batch, torch.device("cpu")) is batch
     if name in ("ndarray", "PackedSequence"):
         return
-    with pytest.raises(mf.TreeError, match=rf"\[0\] is {name}, which cannot be moved to meta"):
+    with pytest.raises(
+        mf.errors.TreeError, match=rf"\[0\] is {name}, which cannot be moved to meta"
+    ):
         to_device(batch, torch.device("meta"))
 
 
@@ -225,7 +229,7 @@ def test_an_object_may_move_itself():
 
 def test_paths_name_what_is_wrong():
     batch = {"a": Plain([torch.ones(4), Pair(torch.ones(3), 1)])}
-    with pytest.raises(mf.TreeError, match=r"batch\['a'\].x\[1\].left has shape \(3,\)"):
+    with pytest.raises(mf.errors.TreeError, match=r"batch\['a'\].x\[1\].left has shape \(3,\)"):
         cut(batch, 2)
     seen = []
     map_contents(lambda x, path: seen.append(path), UserDict(a=Slotted((1,))), "b")
@@ -259,7 +263,7 @@ def test_batches_that_optree_does_not_know_train_as_tuples_do():
             torch.manual_seed(0)
             model = Scores()
             loss = loss or (lambda m, b: (m(**b) if hasattr(b, "keys") else m(*b)).x)
-            trainer = mf.Trainer(model, mf.sgd(0.1), groups, loss=loss, accumulate=3)
+            trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss, accumulate=3)
             metrics = trainer.step(batch)
             found.append((metrics.loss, trainer.params()))
             sizes.append((metrics.samples, trainer._program.skeleton.sizes))  # pyright: ignore
@@ -281,5 +285,5 @@ class Spread(nn.Module):
 def test_any_mapping_is_spread_over_the_models_arguments():
     with mf.make_groups(1) as groups:
         for kind in (dict, UserDict, Words, MappingProxyType):
-            trainer = mf.Trainer(Spread(), mf.sgd(0.1), groups, accumulate=2)
+            trainer = mf.Trainer(Spread(), mf.optim.sgd(0.1), groups, accumulate=2)
             assert trainer.step(kind({"x": torch.ones(2, 2)})).loss.item() == 2.0

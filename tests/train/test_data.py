@@ -284,7 +284,7 @@ def fit(layout):
     data = Numbers(23)
     sampler = mf.sampler(data, groups, seed=1)
     loader = DataLoader(data, 2, sampler=sampler)
-    trainer = mf.Trainer(Weighted(), mf.sgd(1.0), groups)
+    trainer = mf.Trainer(Weighted(), mf.optim.sgd(1.0), groups)
     seen: list[list[int]] = [[], [], []]
     steps = len(loader)
     for epoch, (count, total) in enumerate(((steps, 1), (2 * steps, 2))):

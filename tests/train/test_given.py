@@ -9,6 +9,7 @@ from cases import Layout, groups_of, same_bits
 from torch import Tensor, nn
 
 import mics_fn as mf
+from mics_fn.errors import LeafError, PlanError, TreeError
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2)]
 
@@ -32,7 +33,7 @@ def made(groups: Any, model: Any = Net, **options: Any) -> tuple[nn.Module, dict
 
 
 def trainer(model: Any, groups: Any, **options: Any) -> mf.Trainer:
-    return mf.Trainer(model, mf.sgd(0.1), groups, **options)
+    return mf.Trainer(model, mf.optim.sgd(0.1), groups, **options)
 
 
 def wrong(layout: Layout) -> None:
@@ -41,29 +42,29 @@ def wrong(layout: Layout) -> None:
     others = {"lacks": dict(list(shards.items())[1:]), "more": {**shards, "d": shards["b.bias"]}}
     of_wide = made(groups, lambda: Net(5))[1]
     of_untied = made(groups, lambda: Net(tied=False))[1]
-    counts = {**shards, "b.bias": mf.Fixed(torch.zeros(3, dtype=torch.int64))}
+    counts = {**shards, "b.bias": mf.shards.Fixed(torch.zeros(3, dtype=torch.int64))}
     half = made(groups, precision="compute=bf16")[1]
     full = {k: p.detach() for k, p in Net().named_parameters(remove_duplicate=False)}
     names = "params= are not those of the model\n  "
     cases: list[tuple[type, str, Any]] = [
-        (mf.TreeError, names + r"params\['a.weight'\] is missing", {"params": others["lacks"]}),
-        (mf.TreeError, names + r"params\['d'\] is not expected", {"params": others["more"]}),
-        (mf.TreeError, names + r"params\['a.bias'\] is missing", {"params": [*shards.values()]}),
-        (mf.TreeError, names + r"params\['a.weight'\]: expected \(4, 3\), got \(5, 3\)",
+        (TreeError, names + r"params\['a.weight'\] is missing", {"params": others["lacks"]}),
+        (TreeError, names + r"params\['d'\] is not expected", {"params": others["more"]}),
+        (TreeError, names + r"params\['a.bias'\] is missing", {"params": [*shards.values()]}),
+        (TreeError, names + r"params\['a.weight'\]: expected \(4, 3\), got \(5, 3\)",
          {"params": of_wide}),
-        (mf.TreeError, names + r"params\['c.weight'\]: expected tied to 'a.weight', got not tied",
+        (TreeError, names + r"params\['c.weight'\]: expected tied to 'a.weight', got not tied",
          {"params": of_untied}),
-        (mf.LeafError, names + r"params\['b.bias'\]: expected float32, got int64",
+        (LeafError, names + r"params\['b.bias'\]: expected float32, got int64",
          {"params": counts}),
-        (mf.LeafError, r"shards\['a.weight'\] is Tensor, no shard",
+        (LeafError, r"shards\['a.weight'\] is Tensor, no shard",
          {"params": {**shards, "a.weight": torch.ones(4, 3)}}),
-        (mf.PlanError, r"params\['a.bias'\] was not made with this precision=\n"
+        (PlanError, r"params\['a.bias'\] was not made with this precision=\n"
          "  expected float32/float32/float32/float32\n  got float32/bfloat16/float32/float32",
          {"params": half, "precision": "output=f32"}),
-        (mf.LeafError, r"params\['a.bias'\] is on meta, without a value", {}),
-        (mf.TreeError, names + r"params\['c.weight'\]: expected tied to 'a.weight', got not tied",
+        (LeafError, r"params\['a.bias'\] is on meta, without a value", {}),
+        (TreeError, names + r"params\['c.weight'\]: expected tied to 'a.weight', got not tied",
          {"params": {k: x.clone() for k, x in full.items()}}),
-        (mf.TreeError, names + r"params\['seen'\] is not expected",
+        (TreeError, names + r"params\['seen'\] is not expected",
          {"params": dict(Net().state_dict())}),
     ]  # fmt: skip
     for kind, text, options in cases:
@@ -74,18 +75,18 @@ def wrong(layout: Layout) -> None:
         {"frozen": lambda path: False}, {"order": lambda path: path},
     ):  # fmt: skip
         (name,) = options
-        with pytest.raises(mf.PlanError, match=f"Trainer: {name}=: params= are shards already"):
+        with pytest.raises(PlanError, match=f"Trainer: {name}=: params= are shards already"):
             trainer(skeleton, groups, params=shards, **options)
-    with pytest.raises(mf.LeafError, match="buffer 'seen' is on meta, without a value"):
+    with pytest.raises(LeafError, match="buffer 'seen' is on meta, without a value"):
         trainer(Net().to("meta"), groups, params=shards)
-    with pytest.raises(mf.LeafError, match=r"params\['w'\] is on meta"):
+    with pytest.raises(LeafError, match=r"params\['w'\] is on meta"):
         trainer(lambda params, x: x, groups, params={"w": torch.ones(2, device="meta")})
     for text, options in (("needs params=", {}), ("takes no loss=", {"params": full, "loss": max})):
-        with pytest.raises(mf.TreeError, match=f"a loss_fn {text}"):
+        with pytest.raises(TreeError, match=f"a loss_fn {text}"):
             trainer(lambda params, x: x, groups, **options)
-    with pytest.raises(mf.TreeError, match="shard: params is None"):
+    with pytest.raises(TreeError, match="shard: params is None"):
         mf.shard(None, groups)
-    with pytest.raises(mf.PlanError, match="shard: source_rank=0 has no effect"):
+    with pytest.raises(PlanError, match="shard: source_rank=0 has no effect"):
         mf.shard(full, groups, source_rank=0)
 
 
@@ -97,7 +98,7 @@ def test_what_does_not_fit_is_refused_when_a_trainer_is_made(ranks, layout):
 def other_groups() -> None:
     pair, apart = groups_of(Layout((2,), 2)), groups_of(Layout((2,), 1))
     skeleton, shards = made(pair)
-    with pytest.raises(mf.PlanError, match="Trainer: shards are cut in 2, the groups have 1 rank"):
+    with pytest.raises(PlanError, match="Trainer: shards are cut in 2, the groups have 1 rank"):
         trainer(skeleton, apart, params=shards)
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils import prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn.shards.precision import Policy
+from mics_fn.shards.precision import Precision
 from mics_fn.train.casting import Casting
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
@@ -74,7 +74,7 @@ def test_what_a_loss_calls_on_a_model_is_cast(way: str):
         return out.square().mean()
 
     trainer = mf.Trainer(
-        model, mf.sgd(1.0), mf.make_groups(1), loss=loss, precision="compute=bf16, output=f32"
+        model, mf.optim.sgd(1.0), mf.make_groups(1), loss=loss, precision="compute=bf16, output=f32"
     )
     got = trainer.step(X).loss
     want = WAYS[way](twin, X.bfloat16()).float().square().mean()
@@ -89,10 +89,10 @@ def test_what_a_loss_calls_on_a_model_is_cast(way: str):
 
 def test_a_stand_in_is_what_it_stands_for():
     layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    model = Casting(layers, Policy.parse("compute=bf16"))
+    model = Casting(layers, Precision.parse("compute=bf16"))
     assert isinstance(model, nn.Sequential)
     assert len(model) == 2
-    assert bool(Casting(nn.Linear(1, 1), Policy()))  # which has no length
+    assert bool(Casting(nn.Linear(1, 1), Precision()))  # which has no length
     assert isinstance(model[1], nn.ReLU)
     assert [type(part) for part in model] == [Casting, Casting]
     assert repr(model) == repr(layers)
@@ -104,10 +104,10 @@ def test_a_stand_in_is_what_it_stands_for():
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert model.state_dict()["0.weight"].dtype == torch.float32  # a method of every module
     with pytest.raises(TypeError):
-        len(Casting(nn.Linear(1, 1), Policy()))
+        len(Casting(nn.Linear(1, 1), Precision()))
     with pytest.raises(AttributeError):
         _ = model.nothing
-    in_dict = Casting(nn.ModuleDict({"a": nn.Linear(1, 1)}), Policy())
+    in_dict = Casting(nn.ModuleDict({"a": nn.Linear(1, 1)}), Precision())
     assert "a" in in_dict
     assert "b" not in in_dict
 
@@ -131,7 +131,7 @@ def test_tensors_that_a_forward_computes_again_are_no_obstacle(name: str):
     twin.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(twin.parameters(), 0.1)
     trainer = mf.Trainer(
-        model, mf.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).square().mean()
+        model, mf.optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).square().mean()
     )
     for _ in range(3):
         optimizer.zero_grad()
@@ -159,9 +159,11 @@ class Cached(nn.Module):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_product_of_old_parameters_is_refused_where_it_is_used(held: bool):
-    trainer = mf.Trainer(Cached(held), mf.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
+    trainer = mf.Trainer(
+        Cached(held), mf.optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum()
+    )
     name = "a tensor of the model" if held else r"model\.cache"
-    with pytest.raises(mf.LeafError, match=f"{name} was computed from parameters before"):
+    with pytest.raises(mf.errors.LeafError, match=f"{name} was computed from parameters before"):
         trainer.step(X)
 
 
@@ -222,10 +224,10 @@ def test_parameters_that_would_lose_something_are_refused(case: str):
     make, text = REFUSED[case]
     groups, model = mf.make_groups(1), make()
     for take in (
-        lambda: mf.Trainer(model, mf.sgd(0.1), groups),
+        lambda: mf.Trainer(model, mf.optim.sgd(0.1), groups),
         lambda: mf.shard(dict(model.named_parameters()), groups),
     ):
-        with pytest.raises(mf.LeafError, match=text):
+        with pytest.raises(mf.errors.LeafError, match=text):
             take()
 
 
@@ -235,15 +237,15 @@ def test_a_hook_on_any_leaf_of_autograd_is_refused_and_none_of_ours_is():
     with torch.no_grad():  # what a gather gives may be cut again
         mf.shard(mf.gather(mf.shard({"w": value}, groups), groups), groups)
     value.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(mf.LeafError, match=r"params\['w'\] has hooks \(register_hook\)"):
+    with pytest.raises(mf.errors.LeafError, match=r"params\['w'\] has hooks \(register_hook\)"):
         mf.shard({"w": value}, groups)
 
 
 def test_a_hook_on_a_parameter_of_a_model_made_in_parts_is_refused():
-    with pytest.raises(mf.LeafError, match=r"init_model: params\['weight'\] has hooks"):
+    with pytest.raises(mf.errors.LeafError, match=r"init_model: params\['weight'\] has hooks"):
         mf.init_model(lambda: hooked(lambda p: p.register_hook), mf.make_groups(1), seed=0)
 
 
 def test_a_model_with_lazy_parameters_is_refused():
-    with pytest.raises(mf.LeafError, match="LazyLinear has parameters without a shape yet"):
-        mf.Trainer(nn.LazyLinear(2), mf.sgd(0.1), mf.make_groups(1))
+    with pytest.raises(mf.errors.LeafError, match="LazyLinear has parameters without a shape yet"):
+        mf.Trainer(nn.LazyLinear(2), mf.optim.sgd(0.1), mf.make_groups(1))

@@ -37,13 +37,15 @@ LR, OUTER_LR, MOMENTUM = 0.25, 0.5, 0.5
 FAR = [x for x in LAYOUTS if x.world_size > x.partition_size]
 NEAR = [x for x in LAYOUTS if x not in FAR]
 POLICIES = {
-    "every": mf.every_step,
-    "local1": lambda: mf.local_sgd(1),
-    "local3": lambda: mf.local_sgd(3),
-    "diloco1": lambda: mf.diloco(1, mf.sgd(1.0)),
-    "diloco2": lambda: mf.diloco(2, mf.sgd(OUTER_LR, momentum=MOMENTUM)),
-    "diloco3": lambda: mf.diloco(3, mf.sgd(OUTER_LR, momentum=MOMENTUM, nesterov=True)),
-    "default": lambda: mf.diloco(3),
+    "every": mf.replicas.every_step,
+    "local1": lambda: mf.replicas.local_sgd(1),
+    "local3": lambda: mf.replicas.local_sgd(3),
+    "diloco1": lambda: mf.replicas.diloco(1, mf.optim.sgd(1.0)),
+    "diloco2": lambda: mf.replicas.diloco(2, mf.optim.sgd(OUTER_LR, momentum=MOMENTUM)),
+    "diloco3": lambda: mf.replicas.diloco(
+        3, mf.optim.sgd(OUTER_LR, momentum=MOMENTUM, nesterov=True)
+    ),
+    "default": lambda: mf.replicas.diloco(3),
 }
 
 
@@ -149,7 +151,7 @@ def trained_models(layout, policy, donate, bucket_bytes):
     groups, sync = groups_of(layout), POLICIES[policy]()
     inner = sync.groups(groups)
     shards = mf.shard(tree_of(0), groups, bucket_bytes=bucket_bytes)
-    state = mf.init_state(poison(shards), mf.sgd(LR))
+    state = mf.init_state(poison(shards), mf.optim.sgd(LR))
     sync_state = sync.init(state.params, groups)
     for step in range(STEPS):
         grads = grad(loss_fn)(state.params, inner, target(step, dist.get_rank()))
@@ -186,7 +188,7 @@ def at_every_step(layout):
     for policy in ("every", "local1", "diloco1"):
         groups, sync = groups_of(layout), POLICIES[policy]()
         inner = sync.groups(groups)
-        state = mf.init_state(mf.shard(tree_of(0), groups), mf.sgd(LR))
+        state = mf.init_state(mf.shard(tree_of(0), groups), mf.optim.sgd(LR))
         sync_state = sync.init(state.params, groups)
         for step in range(STEPS):
             grads = grad(loss_fn)(state.params, inner, target(step, dist.get_rank()))
@@ -249,10 +251,10 @@ def explicit_diloco(layout, every, steps):
 
 
 def run_diloco(layout, every, steps):
-    groups, sync = groups_of(layout), mf.diloco(every)
+    groups, sync = groups_of(layout), mf.replicas.diloco(every)
     inner, model = sync.groups(groups), mlp()
     params = {k: v.detach() for k, v in model.named_parameters()}
-    state = mf.init_state(mf.shard(params, groups), mf.adamw(1e-2, eps=1e-3))
+    state = mf.init_state(mf.shard(params, groups), mf.optim.adamw(1e-2, eps=1e-3))
     sync_state = sync.init(state.params, groups)
 
     def loss(shards, x):
@@ -346,7 +348,7 @@ def bits_by_step(layout, policy, dtype):
     groups, sync = groups_of(layout), POLICIES[policy]()
     inner, seen = sync.groups(groups), []
     params = TREES["mixed"](dtype, 5)
-    state = mf.init_state(mf.shard(params, groups), mf.adamw(1e-2))
+    state = mf.init_state(mf.shard(params, groups), mf.optim.adamw(1e-2))
     sync_state = sync.init(state.params, groups)
     for step in range(STEPS):
         full = TREES["mixed"](dtype, 100 * step + 10 * dist.get_rank() + 10)
@@ -382,7 +384,7 @@ def traffic_by_step(layout, policy):
     groups, sync = groups_of(layout), POLICIES[policy]()
     inner = sync.groups(groups)
     params = {"a": random(0, 100), "b": random(1, 7, 5), "c": random(2, 9).double()}
-    state = mf.init_state(mf.shard(params, groups, bucket_bytes=200), mf.sgd(LR))
+    state = mf.init_state(mf.shard(params, groups, bucket_bytes=200), mf.optim.sgd(LR))
     sync_state = sync.init(state.params, groups)
     seen = []
     for _ in range(STEPS):
@@ -415,7 +417,7 @@ def test_bytes_between_replicas_follow_the_formula(ranks, layout):
 
 
 def alone_in_the_world(layout):
-    groups, sync = groups_of(layout), mf.local_sgd(2)
+    groups, sync = groups_of(layout), mf.replicas.local_sgd(2)
     assert sync.groups(groups) is groups
     shards = mf.shard(tree_of(0), groups)
     state = sync.init(shards, groups)
@@ -435,13 +437,13 @@ def test_with_one_replica_there_is_nothing_to_average(ranks, layout):
 
 
 def of_one_replica(layout):
-    groups, sync = groups_of(layout), mf.local_sgd(2)
+    groups, sync = groups_of(layout), mf.replicas.local_sgd(2)
     inner = sync.groups(groups)
     p, rank = layout.partition_size, dist.get_rank()
     assert sync.groups(groups) is inner
-    assert mf.diloco(5).groups(groups) is inner
+    assert mf.replicas.diloco(5).groups(groups) is inner
     assert sync.groups(inner) is inner
-    assert mf.every_step().groups(groups) is groups
+    assert mf.replicas.every_step().groups(groups) is groups
     first = rank // p * p
     assert inner.ranks == tuple(range(first, first + p))
     assert (inner.world_size, inner.num_replicas, inner.partition_size) == (p, 1, p)
@@ -470,8 +472,8 @@ def test_a_replica_is_a_world_of_its_own(ranks, layout):
 
 
 def forgotten(layout):
-    groups = mf.make_groups(layout.partition_size, topology=mf.Topology(layout.sizes))
-    inner = mf.local_sgd(2).groups(groups)
+    groups = mf.make_groups(layout.partition_size, topology=mf.groups.Topology(layout.sizes))
+    inner = mf.replicas.local_sgd(2).groups(groups)
     assert inner is not groups
     groups.close()
     assert inner.closed
@@ -487,7 +489,7 @@ def test_closed_groups_are_not_kept(ranks):
 
 def overlapped(layout):
     """With a schedule and a GradSum nothing goes to other replicas either."""
-    groups, sync = groups_of(layout), mf.local_sgd(2)
+    groups, sync = groups_of(layout), mf.replicas.local_sgd(2)
     inner, policy = sync.groups(groups), mf.on_demand(live_bytes=0)
     twin = shards = mf.shard(tree_of(0), groups, bucket_bytes=200)
     state = sync.init(shards, groups)
@@ -500,11 +502,11 @@ def overlapped(layout):
             pairs = zip(tree.flatten(full)[0], tree.flatten(wanted)[0], strict=True)
             parts = [(x - t).square().sum() / 2 for x, t in pairs if t.is_floating_point()]
             total.backward(torch.stack(parts).sum())
-        shards = mf.opt_step(mf.init_state(shards, mf.sgd(LR)), total.grads()).params
+        shards = mf.opt_step(mf.init_state(shards, mf.optim.sgd(LR)), total.grads()).params
         total.release()
         assert "replicas" not in groups.traffic.snapshot()
         grads = mf.reduce_grads(grad(loss_fn)(twin, inner, wanted), inner)
-        twin = mf.opt_step(mf.init_state(twin, mf.sgd(LR)), grads).params
+        twin = mf.opt_step(mf.init_state(twin, mf.optim.sgd(LR)), grads).params
         twin, _ = sync.after(twin, state, groups)
         shards, state = sync.after(shards, state, groups)
         same_bits(mf.unshard(shards, inner), mf.unshard(twin, inner))
@@ -531,7 +533,7 @@ def with_experts(layout, policy):
         grads = tree.map_leaves(lambda x: torch.full_like(x, 8.0 * rank), params)
         for step in range(3):
             reduced = mf.reduce_grads(grads, inner, like=shards)
-            shards = mf.opt_step(mf.init_state(shards, mf.sgd(1.0)), reduced).params
+            shards = mf.opt_step(mf.init_state(shards, mf.optim.sgd(1.0)), reduced).params
             due = sync.due(state)
             shards, state = sync.after(shards, state, groups)
             own = {"dense": rank // p * p + (p - 1) / 2, "experts": rank}
@@ -553,7 +555,7 @@ def test_groups_may_differ_between_leaves(ranks, layout, policy):
 
 def in_regions(layout):
     """Two regions: hop 2 inside a region at each step, between regions every second step."""
-    groups, sync, rank = groups_of(layout), mf.local_sgd(2), dist.get_rank()
+    groups, sync, rank = groups_of(layout), mf.replicas.local_sgd(2), dist.get_rank()
     half = layout.world_size // 2
     region = range(rank // half * half, (rank // half + 1) * half)
     state = None
@@ -562,7 +564,7 @@ def in_regions(layout):
         state = sync.init(shards, groups)
         for step in range(4):
             own = mf.reduce_grads({"w": torch.full((9,), float(rank)).double()}, inner, like=shards)
-            shards = mf.opt_step(mf.init_state(shards, mf.sgd(1.0)), own).params
+            shards = mf.opt_step(mf.init_state(shards, mf.optim.sgd(1.0)), own).params
             shards, state = sync.after(shards, state, groups)
             near, all_ranks = region[0] + (half - 1) / 2, (layout.world_size - 1) / 2
             moved = step * all_ranks + (all_ranks if step % 2 else near)
@@ -586,7 +588,7 @@ def moved_state(layout, policy):
         same, state = sync.after(shards, state, groups, donate=True)
         assert same is shards, "between merges nothing is copied or given away"
     grads = mf.reduce_grads(grad(loss_fn)(shards, inner, target(0, dist.get_rank())), inner)
-    return groups, sync, mf.opt_step(mf.init_state(shards, mf.sgd(LR)), grads).params, state
+    return groups, sync, mf.opt_step(mf.init_state(shards, mf.optim.sgd(LR)), grads).params, state
 
 
 def memory_of(*trees):
@@ -658,7 +660,7 @@ def test_autograd_sees_donation(ranks):
 
 def failing(policy, donate):
     """The peer is gone at a merge: what was given is whole, or gone; the anchor is whole."""
-    groups = mf.make_groups(1, topology=mf.Topology((2,)), timeout_s=3.0)
+    groups = mf.make_groups(1, topology=mf.groups.Topology((2,)), timeout_s=3.0)
     sync = POLICIES[policy]()
     params = {"w": random(0, 1000), "v": random(1, 10).double()}
     shards = mf.shard(params, groups)
@@ -669,7 +671,7 @@ def failing(policy, donate):
         return "left"
     try:
         sync.after(shards, state, groups, donate=donate)
-    except mf.CollectiveError as error:
+    except mf.errors.CollectiveError as error:
         text = str(error)
     if outer_of(state):
         same_bits([x.data for x in state.outer.params.values()], list(params.values()))
@@ -678,7 +680,7 @@ def failing(policy, donate):
         return text
     try:
         return str(shards["w"].data)
-    except mf.DonatedError:
+    except mf.errors.DonatedError:
         return text
 
 
@@ -693,10 +695,10 @@ def test_a_merge_that_fails_leaves_nothing_half_done(ranks, policy, donate):
 # What is refused.
 
 
-@pytest.mark.parametrize("make", [mf.local_sgd, mf.diloco])
+@pytest.mark.parametrize("make", [mf.replicas.local_sgd, mf.replicas.diloco])
 @pytest.mark.parametrize("every", [0, -3, True, 2.0, "8", None])
 def test_every_is_an_int_above_0(make, every):
-    with pytest.raises(mf.PlanError) as caught:
+    with pytest.raises(mf.errors.PlanError) as caught:
         make(every)
     assert str(caught.value) == (
         f"{make.__name__}: every={every!r}, expected an int of at least 1\n"
@@ -705,17 +707,17 @@ def test_every_is_an_int_above_0(make, every):
 
 
 def test_what_is_no_optimizer_is_refused_at_once():
-    with pytest.raises(mf.OptimizerError, match="float is no optimizer of init and update"):
-        mf.diloco(8, 0.7)
+    with pytest.raises(mf.errors.OptimizerError, match="float is no optimizer of init and update"):
+        mf.replicas.diloco(8, 0.7)
 
 
 def test_a_policy_shows_how_it_was_made():
-    shown = [mf.every_step(), mf.local_sgd(8), mf.diloco(500)]
+    shown = [mf.replicas.every_step(), mf.replicas.local_sgd(8), mf.replicas.diloco(500)]
     assert str(shown) == "[every_step(), local_sgd(8), diloco(500)]"
 
 
 def test_a_state_is_a_tree():
-    groups, sync = mf.make_groups(1), mf.diloco(2)
+    groups, sync = mf.make_groups(1), mf.replicas.diloco(2)
     state = sync.init(mf.shard({"w": torch.ones(3)}, groups), groups)
     leaves, spec = tree.flatten(state)
     again = spec.unflatten(leaves)
@@ -733,7 +735,7 @@ def caught_of(use):
 
 def refused(layout):
     groups, rank = groups_of(layout), dist.get_rank()
-    local, diloco = mf.local_sgd(2), mf.diloco(2)
+    local, diloco = mf.replicas.local_sgd(2), mf.replicas.diloco(2)
     inner, params = local.groups(groups), {"w": integers(0, 9), "v": [integers(1, 2)]}
     shards = mf.shard(params, groups)
     states = {sync: sync.init(shards, groups) for sync in (local, diloco)}
@@ -759,16 +761,16 @@ def refused(layout):
     }
     same_bits(mf.unshard(shards, groups), params)  # nothing was given away or changed
     same_bits(mf.unshard(fewer, groups), {"w": params["w"]})
-    with mf.make_groups(1, topology=mf.Topology(layout.sizes)) as short:
+    with mf.make_groups(1, topology=mf.groups.Topology(layout.sizes)) as short:
         state = local.init(mf.shard(params, short), short)
     found["closed"] = caught_of(lambda: local.after(shards, state, short))
-    policy = mf.local_sgd(3) if rank == layout.world_size - 1 else mf.diloco(3)
+    policy = mf.replicas.local_sgd(3) if rank == layout.world_size - 1 else mf.replicas.diloco(3)
     found["another policy"] = caught_of(lambda: policy.init(shards, groups))
     odd = tree.map_leaves(torch.clone, shards)
     if rank == 1:
         odd["v"][0].data.add_(1)
     found["another start"] = caught_of(lambda: local.init(odd, groups))
-    assert caught_of(lambda: mf.every_step().init(odd, groups))[0] == "nothing"
+    assert caught_of(lambda: mf.replicas.every_step().init(odd, groups))[0] == "nothing"
     return found
 
 

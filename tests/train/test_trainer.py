@@ -57,7 +57,7 @@ def untouched(layout):
     model = Recomputed()
     model.register_forward_hook(lambda *args: None)
     before = as_text(snapshot(model))
-    trainer = mf.Trainer(model, mf.sgd(0.1), groups_of(layout), replicas="broadcast")
+    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups_of(layout), replicas="broadcast")
     trainer.step(random(dist.get_rank(), 4, 3))
     trainer.eval(random(0, 4, 3))
     trainer.params()
@@ -74,7 +74,7 @@ def recomputation(layout):
     torch.manual_seed(3)
     model = Recomputed().double()
     batch = random(dist.get_rank(), 6, 3, dtype=torch.float64)
-    trainer = mf.Trainer(model, mf.sgd(0.5), groups)
+    trainer = mf.Trainer(model, mf.optim.sgd(0.5), groups)
     for _ in range(2):
         trainer.step(batch)
     # the twin: all ranks' gradients by plain autograd, averaged; each rank normalises its own batch
@@ -125,7 +125,7 @@ class Counting(nn.Module):
 
 
 def replaced_buffers(layout):
-    trainer = mf.Trainer(Counting(), mf.sgd(0.1), groups_of(layout), accumulate=2)
+    trainer = mf.Trainer(Counting(), mf.optim.sgd(0.1), groups_of(layout), accumulate=2)
     rank = dist.get_rank()
     trainer.step(torch.full((4, 2), float(rank)))
     buffers = trainer.state.buffers
@@ -148,7 +148,7 @@ def test_evaluation_mode_is_left_again():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
     model[1].eval()  # the user's own choice for one module must survive
     trainer = mf.Trainer(
-        model, mf.sgd(0.0), mf.make_groups(1), loss=lambda m, x: m(x).square().sum()
+        model, mf.optim.sgd(0.0), mf.make_groups(1), loss=lambda m, x: m(x).square().sum()
     )
     x = random(0, 8, 4)
     assert trainer.eval(x) == trainer.eval(x)
@@ -181,11 +181,11 @@ def test_default_loss_spreads_the_batch():
     x, y = random(0, 4, 3), random(1, 4)
     losses = []
     for batch in ((x, y), {"x": x, "y": y}, {"x": x, "y": y, "scale": 1.0}):
-        trainer = mf.Trainer(TakesWords(), mf.sgd(0.1), mf.make_groups(1), accumulate=2)
+        trainer = mf.Trainer(TakesWords(), mf.optim.sgd(0.1), mf.make_groups(1), accumulate=2)
         losses.append(trainer.step(batch).loss)
     assert torch.equal(losses[0], losses[1])
     assert torch.equal(losses[0], losses[2])
-    assert mf.Trainer(TakesWords(), mf.sgd(0.1), mf.make_groups(1)).step(x).samples == 4
+    assert mf.Trainer(TakesWords(), mf.optim.sgd(0.1), mf.make_groups(1)).step(x).samples == 4
 
 
 def pure_loss(layout):
@@ -195,7 +195,7 @@ def pure_loss(layout):
     def loss_fn(params, batch):
         return (batch @ params["w"] + params["b"][0]).square().mean()
 
-    trainer = mf.Trainer(loss_fn, mf.sgd(0.1), groups, params=params)
+    trainer = mf.Trainer(loss_fn, mf.optim.sgd(0.1), groups, params=params)
     batch = random(5 + dist.get_rank(), 4, 3, dtype=torch.float64)
     metrics = trainer.step(batch)
     assert torch.equal(metrics.loss, loss_fn(params, batch))
@@ -217,7 +217,7 @@ def nothing_used(layout):
     """On one rank the loss uses no parameter: the others must not wait for it."""
     trainer = mf.Trainer(
         nn.Linear(2, 1),
-        mf.sgd(0.1),
+        mf.optim.sgd(0.1),
         groups_of(layout),
         replicas="broadcast",
         loss=lambda m, x: m(x).sum() if dist.get_rank() else x.sum(),
@@ -234,11 +234,11 @@ def test_a_rank_whose_loss_uses_no_parameter(ranks):
 
 def fitted(layout, progress):
     loader = [(random(i + 10 * dist.get_rank(), 4, 3), random(i, 4)) for i in range(3)]
-    trainer = mf.Trainer(TakesWords(), mf.sgd(0.05), groups_of(layout))
+    trainer = mf.Trainer(TakesWords(), mf.optim.sgd(0.05), groups_of(layout))
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
         found = trainer.fit(loader, 7, progress=progress)
-    again = mf.Trainer(TakesWords(), mf.sgd(0.05), groups_of(layout))
+    again = mf.Trainer(TakesWords(), mf.optim.sgd(0.05), groups_of(layout))
     losses = [again.step(loader[i % 3]).loss for i in range(7)]
     same_bits(trainer.params(), again.params())
     assert [m.step for m in found] == list(range(1, 8))
@@ -259,7 +259,7 @@ def test_fit_cycles_the_loader_and_averages_losses(ranks):
 
 def test_tokens_are_counted():
     model = nn.Embedding(10, 4)
-    trainer = mf.Trainer(model, mf.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
+    trainer = mf.Trainer(model, mf.optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum())
     metrics = trainer.step(torch.zeros(2, 5, dtype=torch.long))
     assert (metrics.samples, metrics.tokens) == (2, 10)
     assert metrics.seconds > 0
@@ -268,22 +268,24 @@ def test_tokens_are_counted():
 def test_bad_use_is_refused():
     groups = mf.make_groups(1)
     with pytest.raises(ValueError, match="accumulate=0, expected an int of at least 1"):
-        mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, accumulate=0)
-    with pytest.raises(mf.TreeError, match="a loss_fn needs params="):
-        mf.Trainer(lambda params, batch: torch.zeros(()), mf.sgd(0.1), groups)
-    trainer = mf.Trainer(TakesWords(), mf.sgd(0.1), groups, accumulate=3)
+        mf.Trainer(nn.Linear(2, 2), mf.optim.sgd(0.1), groups, accumulate=0)
+    with pytest.raises(mf.errors.TreeError, match="a loss_fn needs params="):
+        mf.Trainer(lambda params, batch: torch.zeros(()), mf.optim.sgd(0.1), groups)
+    trainer = mf.Trainer(TakesWords(), mf.optim.sgd(0.1), groups, accumulate=3)
     with pytest.raises(
-        mf.TreeError,
+        mf.errors.TreeError,
         match=r"batch\[0\] has shape \(4, 3\), accumulate=3\n  fix: make dim 0 a multiple",
     ):
         trainer.step((torch.ones(4, 3), torch.ones(4)))
-    vector = mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups)
-    with pytest.raises(mf.LeafError, match=r"the loss has shape \(1, 2\), expected one number"):
+    vector = mf.Trainer(nn.Linear(2, 2), mf.optim.sgd(0.1), groups)
+    with pytest.raises(
+        mf.errors.LeafError, match=r"the loss has shape \(1, 2\), expected one number"
+    ):
         vector.step(torch.ones(1, 2))
     with pytest.raises(ValueError, match="the loader gave no batch"):
         vector.fit([], 1)
     with pytest.raises(TypeError, match="nonsense"):
-        mf.Trainer(nn.Linear(2, 2), mf.sgd(0.1), groups, nonsense=1)  # pyright: ignore[reportCallIssue]
+        mf.Trainer(nn.Linear(2, 2), mf.optim.sgd(0.1), groups, nonsense=1)  # pyright: ignore[reportCallIssue]
 
 
 def test_an_exception_in_the_model_leaves_the_state_usable():
@@ -294,7 +296,7 @@ def test_an_exception_in_the_model_leaves_the_state_usable():
             raise RuntimeError("mine")
         return model(x).sum()
 
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.sgd(0.1), mf.make_groups(1), loss=loss)
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), mf.make_groups(1), loss=loss)
     before = trainer.params()
     for call in (trainer.step, trainer.eval):
         with pytest.raises(RuntimeError, match="mine"):
@@ -307,7 +309,7 @@ def test_an_exception_in_the_model_leaves_the_state_usable():
 
 def test_state_is_a_value():
     trainer = mf.Trainer(
-        nn.Linear(2, 1), mf.adamw(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum()
+        nn.Linear(2, 1), mf.optim.adamw(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum()
     )
     saved = tree.map_leaves(
         lambda x: x.clone() if isinstance(x, torch.Tensor) else x, trainer.state

@@ -67,11 +67,11 @@ def same_state(a: tuple, b: tuple) -> None:
 def clipped(layout: Layout, accumulate: int) -> tuple[dict, list[float]]:
     trainer = mf.Trainer(
         net(dtype=torch.float64),
-        mf.sgd(LR, momentum=0.9),
+        mf.optim.sgd(LR, momentum=0.9),
         groups_of(layout),
         loss=loss_of,
         accumulate=accumulate,
-        guard=mf.Guard(max_norm=0.5, max_value=0.1),
+        guard=mf.optim.Guard(max_norm=0.5, max_value=0.1),
         bucket_bytes=300,
     )
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -117,9 +117,9 @@ def overflowing(layout: Layout, precision: str, compute: torch.dtype) -> None:
     """float16 (or another dtype) whose gradient overflows in some steps on one rank only."""
     groups = groups_of(layout)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    guard = mf.Guard(mf.dynamic_scale(2.0**10, interval=2, hysteresis=2))
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10, interval=2, hysteresis=2))
     how = {"precision": precision, "guard": guard, "bucket_bytes": 300}
-    trainer = mf.Trainer(net(), mf.adamw(LR), groups, loss=loss_of, **how)
+    trainer = mf.Trainer(net(), mf.optim.adamw(LR), groups, loss=loss_of, **how)
     expected, taken = guard.scale, 0
     for step, overflows in enumerate([False, True, True, False, False, True, False]):
         before = state_of(trainer)
@@ -156,9 +156,15 @@ def scaled_against_not(layout: Layout) -> None:
     groups = groups_of(layout)
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = []
-    for scale in (mf.no_scale(), mf.static_scale(64.0), mf.dynamic_scale(8.0, interval=1)):
-        guard = mf.Guard(scale)
-        trainer = mf.Trainer(net(), mf.sgd(LR, momentum=0.9), groups, loss=loss_of, guard=guard)
+    for scale in (
+        mf.optim.no_scale(),
+        mf.optim.static_scale(64.0),
+        mf.optim.dynamic_scale(8.0, interval=1),
+    ):
+        guard = mf.optim.Guard(scale)
+        trainer = mf.Trainer(
+            net(), mf.optim.sgd(LR, momentum=0.9), groups, loss=loss_of, guard=guard
+        )
         for step in range(4):
             trainer.step(batch_of(rank, step))
         found.append((trainer.params(), trainer.guard.scale.value))
@@ -174,8 +180,8 @@ def test_a_scale_changes_no_bit(ranks, layout):
 
 def spiking(layout: Layout, action: str) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    guard = mf.Guard(spike=mf.norm_spike(20.0, warmup=3, action=action))  # pyright: ignore
-    trainer = mf.Trainer(net(), mf.sgd(1e-3), groups_of(layout), loss=loss_of, guard=guard)
+    guard = mf.optim.Guard(spike=mf.optim.norm_spike(20.0, warmup=3, action=action))  # pyright: ignore
+    trainer = mf.Trainer(net(), mf.optim.sgd(1e-3), groups_of(layout), loss=loss_of, guard=guard)
     for step in range(6):
         x, y = batch_of(rank, step)
         before = state_of(trainer)
@@ -214,9 +220,9 @@ def half(layout: Layout, as_function: bool) -> None:
 
     if as_function:
         params = {"w": torch.ones(6, 3), "norm": torch.ones(3)}
-        trainer = mf.Trainer(loss_fn, mf.adamw(LR), groups, params=params, precision=policy)
+        trainer = mf.Trainer(loss_fn, mf.optim.adamw(LR), groups, params=params, precision=policy)
     else:
-        trainer = mf.Trainer(model, mf.adamw(LR), groups, loss=loss, precision=policy)
+        trainer = mf.Trainer(model, mf.optim.adamw(LR), groups, loss=loss, precision=policy)
     for step in range(2):
         metrics = trainer.step(batch_of(rank, step))
         assert metrics.loss.dtype == torch.float32
@@ -243,7 +249,7 @@ def test_a_policy_that_is_none_leaves_the_model_itself():
         return loss_of(model, batch)
 
     with mf.make_groups(1) as groups:
-        trainer = mf.Trainer(net(), mf.sgd(LR), groups, loss=loss)
+        trainer = mf.Trainer(net(), mf.optim.sgd(LR), groups, loss=loss)
         trainer.step(batch_of(0, 0))
     assert isinstance(given[0], Net)
 
@@ -256,7 +262,7 @@ def run_twice(layout: Layout) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     for live in (None, 0):
         trainer = mf.Trainer(
-            net(), mf.adamw(LR), groups, loss=loss_of, deterministic=True,
+            net(), mf.optim.adamw(LR), groups, loss=loss_of, deterministic=True,
             precision="compute=bf16,reduce=bf16,output=f32", live_bytes=live, accumulate=2,
         )  # fmt: skip
         for step in range(4):
@@ -281,7 +287,7 @@ def test_deterministic_says_which_op_is_not_and_restores_the_mode():
 
     with mf.make_groups(1) as groups:
         trainer = mf.Trainer(
-            loss, mf.sgd(LR), groups, params={"w": torch.ones(2)}, deterministic=True
+            loss, mf.optim.sgd(LR), groups, params={"w": torch.ones(2)}, deterministic=True
         )
         trainer.step(torch.zeros(2))
         with pytest.raises(RuntimeError, match="deterministic"):
@@ -297,7 +303,8 @@ def by_path(layout: Layout) -> None:
     found = []
     for deterministic in (False, True):
         trainer = mf.Trainer(
-            net(dtype=torch.float64), mf.sgd(LR), lambda path: alone if "norm" in path else dense,
+            net(dtype=torch.float64), mf.optim.sgd(LR),
+            lambda path: alone if "norm" in path else dense,
             loss=loss_of, deterministic=deterministic,
         )  # fmt: skip
         for step in range(3):
@@ -319,7 +326,11 @@ def far_replicas(layout: Layout) -> dict[str, Tensor]:
     groups = groups_of(layout)
     rank = dist.get_rank() if dist.is_initialized() else 0
     trainer = mf.Trainer(
-        net(dtype=torch.float64), mf.sgd(LR), groups, loss=loss_of, replica_sync=mf.local_sgd(2)
+        net(dtype=torch.float64),
+        mf.optim.sgd(LR),
+        groups,
+        loss=loss_of,
+        replica_sync=mf.replicas.local_sgd(2),
     )
     sent = []
     for step in range(4):
@@ -369,8 +380,8 @@ def made_as_shards(layout: Layout, precision: str | None) -> None:
     assert all(p.is_meta for p in skeleton.parameters())
     options = {"loss": loss_of, "precision": precision}
     found = [
-        mf.Trainer(skeleton, mf.adamw(LR), groups, params=shards, **options),
-        mf.Trainer(net(7), mf.adamw(LR), groups, bucket_bytes=300, **options),
+        mf.Trainer(skeleton, mf.optim.adamw(LR), groups, params=shards, **options),
+        mf.Trainer(net(7), mf.optim.adamw(LR), groups, bucket_bytes=300, **options),
     ]
     for trainer in found:
         for step in range(3):

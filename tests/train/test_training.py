@@ -67,9 +67,12 @@ def step_batch(step, accumulate, rank, mode):
 
 
 OPTIMIZERS = {
-    "sgd": (lambda: mf.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+    "sgd": (
+        lambda: mf.optim.sgd(0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    ),
     "adamw": (
-        lambda: mf.adamw(1e-2, weight_decay=0.1, eps=1e-3),
+        lambda: mf.optim.adamw(1e-2, weight_decay=0.1, eps=1e-3),
         lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1, eps=1e-3),
     ),
 }
@@ -120,7 +123,9 @@ def train(layout, accumulate, dtype, optimizer, mode, options):
     buckets = len(
         {
             x.bucket
-            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))[0]
+            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.shards.Sharded))[
+                0
+            ]
         }
     )
     assert hops.get("replicas", 0) == (buckets if layout.world_size > layout.partition_size else 0)
@@ -202,7 +207,7 @@ def bitwise_alone(accumulate):
     model = make_net(torch.float32)
     twin = copy.deepcopy(model)
     groups = mf.make_groups(1, ranks=[dist.get_rank()])
-    trainer = mf.Trainer(model, mf.adamw(1e-2), groups, loss=loss_of, accumulate=accumulate)
+    trainer = mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss_of, accumulate=accumulate)
     trained = [p for p in twin.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-2, fused=True)
     for step in range(STEPS):
@@ -232,7 +237,7 @@ def hand_written(layout):
     }
     params["frozen"] = nn.Parameter(params["frozen"], requires_grad=False)
     skeleton = make_net(torch.float64).to("meta")
-    state = mf.init_state(mf.shard(params, groups), mf.adamw(1e-2))
+    state = mf.init_state(mf.shard(params, groups), mf.optim.adamw(1e-2))
 
     def loss_fn(shards, batch):
         full = mf.gather(shards, groups.hierarchy)
@@ -249,7 +254,7 @@ def hand_written(layout):
     # the same order of leaves in buckets, since vector and tail loops of a kernel may round
     # differently
     trainer = mf.Trainer(
-        make_net(torch.float64), mf.adamw(1e-2), groups, loss=loss_of, order=tree.natural
+        make_net(torch.float64), mf.optim.adamw(1e-2), groups, loss=loss_of, order=tree.natural
     )
     for step in range(STEPS):
         trainer.step(step_batch(step, 1, dist.get_rank(), "always"))
@@ -285,10 +290,12 @@ def with_experts(layout):
             tree.flatten(mf.unshard(reduced, groups))[0], tree.flatten(want)[0], strict=True
         ):
             assert torch.allclose(a, b, rtol=1e-14, atol=0)
-        norm = mf.global_norm(reduced, groups)
+        norm = mf.optim.global_norm(reduced, groups)
         exact = torch.cat([x.flatten() for x in tree.flatten(want)[0]]).norm()
         assert abs(norm - exact) <= 1e-14 * exact
-        state = mf.init_state(shards, mf.chain(mf.clip_by_global_norm(0.5, groups), mf.sgd(1.0)))
+        state = mf.init_state(
+            shards, mf.optim.chain(mf.optim.clip_by_global_norm(0.5, groups), mf.optim.sgd(1.0))
+        )
         state = mf.opt_step(state, reduced)
         moved = tree.map_leaves(lambda a, b: a - b, mf.unshard(state.params, groups), params)
         assert abs(torch.cat([x.flatten() for x in tree.flatten(moved)[0]]).norm() - 0.5) < 1e-6

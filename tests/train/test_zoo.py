@@ -62,10 +62,14 @@ def train(layout: Layout, name: str, live_bytes: int | None) -> Outcome:
     case, groups, rank = ZOO[name], groups_of(layout), dist.get_rank()
     model = build(case)
     trainer = mf.Trainer(
-        model, mf.sgd(RATE, momentum=MOMENTUM), groups, loss=case.loss, **options(model, live_bytes)
+        model,
+        mf.optim.sgd(RATE, momentum=MOMENTUM),
+        groups,
+        loss=case.loss,
+        **options(model, live_bytes),
     )
-    leaves, _ = tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.Sharded))
-    assert len({leaf.bucket for leaf in leaves if isinstance(leaf, mf.Sharded)}) > 2
+    leaves, _ = tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.shards.Sharded))
+    assert len({leaf.bucket for leaf in leaves if isinstance(leaf, mf.shards.Sharded)}) > 2
     losses, after = [], []
     with warnings.catch_warnings():  # elsewhere that would be a false alarm, and fail
         if case.changes:

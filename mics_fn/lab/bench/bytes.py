@@ -82,7 +82,9 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
     """Padded bytes of the parameters, and what this rank's steps sent."""
     torch.manual_seed(0)
     model = gpt.GPT(config.model).to(groups.device)
-    trainer = mf.Trainer(model, mf.adamw(3e-4), groups, loss=gpt.loss, accumulate=config.accumulate)
+    trainer = mf.Trainer(
+        model, mf.optim.adamw(3e-4), groups, loss=gpt.loss, accumulate=config.accumulate
+    )
     size = config.sequences * config.accumulate
     text, context = load_text(TEXT_BYTES), config.model.context
     batch = text.batch("train", step=0, rank=groups.rank, size=size, context=context)

@@ -24,7 +24,7 @@ from mics_fn.lab.bench.step import measure_step, render_step
 from mics_fn.lab.bench.touch import TouchConfig, measure_touch, render_touch
 from mics_fn.lab.bench.turns import Turns, num_ranks, on_ranks
 from mics_fn.lab.models.gpt import GPTConfig
-from mics_fn.shards import Policy
+from mics_fn.shards import Precision
 
 DEFAULT_RANKS = 4
 
@@ -202,7 +202,7 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
 
 def _policies(args: argparse.Namespace) -> tuple[str, ...]:
     """The texts of policies, each of which is one."""
-    if len(set(map(Policy.parse, args.policy))) < len(args.policy):
+    if len(set(map(Precision.parse, args.policy))) < len(args.policy):
         text = f"--policy {' '.join(map(repr, args.policy))}: one is there twice"
         raise PlanError(message(text, fix="give each once"))
     return tuple(args.policy)

@@ -101,9 +101,9 @@ def _ours(
 ) -> tuple[Peer, Any]:
     """`opt_step` with donation; gradients lie in flat buckets, as hop 1 leaves them."""
     params = mf.shard(values, groups)
-    state = mf.init_state(params, mf.adamw(1e-3))
+    state = mf.init_state(params, mf.optim.adamw(1e-3))
     shards = {
-        name: mf.Sharded(shard.data, params[name].bucket, params[name].slot)
+        name: mf.shards.Sharded(shard.data, params[name].bucket, params[name].slot)
         for name, shard in mf.shard(grads, groups).items()
     }
 

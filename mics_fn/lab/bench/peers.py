@@ -20,7 +20,7 @@ from mics_fn.lab.bench.formulas import Cut, cut_of, make_place, sum_dtype
 from mics_fn.lab.bench.stage import Stage, StepConfig, make_model
 from mics_fn.lab.bench.turns import Peer, nbytes
 from mics_fn.lab.models import gpt
-from mics_fn.shards import Policy, Sharded, is_leaf
+from mics_fn.shards import Precision, Sharded, is_leaf
 
 
 def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None = None) -> Peer:
@@ -45,7 +45,7 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
     largest *= stage.policy.dtypes("", torch.float32).compute.itemsize
     trainer = mf.Trainer(
         model,
-        mf.adamw(config.lr),
+        mf.optim.adamw(config.lr),
         groups,
         loss=gpt.loss,
         accumulate=config.accumulate,
@@ -218,7 +218,7 @@ def kind_of(label: str) -> Kind:
 
 def build(stage: Stage, label: str) -> Peer:
     """The peer of a run by its label."""
-    return kind_of(label).build(stage._replace(policy=Policy.parse(label.partition("@")[2])))
+    return kind_of(label).build(stage._replace(policy=Precision.parse(label.partition("@")[2])))
 
 
 def phases(config: StepConfig, world_size: int) -> dict[int, list[str]]:
@@ -262,6 +262,6 @@ def check_peers(config: StepConfig, world_size: int) -> None:
         raise PlanError(message(what, fix=f"choose from {fits}"))
     others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
     for text in config.policies if others else ():
-        if Policy.parse(text).overrides:
+        if Precision.parse(text).overrides:
             what = f"--policy {text!r}: {others[0]} has one policy for all parameters"
             raise PlanError(message(what, fix="leave the overrides out, or that peer"))

@@ -12,7 +12,7 @@ from mics_fn.lab.bench.links import AS_IS, Rate
 from mics_fn.lab.bench.turns import Turns
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.shards import Policy
+from mics_fn.shards import Precision
 
 Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
     own: Any  # the process group of this rank alone; None unless the world is that
     batches: list[list[Batch]]  # for each step its micro-batches, the same for every peer
     closing: contextlib.ExitStack  # of what peers leave open
-    policy: Policy = Policy()  # of the next peer
+    policy: Precision = Precision()  # of the next peer
 
 
 def make_stage(

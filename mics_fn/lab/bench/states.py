@@ -22,7 +22,7 @@ from mics_fn.lab.bench.turns import of_all_ranks, say, start
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import human_bytes, table
-from mics_fn.shards import Bucket, Policy, Sharded, is_leaf
+from mics_fn.shards import Bucket, Precision, Sharded, is_leaf
 
 TEXT_BYTES = 500_000
 BUCKETS = 16  # as many as `Trainer` makes of a model of usual size
@@ -121,14 +121,14 @@ def _run(config: StatesConfig, groups: mf.Groups, policy: str) -> tuple[list[Buc
     """The model's buckets, the budget, and what this rank held."""
     text, context = load_text(TEXT_BYTES), config.model.context
     batch = text.batch("train", step=0, rank=groups.rank, size=config.accumulate, context=context)
-    precision = Policy.parse(policy)
+    precision = Precision.parse(policy)
     with count_on(groups.device) as count:
         model = make_model(config, groups.device)
         sizes = [p.numel() for p in model.parameters()]
         live = LIVE_BUCKETS * max(sizes) * precision.dtypes("", torch.float32).compute.itemsize
         trainer = mf.Trainer(
             model,
-            mf.adamw(3e-4),
+            mf.optim.adamw(3e-4),
             groups,
             loss=gpt.loss,
             accumulate=config.accumulate,

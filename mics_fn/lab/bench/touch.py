@@ -76,7 +76,7 @@ def measure_touch(config: TouchConfig) -> dict[str, Any]:
     return {"touches": config.touches, "peers": [_figures(lap, laps[0], config) for lap in laps]}
 
 
-def _deferred(shards: Any, groups: mf.Groups, policy: mf.OnDemand) -> list[Tensor]:
+def _deferred(shards: Any, groups: mf.Groups, policy: mf.schedules.OnDemand) -> list[Tensor]:
     return mf.defer(shards, groups, policy).params
 
 

@@ -131,7 +131,7 @@ def train_rank(config: DemoConfig) -> RankResult:
         partition_size=config.partition_size, node_size=config.node_size, device=device
     )
     text, record = load_text(), _Record()
-    optimizer = mf.adamw(config.lr, weight_decay=WEIGHT_DECAY)
+    optimizer = mf.optim.adamw(config.lr, weight_decay=WEIGHT_DECAY)
     model = make_model(config).to(device)
     trainer = mf.Trainer(model, optimizer, groups, loss=gpt.loss, accumulate=config.accumulate)
     test = join([held_out_batch(config, text, groups.rank)], device)
