@@ -1,7 +1,7 @@
 """The structure of a model: its parameters on meta, and everything else that it holds as it is.
 
 A model that was just made is changed in place, so that hooks and other code which refer to its
-modules stay right. A model whose tensors belong to somebody else is copied.
+modules stay right. A model whose tensors belong to other code is copied.
 """
 
 import copy

@@ -5,8 +5,8 @@ lies in a storage, the piece of memory that torch calls by this name. Views of v
 swaps of parameters then need no special care, because each of them is another view of a storage.
 Only ops that write are on the tape. To learn what a storage holds, walk back from the last write to
 it, and from there to whatever each of those ops read. A write that covers a whole storage and reads
-nothing of it ends the walk, so the draws of a module's own reset are skipped when somebody
-initialises it again.
+nothing of it ends the walk, so the draws of a module's own reset are skipped when other
+code initialises it again.
 """
 
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""`load_shards`: what is in the file, of which each rank reads only its own part."""
+"""`load_shards` gives the values of the file, and each rank reads only its own part."""
 
 import json
 import struct
@@ -25,7 +25,7 @@ CODES = {getattr(torch, name): code for code, name in weights.DTYPES.items()}
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], **extra: Any) -> None:
-    """By hand, so that the reader is not checked by itself."""
+    """Write a file without the library, so that the reader is not tested by itself."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}, **extra}
     data = b""
     for name, x in tensors.items():
@@ -152,7 +152,7 @@ def test_any_elements_of_a_tensor_are_read_alone(shape, kind, data):
 
 
 def mine(layout: Layout, shards: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The elements of each leaf that are this rank's."""
+    """The elements of each leaf that this rank keeps."""
     chunk, parts = groups_of(layout).hierarchy.route.chunk, {}
     for name, leaf in shards.items():
         piece = pieces(leaf.bucket, chunk)[leaf.slot]
@@ -196,7 +196,7 @@ def test_exactly_a_ranks_bytes_of_a_safetensors_file_are_read(ranks, tmp_path, l
 
 
 def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
-    """With blocks much smaller than a piece."""
+    """Load with blocks that are much smaller than a piece."""
     from mics_fn.init import filling
 
     before, filling.BLOCK_BYTES = filling.BLOCK_BYTES, 12
@@ -219,7 +219,7 @@ def own_part(layout: Layout, others: dict[int, Path], tensors: dict[str, Tensor]
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_what_others_keep_may_be_anything(ranks, tmp_path, kind):
-    """Each rank reads a file of its own in which all but its part is NaN."""
+    """Each rank reads its own file, in which everything but its part is NaN."""
     layout, (name, write) = LAYOUTS[3], WRITERS[kind]
     tensors = {f"w{i}": random(i, 61, 17) for i in range(5)}
     write(tmp_path / name, tensors)

@@ -45,7 +45,7 @@ def scaled_gpt(tied: bool = False) -> nn.Module:
 
 
 def divided_at_the_end() -> nn.Module:
-    """What was drawn first is needed until the last op."""
+    """The first draw is needed until the last op."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
@@ -94,7 +94,7 @@ class FromTwo(nn.Module):
 
 
 class Reader(nn.Module):
-    """Construction that asks for values in all ways, and goes on as they say."""
+    """A construction that asks for values in every way and depends on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Reader(nn.Module):
 
 
 class OwnGenerator(nn.Module):
-    """Draws from generators of its own, seeds again, and lets a part leave no trace."""
+    """Draws from its own generators, seeds again, and restores a state after a part."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class OddAttributes(nn.Module):
 
 
 def from_numpy() -> nn.Module:
-    """Python's and numpy's random numbers are drawn once, also where tensors share memory."""
+    """Random numbers of Python and numpy are drawn once, even if tensors share memory."""
     model = nn.Linear(4, 3)
     model.weight.data.copy_(torch.from_numpy(np.random.randn(3, 4)))
     model.bias.data.fill_(random.random())
@@ -247,7 +247,7 @@ def module_order(params: dict[str, Any]) -> Callable[[str], int]:
 
 
 def data_of(shards: Any) -> list[Tensor]:
-    """Of all leaves that have some, frozen and replicated ones too."""
+    """The data of all leaves that have some, including frozen and replicated ones."""
     leaves = tree.flatten(shards, is_leaf)[0]
     return [leaf.data for leaf in leaves if isinstance(leaf, mf.shards.Sharded | mf.shards.Fixed)]
 
@@ -280,7 +280,7 @@ def same_as_in_full(
 
 
 def same_structure(skeleton: nn.Module, model: nn.Module) -> None:
-    """Parameters on meta, all else as in the model that was made in full."""
+    """Check that parameters are on meta and the rest is as in the model made in full."""
     kinds = [
         [(name, type(m).__name__, m.training) for name, m in x.named_modules()]
         for x in (skeleton, model)
@@ -359,7 +359,7 @@ def resizes() -> nn.Module:
 
 
 def outside_changes() -> nn.Module:
-    """Numpy writes to memory that a tensor shares, after it was copied from."""
+    """Numpy writes to memory that a tensor shares, after an op read it."""
     array, model = np.random.randn(3, 4), nn.Linear(4, 3)
     model.weight.data.copy_(torch.from_numpy(array))
     array[:] = 0
@@ -415,7 +415,7 @@ FALL_BACK: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", FALL_BACK)
-def test_what_can_not_be_recorded_is_made_in_full(name: str):
+def test_what_cannot_be_recorded_is_made_in_full(name: str):
     model_fn, reason = FALL_BACK[name]
     with mf.make_groups(1) as groups:
         same_as_in_full(model_fn, groups, reason=reason)
@@ -428,12 +428,12 @@ def full_on_ranks(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
-def test_what_can_not_be_recorded_is_made_in_full_on_ranks(ranks, layout: Layout):
+def test_what_cannot_be_recorded_is_made_in_full_on_ranks(ranks, layout: Layout):
     ranks(layout.world_size).run(full_on_ranks, layout)
 
 
 def full_on_one_rank(layout: Layout) -> None:
-    """The way is each rank's own matter: the others do not wait for anything."""
+    """One rank cannot record the model; the others do not wait for it."""
     model_fn = WritesNumpy if dist.get_rank() == 1 else PlainNumpy
     groups = groups_of(layout)
     seeded()
@@ -445,7 +445,7 @@ def full_on_one_rank(layout: Layout) -> None:
 
 
 class PlainNumpy(nn.Module):
-    """The same values as `WritesNumpy`."""
+    """A model with the values of `WritesNumpy`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +460,7 @@ def test_one_rank_may_make_it_in_full(ranks):
 
 
 def test_generators_of_others_end_as_after_a_plain_construction():
-    """Also where the model is made twice, since it could not be recorded."""
+    """This holds even if the model is made twice, because it could not be recorded."""
     for wrap in (lambda m: m, lambda m: nn.ModuleList([m, TakesAddress()])):
         own = [torch.Generator().manual_seed(9) for _ in range(2)]
         made(lambda wrap=wrap, own=own: wrap(OwnGenerator(own[0])))
@@ -494,7 +494,7 @@ def test_a_state_carries_a_number():
 
 
 class Unset(nn.Module):
-    """Memory that nothing, or not all of it, is written to."""
+    """Memory to which nothing is written, or only to a part of it."""
 
     def __init__(self) -> None:
         super().__init__()

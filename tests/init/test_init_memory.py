@@ -22,7 +22,7 @@ SMALL = 8 * 1024  # bytes: biases, and numbers that ranks exchange
 
 
 class Most(TorchDispatchMode):
-    """The most bytes of tensors with data at once, among those that ops give while it is active."""
+    """The most bytes that the results of ops with data take at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Most(TorchDispatchMode):
 
 
 def stack(init: Callable[[Tensor], Any], width: int = WIDTH, depth: int = DEPTH) -> nn.Module:
-    """Every weight is initialised twice, and touched again when all are there."""
+    """Every weight is initialised twice, and changed again when all of them exist."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     for layer in model.children():
         init(layer.weight)  # pyright: ignore[reportArgumentType]
@@ -100,7 +100,7 @@ class Draws(TorchDispatchMode):
 
 
 def test_each_number_is_drawn_once():
-    """Also those that are drawn again by somebody else, and so needed by nobody."""
+    """This includes draws that no value needs, because other code draws again."""
     with mf.make_groups(1) as groups:
         for model_fn in (INITS["normal"][0], INITS["orthogonal"][0], INITS["bfloat16"][0]):
             with Draws() as plain:
@@ -135,7 +135,7 @@ def decompositions(layout: Layout) -> int:
 
 
 def test_a_rank_computes_only_what_it_keeps_a_part_of(ranks):
-    """What is drawn for the others is dropped."""
+    """Numbers that are drawn for other ranks are dropped."""
     found = ranks(4).run(decompositions, Layout((4,), 4))
     assert DEPTH <= sum(found) <= DEPTH + 3  # a parameter may lie across the border of two chunks
 
@@ -145,7 +145,7 @@ def wide(depth: int) -> nn.Module:
 
 
 def resident(depth: int) -> InitMemory:
-    """Of three times the least: pages of code and of the allocator come and go, and only add."""
+    """The least of three: pages of code and of the allocator only add to the number."""
     give_back_at_once()
     groups = mf.make_groups(4)
     for _ in range(2):  # then all code is loaded

@@ -237,7 +237,7 @@ def test_get_and_set_work_on_gradients(ranks, layout, into):
 
 
 def here(value) -> dict[str, torch.Tensor | int]:
-    """Copies of all that this rank holds of a value, by path; nothing is sent."""
+    """Copies of everything that this rank holds of a value, by path; nothing is sent."""
     leaves = tree.flatten(value, is_leaf)[0]
     held = [getattr(leaf, "data", None) if is_leaf(leaf) else leaf for leaf in leaves]
     paths = tree.paths(value, "", is_leaf)
@@ -249,11 +249,13 @@ def here(value) -> dict[str, torch.Tensor | int]:
 
 
 def same_here(a, b, but=()) -> None:
-    """Raise unless two values are the same on this rank to the bit, some paths excepted."""
+    """Raise unless two values have the same bits on this rank, except at some paths."""
     assert a.keys() == b.keys()
     for path in a.keys() - set(but):
-        same_bits([a[path]], [b[path]]) if torch.is_tensor(a[path]) else None
-        assert torch.is_tensor(a[path]) or a[path] == b[path], path
+        if torch.is_tensor(a[path]):
+            same_bits([a[path]], [b[path]])
+        else:
+            assert a[path] == b[path], path
 
 
 def sets(layout, dtype, bucket_bytes):
@@ -299,7 +301,7 @@ def test_set_changes_one_leaf_and_nothing_else(ranks, layout):
 
 
 def sets_loose_pieces(layout):
-    """Pieces in memory of their own, and of another dtype than their bucket says."""
+    """Pieces that have their own memory, in another dtype than that of their bucket."""
     groups = groups_of(layout)
     params = TREES["plain"](torch.float32, 5)
     shards = mf.shard(params, groups)
@@ -412,7 +414,7 @@ def trained_after_surgery(layout, live_bytes):
 
 
 def reference(n):
-    """A single process, one twin a rank so that each normalises its own batch."""
+    """A single process with one copy per rank, so that each normalises its own batch."""
     model: Any = make_net()
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], 1e-2, eps=1e-3
@@ -676,7 +678,7 @@ def test_donated_values_and_torch_func_are_refused(ranks):
 
 
 class Heavy:
-    """A heavy-ball optimizer as other libraries write them: plain tensors by path."""
+    """A heavy-ball optimizer as other libraries write it, with plain tensors by path."""
 
     def init(self, params):
         return {name: torch.zeros_like(piece) for name, piece in params.items()}
@@ -702,7 +704,7 @@ def test_pieces_of_an_optimizer_of_another_library_are_not_taken_for_whole_tenso
 
 
 def several_groups():
-    """Parameters on two groups: a leaf is read over its own, everybody hears of a difference."""
+    """A leaf is read over its own groups, and ranks of all groups learn of a difference."""
     two, four = groups_of(FOUR), groups_of(Layout((2, 2), 4))
     groups = {"a": two, "b": four}
     tensors = {"a": {"w": random(0, 5)}, "b": {"w": random(1, 3, 3)}}
@@ -790,7 +792,7 @@ def test_summary_counts_what_a_state_holds(ranks, layout):
 
 
 class Cells(HTMLParser):
-    """The cells of a table by row, and every tag opened and closed in turn."""
+    """Reads the cells of a table by row, and checks that tags open and close in turn."""
 
     def __init__(self):
         super().__init__()
