@@ -1,0 +1,36 @@
+"""Everything around the library: launched ranks, a model and a text, the demo, and the benches.
+
+Nothing in the library imports this wing, and a user needs none of it. It is here to show that the
+library works, to measure it, and to test it.
+
+- `ranks/` starts processes. `launch` runs a function as n ranks of a job on this machine, as
+  `torchrun` would; `pool` keeps ranks alive for tests, runs functions on them, and names the rank,
+  the traceback and the collective if one of them fails or hangs.
+- `models/` has a small GPT, written plainly, and text that exists on every machine.
+- `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
+  process of plain torch, and compares the two.
+- `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
+  `touch` measures the host time of deferred weights, and `bytes` and `memory` compare traffic and
+  memory with formulas.
+- `report.py` has the formulas for traffic and prints tables; `flags.py` has types of flags.
+
+Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,
+round by round, because two times taken minutes apart on a shared machine cannot be compared
+([Note: taking turns] in `bench/turns.py`). A *formula* says what a step should send or hold; a
+bench prints it beside what was counted.
+
+Example:
+  >>> from mics_fn.lab.report import gather_bytes, table
+  >>> sent = gather_bytes((2, 4), 800)  # over 2 nodes, then over the 4 ranks of a node
+  >>> print(table("one gather", [("node", f"{sent[0]:.0f} B"), ("rank", f"{sent[1]:.0f} B")]))
+  one gather
+    node   100 B
+    rank   600 B
+
+Start reading at `demo/run.py`, which has both ways to train side by side, or at `bench/touch.py`,
+the shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass for its config,
+a function that measures as one rank and returns figures as plain data, and a function that renders
+them as text; then add a line to `BENCHES` in `bench/command.py`, with a function that makes the
+config from the flags. To add a peer of `bench step`, write a function from `Stage` to `Peer` and
+add it to `PEERS` in `bench/peers.py`.
+"""

@@ -1,14 +1,19 @@
-"""Formulas of the traffic that MiCS should cause, and tables that a person can read."""
+"""Formulas for the traffic of MiCS, what they need to know of a training state, and tables."""
 
 from collections.abc import Sequence
 from math import prod
+
+from mics_fn import tree
+from mics_fn.errors import human_bytes as human_bytes
+from mics_fn.groups import Groups
+from mics_fn.shards import Bucket, Sharded, is_leaf
 
 
 def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
     """What each rank sends at each level of one gather of `full_bytes`, outermost level first.
 
-    A rank starts with 1/p of the bytes. At a level of k ranks it sends all it has to k - 1 others,
-    and then holds k times as much. A reduce-scatter is the same walk backwards.
+    A rank starts with 1/p of the bytes. At a level of k ranks it sends all that it holds to k - 1
+    others, and then holds k times as much. A reduce-scatter goes through the levels backwards.
 
     Args:
         level_sizes: ranks at each level of the partition group.
@@ -17,7 +22,7 @@ def gather_bytes(level_sizes: Sequence[int], full_bytes: float) -> list[float]:
     Example:
         >>> gather_bytes((2, 4), 800)  # over 2 nodes, then over the 4 ranks of a node
         [100.0, 600.0]
-        >>> gather_bytes((8,), 800)  # flat: as much in all, (p - 1)/p, but all of it between nodes
+        >>> gather_bytes((8,), 800)  # flat: (p - 1)/p in total as well, but all of it between nodes
         [700.0]
     """
     held = full_bytes / prod(level_sizes)
@@ -35,18 +40,18 @@ def step_bytes(
     full_bytes: float,
     accumulate: int,
 ) -> dict[str, tuple[float, str]]:
-    """What each rank sends in one step, by what for, with the formula in words.
+    """What each rank sends in one step through each communicator, with the formula in words.
 
-    Parameters are gathered once, hop 1 runs every micro-step, hop 2 once on 1/p of the bytes.
+    Parameters are gathered once, hop 1 runs in every micro-step, hop 2 once on 1/p of the bytes.
 
     Args:
-        level_names, level_sizes: of the partition group, outermost first.
-        num_replicas: r, ranks in a replication group.
+        level_names, level_sizes: the levels of the partition group, outermost first.
+        num_replicas: r, the ranks in a replication group.
         full_bytes: M, bytes of the full parameters, padding included.
-        accumulate: s, micro-steps in a step.
+        accumulate: s, the micro-steps in a step.
 
     Returns:
-        For each communicator its bytes and its formula.
+        The bytes and the formula of each communicator, by its name.
 
     Example:
         >>> for name, (sent, why) in step_bytes(["rank"], [2], 2, 1000, 3).items():
@@ -59,7 +64,7 @@ def step_bytes(
     found: dict[str, tuple[float, str]] = {}
     gathers = gather_bytes(level_sizes, full_bytes)
     for purpose, times, factor in (("gather", 1, ""), ("reduce", accumulate, "s ")):
-        parts = p  # how many parts M is in when a level begins, each rank holding one
+        parts = p  # when a level begins; each rank holds one of them
         for name, size, sent in zip(level_names, level_sizes, gathers, strict=True):
             found[f"{purpose} {name}"] = (times * sent, f"{factor}({size}-1) M/{parts}")
             parts //= size
@@ -69,20 +74,25 @@ def step_bytes(
     return found
 
 
-def human_bytes(nbytes: float) -> str:
-    """Bytes with a unit that suits them, in powers of 1,000 as link speeds are.
+def bytes_or_dash(nbytes: float | None) -> str:
+    """Bytes with a unit; "-" if they could not be measured."""
+    return "-" if nbytes is None else human_bytes(nbytes)
 
-    >>> human_bytes(0), human_bytes(999), human_bytes(3_500_000)
-    ('0 B', '999 B', '3.50 MB')
-    """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+
+def buckets_of(shards: tree.Tree) -> list[Bucket]:
+    """The buckets of a tree's trained leaves, by their numbers."""
+    leaves, _ = tree.flatten(shards, is_leaf)
+    found = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
+    return sorted(found, key=lambda bucket: bucket.index)
+
+
+def levels_of(groups: Groups) -> list[tuple[str, int]]:
+    """Names and sizes of the levels of a partition group, outermost first."""
+    return [(level.name, level.gather.size) for level in groups.hierarchy.route.levels]
 
 
 def table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A block of text: a title, then rows whose columns line up, the first one to the left.
+    """A title, then rows whose columns are aligned: the first to the left, the others to the right.
 
     >>> print(table("loss", [("", "start", "end"), ("train", "5.51", "2.4")]))
     loss

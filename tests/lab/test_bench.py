@@ -213,7 +213,7 @@ def test_touch(tmp_path: Path) -> None:
     for peer in figures["peers"]:
         found = peer["microseconds_a_touch"]
         assert found["least"] <= found["median"] <= found["most"]
-    assert "12 touches a step" in printed
+    assert "12 touches per step" in printed
 
 
 def test_opt(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_bytes_equal_the_formulas_at_every_partition_size(tmp_path: Path) -> Non
     # By hand, of M, per node: a ring of 4 over 2 nodes is cut once a node; hop 2 of both ranks;
     # and the outer level of both ranks, once for the gather and three times for hop 1.
     assert crossing == {1: {1.5}, 2: {1.0}, 4: {2 * (1 + 3) / 4}}
-    assert "what leaves a node is not counted" in printed
+    assert "bytes that leave a node are not counted" in printed
     assert "NOT THE SAME" not in printed
 
 
@@ -291,25 +291,25 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (["step", "--partition-size", "3"], "3"),
-        (["step", "--dim", "10", "--heads", "4"], "--dim 10 is no multiple of --heads 4"),
+        (["step", "--dim", "10", "--heads", "4"], "--dim 10 is not a multiple of --heads 4"),
         (["bytes", "--ranks", "6", "--node-size", "4"], "4"),
         (["opt", "--json", "no/such/folder/f.json"], "there is no folder no/such/folder"),
         (["step", "--peers", "keep,fsdp"], "there is no peer fsdp\n  fix: choose from keep zero3"),
-        (["step", "--peers", "keep", "keep"], "one is named twice"),
+        (["step", "--peers", "keep", "keep"], "one is given twice"),
         (["step", "--peers", "plain", "--skip-alone"], "none of these is measured with 4 ranks"),
         (
             ["step", "--peers", "ddp", "--ranks", "1"],
             "choose from keep zero3 fsdp2 fsdp2-keep plain",
         ),
         (["step", "--policy", "compute=bf17"], "'bf17' is no dtype"),
-        (["step", "--policy", "f32", "compute=fp32"], "one is there twice"),
+        (["step", "--policy", "f32", "compute=fp32"], "one of them is given twice"),
         (["step", "--policy", "bf16; *norm*: f32"], "fsdp2 has one policy for all parameters"),
         (["memory", "--placement", "zero3,zero4"], "there is no placement zero4\n  fix: choose"),
         (["memory", "--policy", "bf17"], "'bf17' is no dtype"),
         (["memory", "--ranks", "4", "--node-size", "3"], "3"),
         (["step", "--rates", "200mbits"], "200mbits is no rate"),
         (["step", "--rates", "1gbit:0"], "1gbit:0 is no rate"),
-        (["step", "--rates", "1gbit,as-is"], "as-is comes alone"),
+        (["step", "--rates", "1gbit,as-is"], "as-is cannot be combined"),
         (["step", "--rates", "1gbit"], "MICS_FN_LINKS=no_such_module: No module named"),
     ],
 )

@@ -91,7 +91,7 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
         (["--ranks", "4", "--partition-size", "3"], "partition_size=3 does not divide the world"),
         (["--ranks", "4", "--node-size", "3"], "node_size=3 does not divide"),
         (["--ranks", "6", "--node-size", "3", "--partition-size", "2"], "crosses a node"),
-        (["--dim", "30"], "--dim 30 is no multiple of 4 heads"),
+        (["--dim", "30"], "--dim 30 is not a multiple of 4 heads"),
         (["--steps", "1"], "a curve needs at least 2"),
         (["--device", "cuda", "--ranks", "99"], "--device cuda with 99 ranks needs as many GPUs"),
     ],

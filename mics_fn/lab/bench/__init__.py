@@ -1,1 +1,1 @@
-"""`python -m mics_fn bench`."""
+"""`python -m mics_fn bench`: times, traffic and memory, against torch, FSDP2 and formulas."""

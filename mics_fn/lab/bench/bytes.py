@@ -1,36 +1,40 @@
-"""`bench bytes`: what a step sends at each level, by ledger, by formula, and on the wire."""
+"""`bench bytes`: what a step sends at each level, as counted, by formula, and on the wire."""
 
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
 import mics_fn as mf
-from mics_fn import tree
 from mics_fn.groups import Comm, Topology, valid_partition_sizes
 from mics_fn.lab.bench.links import HEADER_BYTES, Counters, count_wire, node_interface
-from mics_fn.lab.bench.turns import between, of_all_ranks, say, spread, start, synchronize
+from mics_fn.lab.bench.turns import (
+    between,
+    is_first,
+    of_all_ranks,
+    say,
+    spread,
+    start,
+    synchronize,
+    world_size,
+)
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.lab.report import step_bytes, table
-from mics_fn.shards import Sharded, is_leaf
+from mics_fn.lab.report import buckets_of, levels_of, step_bytes, table
 
 TEXT_BYTES = 500_000
 
 
 @dataclass(frozen=True)
 class BytesConfig:
-    """All that decides what is measured.
+    """Everything that decides what is measured.
 
     Args:
         node_size: ranks of a node.
-        partition_sizes: ranks that share one replica; () takes all that fit.
-        steps: measured steps, over which what leaves a node is averaged.
+        partition_sizes: ranks that share one replica; () takes all sizes that fit.
+        steps: measured steps; the bytes that leave a node are averaged over them.
         warmup: steps before them.
         accumulate: micro-steps in a step.
-        sequences: samples of one rank and micro-step.
+        sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT.
     """
@@ -46,13 +50,13 @@ class BytesConfig:
 
 
 class RankBytes(NamedTuple):
-    """What one rank found in its steps."""
+    """What one rank counted in its steps."""
 
-    ledger: list[dict[str, tuple[int, int]]]  # of each step: name -> (calls, bytes)
-    formula: dict[str, tuple[float, str]]  # of one step: name -> (bytes, in words)
+    ledger: list[dict[str, tuple[int, int]]]  # for each step: name -> (calls, bytes)
+    formula: dict[str, tuple[float, str]]  # for one step: name -> (bytes, formula in words)
     crossing: float  # bytes of the formula that leave the node
-    wire: Counters | None  # of the node over all steps; None if it has no counters of its own
-    seconds: list[float]  # of each step
+    wire: Counters | None  # of its node in all steps; None if the node has no counters of its own
+    seconds: list[float]  # one per step
 
 
 def measure_bytes(config: BytesConfig) -> dict[str, Any]:
@@ -62,10 +66,9 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
         On rank 0 the figures; {} on the others.
     """
     device = start(config.device)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     interface = node_interface(config.node_size)
     sizes = config.partition_sizes
-    sizes = sizes or valid_partition_sizes(Topology.of(world_size, config.node_size))
+    sizes = sizes or valid_partition_sizes(Topology.of(world_size(), config.node_size))
     found = []
     for p in sizes:
         say(f"p = {p}: counting ...")
@@ -73,15 +76,14 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
             full_bytes, mine = _run(config, groups, interface)
             every: list[RankBytes] = of_all_ranks(mine)
             found.append(_summarize(config, groups, full_bytes, every))
-    if dist.is_initialized() and dist.get_rank():
+    if not is_first():
         return {}
     return {"interface": interface, "partition_sizes": found}
 
 
 def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple[int, RankBytes]:
     """Padded bytes of the parameters, and what this rank's steps sent."""
-    torch.manual_seed(0)
-    model = gpt.GPT(config.model).to(groups.device)
+    model = gpt.seeded(config.model, groups.device)
     trainer = mf.Trainer(
         model, mf.optim.adamw(3e-4), groups, loss=gpt.loss, accumulate=config.accumulate
     )
@@ -102,10 +104,8 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
             ledger.append(groups.traffic.snapshot())
 
     wire = count_wire(measured, interface)
-    leaves, _ = tree.flatten(trainer.state.params, is_leaf)
-    buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
-    full_bytes = sum(bucket.nbytes for bucket in buckets)
-    levels = [(level.name, level.gather.size) for level in groups.hierarchy.route.levels]
+    full_bytes = sum(bucket.nbytes for bucket in buckets_of(trainer.state.params))
+    levels = levels_of(groups)
     names, sizes = zip(*levels, strict=True) if levels else ((), ())
     formula = step_bytes(names, sizes, groups.num_replicas, full_bytes, config.accumulate)
     crossing = crossing_bytes(groups, formula, config.node_size)
@@ -115,7 +115,7 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
 def crossing_bytes(
     groups: mf.Groups, formula: dict[str, tuple[float, str]], node_size: int
 ) -> float:
-    """How much of what this rank sends by the formula goes to another node."""
+    """The bytes that this rank sends to other nodes by the formula."""
     comms = [
         comm for level in groups.hierarchy.route.levels for comm in (level.gather, level.reduce)
     ]
@@ -127,10 +127,10 @@ def crossing_bytes(
 
 
 def leaves_node(comm: Comm, node_size: int) -> bool:
-    """Whether what this rank sends over a communicator leaves its node.
+    """Whether the bytes that this rank sends through a communicator leave its node.
 
-    Levels lie inside a node, or have one rank in each. Hop 2 may have several ranks in a node, and
-    is a ring: all that a rank sends goes to the next one.
+    A level lies inside a node, or has one rank in each. A replication group may have several ranks
+    in a node, but hop 2 is a ring, so a rank sends everything to the next one.
     """
     following = comm.ranks[(comm.rank + 1) % comm.size]
     return following // node_size != comm.ranks[comm.rank] // node_size
@@ -167,7 +167,7 @@ def _summarize(
 
 
 def _wire(node: list[RankBytes], steps: int) -> dict[str, float | None]:
-    """What left one node in a step, against the formula."""
+    """The bytes that left one node in a step, and those of the formula."""
     formula, wire = sum(rank.crossing for rank in node), node[0].wire
     if wire is None:
         return {"formula": formula, "counted": None, "payload": None, "resent": None}
@@ -191,21 +191,24 @@ def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
             worst = max(row["ledger"], key=lambda sent: abs(sent - row["formula"]))
             cells = (f"{max(row['calls'])}", f"{worst:,}", f"{row['formula']:,.0f}")
             rows.append((name, *cells, _ratio(worst, row["formula"]), row["why"]))
-        for number, wire in enumerate(part["wire"] if interface else ()):
+        nodes = part["wire"] if interface else []
+        for number, wire in enumerate(nodes):
             cells = (f"{wire['counted']:,.0f}", f"{wire['formula']:,.0f}")
             less = f"{_ratio(wire['payload'], wire['formula'])} without headers"
-            less += f", {wire['resent']:,.0f} segments twice" if wire["resent"] else ""
+            less += f", {wire['resent']:,.0f} segments sent again" if wire["resent"] else ""
             name = f"node {number}, {interface}"
             rows.append((name, "", *cells, _ratio(wire["counted"], wire["formula"]), less))
-        time = f"seconds a step: {between(part['seconds'], '.3f')}"
+        time = f"seconds per step: {between(part['seconds'], '.3f')}"
         steady = "the same in every step" if part["steady"] else "NOT THE SAME IN EVERY STEP"
         blocks.append(f"{table(title, rows)}\n  {steady}; {time}")
     if interface is None:
-        blocks.append("what leaves a node is not counted: the nodes here share a network")
+        blocks.append(
+            "the bytes that leave a node are not counted, because the nodes here share a network"
+        )
     else:
         blocks.append(
-            f"node: what its ranks sent through {interface}, a mean of {config.steps} steps; "
-            f"headers are {HEADER_BYTES} bytes a packet"
+            f"node: bytes of its ranks through {interface}, the mean of {config.steps} steps; "
+            f"headers are {HEADER_BYTES} bytes per packet"
         )
     return "\n\n".join(blocks)
 

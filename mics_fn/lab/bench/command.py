@@ -1,4 +1,4 @@
-"""`python -m mics_fn bench`: steps against plain torch and FSDP2, and the traffic of a step."""
+"""`python -m mics_fn bench`: the flags of every bench, and what runs it and prints its tables."""
 
 import argparse
 import itertools
@@ -23,6 +23,7 @@ from mics_fn.lab.bench.states import StatesConfig, measure_states, render_states
 from mics_fn.lab.bench.step import measure_step, render_step
 from mics_fn.lab.bench.touch import TouchConfig, measure_touch, render_touch
 from mics_fn.lab.bench.turns import Turns, num_ranks, on_ranks
+from mics_fn.lab.flags import add_count
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.shards import Precision
 
@@ -30,11 +31,18 @@ DEFAULT_RANKS = 4
 
 
 class Bench(NamedTuple):
-    """One subcommand: how its flags become a config, what measures, what prints."""
+    """One subcommand.
+
+    Args:
+        summary: its help text.
+        config: makes a config of the flags, for so many ranks.
+        run: measures with a config on so many ranks.
+        render: makes tables of the figures and the config.
+    """
 
     summary: str
     config: Callable[[argparse.Namespace, int], Any]
-    run: Callable[[Any, int], dict]  # with a config, on so many ranks
+    run: Callable[[Any, int], dict]
     render: Callable[[dict, Any], str]
 
 
@@ -43,42 +51,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, bench in BENCHES.items():
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
-        add = one.add_argument
-        add("--json", type=Path, metavar="FILE", help="write all figures there too")
-        add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-        add("--dim", type=_count, default=512, help="width of the GPT (default 512)")
-        add("--blocks", type=_count, default=4, help="its blocks (default 4)")
-        add("--heads", type=_count, default=8, help="its attention heads (default 8)")
-        add("--vocab", type=_bytes_and_more, default=1024, help="its tokens (default 1024)")
-        few = name == "memory"  # tokens, so that activations are small; and steps
-        context, warmup, steps = (4, 3, 2) if few else (64, 2, 5)
-        text = f"tokens of a sample (default {context})"
-        add("--context", type=_count, default=context, help=text)
-        text = f"steps before measuring (default {warmup})"
-        add("--warmup", type=_count, default=warmup, help=text)
+        one.add_argument("--json", type=Path, metavar="FILE", help="a file for all figures")
+        one.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+        add_count(one, "dim", 512, "width of the GPT")
+        add_count(one, "blocks", 4, "blocks of the GPT")
+        add_count(one, "heads", 8, "attention heads of the GPT")
+        add_count(one, "vocab", 1024, "tokens that it knows, at least 256", smallest=256)
+        # Few tokens make activations small beside the states.
+        context, warmup, steps = (4, 3, 2) if name == "memory" else (64, 2, 5)
+        add_count(one, "context", context, "tokens of a sample")
+        add_count(one, "warmup", warmup, "steps before measuring")
         if name not in ("bytes", "memory"):
-            add("--rounds", type=_count, default=5, help="turns of each (default 5)")
+            add_count(one, "rounds", 5, "turns of each peer")
         if name == "touch":
-            add("--steps", type=_count, default=50, help="steps of a turn (default 50)")
-            add("--layers", type=_count, default=64, help="linear layers (default 64)")
-            continue
-        if name == "opt":
-            add("--steps", type=_count, default=10, help="steps of a turn (default 10)")
-            add("--small-leaves", type=_count, default=2000, help="of the second tree (2000)")
-            continue
-        add("--ranks", type=_count, help=f"ranks to launch (default {DEFAULT_RANKS})")
-        add("--node-size", type=_count, help="ranks of a node (default the job's, or 2)")
-        add("--steps", type=_count, default=steps, help=f"steps of a turn (default {steps})")
-        add("--accumulate", type=_count, default=1, help="micro-steps in a step (default 1)")
-        if name == "memory":
-            _add_memory_flags(one)
-            continue
-        add("--sequences", type=_count, default=1, help="samples of a rank and micro-step (1)")
-        sizes = {"nargs": "+", "default": []} if name == "bytes" else {}
-        default = "all that fit" if name == "bytes" else "node size"
-        add("--partition-size", type=_count, help=f"(default {default})", **sizes)
-        if name == "step":
-            _add_step_flags(one)
+            add_count(one, "steps", 50, "steps of a turn")
+            add_count(one, "layers", 64, "linear layers")
+        elif name == "opt":
+            add_count(one, "steps", 10, "steps of a turn")
+            add_count(one, "small-leaves", 2000, "leaves of the second tree")
+        else:
+            add_count(one, "steps", steps, "steps of a turn")
+            _add_flags_of_ranks(one, name)
+
+
+def _add_flags_of_ranks(parser: argparse.ArgumentParser, name: str) -> None:
+    """The flags of a bench that runs on several ranks."""
+    add_count(parser, "ranks", None, f"ranks to launch (default {DEFAULT_RANKS})")
+    add_count(parser, "node-size", None, "ranks per node (default that of the job, or 2)")
+    add_count(parser, "accumulate", 1, "micro-steps in a step")
+    if name == "memory":
+        _add_memory_flags(parser)
+        return
+    add_count(parser, "sequences", 1, "samples per rank and micro-step")
+    if name == "bytes":
+        text = "ranks of a replica (default all sizes that fit)"
+        add_count(parser, "partition-size", None, text, nargs="+")
+    else:
+        add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
+        _add_step_flags(parser)
 
 
 def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,32 +99,34 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
     default = " ".join(StatesConfig.policies)
     text = f"precision policies, each a text such as compute=bf16 (default {default})"
     add("--policy", default=StatesConfig.policies, help=text, metavar="TEXT", nargs="+")
-    add("--init", action="store_true", help="instead, while a model becomes shards over all ranks")
+    text = "measure instead while a model becomes shards over all ranks"
+    add("--init", action="store_true", help=text)
 
 
 def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
     lists: dict[str, Any] = {"nargs": "+", "type": _names}
-    text = f"what to compare, of {names}; those that make sense in each world (default {default})"
+    text = f"what to compare, of {names}, as far as it makes sense (default {default})"
     add("--peers", default=[DEFAULT_PEERS], help=text, metavar="NAME", **lists)
     text = (
-        "of the links between nodes, such as unshaped:5 1gbit:3 200mbit:1, with the steps of a turn"
+        "rates of the links between nodes, such as unshaped:5 1gbit:3, with the steps of a turn; "
     )
-    text += f"; the first for warm-up too. A module that {LINKS} names sets them (default {AS_IS})"
+    text += f"the first also for warm-up. A module that {LINKS} names sets them (default {AS_IS})"
     add("--rates", default=[(AS_IS,)], help=text, metavar="RATE", **lists)
-    text = "precision policies, each a text such as compute=bf16,reduce=bf16: every peer that knows"
-    text += " any is measured with each, and compared with itself under the first"
+    text = "precision policies, each a text such as compute=bf16,reduce=bf16: every peer that takes"
+    text += " them is measured with each, and compared with itself under the first"
     add("--policy", default=[], help=text, metavar="TEXT", nargs="+")
-    add("--skip-alone", action="store_true", help="no comparison in a world of one")
-    add("--rss", action="store_true", help="memory instead of time, each peer in fresh processes")
+    add("--skip-alone", action="store_true", help="do not compare in a world of one")
+    text = "measure memory instead of time, with each peer in new processes"
+    add("--rss", action="store_true", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one bench; returns the exit code. In a job every rank calls it, and rank 0 prints.
+    """Run one bench and return the exit code. In a job every rank calls it, and rank 0 prints.
 
     Raises:
-        PlanError: sizes that do not fit, or nowhere to write, before any process starts.
+        PlanError: sizes do not fit, or the folder of `--json` is missing. No process has started.
         LaunchError: a rank failed.
     """
     bench = BENCHES[args.bench]
@@ -135,22 +147,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _bytes_and_more(text: str) -> int:
-    value = int(text)
-    if value < 256:
-        raise argparse.ArgumentTypeError(f"{text} is less than the 256 values of a byte")
-    return value
-
-
 def _names(text: str) -> tuple[str, ...]:
-    """One word of a list whose words are separated by spaces or commas."""
+    """The names in one argument of a list that spaces or commas separate."""
     return tuple(filter(None, text.split(",")))
 
 
@@ -160,7 +158,7 @@ def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
 
 def _model(args: argparse.Namespace) -> GPTConfig:
     if args.dim % args.heads:
-        raise PlanError(f"--dim {args.dim} is no multiple of --heads {args.heads}")
+        raise PlanError(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     return GPTConfig(
         vocab_size=args.vocab,
         context=args.context,
@@ -171,7 +169,7 @@ def _model(args: argparse.Namespace) -> GPTConfig:
 
 
 def _node_size(args: argparse.Namespace, ranks: int) -> int:
-    """The node size asked for, else the job's own, else two ranks."""
+    """The node size of the flags, else that of the job, else two ranks if that divides."""
     job = read_launch(os.environ)
     found = args.node_size or (job.node_size if job else None)
     return found or (2 if ranks % 2 == 0 else ranks)
@@ -201,9 +199,9 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
 
 
 def _policies(args: argparse.Namespace) -> tuple[str, ...]:
-    """The texts of policies, each of which is one."""
+    """The texts of the policies, after a check that no policy is given twice."""
     if len(set(map(Precision.parse, args.policy))) < len(args.policy):
-        text = f"--policy {' '.join(map(repr, args.policy))}: one is there twice"
+        text = f"--policy {' '.join(map(repr, args.policy))}: one of them is given twice"
         raise PlanError(message(text, fix="give each once"))
     return tuple(args.policy)
 
@@ -228,11 +226,12 @@ def _states_config(args: argparse.Namespace, ranks: int) -> StatesConfig:
 def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
     node_size = _node_size(args, ranks)
     topology = Topology.of(ranks, node_size)
-    for partition_size in args.partition_size:
+    sizes = tuple(args.partition_size or ())
+    for partition_size in sizes:
         plan_groups(topology, partition_size)
     return BytesConfig(
         node_size=node_size,
-        partition_sizes=tuple(args.partition_size),
+        partition_sizes=sizes,
         steps=args.steps,
         warmup=args.warmup,
         accumulate=args.accumulate,
@@ -270,19 +269,19 @@ BENCHES = {
         render_opt,
     ),
     "touch": Bench(
-        "host time that a deferred weight costs an op",
+        "host time that an op takes longer on a deferred weight than on a plain one",
         _touch_config,
         _on_ranks(measure_touch),
         render_touch,
     ),
     "bytes": Bench(
-        "bytes of a step at each level: ledger, formula, and what leaves a node",
+        "bytes of a step at each level: counted, by formula, and those that leave a node",
         _bytes_config,
         _on_ranks(measure_bytes),
         render_bytes,
     ),
     "memory": Bench(
-        "what a rank holds, placement by placement, against the formulas",
+        "memory of a rank under each placement, against the formulas",
         _states_config,
         _on_ranks(measure_states),
         render_states,

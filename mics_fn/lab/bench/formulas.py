@@ -1,4 +1,4 @@
-"""Placements by name, and what each should hold and send: plain formulas to measure against."""
+"""Placements by name, with formulas for what a rank should hold and send under each of them."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,15 +12,15 @@ from mics_fn.groups import MOST_FULL, placement
 from mics_fn.lab.report import gather_bytes
 from mics_fn.shards import Bucket
 
-FILLED = 2  # buckets of full gradients that backward still makes, in the dtype that computes
+FILLED = 2  # buckets of full gradients that backward is making, in the dtype that computes
 
 
 class Cut(NamedTuple):
-    """Over how many ranks each thing is cut."""
+    """The number of ranks over which each kind of data is cut."""
 
     states: int
     params: int  # gathered parameters, from their first use in a step to its end
-    grads: int  # gradients of a micro-step
+    grads: int  # gradients, after each micro-step
 
 
 # Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
@@ -44,11 +44,7 @@ def cut_of(name: str, num_ranks: int, node_size: int) -> Cut:
 
 
 def check_places(names: Sequence[str]) -> None:
-    """Refuse names that are none.
-
-    Raises:
-        PlanError: it says which.
-    """
+    """Raise PlanError for names that are not those of placements."""
     wrong = [name for name in names if name not in PLACES]
     if wrong:
         what = f"--placement {' '.join(names)}: there is no placement {' '.join(wrong)}"
@@ -59,9 +55,9 @@ def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.
     """Groups of a placement, made by all ranks.
 
     Args:
-        name: of `PLACES`.
+        name: a key of `PLACES`.
         num_ranks, node_size: the world.
-        options: further ones of `make_groups`.
+        options: other options of `make_groups`.
     """
     partition_size = cut_of(name, num_ranks, node_size).states
     groups = mf.make_groups(partition_size, node_size=node_size, **options)
@@ -71,19 +67,19 @@ def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.
 def memory_formula(
     buckets: Sequence[Bucket], cut: Cut, *, live_bytes: int | None, micro_steps: int = 1
 ) -> dict[str, float]:
-    """The most that a rank of several holds in a step with AdamW, by what it is.
+    """The most that one of several ranks holds in a step with AdamW, by kind.
 
     Args:
-        buckets: of the model, all trained; padding is counted.
-        cut: over how many ranks what is cut.
-        live_bytes: budget for gathered parameters; None keeps all.
-        micro_steps: in a step.
+        buckets: the buckets of the model, all of them trained; padding counts.
+        cut: over how many ranks each kind is cut.
+        live_bytes: the budget for gathered parameters; None keeps all.
+        micro_steps: the micro-steps of a step.
 
     Returns:
-        Bytes of "states" (parameters and both moments: all that there is between steps),
-        "parameters" (a copy kept for the step, and what is gathered), "sums" (of gradients; and
-        this rank's means, where those are smaller), and "in full" (the few buckets of gradients on
-        their way). Activations are not in it.
+        Bytes of "states" (parameters and both moments, which is all that exists between steps),
+        "parameters" (a copy kept for the step, and gathered buckets), "sums" (sums of gradients,
+        and this rank's means if these are cut further), and "in full" (the few buckets of gradients
+        that are being reduced). Activations are not included.
 
     Example:
         >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
@@ -99,7 +95,7 @@ def memory_formula(
     live = 0
     if cut.params > 1 or (cut.states == 1 and any(b.compute != b.dtype for b in buckets)):
         live = sum(compute)
-    if live and live_bytes is not None:  # one bucket is always allowed, and one ahead
+    if live and live_bytes is not None:  # one bucket is always allowed, and one more ahead
         budget = max(live_bytes, max(compute))
         live = min(live, budget + (max(compute) if live_bytes > max(compute) else 0))
     packed = 0
@@ -114,7 +110,7 @@ def memory_formula(
 
 
 def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
-    """The dtype of a sum of gradients; of a single micro-step it is the wider one of its ends."""
+    """The dtype of a sum of gradients; after one micro-step the wider of its two ends."""
     if micro_steps > 1:
         return bucket.accumulate
     return torch.promote_types(bucket.dtype, bucket.reduce)
@@ -130,17 +126,17 @@ def traffic_formula(
     fetches: float = 1,
     micro_steps: int = 1,
 ) -> dict[str, float]:
-    """What each rank sends in a step, by what for.
+    """The bytes that each rank sends in a step, by communicator.
 
     Args:
         levels: names and sizes of the levels of a partition group, outermost first.
-        cut: over how many ranks what is cut.
+        cut: over how many ranks each kind is cut.
         gathered, reduced: bytes of all parameters and of all gradients as they travel, padding
             included.
-        num_replicas: ranks in a replication group.
-        fetches: how often a parameter is gathered in a step, on average; only the first time goes
-            over the levels behind which a copy is kept.
-        micro_steps: in a step; each goes over the levels within which gradients are cut.
+        num_replicas: the ranks of a replication group.
+        fetches: how often a parameter is gathered in a step, on average. Only the first time uses
+            the levels outside those over which a copy is kept.
+        micro_steps: the micro-steps of a step. Each uses the levels over which gradients are cut.
 
     Example:
         >>> sizes = {"gathered": 800, "reduced": 800, "num_replicas": 1, "fetches": 2}

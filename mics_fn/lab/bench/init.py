@@ -1,4 +1,4 @@
-"""`bench memory --init`: the most that a rank holds while a model becomes shards."""
+"""`bench memory --init`: the most memory that a rank holds while a model becomes shards."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -6,39 +6,36 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab.bench.states import BUCKETS, TOLERANCE, StatesConfig, against, make_model
+from mics_fn.lab.bench.states import BUCKETS, TOLERANCE, StatesConfig, against
 from mics_fn.lab.bench.tensor_memory import count_on
-from mics_fn.lab.bench.turns import of_all_ranks, say, start
+from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start, world_size
 from mics_fn.lab.models import gpt
-from mics_fn.lab.report import human_bytes, table
-from mics_fn.shards import Bucket, is_leaf
+from mics_fn.lab.report import buckets_of, human_bytes, table
+from mics_fn.shards import Bucket
 
 LEGEND = """\
-Of the fullest rank, in bytes of tensors. model, then shard: every rank makes the whole model;
-formula: the model, and this rank's shards with one bucket that is being cut (or, before that, what
-a digest of the values takes). init: this rank's shards and the largest parameter. left: what is
-there afterwards; it should be the shards."""
+Bytes of tensors on the fullest rank. model, then shard: every rank makes the whole model; formula:
+the model, and the rank's shards with one bucket that is being cut (or, before that, the memory of a
+digest of the values). init: by init_model; formula: the rank's shards and the largest parameter.
+left: bytes that remain; these should be the shards."""
 
 Shards = dict[str, Any]
 Make = Callable[[StatesConfig, mf.Groups, dict[str, Any]], Shards]
 
 
 class Way(NamedTuple):
-    """A way from a model to shards, and what it holds at most: in bytes, by formula."""
+    """A way to make the shards of a model, and a formula for the most bytes that it holds."""
 
     make: Make
     formula: Callable[[float, Sequence[Bucket], Sequence[int]], float]  # shards, buckets, leaves
 
 
 def _from_model(config: StatesConfig, groups: mf.Groups, options: dict[str, Any]) -> Shards:
-    model = make_model(config, groups.device)
-    places = {f"[{name!r}]": i for i, (name, _) in enumerate(model.named_parameters())}
-    params = dict(model.named_parameters())
-    return mf.shard(params, groups, order=places.__getitem__, **options)
+    params = dict(gpt.seeded(config.model, groups.device).named_parameters())
+    return mf.shard(params, groups, order=tree.own_order(params), **options)
 
 
 def _by_init(config: StatesConfig, groups: mf.Groups, options: dict[str, Any]) -> Shards:
@@ -50,7 +47,7 @@ def _full(bucket: Bucket) -> int:
 
 
 def _whole_and_parts(shards: float, buckets: Sequence[Bucket], leaves: Sequence[int]) -> float:
-    hashed = 16 * min(max(leaves) // 4, 2**20)  # two int64 for each element, of float32, at a time
+    hashed = 16 * min(max(leaves) // 4, 2**20)  # two int64 per float32, of so many at once
     return sum(leaves) + max(hashed, shards + max(map(_full, buckets)))
 
 
@@ -61,17 +58,17 @@ WAYS = {
 
 
 def measure_init(config: StatesConfig) -> dict[str, Any]:
-    """Count what each way holds, cut over all ranks, as one rank of a job.
+    """Count the bytes that each way holds, as one rank of a job; shards are cut over all ranks.
 
     Returns:
         On rank 0 the figures; {} on the others.
     """
     device = start(config.device)
-    n = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = [p.numel() * p.itemsize for p in make_model(config, torch.device("meta")).parameters()]
+    n, model = world_size(), gpt.seeded(config.model, torch.device("meta"))
+    sizes = [p.numel() * p.itemsize for p in model.parameters()]
     rows = []
     with mf.make_groups(n, node_size=config.node_size, device=device) as groups:
-        # Small models first: what is made once in a process is none of the model's.
+        # A small model first, so that memory which a process takes only once does not count.
         tiny = replace(config, model=gpt.GPTConfig(256, 4, dim=16, num_heads=2, num_blocks=1))
         for name, way in WAYS.items():
             for policy in config.policies:
@@ -86,7 +83,7 @@ def measure_init(config: StatesConfig) -> dict[str, Any]:
                 formula = way.formula(shards, buckets, sizes)
                 row["peak"] = against(formula, max(of_all_ranks(peak)), bucket)
                 rows.append(row)
-    if dist.is_initialized() and dist.get_rank():
+    if not is_first():
         return {}
     return {"params": sum(sizes) // 4, "ranks": n, "rows": rows}
 
@@ -94,13 +91,12 @@ def measure_init(config: StatesConfig) -> dict[str, Any]:
 def init_peak(
     make: Make, config: StatesConfig, groups: mf.Groups, options: dict[str, Any]
 ) -> tuple[int, int, list[Bucket]]:
-    """The most bytes while shards are made, those that are left, and the buckets."""
+    """The most bytes while shards are made, the bytes that remain, and the buckets."""
     gc.collect()
     with count_on(groups.device) as count:
         shards = make(config, groups, options)
         gc.collect()
-        found = {leaf.bucket for leaf in tree.flatten(shards, is_leaf)[0]}
-        return count.peak, count.now, sorted(found, key=lambda bucket: bucket.index)
+        return count.peak, count.now, buckets_of(shards)
 
 
 def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
@@ -121,7 +117,8 @@ def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
                 *(human_bytes(row[key]) for key in ("left", "shards")),
             )
         )
-        far += [] if peak["close"] else [f"{row['way']} {row['policy']}"]
+        if not peak["close"]:
+            far.append(f"{row['way']} {row['policy']}")
     title = f"memory of a rank that makes {figures['params']:,} parameters, p = {figures['ranks']}"
     close = f"within {TOLERANCE:.0%} and one bucket of the formula"
     verdict = f"  NOT {close}: {', '.join(far)}" if far else f"  all {close}"

@@ -1,8 +1,8 @@
-"""The links between nodes: what leaves a node, and links whose rate can be changed.
+"""The links between nodes: the bytes that leave a node, and links whose rate can be changed.
 
-[Note: link rates] The bench can not make a link slower; a cluster can. One that is able to offers
-an importable module with a function `set_rate(rate)`, which every rank calls while all are idle,
-and which returns on rank 0 once the rate is in force. The variable MICS_FN_LINKS names the module.
+[Note: link rates] The bench cannot make a link slower, but some clusters can. Such a cluster has an
+importable module with a function `set_rate(rate)`, which every rank calls while all are idle, and
+which returns on rank 0 once the rate is in force. The variable MICS_FN_LINKS names the module.
 """
 
 import importlib
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench.turns import Setting, of_all_ranks
 
-HEADER_BYTES = 66  # of one packet: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12
+HEADER_BYTES = 66  # per packet: Ethernet 14, IPv4 20, TCP 20, and timestamps of TCP 12
 NET_DEV = Path("/proc/net/dev")
 SNMP = Path("/proc/net/snmp")
 LINKS = "MICS_FN_LINKS"
@@ -27,7 +27,7 @@ AS_IS = "as-is"
 
 
 class Counters(NamedTuple):
-    """What a network interface has sent so far, and TCP segments that went twice."""
+    """What a network interface has sent so far, and how many TCP segments were sent again."""
 
     nbytes: int
     packets: int
@@ -42,10 +42,10 @@ class Rate(NamedTuple):
 
 
 def node_interface(node_size: int) -> str | None:
-    """The network interface whose counters tell what leaves this node; None if there is none.
+    """The network interface that counts the bytes leaving this node; None if there is none.
 
-    It is the one that gloo is told to use. Pretended nodes share one machine's interface, and what
-    they send to each other never reaches it: then there is nothing to count.
+    It is the one that gloo is told to use. Nodes that are only pretended share the interface of one
+    machine, and the bytes between them do not go through it, so there is nothing to count.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     try:
@@ -62,7 +62,7 @@ def node_interface(node_size: int) -> str | None:
 
 
 def read_counters(interface: str) -> Counters | None:
-    """What an interface of this network namespace has sent; None if there is no such one."""
+    """What an interface of this network namespace has sent; None if it does not exist."""
     if not NET_DEV.exists():
         return None
     for line in NET_DEV.read_text().splitlines():
@@ -74,7 +74,7 @@ def read_counters(interface: str) -> Counters | None:
 
 
 def _resent() -> int:
-    """TCP segments that this network namespace sent again; 0 where that is not known."""
+    """TCP segments that this network namespace sent again; 0 if that is not known."""
     names, values = [], []
     if SNMP.exists():
         lines = [line.split() for line in SNMP.read_text().splitlines()]
@@ -83,20 +83,20 @@ def _resent() -> int:
 
 
 def sent_bytes(interface: str | None) -> int | None:
-    """Bytes that this node has sent so far; None without an interface of its own."""
+    """Bytes that this node has sent so far; None if it has no interface of its own."""
     found = None if interface is None else read_counters(interface)
     return None if found is None else found.nbytes
 
 
 def count_wire(work: Callable[[], None], interface: str | None) -> Counters | None:
-    """Do the work on all ranks, and see what left this node meanwhile."""
+    """Do the work on all ranks, and count what left this node meanwhile."""
 
     def look() -> Counters | None:
         if dist.is_initialized():
             dist.barrier()
         seen = None if interface is None else read_counters(interface)
         if dist.is_initialized():
-            dist.barrier()  # nobody may go on before all have looked
+            dist.barrier()  # no rank may send before all have read their counters
         return seen
 
     before = look()
@@ -108,14 +108,14 @@ def count_wire(work: Callable[[], None], interface: str | None) -> Counters | No
 
 
 def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:
-    """Rates of links as they are written: 200mbit, or 200mbit:2 for turns of 2 steps.
+    """Rates of links from texts such as 200mbit, or 200mbit:2 for turns of 2 steps.
 
     Args:
-        words: one for each rate.
-        steps: of a turn where a word does not say.
+        words: the texts.
+        steps: the steps of a turn, if a text does not say.
 
     Raises:
-        PlanError: a word is no rate, or nothing here can set it. See [Note: link rates].
+        PlanError: a text is not a rate, or nothing here can set rates. See [Note: link rates].
 
     >>> read_rates(["as-is"], 5)
     (Rate(name='as-is', steps=5),)
@@ -125,20 +125,20 @@ def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:
     for word in words:
         match = re.fullmatch(rf"({AS_IS}|unshaped|\d+(?:\.\d+)?[kmg]bit)(?::([1-9]\d*))?", word)
         if match is None:
-            fix = f"write 200mbit, 1gbit, unshaped or {AS_IS}, and :3 behind for turns of 3 steps"
+            fix = f"write 200mbit, 1gbit, unshaped or {AS_IS}, followed by :3 for turns of 3 steps"
             raise PlanError(message(f"{text}: {word} is no rate", fix=fix))
         found.append(Rate(match[1], int(match[2] or steps)))
     names = [rate.name for rate in found]
     if AS_IS in names and len(names) > 1:
-        fix = f"leave {AS_IS} out: nothing here knows what the links were like before"
-        raise PlanError(message(f"{text}: {AS_IS} comes alone", fix=fix))
+        fix = f"leave {AS_IS} out: the rate that the links had before is not known here"
+        raise PlanError(message(f"{text}: {AS_IS} cannot be combined", fix=fix))
     if AS_IS not in names:
         _links(text)
     return tuple(found)
 
 
 def settings_of(rates: Sequence[Rate]) -> list[Setting]:
-    """Rates with what every rank calls to put them in force."""
+    """The settings of a comparison in which every rank calls for these rates."""
     if rates[0].name == AS_IS:
         return [Setting(rates[0].steps)]
     links = _links(rates[0].name)
@@ -152,9 +152,9 @@ def settings_of(rates: Sequence[Rate]) -> list[Setting]:
 
 
 def _links(asked: str) -> Any:
-    """The module that sets rates."""
+    """The module that sets rates, for what was `asked`."""
     name = os.environ.get(LINKS, DEFAULT_LINKS)
-    fix = f"measure on a cluster that can, and let {LINKS} name its module; or leave --rates out"
+    fix = f"use a cluster that can, with its module in {LINKS}; or leave --rates out"
     what = f"{asked}: nothing here sets the rate of a link"
     try:
         module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What `bench step` compares: `Trainer` in several modes, and torch's own ways to train."""
+"""The peers of `bench step`: `Trainer` in several modes, and the ways to train of torch itself."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -14,20 +14,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mics_fn as mf
-from mics_fn import tree
 from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench.formulas import Cut, cut_of, make_place, sum_dtype
 from mics_fn.lab.bench.stage import Stage, StepConfig, make_model
 from mics_fn.lab.bench.turns import Peer, nbytes
 from mics_fn.lab.models import gpt
-from mics_fn.shards import Precision, Sharded, is_leaf
+from mics_fn.lab.report import buckets_of
+from mics_fn.shards import Precision
 
 
 def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None = None) -> Peer:
-    """`Trainer`, with a partition group as asked for, or of all ranks, or in a placement.
+    """`Trainer` with the partition groups of the stage, `wide` ones of all ranks, or a placement.
 
-    It keeps all gathered parameters, or has a budget of two buckets, which is ZeRO-3's memory: one
-    in use, one that comes next, and the one more that `live_bytes` allows.
+    It keeps all gathered parameters, or has a budget of two buckets. The budget gives the memory of
+    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows.
     """
     config, n, p = stage.config, stage.world_size, stage.partition_size
     p = n if wide else p
@@ -40,7 +40,7 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
         groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
     stage.closing.enter_context(groups)
     model = make_model(config, stage.device)
-    # Few parameters are larger than a bucket, and such a one is a bucket alone.
+    # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
     largest *= stage.policy.dtypes("", torch.float32).compute.itemsize
     trainer = mf.Trainer(
@@ -58,8 +58,7 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
     def held() -> int:
         return nbytes((trainer.state.params, trainer.state.opt))
 
-    leaves, _ = tree.flatten(trainer.state.params, is_leaf)
-    buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
+    buckets = buckets_of(trainer.state.params)
     wider = max(sum_dtype(b, config.accumulate).itemsize / b.compute.itemsize for b in buckets)
     needs = _needs([b.nbytes for b in buckets], cut, 3, keep=keep, wider=wider)
     how = place or ("keep" if keep else "two buckets")
@@ -83,9 +82,9 @@ def _ddp(stage: Stage) -> Peer:
 
 
 def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
-    """FSDP2 on a (replicate, shard) mesh or on one of all ranks.
+    """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
-    With `keep` parameters are gathered once a step, otherwise again for backward.
+    With `keep` parameters are gathered once per step, otherwise again for backward.
     """
     config, p = stage.config, stage.world_size if full else stage.partition_size
     dtypes = stage.policy.dtypes("", torch.float32)
@@ -97,7 +96,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     root = fully_shard(model, **options)
 
     def begin(last: bool) -> contextlib.AbstractContextManager:
-        # As in MiCS: hop 1 each micro-step, hop 2 with the last one.
+        # As in MiCS: hop 1 in each micro-step, hop 2 in the last one.
         root.set_requires_all_reduce(last)
         if keep:
             root.set_reshard_after_backward(last)
@@ -106,7 +105,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     size = dtypes.compute.itemsize
     blocks = [sum(x.numel() * size for x in block.parameters()) for block in model.blocks]
     whole = sum(x.numel() * size for x in model.parameters())
-    name = f"FSDP2 {'full, ' if full else ''}p={p}, {'keep' if keep else 'default'}"
+    name = ("FSDP2 full" if full else "FSDP2") + f" p={p}, " + ("keep" if keep else "default")
     wider = dtypes.param.itemsize / size
     needs = _needs([*blocks, whole - sum(blocks)], Cut(p, p, p), 2, keep=keep, wider=wider)
     return _torch_loop(name, stage, model, begin, needs)
@@ -131,7 +130,7 @@ def _torch_loop(
     ),
     needs: dict[str, float] | None = None,
 ) -> Peer:
-    """A loop as torch's users write it; `begin` is told whether a micro-step is the last one."""
+    """A training loop of plain torch; `begin` is told whether a micro-step is the last one."""
     config = stage.config
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)
     last = config.accumulate - 1
@@ -144,7 +143,7 @@ def _torch_loop(
                 (loss / config.accumulate if last else loss).backward()
             losses.append(loss.detach())
         optimizer.step()
-        # At the end, so that gradients do not stay between steps in anyone's memory.
+        # At the end, so that no gradients stay in memory between steps, as for every peer.
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).mean()
 
@@ -166,30 +165,30 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def _needs(
     units: Iterable[int], cut: Cut, live: int, *, keep: bool, wider: float = 1
 ) -> dict[str, float]:
-    """What a step needs beyond states, at the least, where parameters travel in such units.
+    """The least bytes that a step needs beyond states, if parameters travel in such units.
 
-    Gathered parameters: all, or the few that are live at once, and a copy that is kept.
-    Gradients: this rank's part of all, in a dtype so much wider, and two full units, one that is
-    made while the other is reduced.
+    Gathered parameters are all of them, or the `live` ones, and a copy that is kept. Gradients are
+    this rank's part of all, in a dtype that is `wider` by a factor, and two full units, of which
+    one is made while the other is reduced.
     """
     ordered = sorted(units, reverse=True)
     total, two, few = sum(ordered), sum(ordered[:2]), sum(ordered[:live])
-    if cut.states == 1:  # what is gathered are the states themselves
+    if cut.states == 1:  # the states themselves are in full
         return {"parameters": 0, "gradients": total * wider}
     held = total / cut.params if cut.params < cut.states else 0
-    gathered = 0 if cut.params == 1 else total if keep else few
+    gathered = 0 if cut.params == 1 else (total if keep else few)
     mine = total * wider / cut.states if cut.grads < cut.states else 0
     return {"parameters": held + gathered, "gradients": total * wider / cut.grads + mine + two}
 
 
 class Kind(NamedTuple):
-    """A way to train, by what builds it and where it makes sense."""
+    """A way to train: what builds it, and where it makes sense."""
 
     build: Callable[[Stage], Peer]
     ours: bool = False
     alone: bool = True  # in a world of one
     together: bool = True
-    mixed: bool = True  # knows policies of precision
+    mixed: bool = True  # takes precision policies
 
 
 def _placed(place: str) -> Kind:
@@ -212,19 +211,19 @@ PEERS = {
 
 
 def kind_of(label: str) -> Kind:
-    """The way to train of a peer of a run: a name, or a name and its policy as `phases` says."""
+    """The way to train of a peer, by its label: a name, or a name and a policy as in `phases`."""
     return PEERS[label.partition("@")[0]]
 
 
 def build(stage: Stage, label: str) -> Peer:
-    """The peer of a run by its label."""
+    """The peer with a label."""
     return kind_of(label).build(stage._replace(policy=Precision.parse(label.partition("@")[2])))
 
 
 def phases(config: StepConfig, world_size: int) -> dict[int, list[str]]:
-    """World sizes to measure in, each with those of the chosen peers that make sense there.
+    """The world sizes to measure in, each with the labels of the peers that make sense there.
 
-    With policies a peer that knows them is there once for each, as "name@policy".
+    With policies, a peer that takes them is there once per policy, as "name@policy".
     """
     found = {}
     if config.alone or world_size == 1:
@@ -243,25 +242,21 @@ def _with_policies(config: StepConfig, names: Iterable[str]) -> list[str]:
 
 
 def check_peers(config: StepConfig, world_size: int) -> None:
-    """Refuse names that are none, and choices that leave nothing to measure.
-
-    Raises:
-        PlanError: it says which.
-    """
+    """Raise PlanError for names that are not those of peers, and if nothing is left to measure."""
     asked = f"--peers {' '.join(config.peers)}"
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
         what = f"{asked}: there is no peer {' '.join(wrong)}"
         raise PlanError(message(what, fix=f"choose from {' '.join(PEERS)}"))
     if len(set(config.peers)) < len(config.peers):
-        raise PlanError(message(f"{asked}: one is named twice", fix="name each once"))
+        raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
     if not phases(config, world_size):
         every = replace(config, peers=tuple(PEERS), policies=())
         fits = " ".join(phases(every, world_size)[world_size])
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(message(what, fix=f"choose from {fits}"))
     others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
-    for text in config.policies if others else ():
-        if Precision.parse(text).overrides:
-            what = f"--policy {text!r}: {others[0]} has one policy for all parameters"
-            raise PlanError(message(what, fix="leave the overrides out, or that peer"))
+    own = [text for text in config.policies if Precision.parse(text).overrides]
+    if own and others:
+        what = f"--policy {own[0]!r}: {others[0]} has one policy for all parameters"
+        raise PlanError(message(what, fix="leave the overrides out, or that peer"))

@@ -1,7 +1,7 @@
-"""How much memory this process has, and the most that it had since some moment.
+"""How much memory this process has, and the most that it had since a moment.
 
-On a GPU that is what torch allocated. On the CPU it is resident memory, so it holds code, and what
-the allocator keeps for later, too.
+On a GPU this is the memory that torch allocated. On the CPU it is resident memory, which includes
+code and what the allocator keeps for later.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Bytes that are there now; None where that can not be seen."""
+    """Bytes in use now; None if they cannot be read."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes since `reset_peak`, or ever; None where that can not be seen."""
+    """The most bytes since `reset_peak`, or ever; None if they cannot be read."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
 def reset_peak(device: torch.device) -> int | None:
-    """Let the peak begin again at what is there now, and return that; None where it can not."""
+    """Set the peak to the bytes in use now, and return them; None if that is not possible."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -44,16 +44,19 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def trim() -> None:
-    """Give what the host's allocator keeps for later back to the system, where it can."""
+    """Return the memory that the host's allocator keeps for later to the system, if it can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back_at_once(smallest: int = 65536) -> bool:
-    """From now on freed blocks of that size go back to the system; whether the allocator can.
+    """Let blocks of this size or more return to the system when they are freed.
 
-    Glibc raises this size by itself whenever a larger block is freed, up to 32 MB, and keeps
-    smaller ones, with holes. Resident memory is then more than what is used.
+    Glibc raises the size by itself, up to 32 MB, whenever a larger block is freed, and keeps
+    smaller blocks. Resident memory is then more than the memory in use.
+
+    Returns:
+        Whether the allocator can do that.
     """
     try:
         return ctypes.CDLL(None).mallopt(-3, smallest) == 1  # M_MMAP_THRESHOLD
@@ -62,7 +65,7 @@ def give_back_at_once(smallest: int = 65536) -> bool:
 
 
 def peak_growth(work: Callable[[], Any], device: torch.device) -> int | None:
-    """By how many bytes memory grows at most while `work` runs; None where that can not be seen."""
+    """The most bytes by which memory grows while `work` runs; None if they cannot be read."""
     before = reset_peak(device)
     work()
     after = peak_bytes(device)

@@ -1,10 +1,10 @@
 """`bench step --rss`: the memory of a rank that runs one peer and nothing else.
 
-[Note: resident memory] Peers that take turns in one process share its memory, so here each has
-processes of its own, and what it grows by counts from after a few steps of a tiny model: then all
-code is loaded. Glibc keeps freed blocks for later, of up to 32 MB each, so that the most that is
-resident is more than the most that is used at once. Both are measured, in processes of their own:
-"resident" with the allocator as everyone has it, "used" with one that gives blocks back at once.
+[Note: resident memory] Peers that take turns in one process share its memory, so here each peer has
+its own processes. Memory counts from the end of a few steps of a tiny model, when all code is
+loaded. Glibc keeps freed blocks of up to 32 MB for later, so the peak of resident memory is larger
+than the peak of memory in use. Both are measured, each in processes of its own: "resident" with the
+usual allocator, "used" with an allocator that returns blocks to the system at once.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench.links import AS_IS
 from mics_fn.lab.bench.peers import build, phases
 from mics_fn.lab.bench.process_memory import give_back_at_once, memory_bytes, peak_bytes, reset_peak
-from mics_fn.lab.bench.stage import StepConfig, make_model, make_stage, own_group
+from mics_fn.lab.bench.stage import StepConfig, make_stage, own_group
 from mics_fn.lab.bench.turns import in_job, say, start
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks.launch import launch
-from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.report import bytes_or_dash, human_bytes, table
 
 TINY_STEPS = 2
 LEGEND = """\
-Each peer ran alone in fresh processes, twice; figures are those of the fullest rank. before: what
-was resident once all code was loaded; the others count from there. resident: the most in the steps.
-used: the same with an allocator that gives freed memory back at once. formula: states and what a
-step needs at the least: gathered parameters (all, or two units), and gradients (this rank's part,
-and two units in full). used to start: building the model, which holds it in full, and warm-up."""
+Each peer ran alone in new processes, twice; figures are those of the fullest rank. before: resident
+memory once all code was loaded, from which the others count. resident: the most in the steps. used:
+the same with an allocator that returns freed memory at once. formula: states, and the least that a
+step needs: gathered parameters (all, or two units) and gradients (this rank's part, and two units
+in full). used to start: the most while the model is built, in full, and in warm-up."""
 
 
 class Run(NamedTuple):
-    """One peer in processes of its own."""
+    """One peer, which is measured in its own processes."""
 
     config: StepConfig
     name: str
@@ -44,30 +44,29 @@ class Run(NamedTuple):
 
 
 def check_rss(config: StepConfig) -> None:
-    """Refuse a job: its processes can not be started afresh for each peer.
+    """Refuse what `--rss` cannot do.
 
     Raises:
-        PlanError: this process is part of one, or there are rates, which memory does not have.
+        PlanError: there are rates, on which memory does not depend; or this process belongs to a
+            job, whose processes cannot be started anew for each peer.
     """
     if config.rates[0].name != AS_IS:
-        raise PlanError(
-            message("--rss with --rates: memory does not depend on them", fix="drop one")
-        )
+        text = "--rss with --rates: memory does not depend on them"
+        raise PlanError(message(text, fix="leave one of them out"))
     if in_job():
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
-        raise PlanError(message("--rss in a job: it needs fresh processes for each peer", fix=fix))
+        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))
 
 
 def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
-    """Measure one peer after the other, each on ranks of its own."""
+    """Measure one peer after the other, each on its own ranks."""
     names = phases(replace(config, alone=False), ranks)[ranks]
-    params = sum(p.numel() for p in make_model(config, torch.device("meta")).parameters())
     peers = []
     for name in names:
-        say(f"{name}: alone in fresh processes, twice ...")
+        say(f"{name}: alone in new processes, twice ...")
         found = [launch(measure_rss, ranks, Run(config, name, tight)) for tight in (False, True)]
         peers.append(_figures(name, *found))
-    return {"params": params, "peers": peers}
+    return {"params": gpt.num_params(config.model), "peers": peers}
 
 
 def measure_rss(run: Run) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def measure_rss(run: Run) -> dict[str, Any]:
 
 
 def _take_steps(run: Run, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
-    """Build the peer, and see the most that there was until warm-up ended, and after it."""
+    """Build the peer and take its steps; the peaks of memory until warm-up ended, and after it."""
     with contextlib.ExitStack() as closing:
         own = own_group() if dist.get_world_size() == 1 else None
         stage = make_stage(run.config, device, closing, own=own, steps=warmup + steps)
@@ -121,7 +120,7 @@ def _figures(name: str, usual: Sequence[dict], tight: Sequence[dict]) -> dict[st
 
 
 def _grown(ranks: Sequence[dict], key: str) -> int | None:
-    """By how much the fullest rank grew; None where that can not be seen."""
+    """By how many bytes the fullest rank grew; None if that could not be measured."""
     if any(rank[key] is None or rank["before"] is None for rank in ranks):
         return None
     return max(rank[key] - rank["before"] for rank in ranks)
@@ -138,11 +137,14 @@ def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
         rows.append(
             (
                 f"{peer['name']}: {peer['title']}",
-                *(_bytes(peer[key]) for key in ("before_bytes", "resident_bytes", "used_bytes")),
+                *(
+                    bytes_or_dash(peer[key])
+                    for key in ("before_bytes", "resident_bytes", "used_bytes")
+                ),
                 human_bytes(peer["formula_bytes"]),
                 "-" if used is None else f"{used / peer['formula_bytes']:.2f}",
                 *(human_bytes(parts[key]) for key in ("states", "parameters", "gradients")),
-                _bytes(peer["used_to_start_bytes"]),
+                bytes_or_dash(peer["used_to_start_bytes"]),
             )
         )
     title = (
@@ -150,7 +152,3 @@ def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
         f" of {config.node_size}, p = {config.partition_size}"
     )
     return f"{table(title, rows)}\n\n{LEGEND}"
-
-
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else human_bytes(value)

@@ -1,4 +1,4 @@
-"""Where the peers of `bench step` are built: sizes, batches, and this rank's part of a world."""
+"""What the peers of `bench step` are built from: sizes, batches, and a world of ranks."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -21,22 +21,22 @@ DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
 
 @dataclass(frozen=True)
 class StepConfig:
-    """All that decides what is measured.
+    """Everything that decides what is measured.
 
     Args:
         node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
-        turns: how long.
+        turns: how many steps.
         peers: names from `PEERS`.
-        policies: texts of precision policies; each peer that knows any is built with each. () is
-            float32 throughout, and no name shows it.
-        rates: of the links between nodes, all measured in one run.
-        alone: whether the peers that make sense there are compared in a world of one too.
+        policies: texts of precision policies; each peer that takes policies is built with each. ()
+            means float32, which is then not part of a name.
+        rates: rates of the links between nodes, which are all measured in one run.
+        alone: whether to compare peers also in a world of one, if they make sense there.
         accumulate: micro-steps in a step.
-        sequences: samples of one rank and micro-step.
+        sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT.
-        lr: AdamW's learning rate.
-        seed: of parameters and batches.
+        lr: the learning rate of AdamW.
+        seed: the seed of parameters and batches.
     """
 
     node_size: int
@@ -55,16 +55,16 @@ class StepConfig:
 
 
 class Stage(NamedTuple):
-    """Where peers are built: this rank's part of a world, which may be itself alone."""
+    """What a peer is built from, on this rank of a world of all ranks or of this rank alone."""
 
     config: StepConfig
     device: torch.device
     world_size: int
     partition_size: int
-    own: Any  # the process group of this rank alone; None unless the world is that
-    batches: list[list[Batch]]  # for each step its micro-batches, the same for every peer
-    closing: contextlib.ExitStack  # of what peers leave open
-    policy: Precision = Precision()  # of the next peer
+    own: Any  # the process group of this rank alone; None in a world of all ranks
+    batches: list[list[Batch]]  # by step and micro-step, the same for every peer
+    closing: contextlib.ExitStack  # closes what peers leave open
+    policy: Precision = Precision()  # for the next peer
 
 
 def make_stage(
@@ -78,15 +78,14 @@ def make_stage(
     """A stage of all ranks, or of this one alone if its `own` group is given."""
     world_size = 1 if own is not None else dist.get_world_size()
     p = 1 if own is not None else config.partition_size
-    steps = (
-        config.turns.all_steps(*(rate.steps for rate in config.rates)) if steps is None else steps
-    )
+    if steps is None:
+        steps = config.turns.all_steps(*(rate.steps for rate in config.rates))
     batches = _batches(config, dist.get_rank(), device, steps)
     return Stage(config, device, world_size, p, own, batches, closing)
 
 
 def own_group() -> Any:
-    """The process group of this rank alone; all ranks call it, so that they count groups alike."""
+    """The process group of this rank alone; all ranks must call it, since they count groups."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
@@ -105,5 +104,4 @@ def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) ->
 
 def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
     """The GPT with the parameters that every peer starts from."""
-    torch.manual_seed(config.seed)
-    return gpt.GPT(config.model).to(device)
+    return gpt.seeded(config.model, device, config.seed)

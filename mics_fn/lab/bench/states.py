@@ -1,52 +1,49 @@
-"""`bench memory`: what a rank holds, between steps and within one, against the formulas.
+"""`bench memory`: what a rank holds, between steps and within a step, against the formulas.
 
 [Note: what counts] Every tensor that exists counts (see [Note: counted storage] in
-`tensor_memory`), so whatever else were kept would show. Between two steps there are the states, and
-buffers that wait for the next step: those of gathers and reductions are used again and never given
-back. They are shown beside the states. Within a step they are in use, and part of what is measured
-there.
+`tensor_memory`), so nothing that is kept can hide. Between two steps there are the states, and
+buffers that wait for the next step, because those of gathers and reductions are used again. They
+are shown beside the states. Within a step they are in use, and part of its measurement.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import mics_fn as mf
-from mics_fn import tree
 from mics_fn.collectives import checksum
 from mics_fn.lab.bench.formulas import PLACES, cut_of, make_place, memory_formula
 from mics_fn.lab.bench.tensor_memory import count_on
-from mics_fn.lab.bench.turns import of_all_ranks, say, start
+from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start, world_size
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.lab.report import human_bytes, table
-from mics_fn.shards import Bucket, Precision, Sharded, is_leaf
+from mics_fn.lab.report import buckets_of, human_bytes, table
+from mics_fn.shards import Bucket, Precision
 
 TEXT_BYTES = 500_000
 BUCKETS = 16  # as many as `Trainer` makes of a model of usual size
-TOLERANCE = 0.02  # of the formula, beside one bucket
+TOLERANCE = 0.02  # of the formula, on top of one bucket
 LIVE_BUCKETS = 2
 LEGEND = """\
-Of the fullest rank, in bytes of tensors; padding counts. between steps: parameters and AdamW's two
-moments; waiting: buffers that the next step uses again. in a step: the most after {warmup} steps of
-warm-up, with room for {live} gathered buckets; activations are measured and not in the formula.
-gap: from the formula, and how many of the largest bucket that is. formula of a step: states,
-gathered parameters (kept for the step, or live at once), sums of gradients and means, and the few
-buckets of gradients in full."""
+Bytes of tensors on the fullest rank; padding counts. between steps: parameters and the two moments
+of AdamW; waiting: buffers that the next step uses again. in a step: the most after {warmup} steps
+of warm-up, with a budget of {live} gathered buckets; activations are measured, but not in the
+formula. gap: the distance from the formula in units of the largest bucket. formula of a step:
+states, gathered parameters (kept for the step, or live at once), sums of gradients and means, and
+the few buckets of gradients in full."""
 
 
 @dataclass(frozen=True)
 class StatesConfig:
-    """All that decides what is measured.
+    """Everything that decides what is measured.
 
     Args:
         node_size: ranks of a node.
         placements: names from `PLACES`.
         policies: texts of precision policies.
         steps: measured steps.
-        warmup: steps before them; the first one learns the order of use.
+        warmup: steps before them; the first one records the order of use.
         accumulate: micro-steps in a step.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT.
@@ -65,34 +62,31 @@ class StatesConfig:
 class Held(NamedTuple):
     """What one rank held, in bytes."""
 
-    between: int  # after the last step, without what waits
+    between: int  # after the last step, without waiting buffers
     waiting: int
     within: int  # the most in the measured steps
     first: int  # the most before them
 
 
 def measure_states(config: StatesConfig) -> dict[str, Any]:
-    """Count what each placement holds with each policy, as one rank of a job.
+    """Count the bytes under each placement with each policy, as one rank of a job.
 
     Returns:
         On rank 0 the figures; {} on the others.
     """
     device = start(config.device)
-    checksum(torch.zeros(1, device=device))  # it makes a table of 8 MiB, once in a process
+    checksum(torch.zeros(1, device=device))  # the first call in a process makes a table of 8 MiB
     rows = []
     for name in config.placements:
         for policy in config.policies:
             say(f"{name}, {policy}: counting ...")
             rows.append(_measure(config, name, policy, device))
-    if dist.is_initialized() and dist.get_rank():
-        return {}
-    params = sum(p.numel() for p in make_model(config, torch.device("meta")).parameters())
-    return {"params": params, "rows": rows}
+    return {"params": gpt.num_params(config.model), "rows": rows} if is_first() else {}
 
 
 def _measure(config: StatesConfig, name: str, policy: str, device: torch.device) -> dict[str, Any]:
     """One placement with one policy, on all ranks."""
-    n = dist.get_world_size() if dist.is_initialized() else 1
+    n = world_size()
     cut = cut_of(name, n, config.node_size)
     with make_place(name, n, config.node_size, device=device) as groups:
         buckets, live, mine = _run(config, groups, policy)
@@ -118,12 +112,12 @@ def _measure(config: StatesConfig, name: str, policy: str, device: torch.device)
 
 
 def _run(config: StatesConfig, groups: mf.Groups, policy: str) -> tuple[list[Bucket], int, Held]:
-    """The model's buckets, the budget, and what this rank held."""
+    """The buckets of the model, the budget in bytes, and what this rank held."""
     text, context = load_text(TEXT_BYTES), config.model.context
     batch = text.batch("train", step=0, rank=groups.rank, size=config.accumulate, context=context)
     precision = Precision.parse(policy)
     with count_on(groups.device) as count:
-        model = make_model(config, groups.device)
+        model = gpt.seeded(config.model, groups.device)
         sizes = [p.numel() for p in model.parameters()]
         live = LIVE_BUCKETS * max(sizes) * precision.dtypes("", torch.float32).compute.itemsize
         trainer = mf.Trainer(
@@ -143,18 +137,8 @@ def _run(config: StatesConfig, groups: mf.Groups, policy: str) -> tuple[list[Buc
             for _ in range(steps):
                 trainer.step(batch)
             peaks.append(count.peak)
-        leaves, _ = tree.flatten(trainer.state.params, is_leaf)
-        buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
-        ordered = sorted(buckets, key=lambda bucket: bucket.index)
-        waiting = groups.hierarchy.pools.waiting_bytes
-        return ordered, live, Held(count.now - waiting, waiting, peaks[1], peaks[0])
-
-
-def make_model(config: StatesConfig, device: torch.device) -> gpt.GPT:
-    """The GPT that every placement starts from."""
-    torch.manual_seed(0)
-    with device:
-        return gpt.GPT(config.model)
+        buckets, waiting = buckets_of(trainer.state.params), groups.hierarchy.pools.waiting_bytes
+        return buckets, live, Held(count.now - waiting, waiting, peaks[1], peaks[0])
 
 
 def against(formula: float, measured: int, bucket: int) -> dict[str, Any]:
@@ -190,7 +174,8 @@ def render_states(figures: dict[str, Any], config: StatesConfig) -> str:
             )
         )
         parts.append((*label, *(human_bytes(part) for part in row["formula"].values())))
-        far += [" ".join(label)] if not (between["close"] and within["close"]) else []
+        if not (between["close"] and within["close"]):
+            far.append(" ".join(label))
     title = (
         f"memory of a rank, {figures['params']:,} parameters, nodes of {config.node_size}, "
         f"accumulate {config.accumulate}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mics_fn.lab.bench.links import AS_IS, Rate, node_interface, sent_bytes, settings_of
 from mics_fn.lab.bench.peers import build, kind_of, phases
-from mics_fn.lab.bench.stage import StepConfig, make_model, make_stage, own_group
+from mics_fn.lab.bench.stage import StepConfig, make_stage, own_group
 from mics_fn.lab.bench.turns import (
     Laps,
     between,
@@ -22,24 +22,26 @@ from mics_fn.lab.bench.turns import (
     start,
     take_turns,
 )
-from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.models import gpt
+from mics_fn.lab.report import bytes_or_dash, human_bytes, table
 
 LEGEND = """\
-seconds a step: of the slowest rank. x/it: the time of x divided by this one's, round by round.
-CPU: seconds of all threads of a rank in a step, the median, also for x/it. a node sends: in a step
-through its network interface, the median; "-" where nodes have none of their own. gap: largest
-relative difference to the loss of {first} at any of these steps. states: parameters and optimizer
-state of the fullest rank. in a step: by how much memory grows beyond them, other peers around."""
+seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
+round. CPU: seconds of all threads of a rank in a step, the median, also for x/it. a node sends:
+bytes per step through its network interface, the median; "-" if nodes have none of their own. gap:
+the largest relative difference from the loss of {first} at any of these steps. states: parameters
+and optimizer state of the fullest rank. in a step: by how much memory grows beyond them while the
+other peers exist too."""
 OVER_FIRST = """
-x/it is between peers of one policy; over {first}: a peer's time over its own with that policy."""
+x/it compares peers of one policy; over {first}: a peer's time over its own with that policy."""
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
-    """Both comparisons, as one rank of a job; the figures are rank 0's to keep.
+    """Both comparisons, as one rank of a job.
 
     Returns:
-        On rank 0 `alone` (a world of one, measured while the others wait) and `together` (all
-        ranks), each None if it was not measured; {} on the others.
+        On rank 0 the figures of a world of one (`alone`, measured while the others wait) and of all
+        ranks (`together`), each None if it was not measured; {} on the others.
     """
     device = start(config.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -60,14 +62,13 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
         together = _compare(merged, names, config, of_ranks=world_size)
     if rank:
         return {}
-    params = sum(p.numel() for p in make_model(config, torch.device("meta")).parameters())
-    return {"params": params, "alone": alone, "together": together}
+    return {"params": gpt.num_params(config.model), "alone": alone, "together": together}
 
 
 def _run(
     config: StepConfig, device: torch.device, names: Sequence[str], own: Any = None
 ) -> list[Laps]:
-    """This rank's part of one comparison, of all ranks or within its `own` group."""
+    """This rank's part of one comparison, among all ranks or within its `own` group."""
     with contextlib.ExitStack() as closing:
         stage = make_stage(config, device, closing, own=own)
         peers = [build(stage, name) for name in names]
@@ -85,7 +86,7 @@ def _run(
 
 
 def _merge(laps: Sequence[Laps]) -> Laps:
-    """One peer's laps of all ranks: a step takes as long as its slowest rank."""
+    """The laps of one peer on all ranks as one: a step takes as long as its slowest rank."""
     peaks = [lap.peak_bytes for lap in laps]
     sent = zip(*(lap.sent_bytes for lap in laps), strict=True)
     return Laps(
@@ -100,7 +101,7 @@ def _merge(laps: Sequence[Laps]) -> Laps:
 
 
 def _most(values: Sequence[Any]) -> Any:
-    """The largest; None where one is not known."""
+    """The largest value; None if one is not known."""
     return None if None in values else max(values)
 
 
@@ -136,12 +137,12 @@ def _compare(
 
 
 def _overall(name: str, lap: Laps, losses: list[float], gaps: list[float]) -> dict[str, Any]:
-    """One peer's figures that no rate of links changes."""
+    """The figures of one peer that do not depend on the rate of links."""
     return {
         "name": name,
         "title": lap.name,
         "losses": losses,
-        "largest_loss_gap": max(gaps),  # relative, to the first one's at the same step
+        "largest_loss_gap": max(gaps),  # relative to the first peer at the same step
         "held_bytes": lap.held_bytes,
         "peak_bytes": lap.peak_bytes,
     }
@@ -156,11 +157,11 @@ def _steps_at(config: StepConfig, place: int) -> list[int]:
 
 
 def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) -> dict[str, Any]:
-    """One peer's times and bytes at one rate, and those of our peers over them."""
+    """Times and bytes of one peer at one rate, and the times of our peers divided by them."""
     lap = by_name[name]
     seconds, cpu_seconds, sent = lap.seconds[at], lap.cpu_seconds[at], lap.sent_bytes[at]
     known = [nbytes for nbytes in sent if nbytes is not None]
-    # In the same precision; and each over itself in the first one.
+    # Peers are compared in one precision, and each peer with itself in the first precision.
     others = {_base(x): x for x in ours if x != name and _policy(x) == _policy(name)}
     first = next(x for x in by_name if _base(x) == _base(name))
     over_first = ratio(seconds, by_name[first].seconds[at])._asdict() if first != name else None
@@ -192,7 +193,7 @@ def _policy(label: str) -> str:
 
 
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
-    """The figures as tables: for each world a block a rate, then losses and memory."""
+    """The figures as tables: for each world one block per rate, then losses and memory."""
     blocks, legend = [], ""
     for part in filter(None, (figures["alone"], figures["together"])):
         alone = part["ranks"] == 1
@@ -204,7 +205,7 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
             title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
             policies = config.policies[:1] if len(config.policies) > 1 else ()
             blocks.append(_times(title, found, part["ours"], policies, alone=alone))
-        blocks.append(_memory(f"world {part['ranks']}, all of the run", part["peers"]))
+        blocks.append(_memory(f"world {part['ranks']}, the whole run", part["peers"]))
         legend = LEGEND.format(first=part["first"])
         if len(config.policies) > 1:
             legend += OVER_FIRST.format(first=config.policies[0])
@@ -214,12 +215,12 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
 def _times(
     title: str, found: dict[str, Any], ours: Sequence[str], policies: Sequence[str], *, alone: bool
 ) -> str:
-    """Times at one rate; a rank alone has no links, and shows what the host does."""
+    """The times at one rate; a rank alone has no links, so its table shows CPU times instead."""
     over = [f"{name}/it" for name in ours]
     wire = [] if alone else ["a node sends"]
     cpu_over = [f"CPU {text}" for text in over] if alone else []
     first = [f"over {policy}" for policy in policies]
-    rows = [("", "seconds a step", *over, *first, "CPU", *cpu_over, *wire, "gap")]
+    rows = [("", "seconds per step", *over, *first, "CPU", *cpu_over, *wire, "gap")]
     for peer in found["peers"]:
         ratios, cpu, over_first = peer["over_it"], peer["cpu_over_it"], peer["over_first"]
         rows.append(
@@ -230,7 +231,7 @@ def _times(
                 *(between(over_first, ".3f") if over_first else "" for _ in first),
                 f"{peer['cpu_seconds']['median']:.4f}",
                 *(f"{cpu[x]['median']:.3f}" if x in cpu else "" for x in ours if cpu_over),
-                *(_bytes(peer["node_bytes"]) for _ in wire),
+                *(bytes_or_dash(peer["node_bytes"]) for _ in wire),
                 f"{peer['largest_loss_gap']:.1e}",
             )
         )
@@ -246,11 +247,7 @@ def _memory(title: str, peers: Sequence[dict[str, Any]]) -> str:
                 f"{peer['losses'][-1]:.6f}",
                 f"{peer['largest_loss_gap']:.1e}",
                 human_bytes(peer["held_bytes"]),
-                _bytes(peer["peak_bytes"]),
+                bytes_or_dash(peer["peak_bytes"]),
             )
         )
     return table(title, rows)
-
-
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else human_bytes(value)

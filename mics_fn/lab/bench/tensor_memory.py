@@ -1,10 +1,10 @@
-"""The memory that tensors take, counted tensor by tensor: the same number in every run.
+"""The memory of tensors, counted tensor by tensor, which gives the same number in every run.
 
-[Note: counted storage] What a process occupies depends on its allocator, on code and on the clock.
-What its tensors take does not: each op is seen as torch runs it, in backward too, and the memory
-behind its results counts from then until its last tensor is gone. What an op or a communication
-library takes for itself, and gives back, is not seen. On a GPU torch's allocator counts, and sees
-that too.
+[Note: counted storage] The memory of a process depends on its allocator, on its code and on timing.
+The memory of its tensors does not: each op is observed as torch runs it, in backward too, and the
+storage behind its results counts from then until its last tensor is gone. Memory that an op or a
+communication library takes and gives back inside is not observed. On a GPU torch's allocator
+counts, which includes that memory.
 """
 
 import weakref
@@ -20,9 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class StorageCount(_torch.DispatchMode):
-    """Bytes of the tensors made in a `with` block, on this thread. See [Note: counted storage].
-
-    Tensors that were there before are not in it.
+    """Bytes of the tensors that this thread makes in a `with` block. See [Note: counted storage].
 
     Example:
         >>> with StorageCount() as count:
@@ -40,9 +38,9 @@ class StorageCount(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a wrapper: what it does with plain tensors comes here in turn
+            return NotImplemented  # a wrapper, whose ops on plain tensors come here themselves
         kwargs = kwargs or {}
-        self._see((args, kwargs), old=True)  # views of what was there before take nothing
+        self._see((args, kwargs), old=True)  # views of tensors from before take no memory
         out = func(*args, **kwargs)
         self._see(out)
         return out
@@ -62,12 +60,12 @@ class StorageCount(_torch.DispatchMode):
         self.now -= self._sizes.pop(key)
 
     def reset_peak(self) -> None:
-        """Let the peak begin again at what is there now."""
+        """Set the peak to the bytes of now."""
         self.peak = self.now
 
 
 class DeviceCount:
-    """The same of a GPU, by torch's allocator, counted from when the `with` block begins.
+    """The same for a GPU, by torch's allocator, counted from the beginning of the `with` block.
 
     Args:
         device: a CUDA device.
@@ -85,20 +83,20 @@ class DeviceCount:
 
     @property
     def now(self) -> int:
-        """Bytes beyond those before."""
+        """Bytes beyond those at the beginning."""
         torch.cuda.synchronize(self.device)
         return (memory_bytes(self.device) or 0) - self._before
 
     @property
     def peak(self) -> int:
-        """The most since `reset_peak`."""
+        """The most bytes since `reset_peak`."""
         return (peak_bytes(self.device) or 0) - self._before
 
     def reset_peak(self) -> None:
-        """Let the peak begin again at what is there now."""
+        """Set the peak to the bytes of now."""
         reset_peak(self.device)
 
 
 def count_on(device: torch.device) -> Any:
-    """What counts the memory of tensors on a device, as a `with` block: its `now` and `peak`."""
+    """A `with` block that counts the memory of tensors on a device, as `now` and `peak`."""
     return DeviceCount(device) if device.type == "cuda" else StorageCount()

@@ -1,4 +1,4 @@
-"""`bench touch`: what it costs the host that an op meets a deferred weight, not a plain one."""
+"""`bench touch`: host time that an op takes longer on a deferred weight than on a plain one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ WIDTH = 16  # so small that the ops themselves cost little
 
 @dataclass(frozen=True)
 class TouchConfig:
-    """All that decides what is measured.
+    """Everything that decides what is measured.
 
     Args:
-        turns: how long.
-        layers: linear layers, of a weight and a bias each.
+        turns: how many steps.
+        layers: linear layers, each with a weight and a bias.
         device: "auto", "cpu" or "cuda".
     """
 
@@ -43,7 +43,7 @@ class TouchConfig:
 
     @property
     def touches(self) -> int:
-        """Weights that ops meet in a step: two a layer forward, and its weight in backward."""
+        """How often ops use weights in a step: twice per layer in forward, once in backward."""
         return 3 * self.layers
 
 
@@ -81,7 +81,7 @@ def _deferred(shards: Any, groups: mf.Groups, policy: mf.schedules.OnDemand) -> 
 
 
 def _peer(name: str, weights: Callable[[], list[Tensor]], layers: int) -> Peer:
-    """Frozen weights and an input with a gradient, so that only the layers are in it."""
+    """Layers of frozen weights, whose input has a gradient, so that only the layers take time."""
     x = torch.randn(4, WIDTH, device=weights()[0].device, requires_grad=True)
 
     def step(number: int) -> Tensor:
@@ -106,11 +106,11 @@ def _figures(lap: Laps, plain: Laps, config: TouchConfig) -> dict[str, Any]:
 
 def render_touch(figures: dict[str, Any], config: TouchConfig) -> str:
     """The figures as a table."""
-    title = f"{config.layers} linear layers, {figures['touches']} touches a step: {config.turns}"
-    rows = [("weights", "ms a step", "us a touch, over plain")]
+    title = f"{config.layers} linear layers, {figures['touches']} touches per step: {config.turns}"
+    rows = [("weights", "ms per step", "us per touch, over plain")]
     for peer in figures["peers"]:
         ms = {k: 1e3 * v for k, v in peer["seconds"].items()}
         extra = between(peer["microseconds_a_touch"], ".1f") if peer["name"] != "plain" else ""
         rows.append((peer["name"], between(ms, ".2f"), extra))
-    note = "a touch: an op, forward or backward, meets a weight; making the deferred tensors and\n"
-    return table(title, rows) + "\n\n" + note + "their views is in it. world 1: nothing travels."
+    note = "a touch: an op, forward or backward, uses a weight; making deferred tensors and\n"
+    return table(title, rows) + "\n\n" + note + "their views is included. world 1: nothing travels."

@@ -1,13 +1,13 @@
-"""Fair measurements on a noisy machine: what is compared takes turns in one run.
+"""Fair measurements on a noisy machine: the things that are compared take turns in one run.
 
-[Note: taking turns] A shared machine is fast one minute and slow the next, so two times taken
-minutes apart say nothing. The peers of a comparison step in turns, round by round, each starting a
-round equally often, and a ratio is taken inside each round, between neighbours in time. What is
-reported is the median over rounds with the least and the most beside it. CPU time is reported too:
-where ranks share cores, with each other or with strangers, it says how much work a step is, while
-the time on the clock says who got a core.
+[Note: taking turns] A shared machine is fast one minute and slow the next, so two times that were
+taken minutes apart cannot be compared. Here the peers of a comparison take steps in turns, round by
+round, and each of them begins a round equally often. A ratio is taken inside each round, between
+neighbours in time. The report is the median over rounds, with the least and the most. CPU time is
+reported too: if ranks share cores with each other or with other programs, it tells how much work a
+step is, while the time on the clock depends on who got a core.
 
-Where links can be slowed down, each round has a turn of every peer at every rate.
+If the rates of links can be set, each round has a turn of every peer at every rate.
 """
 
 import os
@@ -29,12 +29,12 @@ from mics_fn.groups import read_launch
 from mics_fn.lab.bench.process_memory import peak_growth
 from mics_fn.lab.ranks.launch import launch
 
-TIMEOUT_S = 3600.0  # ranks wait for rank 0 while it measures alone
+TIMEOUT_S = 3600.0  # as long as ranks wait while rank 0 measures alone
 PEAK_STEPS = 2
 
 
 class Spread(NamedTuple):
-    """The median of some measurements, and how far they lie apart."""
+    """The median of some measurements, the least and the most."""
 
     median: float
     least: float
@@ -42,7 +42,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median and the ends of some numbers.
+    """The median, the least and the most of some numbers.
 
     >>> spread([3.0, 1.0, 2.0])
     Spread(median=2.0, least=1.0, most=3.0)
@@ -69,13 +69,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 class Peer(NamedTuple):
-    """One of the things that are compared.
+    """One of the things that a comparison compares.
 
     Args:
-        name: as the table shows it.
+        name: its name in tables.
         step: takes one step; called with the number of the step, counted from 0.
-        held_bytes: parameters and optimizer state on this rank.
-        needs: bytes of a step beyond those, by formula: what for -> bytes.
+        held_bytes: gives the bytes of parameters and optimizer state on this rank.
+        needs: the bytes that a step needs beyond those, by kind, from a formula.
     """
 
     name: str
@@ -85,25 +85,25 @@ class Peer(NamedTuple):
 
 
 class Laps(NamedTuple):
-    """What `take_turns` found of one peer on one rank; turns round by round, then by setting."""
+    """What `take_turns` measured of one peer on one rank; turns by round, then by setting."""
 
     name: str
-    seconds: list[float]  # a step, for each turn
+    seconds: list[float]  # per step, one for each turn
     cpu_seconds: list[float]  # the same, of all threads of the process
-    sent_bytes: list[float | None]  # a step, by the gauge
+    sent_bytes: list[float | None]  # per step, by the gauge
     held_bytes: int
-    peak_bytes: int | None  # most memory in a step beyond that before it; None if unknown
-    results: list[Any]  # of each step
+    peak_bytes: int | None  # growth of memory in a step at most; None if unknown
+    results: list[Any]  # one per step
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How long a comparison is.
+    """How many steps a comparison takes.
 
     Args:
         rounds: turns of each peer.
         steps: steps of a turn.
-        warmup: steps of each before the first turn, not timed.
+        warmup: steps of each peer before its first turn, which are not timed.
     """
 
     rounds: int = 5
@@ -111,10 +111,10 @@ class Turns:
     warmup: int = 2
 
     def all_steps(self, *steps: int) -> int:
-        """How many steps each peer takes, those that show its memory included.
+        """How many steps each peer takes, with those that measure its memory.
 
         Args:
-            steps: of a turn under each setting; default as `steps`.
+            steps: the steps of a turn under each setting; default `self.steps`.
         """
         return self.warmup + self.rounds * sum(steps or (self.steps,)) + PEAK_STEPS
 
@@ -123,10 +123,10 @@ class Turns:
 
 
 class Setting(NamedTuple):
-    """Something that every round has a turn of each peer under, such as the rate of the links."""
+    """A condition, such as the rate of the links; in each round every peer has a turn under it."""
 
     steps: int  # of a turn
-    put: Callable[[], Any] = lambda: None  # puts it in force
+    put: Callable[[], Any] = lambda: None  # sets the condition
 
 
 def take_turns(
@@ -138,19 +138,19 @@ def take_turns(
     settings: Sequence[Setting] = (),
     gauge: Callable[[], int | None] = lambda: None,
 ) -> list[Laps]:
-    """Time peers in turns, then look at the memory of each.
+    """Time peers in turns, then measure the memory of each.
 
     Args:
         peers: what to compare; each takes the same steps in the same order.
-        turns: how long.
-        device: where they work.
-        fence: called around each turn; makes the ranks start together.
-        settings: in each round everyone has a turn under each of these, with steps of its own;
-            warm-up and memory are under the first. () is none in particular.
-        gauge: bytes sent so far, by what counts them.
+        turns: how many steps.
+        device: the device on which they work.
+        fence: called around each turn, so that the ranks start together.
+        settings: in each round every peer has a turn under each of these, of as many steps as it
+            says; warm-up and memory use the first. () leaves conditions as they are.
+        gauge: gives the bytes that were sent so far.
 
     Returns:
-        For each peer what was measured.
+        The measurements of each peer.
     """
     laps = [Laps(peer.name, [], [], [], 0, None, []) for peer in peers]
 
@@ -184,7 +184,7 @@ def take_turns(
 
 
 class Timed(NamedTuple):
-    """What some work took."""
+    """What some work cost."""
 
     seconds: float
     cpu_seconds: float  # of all threads of the process
@@ -198,12 +198,12 @@ def timed(
     fence: Callable[[], Any],
     gauge: Callable[[], int | None],
 ) -> Timed:
-    """Do some work between fences, and see what it took."""
+    """Do some work between fences, and measure what it cost."""
 
     def look() -> int | None:
         fence()
         seen = gauge()
-        fence()  # nobody may go on before all have looked
+        fence()  # no rank may send before all have read their gauges
         return seen
 
     before = look()
@@ -218,7 +218,7 @@ def timed(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -235,35 +235,35 @@ def in_job() -> bool:
 
 
 def num_ranks(asked: int | None, default: int) -> int:
-    """The ranks to measure with: those of the job around, else as asked.
+    """How many ranks measure: those of the job around this process, otherwise as asked.
 
     Raises:
-        PlanError: another number is asked for than the job has.
+        PlanError: the job has another number of ranks than was asked for.
     """
     job = read_launch(os.environ)
     if job is None:
         return asked or default
     if asked not in (None, job.world_size):
         what = f"--ranks {asked} in a job of {job.world_size}"
-        raise PlanError(message(what, fix="leave it out: the job has its ranks already"))
+        raise PlanError(message(what, fix="leave it out, because the job has its ranks already"))
     return job.world_size
 
 
 def on_ranks(work: Callable[[Any], dict], ranks: int, config: Any) -> dict:
-    """Run `work(config)` on every rank and return what rank 0 found; {} on the others.
+    """Run `work(config)` on every rank; returns what rank 0 found, and {} on the others.
 
-    In a job it runs as a part of that job; otherwise it launches ranks on this machine.
+    In a job this process is one of the ranks; otherwise ranks are launched on this machine.
 
     Args:
         work: a function of an importable module.
-        ranks: how many to launch.
-        config: its argument.
+        ranks: how many ranks to launch.
+        config: the argument of `work`.
     """
     if not in_job():
         return launch(work, ranks, config)[0]
     found = work(config)
     if dist.is_initialized():
-        dist.barrier()  # the store's host must not leave first
+        dist.barrier()  # the rank that hosts the store must not leave first
         dist.destroy_process_group()
     return found
 
@@ -273,11 +273,16 @@ def start(device: str) -> torch.device:
     return mf.init_distributed(device=device, timeout_s=TIMEOUT_S)
 
 
+def world_size() -> int:
+    """The number of ranks; 1 without torch.distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def of_all_ranks(value: Any) -> list[Any]:
-    """One value of each rank, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """The values of all ranks, on every rank."""
+    if world_size() == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * world_size()
     dist.all_gather_object(found, value)
     return found
 
@@ -288,6 +293,6 @@ def is_first() -> bool:
 
 
 def say(text: str) -> None:
-    """A line of progress on the terminal of rank 0."""
+    """Print a line of progress on the terminal of rank 0."""
     if is_first():
         print(text, file=sys.stderr, flush=True)

@@ -17,15 +17,17 @@ from mics_fn.errors import PlanError, message
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.lab.demo.curve import save_curve
 from mics_fn.lab.demo.run import AloneResult, DemoConfig, RankResult, train_alone, train_rank
+from mics_fn.lab.flags import add_count
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.models.text import load_text
 from mics_fn.lab.ranks.launch import choose_device, launch
-from mics_fn.lab.report import human_bytes, step_bytes, table
+from mics_fn.lab.report import bytes_or_dash, human_bytes, step_bytes, table
 
-# Both runs do the same arithmetic in another order, so they differ by rounding (1e-7), and training
-# magnifies that: two single processes that add up a batch in different orders end 4e-6 apart in
+# Both runs do the same arithmetic in different orders, so they differ by rounding (1e-7), which
+# training magnifies: two single processes that add up a batch in different orders end 4e-6 apart in
 # either figure after 60 steps. At three times this learning rate, where losses begin to jump, they
-# end 1e-2 apart. One rank's samples weighed 10 % wrong give 2e-4 and 3e-3 within five steps.
+# end 1e-2 apart. If one rank's samples get a weight that is 10 % wrong, the figures reach 2e-4 and
+# 3e-3 within five steps.
 LOSS_BOUND = 1e-4  # relative, at every step
 PARAM_BOUND = 1e-3  # L2 norm of the difference over the norm of the parameters
 LEGEND = "M: parameter bytes, p: partition size, r: replicas, s: micro-steps"
@@ -33,33 +35,28 @@ LEGEND = "M: parameter bytes, p: partition size, r: replicas, s: micro-steps"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's flags."""
-    count = _positive
     add = parser.add_argument
-    add("--ranks", type=count, default=4, help="processes, one a rank (default 4)")
-    add("--node-size", type=count, help="ranks of a pretended node (default 2 if it divides)")
-    add("--partition-size", type=count, help="ranks that share one replica (default node size)")
-    add("--steps", type=count, default=60, help="optimizer steps, at least 2 (default 60)")
-    add("--accumulate", type=count, default=2, help="micro-steps in a step (default 2)")
+    add_count(parser, "ranks", 4, "processes, one per rank")
+    text = "ranks that count as one node (default 2 if that divides)"
+    add_count(parser, "node-size", None, text)
+    text = "ranks that share one replica (default node size)"
+    add_count(parser, "partition-size", None, text)
+    add_count(parser, "steps", 60, "optimizer steps, at least 2")
+    add_count(parser, "accumulate", 2, "micro-steps in a step")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     add("--out", type=Path, default=Path("mics_fn_demo"), help="folder for the results")
-    add("--sequences", type=count, default=6, help="samples a rank and micro-step (default 6)")
-    add("--context", type=count, default=128, help="length of a sample in bytes (default 128)")
-    add("--dim", type=count, default=128, help="width of the GPT, a multiple of 4 (default 128)")
-    add("--no-check", action="store_true", help="leave out the run in a single process")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
+    add_count(parser, "sequences", 6, "samples per rank and micro-step")
+    add_count(parser, "context", 128, "length of a sample in bytes")
+    add_count(parser, "dim", 128, "width of the GPT, a multiple of 4")
+    add("--no-check", action="store_true", help="without the run in a single process")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; returns the program's exit code: 0, or 1 if the check fails.
 
     Raises:
-        MicsError: sizes that do not fit (PlanError), before any process starts; a rank that failed.
+        PlanError: sizes do not fit; raised before any process starts.
+        MicsError: a rank failed.
     """
     config = make_config(args)
     try:
@@ -76,14 +73,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _introduce(config: DemoConfig) -> None:
-    """Say what is about to happen."""
+    """Print what is about to happen."""
     text = load_text()
     plan = plan_groups(Topology.of(config.ranks, config.node_size), config.partition_size)
     blocks = config.model.num_blocks
     print(f"mics_fn demo: a {blocks}-block GPT learns Python's library, byte by byte")
     train, held_out = human_bytes(len(text.train)), human_bytes(len(text.held_out))
     print(f"text: {text.num_files} files, {train} to learn from and {held_out} held out")
-    count = f"{config.ranks} process{'es' * (config.ranks > 1)}"
+    count = "1 process" if config.ranks == 1 else f"{config.ranks} processes"
     print(f"{plan}\nstarting {count} on {config.device} ...")
     if importlib.util.find_spec("tqdm") is None:
         print("progress bar: needs tqdm; install it with: pip install 'mics-fn[demo]'")
@@ -94,7 +91,7 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     """The flags as a `DemoConfig`, with defaults that depend on each other filled in.
 
     Raises:
-        PlanError: what was asked for does not fit together, or not on this machine.
+        PlanError: the flags do not fit together, or do not fit this machine.
     """
     node_size = args.node_size or (2 if args.ranks % 2 == 0 else args.ranks)
     partition_size = args.partition_size or node_size
@@ -102,16 +99,12 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     if args.steps < 2:
         raise PlanError(f"--steps {args.steps}: a curve needs at least 2")
     if args.dim % GPTConfig.num_heads:
-        raise PlanError(f"--dim {args.dim} is no multiple of {GPTConfig.num_heads} heads")
+        raise PlanError(f"--dim {args.dim} is not a multiple of {GPTConfig.num_heads} heads")
     device = choose_device(args.device, args.ranks)
     if device == "cuda" and torch.cuda.device_count() < args.ranks:
-        raise PlanError(
-            message(
-                f"--device cuda with {args.ranks} ranks needs as many GPUs",
-                [f"found: {torch.cuda.device_count()}"],
-                "use --device cpu, or fewer ranks",
-            )
-        )
+        text = f"--device cuda with {args.ranks} ranks needs as many GPUs"
+        found = [f"found: {torch.cuda.device_count()}"]
+        raise PlanError(message(text, found, "use --device cpu, or fewer ranks"))
     return DemoConfig(
         ranks=args.ranks,
         node_size=node_size,
@@ -135,7 +128,7 @@ def _progress(steps: Iterable[int]) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class Summary:
-    """The demo's figures: what is printed, and what results.json holds."""
+    """The figures that the demo prints and writes to results.json."""
 
     train_loss: tuple[float, float]  # first and last step
     held_out_loss: tuple[float, float]  # before and after
@@ -143,7 +136,7 @@ class Summary:
     full_bytes: int  # of all parameters, padding included
     held_bytes: list[int]  # parameters and optimizer state, by rank
     full_held_bytes: int | None  # the same unsharded
-    traffic: dict[str, dict[str, Any]]  # by communicator: counted by rank, formula
+    traffic: dict[str, dict[str, Any]]  # by communicator: the count of each rank, and the formula
     step_seconds: float  # median
     tokens_per_second: float
     device: str
@@ -151,7 +144,7 @@ class Summary:
 
 
 def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult | None) -> Summary:
-    """Boil the runs down to the figures that the table shows."""
+    """The figures of the two runs."""
     first = results[0]
     names, sizes = zip(*first.levels, strict=True) if first.levels else ((), ())
     formulas = step_bytes(names, sizes, first.num_replicas, first.full_bytes, config.accumulate)
@@ -164,7 +157,7 @@ def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult 
         }
         for what in [*formulas, *sorted(counted - set(formulas))]
     }
-    # The first steps pay for warm-up, of allocators and of connections.
+    # The first steps are slower, because allocators and connections warm up.
     seconds = statistics.median(first.seconds[min(2, len(first.seconds) - 1) :])
     return Summary(
         train_loss=(first.losses[0], first.losses[-1]),
@@ -219,10 +212,10 @@ def render(summary: Summary) -> str:
         states.append(("one process holds", human_bytes(full), f"{full / most:.2f} x as much"))
     sent = [("", "counted", "formula", "")]
     for what, row in summary.traffic.items():
-        formula = "-" if row["formula"] is None else human_bytes(row["formula"])
+        formula = bytes_or_dash(row["formula"])
         sent.append((what, human_bytes(max(row["counted"])), formula, row["why"]))
     if not summary.traffic:
-        sent = [("nothing: it is alone", "")]
+        sent = [("nothing, since it is alone", "")]
     speed = [
         ("median step", f"{summary.step_seconds * 1e3:.0f} ms"),
         ("all ranks together", f"{summary.tokens_per_second:,.0f} tokens/s"),
@@ -261,7 +254,7 @@ def _render_check(check: dict[str, Any]) -> str:
 def _write(
     out: Path, config: DemoConfig, summary: Summary, run: RankResult, alone: AloneResult | None
 ) -> None:
-    """Leave results.json and the loss curve in `out`, and say where."""
+    """Write results.json and the loss curve to `out`, and print where they are."""
     figures = asdict(summary) | {
         "config": asdict(config),
         "losses": run.losses,

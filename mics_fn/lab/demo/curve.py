@@ -1,4 +1,4 @@
-"""The demo's picture: losses over steps."""
+"""The demo's figure: the losses over the steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ def save_curve(
     alone: Sequence[float],
     held_out: Sequence[tuple[int, float]],
 ) -> None:
-    """Draw the losses of a run and of its check to a PNG.
+    """Draw the losses of a run and of its check into a PNG file.
 
     Args:
-        path: where to write it.
-        title: above the axes.
-        train: loss of each step of the sharded run, nats per byte, mean over ranks.
-        alone: the same of the single process; empty if there was none.
-        held_out: (steps done, loss) of the sharded run.
+        path: the file to write.
+        title: the text above the axes.
+        train: the loss of each step of the sharded run in nats per byte, the mean over ranks.
+        alone: the same for the single process; empty if there was none.
+        held_out: pairs (steps done, loss) of the sharded run.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The demo's two runs: sharded over ranks, and the same training in one process by plain torch."""
+"""The two runs of the demo: sharded over ranks, and the same training in one process of torch."""
 
 import os
 import time
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import Text, load_text
-from mics_fn.shards import Sharded, is_leaf
+from mics_fn.lab.report import buckets_of, levels_of
 
 Batch = tuple[Tensor, Tensor]
 WEIGHT_DECAY = 0.1
@@ -21,18 +21,18 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """All that decides what the demo computes.
+    """Everything that decides what the demo computes.
 
     Args:
         ranks, node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
         steps: optimizer steps.
         accumulate: micro-steps in a step.
-        sequences: samples of one rank and micro-step.
-        held_out_sequences: samples of one rank in a test on held-out text.
-        lr: AdamW's learning rate.
+        sequences: samples per rank and micro-step.
+        held_out_sequences: samples per rank in a test on held-out text.
+        lr: the learning rate of AdamW.
         device: "cpu" or "cuda".
         model: sizes of the GPT.
-        seed: of parameters and batches.
+        seed: the seed of parameters and batches.
     """
 
     ranks: int
@@ -49,34 +49,34 @@ class DemoConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks together."""
+        """The tokens that all ranks together train on in a step."""
         return self.ranks * self.accumulate * self.sequences * self.model.context
 
     @property
     def tests_at(self) -> set[int]:
-        """After how many steps the held-out loss is taken: about twelve times, and at both ends."""
+        """After how many steps the held-out loss is taken: at both ends, and about twelve times."""
         return {*range(0, self.steps, max(1, self.steps // 12)), self.steps}
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank brings home."""
+    """What one rank returns."""
 
-    losses: list[float]  # of each step, mean over ranks
-    seconds: list[float]  # of each step but the last
+    losses: list[float]  # one per step, the mean over ranks
+    seconds: list[float]  # one per step, without the last
     held_out: list[tuple[int, float]]  # (steps done, loss)
     held_bytes: int  # parameters and optimizer state on this rank
     full_bytes: int  # of all parameters, padding included
-    levels: list[tuple[str, int]]  # of the partition group, outermost first
+    levels: list[tuple[str, int]]  # names and sizes, outermost first
     num_replicas: int
-    sent: dict[str, int]  # bytes in one step, by what for
+    sent: dict[str, int]  # bytes in one step, by communicator
     device: str
-    params: dict[str, Tensor]  # full; empty but on rank 0
+    params: dict[str, Tensor]  # full; empty on all ranks but 0
 
 
 @dataclass(frozen=True)
 class AloneResult:
-    """What the single process found."""
+    """What the single process returns."""
 
     losses: list[float]
     held_out: float  # at the end
@@ -84,14 +84,13 @@ class AloneResult:
     params: dict[str, Tensor]
 
 
-def make_model(config: DemoConfig) -> gpt.GPT:
+def make_model(config: DemoConfig, device: torch.device | str) -> gpt.GPT:
     """The GPT with the parameters that both runs start from."""
-    torch.manual_seed(config.seed)
-    return gpt.GPT(config.model)
+    return gpt.seeded(config.model, torch.device("cpu"), config.seed).to(device)
 
 
 def micro_batch(config: DemoConfig, text: Text, step: int, micro: int, rank: int) -> Batch:
-    """What one rank trains on in one micro-step."""
+    """The batch on which one rank trains in one micro-step."""
     return text.batch(
         "train",
         step=step,
@@ -104,20 +103,20 @@ def micro_batch(config: DemoConfig, text: Text, step: int, micro: int, rank: int
 
 
 def held_out_batch(config: DemoConfig, text: Text, rank: int) -> Batch:
-    """What one rank is tested on, always the same."""
+    """The batch on which one rank is tested, always the same one."""
     size, context = config.held_out_sequences, config.model.context
     return text.batch("held_out", step=0, rank=rank, size=size, context=context, seed=config.seed)
 
 
 def join(batches: list[Batch], device: Any) -> Batch:
-    """Batches one after the other, on a device."""
+    """The concatenation of batches, on a device."""
     tokens_in, tokens_out = (torch.cat(part).to(device) for part in zip(*batches, strict=True))
     return tokens_in, tokens_out
 
 
 @dataclass
 class _Record:
-    """What is noted between steps."""
+    """What is measured between the steps."""
 
     held_out: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -125,30 +124,28 @@ class _Record:
 
 
 def train_rank(config: DemoConfig) -> RankResult:
-    """The sharded run, as one rank: what `python -m mics_fn demo` launches."""
+    """The sharded run, as one of the ranks that `python -m mics_fn demo` launches."""
     device = mf.init_distributed(device=config.device)
     groups = mf.make_groups(
         partition_size=config.partition_size, node_size=config.node_size, device=device
     )
     text, record = load_text(), _Record()
     optimizer = mf.optim.adamw(config.lr, weight_decay=WEIGHT_DECAY)
-    model = make_model(config).to(device)
+    model = make_model(config, device)
     trainer = mf.Trainer(model, optimizer, groups, loss=gpt.loss, accumulate=config.accumulate)
     test = join([held_out_batch(config, text, groups.rank)], device)
     batches = _batches(config, text, groups, record, lambda: trainer.eval(test).item())
     steps = trainer.fit(batches, config.steps)
     record.held_out.append((config.steps, trainer.eval(test).item()))
     params = trainer.params()
-    leaves, _ = tree.flatten(trainer.state.params, is_leaf)
-    buckets = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
     groups.close()
     return RankResult(
         losses=[float(m.loss) for m in steps],
         seconds=record.seconds,
         held_out=record.held_out,
-        held_bytes=_nbytes((trainer.state.params, trainer.state.opt)),
-        full_bytes=sum(bucket.nbytes for bucket in buckets),
-        levels=[(level.name, level.gather.size) for level in groups.hierarchy.route.levels],
+        held_bytes=nbytes((trainer.state.params, trainer.state.opt)),
+        full_bytes=sum(bucket.nbytes for bucket in buckets_of(trainer.state.params)),
+        levels=levels_of(groups),
         num_replicas=groups.replicas.size,
         sent=record.sent,
         device=str(device),
@@ -159,7 +156,7 @@ def train_rank(config: DemoConfig) -> RankResult:
 def _batches(
     config: DemoConfig, text: Text, groups: mf.Groups, record: _Record, test: Callable[[], float]
 ) -> Iterator[Batch]:
-    """This rank's batches; between two of them lies a training step, which is measured."""
+    """This rank's batches; the training step between two of them is measured."""
     micros, device = range(config.accumulate), groups.device
     for step in range(config.steps):
         if step in config.tests_at:
@@ -175,16 +172,16 @@ def _batches(
 
 
 def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
-    """The same batches from the same parameters by one process and `torch.optim.AdamW`.
+    """Train on the same batches from the same parameters in one process with `torch.optim.AdamW`.
 
     Args:
         config: as for the ranks.
-        progress: called with an iterable of the steps, gives them back; a progress bar.
+        progress: a progress bar, which is called with the steps and gives them back.
     """
-    # Half of the cores: threads that share an operation crawl when anything else wants their core.
+    # Half of the cores: an op waits for its slowest thread, and others may use some of the cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     text = load_text()
-    model = make_model(config).to(config.device)
+    model = make_model(config, config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, weight_decay=WEIGHT_DECAY)
     ranks, micros = range(config.ranks), range(config.accumulate)
     losses = []
@@ -202,11 +199,5 @@ def train_alone(config: DemoConfig, progress: Any) -> AloneResult:
         test = join([held_out_batch(config, text, r) for r in ranks], config.device)
         held_out = gpt.loss(model, test).item()
     params = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    held = _nbytes(([*model.parameters()], [*optimizer.state.values()]))
+    held = nbytes(([*model.parameters()], [*optimizer.state.values()]))
     return AloneResult(losses, held_out, held, params)
-
-
-def _nbytes(values: Any) -> int:
-    """Bytes of all tensors in a pytree."""
-    leaves, _ = tree.flatten(values)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

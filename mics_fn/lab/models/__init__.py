@@ -1,1 +1,1 @@
-"""What the demo and the benches train, and on what text."""
+"""The model that the demo and the benches train, and its text."""

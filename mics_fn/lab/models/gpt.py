@@ -1,4 +1,4 @@
-"""A small GPT, written plainly: what the demo and the benchmarks train."""
+"""A small GPT, written plainly; the demo and the benches train it."""
 
 from dataclasses import dataclass
 
@@ -29,9 +29,8 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
-            raise ValueError(
-                f"GPTConfig: num_heads={self.num_heads} does not divide dim={self.dim}"
-            )
+            text = f"GPTConfig: num_heads={self.num_heads} does not divide dim={self.dim}"
+            raise ValueError(text)
 
 
 class Attention(nn.Module):
@@ -71,10 +70,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to logits of the next token, at every place.
+    """Maps tokens to logits of the next token, at every position.
 
     Args:
-        config: sizes.
+        config: its sizes.
 
     Example:
         >>> model = GPT(GPTConfig(vocab_size=11, context=8, dim=16, num_heads=2))
@@ -113,10 +112,22 @@ def _init(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
+def seeded(config: GPTConfig, device: torch.device, seed: int = 0) -> GPT:
+    """The GPT with parameters that a seed decides, made on a device."""
+    torch.manual_seed(seed)
+    with device:
+        return GPT(config)
+
+
+def num_params(config: GPTConfig) -> int:
+    """How many parameters such a GPT has."""
+    return sum(p.numel() for p in seeded(config, torch.device("meta")).parameters())
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy in nats per token of `(tokens_in, tokens_out)`, each [batch, time].
 
-    In float32, whatever the model computes with.
+    It is computed in float32, in whatever dtype the model computes.
     """
     tokens_in, tokens_out = batch
     logits = model(tokens_in).float()

@@ -1,6 +1,6 @@
-"""Real text that is on every machine: the bytes of Python's own library, cut into batches.
+"""Text that exists on every machine: the bytes of Python's own library, cut into batches.
 
-Which bytes a batch holds follows from the seed and its place (part, step, micro-step, rank) alone,
+The seed and the place of a batch (part, step, micro-step, rank) alone decide which bytes it holds,
 so that one process can make the batches of all ranks again.
 """
 
@@ -22,7 +22,7 @@ Part = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on, and bytes of other files to test on."""
+    """Bytes to train on, and bytes of other files for tests."""
 
     train: Tensor  # 1D uint8
     held_out: Tensor  # 1D uint8
@@ -39,17 +39,17 @@ class Text:
         micro: int = 0,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Random places of the text, the same for the same arguments on every machine.
+        """Sequences from random places of the text, the same on every machine for equal arguments.
 
         Args:
             part: "train" or "held_out".
             step, micro, rank: the place of this batch in the run.
             size: number of sequences.
             context: length of a sequence in tokens.
-            seed: of the whole run.
+            seed: the seed of the whole run.
 
         Returns:
-            `(tokens_in, tokens_out)`, each int64 [size, context], out one byte ahead of in.
+            `(tokens_in, tokens_out)`, each int64 [size, context]; the second is one byte ahead.
 
         Example:
             >>> text = load_text(max_bytes=100_000)
@@ -58,7 +58,7 @@ class Text:
             (torch.Size([2, 8]), True)
         """
         data: Tensor = getattr(self, part)
-        # Seeded by a string: Python defines that sequence for every platform and version.
+        # Python defines the sequence that a string seeds for every platform and version.
         places = random.Random(f"{seed} {part} {step} {micro} {rank}")
         starts = [places.randrange(len(data) - context) for _ in range(size)]
         rows = torch.stack([data[at : at + context + 1] for at in starts]).to(torch.int64)
@@ -66,13 +66,13 @@ class Text:
 
 
 def load_text(max_bytes: int = 4_000_000) -> Text:
-    """The sources of Python's library, file by file in order of name; each tenth is held out.
+    """The sources of Python's library, file by file in the order of names; every tenth is held out.
 
     Args:
-        max_bytes: stop reading there.
+        max_bytes: how many bytes to read at most.
 
     Raises:
-        MicsError: this Python has no library sources on disk.
+        MicsError: the library of this Python is not on disk as sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
