@@ -75,6 +75,6 @@ def recorded_alone():
     with pytest.raises(RuntimeError) as caught:
         mf.record(lambda full, x: full["a"].sum().item(), shards, torch.ones(2))
     assert "pass groups= to record a real step" in caught.value.__notes__[0]
-    with pytest.raises(mf.errors.LeafError, match="no shard"):
+    with pytest.raises(mf.errors.LeafError, match="not a shard"):
         mf.record(lambda full, x: x, {"a": torch.ones(2)}, torch.ones(2))
     return True

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, drop_groups, groups_of, random
+from cases import Layout, drop_groups, full_of, groups_of, random
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -614,7 +614,7 @@ def sparse_gradients(layout):
 
     for how, schedule in SCHEDULES.items():
         policy = schedule()
-        gathered = lambda s: loss(sparse, mf.defer(s, groups, policy).params)  # noqa: B023, E731
+        gathered = lambda s: loss(sparse, full_of(s, groups, policy))  # noqa: B023, E731
         if how == "at once" and layout.partition_size == 1:
             with pytest.raises(
                 mf.errors.LeafError, match="sparse, which a group of one rank only views"
@@ -650,7 +650,7 @@ def several_backwards(layout):
     for schedule in SCHEDULES.values():
         variables = tree.map_leaves(lambda x: x.detach().requires_grad_(), shards)
         pieces = tree.flatten(variables)[0]
-        full = mf.defer(variables, groups, schedule()).params["w"]
+        full = full_of(variables, groups, schedule())["w"]
         loss, other = full.pow(2).sum(), full.sum()
         (first,) = torch.autograd.grad(loss, pieces, retain_graph=True)
         (again,) = torch.autograd.grad(loss, pieces, retain_graph=True)
@@ -659,7 +659,7 @@ def several_backwards(layout):
             assert torch.equal(got, want)
         policy = schedule()
         _, pull = torch.func.vjp(  # pyright: ignore
-            lambda s, policy=policy: mf.defer(s, groups, policy).params["w"].pow(2).sum(), shards
+            lambda s, policy=policy: full_of(s, groups, policy)["w"].pow(2).sum(), shards
         )
         for _ in range(2):
             assert torch.equal(pull(torch.ones(()), retain_graph=True)[0]["w"].data, 2 * value)

@@ -222,7 +222,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         lambda: mf.shard({"w": torch.zeros(2)}, None),
     )
     expect(
-        mf.errors.GroupsError, "gather: hierarchy is None" + fix, lambda: mf.gather(shards, None)
+        mf.errors.GroupsError, "gather: groups is None" + fix, lambda: mf.gather(shards, None)
     )
     expect(
         mf.errors.GroupsError,

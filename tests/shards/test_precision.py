@@ -265,7 +265,7 @@ def test_what_a_text_can_not_say_is_refused_by_its_clause(text, lines):
             lambda: Precision(overrides=(("*", Precision(overrides=(("*", Precision(F32)),))),)),
             "no leaf",
         ),
-        (lambda: precision_of(F32), "policy: got dtype"),  # pyright: ignore
+        (lambda: precision_of(F32), "precision: got dtype"),  # pyright: ignore
     ],
 )
 def test_what_a_policy_can_not_be_is_refused(make, said):
