@@ -9,8 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import hypothesis
+import one_device
 import pytest
 import torch
+from covering import choose, mark_the_rest
 
 from mics_fn.collectives import pending
 from mics_fn.lab.ranks.pool import RankPool
@@ -21,6 +23,7 @@ LIMIT_S = 120.0
 torch.set_num_threads(1)
 pending._SHORTEST_SLEEP_S = 5e-4  # each look takes time from those who are waited for
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+one_device.install()
 
 hypothesis.settings.register_profile(
     "mics_fn",
@@ -102,8 +105,19 @@ def all_stacks() -> str:
         return file.read()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` takes its choice
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "limit(seconds): hard limit of this test, instead of 120 s")
+    for marker in (
+        "limit(seconds): hard limit of this test, instead of 120 s",
+        "thorough: not part of the short suite; `pytest -m thorough` runs these alone",
+        "covering(*together): few cases are in the short suite; see support/covering.py",
+    ):
+        config.addinivalue_line("markers", marker)
+    choose(config.option.markexpr)
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         stderr_fd = os.dup(2)

@@ -16,6 +16,8 @@ from mics_fn.errors import GroupsError
 from mics_fn.lab.ranks.errors import RankError, RankTimeoutError
 from mics_fn.lab.ranks.pool import RankPool, run_ranks
 
+ROOT = Path(__file__).parents[2]
+
 
 def summed(value: torch.Tensor) -> torch.Tensor:
     value = value + dist.get_rank()
@@ -247,7 +249,10 @@ def test_close_leaves_no_process_and_no_file() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("end", ["pass", "os._exit(1)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end",
+    ["pass", pytest.param("os._exit(1)", marks=pytest.mark.thorough), "os.kill(os.getpid(), 9)"],
+)
 def test_ranks_end_with_their_parent_however_it_ends(end: str, tmp_path: Path) -> None:
     code = (
         "import os\nfrom mics_fn.lab.ranks.pool import RankPool\n"
@@ -285,8 +290,7 @@ def test_initialised_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_limit_fails_a_test_and_shows_its_stack(tmp_path: Path) -> None:
-    conftest = Path(__file__).parents[1].joinpath("conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_slow.py").write_text(
         "import pytest, time\n"
         "@pytest.mark.limit(0.3)\n"
@@ -299,7 +303,7 @@ def test_the_time_limit_fails_a_test_and_shows_its_stack(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"},
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "over its limit of 0.3 s" in done.stdout

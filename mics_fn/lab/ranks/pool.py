@@ -43,9 +43,9 @@ from mics_fn.lab.ranks.process import (
 
 __all__ = ["RankError", "RankFailure", "RankPool", "RankTimeoutError", "run_ranks"]
 
-# A group of gloo that was broken on purpose is never destroyed, which would wait for what is under
-# way, and each of its threads wakes a hundred times a second for as long as the rank lives.
-MOST_GROUPS = 80
+# Ranks that have made more groups are forked anew: those that were broken on purpose are never
+# destroyed, which would wait for what is under way, and keep their threads and connections.
+MOST_GROUPS = 400
 HEALTH_TIMEOUT_S = 5.0
 
 
