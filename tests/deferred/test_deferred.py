@@ -15,14 +15,15 @@ from cases import (
     LAYOUTS,
     TREES,
     Layout,
-    drop_groups,
+    forget_groups,
     groups_of,
     plain_values,
     poison,
     random,
     same_bits,
 )
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
@@ -64,9 +65,10 @@ def round_trip(layout, name, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", TREES)
-def test_an_op_gets_what_was_sharded(ranks, layout, name):
-    for dtype in (torch.float32, torch.bfloat16):
-        ranks(layout.world_size).run(round_trip, layout, name, dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.covering("name", "dtype")
+def test_an_op_gets_what_was_sharded(ranks, layout, name, dtype):
+    ranks(layout.world_size).run(round_trip, layout, name, dtype)
 
 
 # What a deferred tensor is.
@@ -487,9 +489,9 @@ def chunks_of_gradients(layout, dim):
 
 
 def after_a_larger_model(layout):
-    drop_groups()
+    forget_groups(layout)
     new = chunks_of_gradients(layout, 13)
-    drop_groups()
+    forget_groups(layout)
     chunks_of_gradients(layout, 64)
     again = chunks_of_gradients(layout, 13)
     assert new[:2] == again[:2] == (new[1], new[1])
@@ -548,9 +550,10 @@ def peaks(layout, live, prefetch, accumulate):
 @pytest.mark.parametrize("live", [None, 0, 3 * BLOCK_BYTES])
 @pytest.mark.parametrize("prefetch", [0, 4])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_live_bytes_stay_within_the_budget(ranks, live, prefetch, accumulate):
-    ranks(2).run(peaks, PAIR, live, prefetch, accumulate)
-    ranks(4).run(peaks, Layout((2, 2), 4), live, prefetch, accumulate)
+@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 4)], ids=str)
+@pytest.mark.covering("live", "prefetch")
+def test_live_bytes_stay_within_the_budget(ranks, live, prefetch, accumulate, layout):
+    ranks(layout.world_size).run(peaks, layout, live, prefetch, accumulate)
 
 
 # Ends and misuse.
@@ -634,7 +637,7 @@ def any_program(layout, sizes, program, live, prefetch, passes):
 
 
 @pytest.mark.limit(300)
-@settings(max_examples=50)
+@examples(15, 50)
 @given(
     layout=st.sampled_from([Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),

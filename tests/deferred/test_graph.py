@@ -300,6 +300,7 @@ def trains_nothing(layout: Layout, live_bytes: int | None, apart: bool) -> None:
 
 @pytest.mark.parametrize("live_bytes", [0, None])
 @pytest.mark.parametrize("layout", [ALONE, PAIR, COPIES, Layout((2, 2), 2)], ids=str)
+@pytest.mark.covering
 def test_a_step_that_would_train_nothing_is_refused_on_all_ranks(ranks, layout, live_bytes):
     ranks(layout.world_size).run(trains_nothing, layout, live_bytes, False)
     if layout is COPIES:

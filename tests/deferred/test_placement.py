@@ -316,13 +316,16 @@ def rotated(placements, every):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_placement_trains_as_a_single_process(ranks, layout):
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.covering
+def test_a_placement_trains_as_a_single_process(ranks, layout, part):
     every, placements = 6, pairs(layout)
     if len(placements) == 16:  # a checkerboard of them: each size with half of the others
         placements = [placed for i, placed in enumerate(placements) if (i // 4 + i) % 2 == 0]
     if layout.sizes == (2, 2):
         every = 3
-    compare(ranks, layout, rotated([("levels", placed) for placed in placements], every))
+    cases = rotated([("levels", placed) for placed in placements], every)
+    compare(ranks, layout, cases[part::3])
 
 
 @pytest.mark.parametrize(

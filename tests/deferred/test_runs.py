@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, drop_groups, full_of, groups_of, random
+from cases import Layout, forget_groups, full_of, groups_of, random
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -221,21 +221,22 @@ WAYS = {
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("live", [0, TWO_BLOCKS, None])
-def test_an_order_that_changes_is_right_and_told_once(ranks, live, ways):
-    for layout in (PAIR, WIDE):
-        for told in ranks(layout.world_size).run(changing, layout, live, ways):
-            if live is None:
-                assert told == []
-            else:
-                assert len(told) == 1
-                assert "is said once" in told[0]
+@pytest.mark.parametrize("layout", [PAIR, WIDE], ids=str)
+@pytest.mark.covering("ways", "live")
+def test_an_order_that_changes_is_right_and_told_once(ranks, live, ways, layout):
+    for told in ranks(layout.world_size).run(changing, layout, live, ways):
+        if live is None:
+            assert told == []
+        else:
+            assert len(told) == 1
+            assert "is said once" in told[0]
 
 
 # Orders that differ between ranks.
 
 
 def differing(layout, live, ways, odd_rank, odd_way):
-    drop_groups()
+    forget_groups(layout)
     groups = groups_of(layout, timeout_s=30.0)
     trainer = make_trainer(groups, live_bytes=live)
     rank = dist.get_rank()
@@ -248,7 +249,7 @@ def differing(layout, live, ways, odd_rank, odd_way):
     except DesyncError as error:
         return str(error), time.monotonic() - started
     finally:
-        drop_groups()
+        forget_groups(layout)
     return "no error", 0.0
 
 
@@ -262,6 +263,7 @@ ODD = {
 
 @pytest.mark.parametrize("case", ODD)
 @pytest.mark.parametrize(("layout", "odd_rank"), [(PAIR, 0), (PAIR, 1), (WIDE, 2)], ids=str)
+@pytest.mark.covering
 def test_ranks_on_different_ways_are_told_who_and_where(ranks, case, layout, odd_rank):
     ways, odd_way, buckets = ODD[case]
     found = ranks(layout.world_size).run(differing, layout, 0, ways, odd_rank, odd_way)
@@ -332,7 +334,7 @@ SHORTER = {
 
 
 def one_rank_differs(layout, kind, before, odd_way):
-    drop_groups()
+    forget_groups(layout)
     groups = groups_of(layout, timeout_s=30.0)
     run = kind(groups)
     for _ in range(before):
@@ -347,7 +349,7 @@ def one_rank_differs(layout, kind, before, odd_way):
     except DesyncError as error:
         return str(error), time.monotonic() - started
     finally:
-        drop_groups()
+        forget_groups(layout)
     return "no error", 0.0
 
 
@@ -362,18 +364,19 @@ CASES = [
 
 @pytest.mark.parametrize("before", [0, 2], ids=["first run", "later"])
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_a_rank_whose_way_is_shorter_or_longer_is_told_of_in_time(ranks, kind, way, before):
-    for layout in (PAIR, Layout((2, 2), 2)):
-        found = ranks(layout.world_size).run(one_rank_differs, layout, kind, before, SHORTER[way])
-        if kind is generating:  # nothing is sent between replicas, so the others go on
-            assert found[2:] == [("no error", 0.0)] * (layout.world_size - 2)
-            found = found[:2]
-        for text, seconds in found:
-            assert text.startswith(("defer: ranks use parameters", "ranks wait for")), text
-            assert "rank 0: " in text
-            assert "rank 1: " in text
-            assert seconds < 6, "and not 30"
-        assert len({text for text, _ in found}) == 1, "the same words everywhere"
+@pytest.mark.parametrize("layout", [PAIR, Layout((2, 2), 2)], ids=str)
+@pytest.mark.covering("kind", "way")
+def test_a_rank_whose_way_is_shorter_or_longer_is_told_of_in_time(ranks, kind, way, before, layout):
+    found = ranks(layout.world_size).run(one_rank_differs, layout, kind, before, SHORTER[way])
+    if kind is generating:  # nothing is sent between replicas, so the others go on
+        assert found[2:] == [("no error", 0.0)] * (layout.world_size - 2)
+        found = found[:2]
+    for text, seconds in found:
+        assert text.startswith(("defer: ranks use parameters", "ranks wait for")), text
+        assert "rank 0: " in text
+        assert "rank 1: " in text
+        assert seconds < 6, "and not 30"
+    assert len({text for text, _ in found}) == 1, "the same words everywhere"
 
 
 class Counting:
@@ -493,7 +496,7 @@ def test_schedules_of_ones_own(ranks):
 
 
 def different_schedules(layout):
-    drop_groups()
+    forget_groups(layout)
     groups = groups_of(layout)
     shards = mf.shard([torch.ones(4)], groups)
     try:
@@ -501,7 +504,7 @@ def different_schedules(layout):
     except DesyncError as error:
         return str(error)
     finally:
-        drop_groups()
+        forget_groups(layout)
 
 
 def test_ranks_with_different_schedules_are_told(ranks):

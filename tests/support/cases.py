@@ -25,6 +25,12 @@ class Layout(NamedTuple):
     def world_size(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def features(self) -> dict[str, Any]:
+        """What a defect may depend on: the levels of a partition group, and how many there are."""
+        plan = mf.plan_groups(mf.Topology(self.sizes), self.partition_size)
+        return {"levels": plan.level_sizes, "replicas": self.world_size // self.partition_size}
+
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.sizes))}-p{self.partition_size}"
 
@@ -72,9 +78,9 @@ def full_of(shards: Any, groups: Any, schedule: Any = None, into: Any = None) ->
     return mf.defer(shards, groups, schedule, into=into).params
 
 
-def drop_groups() -> None:
-    """Forget groups that a test has broken on purpose."""
-    _made.clear()
+def forget_groups(layout: Layout) -> None:
+    """Make new groups of a layout when they are next asked for: a test has broken these."""
+    _made.pop(layout, None)
 
 
 class Pair(NamedTuple):
