@@ -25,7 +25,8 @@ from cases import (
     same_bits,
     unit_roundoff,
 )
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mics_fn as mf
@@ -66,6 +67,7 @@ def round_trip(layout, name, dtype, bucket_bytes):
 
 
 @every_case
+@pytest.mark.covering("name", "dtype")
 def test_gather_undoes_shard(ranks, layout, name, dtype):
     found = ranks(layout.world_size).run(round_trip, layout, name, dtype, 25 * 2**20)
     params = TREES[name](dtype, 11)
@@ -79,9 +81,10 @@ def test_gather_undoes_shard(ranks, layout, name, dtype):
 
 
 @every_layout
-def test_gather_undoes_shard_in_many_buckets(ranks, layout):
-    for name in ("plain", "nested", "odd"):
-        ranks(layout.world_size).run(round_trip, layout, name, torch.float32, 40)
+@pytest.mark.parametrize("name", ["plain", "nested", "odd"])
+@pytest.mark.covering
+def test_gather_undoes_shard_in_many_buckets(ranks, layout, name):
+    ranks(layout.world_size).run(round_trip, layout, name, torch.float32, 40)
 
 
 def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
@@ -100,7 +103,7 @@ def round_trip_shapes(layout, shapes, kinds, bucket_bytes):
 
 
 @pytest.mark.limit(300)
-@settings(max_examples=60)
+@examples(15, 60)
 @given(
     layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4, 8)]),
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=9),
@@ -145,6 +148,7 @@ def reductions(layout, dtype):
 
 @every_layout
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.covering
 def test_hops_are_means(ranks, layout, dtype):
     ranks(layout.world_size).run(reductions, layout, dtype)
 
@@ -180,6 +184,7 @@ def adjoint(layout, name, live):
 @every_layout
 @pytest.mark.parametrize("name", ["plain", "nested", "odd", "tied"])
 @pytest.mark.parametrize("live", [None, 0])
+@pytest.mark.covering("name", "live")
 def test_vjp_is_the_adjoint(ranks, layout, name, live):
     ranks(layout.world_size).run(adjoint, layout, name, live)
 
@@ -202,6 +207,7 @@ def broadcast_from(layout, source):
 
 
 @every_layout
+@pytest.mark.covering
 def test_broadcast_makes_replicas_equal(ranks, layout):
     for source in sorted({0, layout.world_size - 1, layout.world_size // 2}):
         found = ranks(layout.world_size).run(broadcast_from, layout, source)
@@ -241,6 +247,7 @@ def traffic_of_a_step(layout):
 
 
 @every_layout
+@pytest.mark.covering
 def test_bytes_on_each_level(ranks, layout):
     nbytes, p, r = 4096, layout.partition_size, layout.world_size // layout.partition_size
     for first, second, third in ranks(layout.world_size).run(traffic_of_a_step, layout):
@@ -418,5 +425,6 @@ def started_verbs(layout, name):
 
 @every_layout
 @pytest.mark.parametrize("name", ["nested", "mixed"])
+@pytest.mark.covering
 def test_verbs_start_and_finish(ranks, layout, name):
     ranks(layout.world_size).run(started_verbs, layout, name)

@@ -265,5 +265,6 @@ LIVES = (None, 0, "keep", 300, 10**9)
     ids=str,
 )
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.covering("program", "live")
 def test_equals_the_unsharded_result(ranks, layout, program, live):
     ranks(layout.world_size).run(program, layout, live)

@@ -385,6 +385,7 @@ def float16_range(layout):
     ],
     ids=str,
 )
+@pytest.mark.covering
 def test_float16_means_neither_overflow_nor_vanish(ranks, layout):
     ranks(layout.world_size).run(float16_range, layout)
 
@@ -512,6 +513,7 @@ def ordered_means(layout, dtype):
     ],
     ids=str,
 )
+@pytest.mark.covering
 def test_fixed_order_is_a_loop_over_ranks(ranks, layout):
     for dtype in (F32, BF16):
         ranks(layout.world_size).run(ordered_means, layout, dtype)
