@@ -165,6 +165,7 @@ def trained_models(layout, policy, donate, bucket_bytes):
 
 @pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
 @pytest.mark.parametrize("policy", ["every", "local3", "diloco2", "diloco3"])
+@pytest.mark.covering
 def test_equals_its_twin_to_the_bit(ranks, layout, policy):
     pool = ranks(layout.world_size)
     found = [
@@ -202,6 +203,7 @@ def at_every_step(layout):
 
 
 @pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
+@pytest.mark.covering
 def test_sgd_averaged_at_every_step_is_hop_2(ranks, layout):
     """p - lr g averaged over replicas is p - lr mean(g), exactly where nothing rounds."""
     found = ranks(layout.world_size).run(at_every_step, layout)
@@ -369,6 +371,7 @@ def bits_by_step(layout, policy, dtype):
 @pytest.mark.parametrize(
     ("policy", "dtype"), [("local3", torch.float32), ("default", torch.bfloat16)], ids=str
 )
+@pytest.mark.covering
 def test_replicas_are_equal_after_each_merge_and_apart_between(ranks, layout, policy, dtype):
     found = ranks(layout.world_size).run(bits_by_step, layout, policy, dtype)
     p = layout.partition_size
@@ -400,20 +403,21 @@ def traffic_by_step(layout, policy):
 
 
 @pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
-def test_bytes_between_replicas_follow_the_formula(ranks, layout):
+@pytest.mark.parametrize("policy", ["every", "local1", "local3", "diloco2"])
+@pytest.mark.covering
+def test_bytes_between_replicas_follow_the_formula(ranks, layout, policy):
     pool, r = ranks(layout.world_size), layout.world_size // layout.partition_size
     inside = [
         [{k: v for k, v in step.items() if k != "replicas"} for step in steps]
         for steps, _ in pool.run(traffic_by_step, layout, "every")
     ]
-    for policy in ("every", "local1", "local3", "diloco2"):
-        for rank, (steps, chunks) in enumerate(pool.run(traffic_by_step, layout, policy)):
-            assert len(chunks) == 3
-            merge = (3, sum(2 * (r - 1) * nbytes // r for nbytes in chunks))
-            every = 1 if policy == "every" else int(policy[-1])
-            for step, (sent, near) in enumerate(zip(steps, inside[rank], strict=True), start=1):
-                due = r > 1 and (step + 1) % every == 0
-                assert sent == near | ({"replicas": merge} if due else {}), (policy, step)
+    for rank, (steps, chunks) in enumerate(pool.run(traffic_by_step, layout, policy)):
+        assert len(chunks) == 3
+        merge = (3, sum(2 * (r - 1) * nbytes // r for nbytes in chunks))
+        every = 1 if policy == "every" else int(policy[-1])
+        for step, (sent, near) in enumerate(zip(steps, inside[rank], strict=True), start=1):
+            due = r > 1 and (step + 1) % every == 0
+            assert sent == near | ({"replicas": merge} if due else {}), step
 
 
 def alone_in_the_world(layout):
@@ -549,6 +553,7 @@ def groups_at(groups, name):
 
 @pytest.mark.parametrize("layout", [x for x in FAR if x.partition_size > 1], ids=str)
 @pytest.mark.parametrize("policy", ["local3", "local1"])
+@pytest.mark.covering
 def test_groups_may_differ_between_leaves(ranks, layout, policy):
     ranks(layout.world_size).run(with_experts, layout, policy)
 

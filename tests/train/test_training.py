@@ -176,12 +176,14 @@ def compare(ranks, layout, accumulate, dtype, optimizer, mode="always", **option
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.covering
 def test_equals_a_single_process(ranks, layout, accumulate, optimizer):
     compare(ranks, layout, accumulate, torch.float64, optimizer)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("live_bytes", [0, 600])
+@pytest.mark.covering
 def test_equals_a_single_process_on_any_budget(ranks, layout, live_bytes):
     options = {"live_bytes": live_bytes, "bucket_bytes": 200}
     compare(ranks, layout, 2, torch.float64, "adamw", **options)
@@ -194,6 +196,7 @@ def test_equals_a_single_process_in_fp32(ranks, layout):
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size == 4], ids=str)
 @pytest.mark.parametrize("mode", ["not-last", "some-ranks"])
+@pytest.mark.covering
 def test_parameters_without_a_gradient(ranks, layout, mode):
     """Unused in the last micro-step, or on some ranks only, where replicas could drift apart."""
     compare(ranks, layout, 3, torch.float64, "adamw", mode)
@@ -262,6 +265,7 @@ def hand_written(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.covering
 def test_a_hand_written_step_is_the_trainers(ranks, layout):
     ranks(layout.world_size).run(hand_written, layout)
 
@@ -302,5 +306,6 @@ def with_experts(layout):
 
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.partition_size > 1], ids=str)
+@pytest.mark.covering
 def test_experts_on_other_groups(ranks, layout):
     ranks(layout.world_size).run(with_experts, layout)

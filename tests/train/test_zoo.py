@@ -199,6 +199,7 @@ def check(ranks: Any, layout: Layout, name: str, live_bytes: int | None) -> None
 
 @WAYS
 @pytest.mark.parametrize("name", [pytest.param(k, marks=MARKS.get(k, ())) for k in CASES])
+@pytest.mark.covering(live_bytes=0)
 def test_equals_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
 
@@ -206,5 +207,6 @@ def test_equals_a_single_process(ranks, layout, name, live_bytes):
 @pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
 @WAYS
 @pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.covering(live_bytes=0)
 def test_transformers_equal_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
