@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +59,21 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run_bench(
-    tmp_path: Path, *argv: str, model: Sequence[str] = TINY
-) -> tuple[dict[str, Any], str]:
-    """The figures of a bench, and what it printed.
+def launched_bench(tmp_path: Path, *argv: str) -> tuple[dict[str, Any], str]:
+    """The figures of a bench as a user runs it, and what it printed.
 
     In a process of its own: torch's launcher leaves files open in the one that calls it.
     """
     file = tmp_path / "figures.json"
-    line = [sys.executable, "-m", "mics_fn", "bench", *argv, *model, "--json", str(file)]
+    line = [sys.executable, "-m", "mics_fn", "bench", *argv, *TINY, "--json", str(file)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done.stdout
 
 
-def test_step(tmp_path: Path) -> None:
+def test_step(forked_bench: Callable) -> None:
     argv = ["step", "--rounds", "2", "--steps", "2", "--accumulate", "2"]
-    figures, printed = run_bench(tmp_path, *argv)
+    figures, printed = forked_bench(*argv, *TINY)
     assert figures["params"] == NUM_PARAMS
     alone, together = figures["alone"], figures["together"]
     assert (alone["ranks"], together["ranks"]) == (1, 4)
@@ -99,15 +97,16 @@ def test_step(tmp_path: Path) -> None:
 
 
 def test_step_with_every_peer_at_several_rates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_bench: Callable
 ) -> None:
     (tmp_path / "toy_links.py").write_text(LINKS)
     monkeypatch.setenv("MICS_FN_LINKS", "toy_links")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     peers = [",".join(TOGETHER[:3]), *TOGETHER[3:]]
     argv = ["step", "--skip-alone", "--rounds", "2", "--warmup", "1", "--peers", *peers]
-    figures, printed = run_bench(tmp_path, *argv, "--rates", "unshaped:2,1gbit", "--steps", "1")
+    argv += ["--rates", "unshaped:2,1gbit", "--steps", "1"]
+    figures, printed = forked_bench(*argv, *TINY)
     part = figures["together"]
     assert figures["alone"] is None
     assert [peer["name"] for peer in part["peers"]] == TOGETHER
@@ -139,11 +138,11 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
         assert peer["over_first"] is None
 
 
-def test_step_with_policies(tmp_path: Path) -> None:
+def test_step_with_policies(forked_bench: Callable) -> None:
     f32, bf16 = "f32", "compute=bf16,reduce=bf16"
     argv = ["step", "--skip-alone", "--rounds", "2", "--steps", "1"]
     argv += ["--peers", "keep", "hpz", "fsdp2", "ddp", "--policy", f32, bf16]
-    figures, printed = run_bench(tmp_path, *argv)
+    figures, printed = forked_bench(*argv, *TINY)
     part = figures["together"]
     peers = {peer["name"]: peer for peer in part["rates"][0]["peers"]}
     mixed = [f"{name}@{policy}" for name in ("keep", "hpz", "fsdp2") for policy in (f32, bf16)]
@@ -188,9 +187,10 @@ def check_peers_agree(part: dict, *, steps_taken: int, p: int) -> None:
         assert 12 * NUM_PARAMS / share <= peer["held_bytes"] <= 12 * NUM_PARAMS / share + 2000
 
 
+@pytest.mark.thorough  # fresh processes for each measurement
 def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
     argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
-    figures, printed = run_bench(tmp_path, *argv)
+    figures, printed = launched_bench(tmp_path, *argv)
     assert (figures["params"], figures["config"]["alone"]) == (NUM_PARAMS, False)
     (peer,) = figures["peers"]
     full, parts = 4 * NUM_PARAMS, peer["formula"]
@@ -206,7 +206,7 @@ def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
 
 def test_touch(tmp_path: Path) -> None:
     argv = ["touch", "--rounds", "3", "--steps", "2", "--layers", "4"]
-    figures, printed = run_bench(tmp_path, *argv)
+    figures, printed = launched_bench(tmp_path, *argv)
     assert figures["touches"] == 12
     names = [peer["name"] for peer in figures["peers"]]
     assert names == ["plain", "in one bucket", "a bucket each"]
@@ -216,9 +216,9 @@ def test_touch(tmp_path: Path) -> None:
     assert "12 touches per step" in printed
 
 
-def test_opt(tmp_path: Path) -> None:
+def test_opt(forked_bench: Callable) -> None:
     argv = ["opt", "--rounds", "2", "--steps", "2", "--small-leaves", "9"]
-    figures, printed = run_bench(tmp_path, *argv)
+    figures, printed = forked_bench(*argv, *TINY)
     few, many = figures["trees"]
     assert (few["elements"], many["leaves"]) == (NUM_PARAMS, 9)
     assert many["elements"] == 2 * (64 + 16 * 64 + 256 + 8 * 32) + 64
@@ -235,8 +235,8 @@ def test_opt(tmp_path: Path) -> None:
     assert "opt_step(donate=True)" in printed
 
 
-def test_bytes_equal_the_formulas_at_every_partition_size(tmp_path: Path) -> None:
-    figures, printed = run_bench(tmp_path, "bytes", "--steps", "2", "--accumulate", "3")
+def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable) -> None:
+    figures, printed = forked_bench("bytes", "--steps", "2", "--accumulate", "3", *TINY)
     assert figures["interface"] is None  # the nodes are pretended ones
     levels, crossing = {}, {}
     for part in figures["partition_sizes"]:

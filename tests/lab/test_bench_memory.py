@@ -1,10 +1,7 @@
 """What is counted as memory and as traffic, and the formulas beside it."""
 
 import gc
-import json
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,11 +24,9 @@ from mics_fn.lab.bench.tensor_memory import StorageCount
 from mics_fn.shards.bucket import LeafSpec, plan_buckets
 from mics_fn.shards.leaf import is_leaf
 
-ROOT = Path(bench_states.__file__).parents[3]
 F32, BF16 = torch.float32, torch.bfloat16
 NODE = 2
 
-# Launched ranks import torch first, all of them on the cores of one machine.
 pytestmark = pytest.mark.limit(300)
 
 
@@ -199,41 +194,37 @@ def test_the_ledger_of_a_step_equals_the_formula(name, policy, ranks):
 # The bench.
 
 
-def bench_memory(tmp_path: Path, *argv: str) -> tuple[dict[str, Any], str]:
-    """The figures of a small model, and what was printed."""
-    file = tmp_path / "figures.json"
-    line = [sys.executable, "-m", "mics_fn", "bench", "memory", *argv, "--json", str(file)]
-    line += ["--dim", "64", "--heads", "2", "--blocks", "4", "--vocab", "256", "--context", "2"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text()), done.stdout
+SMALL = ["--dim", "64", "--heads", "2", "--blocks", "4", "--vocab", "256", "--context", "2"]
 
 
-def test_memory_of_every_placement(tmp_path: Path):
-    figures, printed = bench_memory(tmp_path)
-    rows = figures["rows"]
-    bf16 = "compute=bf16,reduce=bf16"
-    assert [(r["placement"], r["policy"]) for r in rows] == [
-        (name, policy) for name in PLACES for policy in ("f32", bf16)
-    ]
-    for row in rows:
-        assert row["between"]["ratio"] == pytest.approx(1, abs=1e-3), row
-        assert row["within"]["close"], row
-        assert row["bucket_bytes"] < 0.09 * 4 * figures["params"], "the tolerance is small"
-        assert row["within"]["measured"] >= row["between"]["measured"] + row["waiting_bytes"] / 2
-    states = {row["placement"]: row["formula"]["states"] for row in rows}
-    share = {"ddp": 1, "mics": 2, "fsdp": 2}
-    for name, nbytes in states.items():
-        full = 12 * figures["params"]
-        assert full <= nbytes * share.get(name, 4) <= 1.02 * full
+# One of each kind: nothing cut, everything cut, parameters over fewer ranks than states.
+KINDS = ("ddp", "mics", "hpz")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in KINDS else pytest.mark.thorough) for name in PLACES],
+)
+@pytest.mark.parametrize("policy", ["f32", "compute=bf16,reduce=bf16"])
+@pytest.mark.covering
+def test_memory_of_every_placement(name: str, policy: str, forked_bench: Callable):
+    argv = ["memory", "--placement", name, "--policy", policy]
+    figures, printed = forked_bench(*argv, *SMALL)
+    (row,) = figures["rows"]
+    assert (row["placement"], row["policy"]) == (name, policy)
+    assert row["between"]["ratio"] == pytest.approx(1, abs=1e-3), row
+    assert row["within"]["close"], row
+    assert row["bucket_bytes"] < 0.09 * 4 * figures["params"], "the tolerance is small"
+    assert row["within"]["measured"] >= row["between"]["measured"] + row["waiting_bytes"] / 2
+    full, share = 12 * figures["params"], {"ddp": 1, "mics": 2, "fsdp": 2}.get(name, 4)
+    assert full <= row["formula"]["states"] * share <= 1.02 * full
     assert "all within 2% and one bucket of the formula" in printed
     assert "NOT" not in printed
 
 
-def test_memory_while_a_model_is_made(tmp_path: Path):
-    figures, printed = bench_memory(
-        tmp_path, "--init", "--ranks", "2", "--policy", "f32", "param=bf16"
-    )
+def test_memory_while_a_model_is_made(forked_bench: Callable):
+    argv = ["memory", "--init", "--ranks", "2", "--policy", "f32", "param=bf16"]
+    figures, printed = forked_bench(*argv, *SMALL)
     rows = {(row["way"], row["policy"]): row for row in figures["rows"]}
     full = 4 * figures["params"]
     for (way, policy), row in rows.items():

@@ -57,7 +57,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["2 replicas of 2", pytest.param("2 levels", marks=pytest.mark.thorough)]
+)
 def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
     flags, shares = LAYOUTS[layout]
     done, figures = run_demo(tmp_path / "out", "--ranks", "4", "--steps", "5", *flags)
@@ -195,8 +197,8 @@ def test_results_come_back_and_only_rank_0_prints(tmp_path: Path) -> None:
     ("kind", "says"),
     [
         ("raise", "rank 1 of 2 failed: ValueError: no such thing\n  second line\n  full traceback"),
-        ("killed", "rank 1 of 2 was killed by SIGKILL\n"),
-        ("exit", "rank 1 of 2 exited with code 7\n"),
+        pytest.param("killed", "rank 1 of 2 was killed by SIGKILL\n", marks=pytest.mark.thorough),
+        pytest.param("exit", "rank 1 of 2 exited with code 7\n", marks=pytest.mark.thorough),
     ],
 )
 def test_a_rank_that_fails_is_named_in_one_message(kind: str, says: str, tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def wait_for(demo_process: subprocess.Popen[str], *, trains: bool) -> list[int]:
 
 
 @NEEDS_PROC
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_ctrl_c_ends_all_at_once_with_one_message(trains: bool, tmp_path: Path) -> None:
     process = start_endless_demo(tmp_path)
     started = wait_for(process, trains=trains)
@@ -276,7 +278,7 @@ def test_ctrl_c_ends_all_at_once_with_one_message(trains: bool, tmp_path: Path) 
 
 
 @NEEDS_PROC
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_killed_rank_ends_all_with_one_message(victim: int, tmp_path: Path) -> None:
     process = start_endless_demo(tmp_path)
     started = wait_for(process, trains=True)
