@@ -262,6 +262,7 @@ def check_program(layout: Layout, name: str) -> None:
 
 @pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.covering(layout=BOTH)
 def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, layout, name):
     ranks(layout.world_size).run(check_program, layout, name)
 
@@ -396,6 +397,7 @@ def shared_basis(layout: Layout, how: str) -> None:
 
 @pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
 @pytest.mark.parametrize("how", SCHEDULES)
+@pytest.mark.covering(layout=BOTH)
 def test_directions_that_ranks_share_give_the_hessian(ranks, layout, how):
     ranks(layout.world_size).run(shared_basis, layout, how)
 

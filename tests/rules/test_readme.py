@@ -216,6 +216,7 @@ def test_ci_runs_its_test_command():
     assert ran == [
         'bash -c "${command% && *}"',
         'bash -c "${command##* && }" || failed=$?',
+        'bash -c "${command##* && } -m thorough" || failed=$?',
     ]
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert ".venv/" in ignored
