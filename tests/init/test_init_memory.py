@@ -77,6 +77,7 @@ INITS: dict[str, tuple[Callable[[], nn.Module], float]] = {
 
 @pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2), Layout((4,), 4)], ids=str)
 @pytest.mark.parametrize("name", INITS)
+@pytest.mark.covering
 def test_one_parameter_at_a_time_is_there_besides_the_shards(ranks, layout: Layout, name: str):
     factor = INITS[name][1]
     parameter = WIDTH * WIDTH * (2 if name == "bfloat16" else 4)

@@ -18,7 +18,8 @@ from cases import (
     random,
     same_bits,
 )
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -88,6 +89,7 @@ def gets_tree(groups, params, bucket_bytes):
     [*((x, torch.float32) for x in LAYOUTS), *((x, torch.bfloat16) for x in LEVELS)],
     ids=str,
 )
+@pytest.mark.covering
 def test_get_gives_every_leaf_in_full(ranks, layout, dtype):
     for bucket_bytes in (40, 25 * 2**20):
         ranks(layout.world_size).run(gets, layout, dtype, bucket_bytes)
@@ -108,7 +110,7 @@ def any_shapes(layout, shapes, bucket_bytes, which, fill):
 
 
 @pytest.mark.limit(300)
-@settings(max_examples=30)
+@examples(10, 30)
 @given(
     layout=st.sampled_from([x for x in LAYOUTS if x.world_size in (2, 4, 8)]),
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=7),
@@ -195,6 +197,7 @@ def gets_state(layout):
 
 
 @every_layout
+@pytest.mark.covering
 def test_get_reads_parameters_moments_buffers_and_counts_of_a_state(ranks, layout):
     ranks(layout.world_size).run(gets_state, layout)
 
@@ -229,6 +232,7 @@ def gets_grads(layout, into):
 
 @some_layouts
 @pytest.mark.parametrize("into", [False, True], ids=["func", "GradSum"])
+@pytest.mark.covering
 def test_get_and_set_work_on_gradients(ranks, layout, into):
     ranks(layout.world_size).run(gets_grads, layout, into)
 
@@ -295,6 +299,7 @@ def chunks_are_whole(shards, groups) -> None:
 
 
 @every_layout
+@pytest.mark.covering
 def test_set_changes_one_leaf_and_nothing_else(ranks, layout):
     for dtype, bucket_bytes in ((torch.float32, 40), (torch.bfloat16, 25 * 2**20)):
         ranks(layout.world_size).run(sets, layout, dtype, bucket_bytes)
@@ -383,6 +388,7 @@ def sets_state(layout):
 
 
 @every_layout
+@pytest.mark.covering
 def test_set_changes_one_value_of_a_state_and_nothing_else(ranks, layout):
     ranks(layout.world_size).run(sets_state, layout)
 
@@ -447,6 +453,7 @@ def reference(n):
 @pytest.mark.parametrize(
     ("layout", "live_bytes"), [*((x, None) for x in LAYOUTS), *((x, 0) for x in LEVELS)], ids=str
 )
+@pytest.mark.covering
 def test_training_after_set_equals_a_single_process(ranks, layout, live_bytes):
     want = reference(layout.world_size)
     for found in ranks(layout.world_size).run(trained_after_surgery, layout, live_bytes):
@@ -784,6 +791,7 @@ def summarised(layout):
 
 
 @every_layout
+@pytest.mark.covering
 def test_summary_counts_what_a_state_holds(ranks, layout):
     for text in ranks(layout.world_size).run(summarised, layout):
         last = text.splitlines()[-1]

@@ -130,6 +130,7 @@ def clips_by(layout, max_norm, max_value):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.covering
 def test_clipping_is_that_of_a_single_process(ranks, layout):
     found = ranks(layout.world_size).run(clips_as_torch_does, layout)
     for norms in found:
@@ -224,6 +225,7 @@ def train(layout, dtype, bad, guard, steps, donate):
     [*((x, BF16, False) for x in LAYOUTS), *((x, F32, True) for x in LAYOUTS[::3])],
     ids=str,
 )
+@pytest.mark.covering
 def test_an_overflow_on_one_rank_is_refused_by_all(ranks, layout, dtype, donate):
     guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**8, interval=2, hysteresis=2), max_norm=5.0)
     bad = {1, 2, 3, 7}
