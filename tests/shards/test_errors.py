@@ -221,9 +221,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         "shard: groups is None" + fix,
         lambda: mf.shard({"w": torch.zeros(2)}, None),
     )
-    expect(
-        mf.errors.GroupsError, "gather: groups is None" + fix, lambda: mf.gather(shards, None)
-    )
+    expect(mf.errors.GroupsError, "gather: groups is None" + fix, lambda: mf.gather(shards, None))
     expect(
         mf.errors.GroupsError,
         "reduce_grads: groups is None" + fix,
