@@ -3,7 +3,11 @@
 `init_model` takes the function that makes a model and gives what every other verb needs: the
 structure of the module, with its parameters on meta, and the parameters as shards. The values are,
 bit for bit, those of making the model in full after `torch.manual_seed(seed)`. `load_shards` reads
-the same shards from safetensors files, files of `torch.save`, or folders of them.
+the same shards from safetensors files, files of `torch.save`, or folders of them, and each rank
+reads only its own part. `init_model(make_model, groups, weights="model.safetensors")` does both.
+
+Every rank draws all random numbers, so `init_model` takes somewhat more time than a plain
+construction. Its peak of memory is the rank's shards, one bucket and the largest parameter.
 
 How `init_model` works: while the function runs, a *recorder* (`recorder.py`) puts each op on a
 *tape* (`tape.py`) instead of running it. The model then holds *recorded* tensors, which report

@@ -1,9 +1,10 @@
 """Sharded values for people at a prompt: one leaf by its path, and a table of all leaves.
 
 `summary` shows what a tree of shards or a `TrainState` holds on this rank, and communicates
-nothing. `get` gives one leaf in full on every rank, and sends no more than that leaf. `set` gives a
-copy of the value with one leaf replaced; the ranks compare what they are about to set. All three
-take paths as errors write them, with brackets or with dots alone.
+nothing. `get` gives one leaf in full on every rank: after small messages, each rank receives p - 1
+times the leaf's largest piece. `set` gives a copy of the value with one leaf replaced; the ranks
+compare a digest of what they are about to set. All three take paths as errors write them, with
+brackets or with dots alone.
 
 A *leaf* is a piece of a bucket (trained or frozen), a replicated tensor, a buffer, or a number. Its
 *path* is what Python would write to reach it: `params['h.0.w']`, `opt.moments['exp_avg']['h.0.w']`.
@@ -12,7 +13,8 @@ ranks, and every call is compared between them first: at a prompt, ranks differ 
 
 Example:
   >>> groups = make_groups(1)
-  >>> state = init_state(shard({"w": torch.ones(2, 3), "b": torch.zeros(3)}, groups), sgd(0.1))
+  >>> values = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
+  >>> state = init_state(shard(values, groups), optim.sgd(0.1))
   >>> print(summary(state, groups))
   path         shape   dtype    kind     bucket  groups               here  full
   params['b']  (3,)    float32  trained       0  n=1 p=1 levels=none  12 B  12 B
