@@ -11,6 +11,7 @@ from mics_fn.collectives import checksum, start_all_gather
 from mics_fn.errors import GroupsError, LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, Route
 from mics_fn.inspection.paths import Leaves, leaves_of
+from mics_fn.optim import replaced
 from mics_fn.shards import (
     Bucket,
     Fixed,
@@ -137,7 +138,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     for i, own in enumerate(found.paths):
         if own is None:  # else the optimizer's trees would keep the old frozen tensor in memory
             out[i] = by_id.get(id(out[i]), out[i])
-    return found.spec.unflatten(out)
+    return replaced(shards, found.spec.unflatten(found.all), found.spec.unflatten(out))
 
 
 def _bucket_of(leaf: Any) -> Bucket | None:

@@ -13,8 +13,8 @@ from mics_fn import _torch, tree
 from mics_fn.collectives import same_call
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.groups import Groups, Hierarchy
-from mics_fn.optim import TrainState
-from mics_fn.shards import Fixed, Tied, homes_of, is_leaf, owner_index
+from mics_fn.optim import TrainState, by_leaf
+from mics_fn.shards import Fixed, Nothing, Tied, homes_of, is_leaf, owner_index
 from mics_fn.tree import Tree
 
 Looked = TypeVar("Looked", bound=tuple)
@@ -131,8 +131,9 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
     if _torch.inside_torch_func() and not local:
         fix = "call it outside; gather is what has a derivative"
         raise LeafError(message(f"{verb}: cannot be used inside torch.func", fix=fix))
-    values, spec = tree.flatten(shards, is_leaf)
-    paths: list[str | None] = [path.lstrip(".") for path in tree.paths(shards, "", is_leaf)]
+    shown = by_leaf(shards)
+    values, spec = tree.flatten(shown, is_leaf)
+    paths: list[str | None] = [path.lstrip(".") for path in tree.paths(shown, "", is_leaf)]
     is_state = isinstance(shards, TrainState)
     named = shards.params if is_state else shards
     given: list[Any] = []
@@ -144,9 +145,9 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
         distinct = [groups]  # even if there is no leaf
     if is_state:
         homes = _homes_of_state(values, tree.flatten(named, is_leaf)[0], given)
-        # An optimizer's trees only repeat the frozen leaves of the parameters.
+        # An optimizer's trees may repeat the frozen leaves of the parameters.
         for i, leaf in enumerate(values):
-            if isinstance(leaf, Fixed) and _in_optimizer(paths[i] or ""):
+            if isinstance(leaf, Fixed | Nothing) and _in_optimizer(paths[i] or ""):
                 paths[i] = None
     return Leaves(verb, values, spec, paths, homes, distinct, is_state)
 

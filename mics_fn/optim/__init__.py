@@ -2,6 +2,7 @@
 
 from mics_fn.optim.clip import clip_by_global_norm, clip_by_value, global_norm
 from mics_fn.optim.columns import fresh, map_columns
+from mics_fn.optim.flat import by_leaf, replaced
 from mics_fn.optim.guard import Guard, Verdict, norm_spike
 from mics_fn.optim.loss_scale import LossScale, dynamic_scale, no_scale, static_scale
 from mics_fn.optim.optimizers import adam, adamw, lion, sgd, warmup_cosine
@@ -18,6 +19,7 @@ __all__ = [
     "adam",
     "adamw",
     "as_transform",
+    "by_leaf",
     "chain",
     "clip_by_global_norm",
     "clip_by_value",
@@ -31,6 +33,7 @@ __all__ = [
     "no_scale",
     "norm_spike",
     "opt_step",
+    "replaced",
     "sgd",
     "static_scale",
     "warmup_cosine",

@@ -1,28 +1,35 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
-The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces of a bucket
-are views of one chunk. An elementwise function may as well take them as one: fewer, longer tensors,
-the same numbers. Padding between them is computed with and never looked at.
-
-[Note: only what the tree holds] A tree may hold some leaves of a bucket only, as the parts of a
-model that has two optimizers do. What lies in the chunk between and around them is somebody else's,
-so pieces are joined only where nothing but padding lies between.
+Where all trees have the pieces of a run in one stretch of memory, a column is a run; see
+[Note: runs] in `flat`. Else its columns are single pieces: so it is with gradients of groups of one
+rank, which lie wherever autograd made them.
 
 [Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
 a view. torch's fused kernels, and whoever looks at memory, take a tensor for `numel` numbers in a
 row. So columns are dense: what is not is copied before.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.errors import OptimizerError, message
-from mics_fn.shards import Bucket, Sharded, is_leaf, needs_derivative
+from mics_fn.errors import OptimizerError, TreeError, message
+from mics_fn.optim.flat import (
+    FlatShards,
+    Opened,
+    Run,
+    any_requires_grad,
+    joined,
+    opened,
+    split,
+    whole_run,
+    with_wholes,
+)
+from mics_fn.shards import needs_derivative
 from mics_fn.tree import Tree
 
 
@@ -33,6 +40,21 @@ class Column(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class Columns(NamedTuple):
+    """Several trees as columns.
+
+    Args:
+      found: the columns, each of its targets and then its reads. They cover every element once, and
+        besides only padding between pieces.
+      live: whether what is written may be differentiated.
+      trees: gives the targets, in new nodes, once the columns are written.
+    """
+
+    found: list[Column]
+    live: bool
+    trees: Callable[[], list[Tree]]
+
+
 def columns(
     targets: Sequence[Tree],
     reads: Sequence[Tree] = (),
@@ -40,77 +62,44 @@ def columns(
     *,
     by: Sequence[Any] = (),
     donate: bool = False,
-) -> tuple[list[Tree], list[Column]]:
+) -> Columns:
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
 
     Args:
-      targets: trees of shards; the columns of copies of them are there to be written to.
+      targets: trees of shards, or `FlatShards`; the columns of copies of them are there to be
+        written to.
       reads: trees that are only read. All trees have the leaves of the first one, in its order.
-      keys: one a piece; only neighbours with equal keys are joined. Default: all equal.
+      keys: one per piece; only neighbours with equal keys are joined. Default: all equal.
       by: what else results depend on, such as a learning rate, of which derivatives may be asked.
       donate: write to the targets themselves; to copies only where their pieces are not dense, or
         overlap with others, of another target too.
 
     Returns:
-      The trees, in new nodes, that will hold what is written; and the columns, each of its targets
-      and then its reads. They cover every element once, and besides only padding between pieces.
-      Where `needs_derivative` holds, they are single pieces, and the copies are differentiable.
+      `Columns`. Where `needs_derivative` holds, or pieces have batch dimensions, they are single
+      pieces, and the copies are differentiable.
 
     Memory: a copy of the targets, none with `donate`.
 
-    Raises: `OptimizerError` for `donate` where a derivative is asked for.
+    Raises:
+      OptimizerError: `donate` where a derivative is asked for.
+      TreeError: the trees do not have the same leaves.
     """
-    if _torch.inside_torch_func():  # where a tensor may have no memory to look at
-        return _one_by_one(targets, reads, keys, by, donate)
-    held, others = [_held(each) for each in targets], [_held(each) for each in reads]
-    if needs_derivative([*by, *(piece for each in (*held, *others) for piece in each.pieces)]):
-        return _one_by_one(targets, reads, keys, by, donate)
-    held = _in_place(held) if donate else [_copied(each) for each in held]
-    written = {home for each in held for home in each.homes}
-    every = [*held, *others]
-    found = []
-    for members in _by_home(every[0]):
-        for run in _runs(every, members, keys):
-            tensors = [_span(each, run) for each in every]
-            for k in range(len(held), len(every)):
-                if every[k].homes[run[0]] in written:
-                    tensors[k] = tensors[k].clone()
-            found.append(Column(keys[run[0]] if keys else None, tuple(tensors)))
-    return [_tree(each) for each in held], found
-
-
-def _one_by_one(
-    targets: Sequence[Tree],
-    reads: Sequence[Tree],
-    keys: Sequence[Hashable] | None,
-    by: Sequence[Any],
-    donate: bool,
-) -> tuple[list[Tree], list[Column]]:
-    """Columns of single pieces, for which nobody looks at memory."""
-    if donate:
+    held, n = _held([*targets, *reads]), len(targets)
+    live = needs_derivative(by) or (
+        torch.is_grad_enabled() and any(any_requires_grad(each.tensors) for each in held)
+    )
+    if live and donate:
         fix = "pass donate=False, or call it under torch.no_grad()"
         text = "opt_step: donate=True where a derivative is asked for"
         raise OptimizerError(message(text, fix=fix))
-    flat = [tree.flatten(each) for each in (*targets, *reads)]
-    given = [pieces for pieces, _ in flat]
-    others = [value for value in by if isinstance(value, Tensor)]
-    made = [[_live_copy(x, [*row, *others]) for x in row] for row in zip(*given, strict=True)]
-    done = [[row[k] for row in made] for k in range(len(targets))]
-    found = [
-        Column(keys[i] if keys else None, (*row[: len(targets)], *old[len(targets) :]))
-        for i, (row, old) in enumerate(zip(made, zip(*given, strict=True), strict=True))
-    ]
-    trees = zip(flat, done, strict=False)
-    return [spec.unflatten(pieces) for (_, spec), pieces in trees], found
-
-
-def _live_copy(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A copy to write to in place; batched under vmap where any of the others is."""
-    copy = piece.clone()
-    for other in others if _torch.inside_torch_func() else ():
-        never = torch.zeros_like(other, dtype=torch.bool)
-        copy = torch.where(never, other.to(copy.dtype), copy)
-    return copy
+    if live or any(each.batched for each in held):
+        done, found = _by_leaf(held, n, keys, by)
+    else:
+        held = [each.look() for each in held]
+        done = _in_place(held[:n]) if donate else [each.change(_copy) for each in held[:n]]
+        every = [*done, *_readable(held[n:], done)]
+        found = [x for r in range(len(held[0].runs)) for x in _columns_of_run(every, r, keys)]
+    return Columns(found, live, lambda: [each.tree() for each in done])
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -128,10 +117,10 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
 
     Memory: as `columns`.
     """
-    (out,), found = columns([target], rest, donate=donate)
-    for column in found:
+    work = columns([target], rest, donate=donate)
+    for column in work.found:
         fn(*column.tensors)
-    return out
+    return work.trees()[0]
 
 
 def fresh(shards: Tree) -> Tree:
@@ -142,7 +131,8 @@ def fresh(shards: Tree) -> Tree:
     """
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
-    return _tree(_copied(_held(shards)))
+    (held,) = _held([shards])
+    return held.look().change(_copy).tree()
 
 
 def in_chunks(shards: Tree) -> Tree:
@@ -150,158 +140,185 @@ def in_chunks(shards: Tree) -> Tree:
 
     With one rank a gradient is a view of what autograd gave, which may be part of something else.
     """
-    held = _held(shards)
-    buckets = {leaf.bucket for leaf in held.slots if isinstance(leaf, Sharded)}
-    return _tree(_copied(held, lambda i: _chunk(held, i, buckets) is not None))
+    (held,) = _held([shards])
+    return held.look().change(lambda run, x: x if _is_in_chunk(run, x) else _copy(run, x)).tree()
 
 
 class _Held(NamedTuple):
-    """The pieces of a tree, and where they lie."""
+    """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
 
-    pieces: list[Tensor]
-    homes: list[int]  # what tells their storages apart; a number of its own if it is not dense
-    starts: list[int]  # where they begin there, in elements
-    slots: list[Sharded | Tensor]  # the leaves that they are of
-    leaves: list[Any]  # all
-    spec: Any
+    given: Opened | FlatShards
+    runs: tuple[Run, ...]
+    pieces: list[Tensor]  # all of the tree; none where it is kept as runs
+    wholes: list[Tensor | None]  # by run
 
+    @property
+    def tensors(self) -> list[Any]:
+        """What the tree was given as: its pieces or its runs."""
+        return self.pieces or self.wholes
 
-def _held(shards: Tree) -> _Held:
-    leaves, spec = tree.flatten(shards, is_leaf)
-    slots = [leaf for leaf in leaves if isinstance(leaf, Sharded | Tensor)]
-    pieces = [leaf.data if isinstance(leaf, Sharded) else leaf for leaf in slots]
-    homes: list[int] = []
-    seen: dict[int, int] = {}
-    for i, piece in enumerate(pieces):
-        dense = piece.ndim == 1 and piece.is_contiguous() and not piece.is_neg()
-        homes.append(_home(piece, seen) if dense else -1 - i)
-    starts = [int(piece.storage_offset()) for piece in pieces]
-    return _Held(pieces, homes, starts, slots, leaves, spec)
+    @property
+    def batched(self) -> bool:
+        """Whether it is kept as runs with batch dimensions, whose pieces are not rows of memory."""
+        return isinstance(self.given, FlatShards) and any(
+            run.bucket is not None and whole is not None and whole.ndim > 1
+            for run, whole in zip(self.runs, self.wholes, strict=True)
+        )
 
+    def look(self) -> "_Held":
+        """See which runs lie in one stretch of memory."""
+        if isinstance(self.given, FlatShards):
+            return self
+        return self._replace(wholes=[whole_run(run, self.pieces) for run in self.runs])
 
-def _home(piece: Tensor, seen: dict[int, int]) -> int:
-    """A piece's storage; `seen` remembers it for a base, since most pieces are views of a few."""
-    base = piece._base
-    if base is None:
-        return _torch.storage_id(piece)
-    if id(base) not in seen:
-        seen[id(base)] = _torch.storage_id(piece)
-    return seen[id(base)]
+    def parts(self, r: int) -> list[Tensor]:
+        """What a run consists of: one tensor, or its pieces that are not empty."""
+        whole = self.wholes[r]
+        if whole is not None:
+            return [whole] if whole.numel() else []
+        return [self.pieces[i] for i, _, _ in self.runs[r].laid]
 
+    def single(self, r: int) -> list[Tensor]:
+        """The pieces of a run that are not empty."""
+        whole, run = self.wholes[r], self.runs[r]
+        if whole is None or self.pieces:
+            return [self.pieces[i].detach() for i, _, _ in run.laid]
+        return [x.detach() for x in split(run, whole) if x.numel()]
 
-def _tree(held: _Held) -> Tree:
-    """The tree in new nodes, as the old ones may be given away."""
-    pieces, leaves = iter(held.pieces), []
-    for leaf in held.leaves:
-        if isinstance(leaf, Sharded):
-            leaf = Sharded(next(pieces), leaf.bucket, leaf.slot)
-        leaves.append(next(pieces) if isinstance(leaf, Tensor) else leaf)
-    return held.spec.unflatten(leaves)
+    def change(self, fn: Callable[[Run, Tensor], Tensor]) -> "_Held":
+        """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
+        pieces, wholes = list(self.pieces), list(self.wholes)
+        for r, run in enumerate(self.runs):
+            old = wholes[r]
+            if old is None:
+                for i in run.members:
+                    pieces[i] = fn(run, pieces[i])
+                continue
+            new = wholes[r] = fn(run, old)
+            if pieces and new is not old:
+                for i, piece in zip(run.members, split(run, new), strict=True):
+                    pieces[i] = piece
+        return self._replace(pieces=pieces, wholes=wholes)
 
-
-def _by_home(held: _Held) -> list[list[int]]:
-    """Pieces that share a storage, in the order in which they lie; empty ones are left out."""
-    found: dict[int, list[int]] = {}
-    for i, piece in enumerate(held.pieces):
-        if piece.numel():
-            found.setdefault(held.homes[i], []).append(i)
-    return [sorted(each, key=held.starts.__getitem__) for each in found.values()]
-
-
-def _runs(
-    every: Sequence[_Held], members: Sequence[int], keys: Sequence[Hashable] | None = None
-) -> Iterator[list[int]]:
-    """Cut pieces of one storage where, in any tree, something else than padding is between two."""
-    first, run = every[0], [members[0]]
-    for a, b in pairwise(members):
-        step = first.starts[b] - first.starts[a]
-        gap = step - first.pieces[a].numel()
-        if (
-            (keys is None or keys[a] == keys[b])
-            and (gap == 0 or gap == _padding(first.slots[a], first.slots[b]))
-            and all(
-                each.homes[a] == each.homes[b] and each.starts[b] - each.starts[a] == step
-                for each in every
-            )
-        ):
-            run.append(b)
-        else:
-            yield run
-            run = [b]
-    yield run
+    def tree(self) -> Tree:
+        """What it holds, in new nodes."""
+        if isinstance(self.given, Opened):
+            return self.given.tree(self.pieces)
+        pairs = zip(self.runs, self.wholes, strict=True)
+        return with_wholes(
+            self.given.layout,
+            [
+                joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
+                for run, whole in pairs
+            ],
+        )
 
 
-def _padding(a: Sharded | Tensor, b: Sharded | Tensor) -> int:
-    """The length of what lies between two leaves of a bucket, if that is nothing but padding."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor) or a.bucket != b.bucket:
-        return 0
-    bucket = a.bucket
-    if any(bucket.numels[a.slot + 1 : b.slot]):
-        return 0
-    return bucket.offsets[b.slot] - bucket.offsets[a.slot] - bucket.numels[a.slot]
+def _held(trees: Sequence[Tree]) -> list[_Held]:
+    found: list[_Held] = []
+    for shards in trees:
+        if isinstance(shards, FlatShards):
+            runs = shards.layout.runs
+            if found and runs is not found[0].runs and runs != found[0].runs:
+                fix = "pass the optimizer's state of these parameters"
+                raise TreeError(message("opt_step: the state is of another tree", fix=fix))
+            found.append(_Held(shards, runs, [], list(shards.wholes)))
+            continue
+        given = opened(shards)
+        runs = found[0].runs if found else given.runs()
+        if len(given.pieces) != sum(len(run.members) for run in runs):
+            raise TreeError(message("opt_step: trees of different numbers of leaves"))
+        found.append(_Held(given, runs, given.pieces, [None] * len(runs)))
+    return found
 
 
-def _span(held: _Held, run: Sequence[int]) -> Tensor:
-    """The pieces of a run as one tensor, a single one that is not dense as a copy."""
-    first, last = held.pieces[run[0]].detach(), run[-1]
-    if held.homes[last] < 0:
-        return first.clone(memory_format=torch.contiguous_format)
-    start = held.starts[run[0]]
-    length = held.starts[last] - start + held.pieces[last].numel()
-    return first if len(run) == 1 else first.as_strided((length,), (1,), start)
+def _by_leaf(
+    held: Sequence[_Held], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
+) -> tuple[list[_Held], list[Column]]:
+    """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
+    given = [x.given.pieces() if isinstance(x.given, FlatShards) else x.pieces for x in held]
+    others = [value for value in by if isinstance(value, Tensor)]
+    rows = list(zip(*given, strict=True))
+    made = [[_live_copy(x, [*row, *others]) for x in row[:n]] for row in rows]
+    found = [
+        Column(keys[i] if keys else None, (*new, *row[n:]))
+        for i, (new, row) in enumerate(zip(made, rows, strict=True))
+    ]
+    apart = [None] * len(held[0].runs)
+    done = [
+        each._replace(pieces=[new[k] for new in made], wholes=apart)
+        for k, each in enumerate(held[:n])
+    ]
+    return done, found
+
+
+def _live_copy(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A copy to write to in place; batched under vmap where any of the others is."""
+    copy = piece.clone()
+    for other in others if _torch.inside_torch_func() else ():
+        never = torch.zeros_like(other, dtype=torch.bool)
+        copy = torch.where(never, other.to(copy.dtype), copy)
+    return copy
+
+
+def _columns_of_run(
+    every: Sequence[_Held], r: int, keys: Sequence[Hashable] | None
+) -> Iterator[Column]:
+    run, wholes = every[0].runs[r], [each.wholes[r] for each in every]
+    if any(whole is None for whole in wholes):
+        singles = zip(run.laid, *(each.single(r) for each in every), strict=True)
+        for laid, *tensors in singles:
+            yield Column(keys[laid.index] if keys else None, tuple(tensors))
+    elif keys is None and run.numel:
+        yield Column(None, tuple(wholes))  # pyright: ignore[reportArgumentType]
+    elif keys is not None:
+        for key, near in groupby(run.laid, lambda laid: keys[laid.index]):
+            first, *_, last = [*near] * 2
+            length = last.start + last.length - first.start
+            cut = (x.narrow(0, first.start, length) for x in wholes if x is not None)
+            yield Column(key, tuple(cut))
 
 
 def _in_place(held: Sequence[_Held]) -> list[_Held]:
     """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
+    parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
     spans = sorted(
-        (home, start, start + piece.numel())
-        for each in held
-        for home, start, piece in zip(each.homes, each.starts, each.pieces, strict=True)
+        (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if _is_dense(x)
     )
-    odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[2]}
-    odd.update(home for each in held for home in each.homes if home < 0)
-    return [
-        _copied(each, lambda i, homes=each.homes: homes[i] not in odd)
-        if not odd.isdisjoint(each.homes)
-        else each
-        for each in held
-    ]
+    odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
+
+    def settled(run: Run, x: Tensor) -> Tensor:
+        stays = _is_dense(x) and not (odd and _torch.storage_id(x) in odd)
+        return x if stays else _copy(run, x)
+
+    return [each.change(settled) for each in held]
 
 
-def _copied(held: _Held, stays: Callable[[int], bool] = lambda i: False) -> _Held:
-    """Copies of the pieces, storage by storage, but of those whose first piece may stay."""
-    pieces, homes, starts, *_ = held
-    # An empty piece would keep the memory that it is a view of.
-    new = [piece if piece.numel() else piece.new_empty(piece.shape) for piece in pieces]
-    new_homes, new_starts, complete = list(homes), list(starts), _complete_buckets(held)
-    for members in _by_home(held):
-        if stays(members[0]):
-            continue
-        for run in _runs([held], members):
-            chunk = _chunk(held, run[0], complete) if run == members else None
-            low = starts[run[0]] if chunk is None else 0
-            flat = (_span(held, run) if chunk is None else chunk).clone()
-            for i in run:
-                new_homes[i], new_starts[i] = _torch.storage_id(flat), starts[i] - low
-                alone = homes[i] < 0
-                new[i] = flat if alone else flat.narrow(0, starts[i] - low, pieces[i].numel())
-    return held._replace(pieces=new, homes=new_homes, starts=new_starts)
+def _readable(held: Sequence[_Held], targets: Sequence[_Held]) -> list[_Held]:
+    """Trees to be read from: with copies of what is not dense or is going to be written to."""
+    parts = [x for each in targets for r in range(len(each.runs)) for x in each.parts(r)]
+    written = {_torch.storage_id(x) for x in parts}
+
+    def settled(run: Run, x: Tensor) -> Tensor:
+        return x if _is_dense(x) and _torch.storage_id(x) not in written else _copy(run, x)
+
+    return [each.change(settled) for each in held]
 
 
-def _complete_buckets(held: _Held) -> set[Bucket]:
-    """The buckets all of whose leaves are in the tree."""
-    found: dict[Bucket, set[int]] = {}
-    for leaf in held.slots:
-        if isinstance(leaf, Sharded):
-            found.setdefault(leaf.bucket, set()).add(leaf.slot)
-    return {bucket for bucket, mine in found.items() if len(mine) == len(bucket.shapes)}
+def _is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() and not x.is_neg()
 
 
-def _chunk(held: _Held, i: int, complete: Container[Bucket]) -> Tensor | None:
-    """A dense piece's storage, if it is of its chunk's size and the bucket is among those."""
-    piece, leaf = held.pieces[i], held.slots[i]
-    if isinstance(leaf, Tensor) or held.homes[i] < 0 or leaf.bucket not in complete:
-        return None
-    numel = leaf.bucket.chunk
-    whole = piece.untyped_storage().nbytes() == numel * piece.itemsize
-    return piece.detach().as_strided((numel,), (1,), 0) if whole else None
+def _copy(run: Run, x: Tensor) -> Tensor:
+    """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
+    if not _is_in_chunk(run, x):
+        return x.detach().clone(memory_format=torch.contiguous_format)
+    chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    return chunk.clone().narrow(0, int(x.storage_offset()), x.numel())
+
+
+def _is_in_chunk(run: Run, x: Tensor) -> bool:
+    """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
+    if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
+        return False
+    return _is_dense(x) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize

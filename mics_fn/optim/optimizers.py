@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from mics_fn import tree
-from mics_fn.optim.columns import columns, fresh
+from mics_fn.optim.columns import columns
+from mics_fn.optim.flat import FlatShards, zeros
 from mics_fn.optim.torch_optim import from_torch
 from mics_fn.optim.transform import Mask, Rate, Schedule, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -109,7 +109,7 @@ class LionState(NamedTuple):
     """State of Lion: steps done, and the running mean as a tree of shards."""
 
     count: int
-    mean: Tree
+    mean: FlatShards
 
 
 def lion(
@@ -139,21 +139,17 @@ def lion(
     """
 
     def init(params: Tree) -> LionState:
-        mean = fresh(params)
-        for piece in tree.flatten(mean)[0]:
-            piece.zero_()
-        return LionState(0, mean)
+        return LionState(0, zeros(params))
 
     def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
         rate, keys = rate_at(lr, state.count), decay_keys(decay_mask, params)
-        (params, mean), found = columns(
-            [params, state.mean], [grads], keys, by=[rate], donate=donate
-        )
-        for decays, (p, m, g) in found:
+        work = columns([params, state.mean], [grads], keys, by=[rate], donate=donate)
+        for decays, (p, m, g) in work.found:
             if decays is not False:
                 p.mul_(1 - rate * weight_decay)
             p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
             m.lerp_(g, 1 - betas[1])
+        params, mean = work.trees()
         return params, LionState(state.count + 1, mean)
 
     return from_step(init, step)

@@ -8,6 +8,7 @@ from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.optim.flat import Opened, all_rows, any_requires_grad, devices, opened
 from mics_fn.optim.transform import Transform, as_transform
 from mics_fn.shards import Sharded, dtype_name, is_leaf
 from mics_fn.shards import donate as mark_donated
@@ -107,7 +108,7 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
         mark_donated(state.opt, "opt", to, keep=opt)
         # torch's optimizers write through Parameters, which count versions of their own; whoever
         # saved or gathered the old values must see that they are gone.
-        increment_version(tree.flatten(params)[0])
+        increment_version(opened(params).pieces)
         if variables:
             params = tree.map_leaves(Tensor.requires_grad_, params)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
@@ -115,36 +116,37 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
 
 def _check_grads(params: Tree, grads: Tree) -> bool:
     """Check that they fit; whether parameters are leaves that require gradients, and no more is."""
-    want, spec = tree.flatten(params, is_leaf)
-    got, other = tree.flatten(grads, is_leaf)
-    if spec != other:
+    want, got = opened(params), opened(grads)
+    if want.spec != got.spec:
         where = tree.first_mismatch(params, grads, "grads", is_leaf)
         fix = "differentiate with respect to state.params"
         raise TreeError(
             message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
         )
-    variables = derived = False
-    for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        if isinstance(a, Sharded):
-            if not (isinstance(b, Sharded) and _alike(a, b)):
+    if _facts(want) != _facts(got):
+        for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
+            if _facts(opened(a)) != _facts(opened(b)):
                 raise _mismatch(tree.paths(params, "grads", is_leaf)[i], a, b)
-            if a.data.requires_grad or b.data.requires_grad:
-                variables = True
-                derived = derived or b.data.requires_grad or not a.data.is_leaf
-    return variables and not derived and not _torch.inside_torch_func()
+    if any_requires_grad(got.pieces) or _torch.inside_torch_func():
+        return False
+    variables = [x for x in want.pieces if x.requires_grad]
+    return bool(variables) and all(x.is_leaf for x in variables)
 
 
-def _alike(a: Sharded, b: Sharded) -> bool:
-    x, y = a.data, b.data
-    same = a.slot == b.slot and a.bucket == b.bucket
-    return same and x.shape == y.shape and x.device == y.device
+def _facts(found: Opened) -> tuple[list, ...]:
+    """What a gradient has in common with its parameter, piece by piece."""
+    rows = all_rows(found.pieces)  # shapes of tensors take long to read
+    shapes = list(map(Tensor.numel, found.pieces)) if rows else [x.shape for x in found.pieces]
+    return [*found.places], shapes, devices(found.pieces)
 
 
-def _mismatch(path: str, param: Sharded, grad: Any) -> TreeError | LeafError:
+def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:
     """What to say of a gradient that does not fit its parameter."""
     what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
     lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
-    if isinstance(grad, Tensor):
+    if not isinstance(param, Sharded):
+        fix = "differentiate with respect to state.params"
+    elif isinstance(grad, Tensor):
         fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
     elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
         text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"

@@ -14,8 +14,8 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import columns
+from mics_fn.optim.flat import FlatShards, joined, opened, whole_run, with_wholes, zeros
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
-from mics_fn.shards import needs_derivative
 from mics_fn.tree import Tree
 
 _WHOLE = "it needs whole matrices, and a shard is a flat piece"
@@ -39,7 +39,7 @@ class TorchState(NamedTuple):
     """
 
     count: int
-    moments: dict[str, Tree]
+    moments: dict[str, FlatShards]
     scalars: dict[str, Tensor]
 
 
@@ -96,16 +96,16 @@ def from_torch(
         targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
         now = at(state.count)
         by = [now.get("lr")]
-        (params, *kept), found = columns(targets, [grads], keys, by=by, donate=donate)
-        live = needs_derivative([*by, *(x for column in found for x in column.tensors)])
+        work = columns(targets, [grads], keys, by=by, donate=donate)
         by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
-        for column in found:
+        for column in work.found:
             by_decay.setdefault(column.key, []).append(column.tensors)
         scalars = state.scalars
         for decays, mine in (by_decay or {None: []}).items():
             given = {**now, "weight_decay": 0.0} if decays is False else now
             mine = mine or [_nothing(params, kind)]
-            scalars = (_live_step if live else _step)(cls, given, kind, mine, state)
+            scalars = (_live_step if work.live else _step)(cls, given, kind, mine, state)
+        params, *kept = work.trees()
         moments = dict(zip(state.moments, kept, strict=True))
         return params, TorchState(state.count + 1, moments, scalars)
 
@@ -162,23 +162,30 @@ def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
 
 
 def _init(cls: Any, options: dict[str, Any], kind: _Kind, params: Tree) -> TorchState:
-    pieces, _ = tree.flatten(params)
-    trees, found = columns([params] * len(kind.moments), [params])
-    moments = dict(zip(kind.moments, trees, strict=True))
-    scalars: dict[str, Tensor] = {}
-    hollow = bool(pieces) and pieces[0].is_meta
-    home = pieces[0].device if pieces and not hollow else torch.device("cpu")
-    nothing = (torch.zeros(1, device=home),)
-    for *targets, piece in [column.tensors for column in found if not hollow] or [nothing]:
-        param = _with_grad(piece, piece)
-        optimizer = cls([param], **options)
-        for group in optimizer.param_groups:
-            _torch.optimizer_init_group(optimizer, group)
-        made = optimizer.state[param]
-        scalars = {name: made[name] for name in kind.scalars}
-        for name, target in zip(kind.moments, targets, strict=False):
-            target.zero_() if name in kind.late else target.copy_(made[name])
-    return TorchState(0, moments, scalars)
+    found = opened(params)
+    layout = found.layout()
+    hollow = not found.pieces or found.pieces[0].is_meta
+    home = torch.device("cpu") if hollow else found.pieces[0].device
+    scalars = _begun(cls, options, torch.zeros(1, device=home))
+    wholes: dict[str, list[Tensor]] = {name: [] for name in kind.moments}
+    for run in layout.runs if wholes else ():
+        x = whole_run(run, found.pieces)
+        x = joined(run, [found.pieces[i] for i in run.members]) if x is None else x
+        made = {} if x.is_meta else _begun(cls, options, x)
+        for name, mine in wholes.items():
+            late = name in kind.late or x.is_meta
+            mine.append(torch.zeros_like(x) if late else made[name])
+    moments = {name: with_wholes(layout, mine) for name, mine in wholes.items()}
+    return TorchState(0, moments, {name: scalars[name] for name in kind.scalars})
+
+
+def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter before its first step."""
+    param = _with_grad(value, value)
+    optimizer = cls([param], **options)
+    for group in optimizer.param_groups:
+        _torch.optimizer_init_group(optimizer, group)
+    return optimizer.state[param]
 
 
 def _step(
@@ -239,7 +246,7 @@ def _live_step(
 def _init_to_differentiate(cls: Any, kind: _Kind, params: Tree) -> TorchState:
     """The state inside torch.func, of optimizers that begin with zeros."""
     _check_differentiable(cls)
-    moments = {name: tree.map_leaves(torch.zeros_like, params) for name in kind.moments}
+    moments = {name: zeros(params) for name in kind.moments}
     return TorchState(0, moments, {name: torch.zeros(()) for name in kind.scalars})
 
 

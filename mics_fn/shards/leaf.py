@@ -179,9 +179,9 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     story = (spec, root, to)  # the path is written out only if somebody asks
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            object.__setattr__(leaf, "_donated", story)
-            object.__setattr__(leaf, "_place", i)
-            object.__delattr__(leaf, "data")
+            held = leaf.__dict__
+            held["_donated"], held["_place"] = story, i
+            del held["data"]
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:

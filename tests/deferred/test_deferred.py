@@ -481,7 +481,7 @@ def chunks_of_gradients(layout, dim):
     full = mf.defer(shards, groups, mf.keep_all(), into=total).params
     x = torch.randn(2, dim, generator=torch.Generator().manual_seed(dist.get_rank()))
     total.backward(functional_call(model, full, (x,)).square().sum())
-    _, found = columns([shards], [total.grads()], donate=True)
+    found = columns([shards], [total.grads()], donate=True).found
     found, buckets = len(found), len(mf.bucket_sizes(shards, groups))
     state = mf.opt_step(mf.init_state(shards, mf.optim.adamw(1e-2)), total.grads())
     total.release()

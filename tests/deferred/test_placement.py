@@ -228,7 +228,8 @@ def check_states(buckets, state):
     pieces = tree.flatten(state.params)[0]
     moments = tree.flatten(state.opt.moments)[0]
     assert storage_bytes(pieces) == chunks
-    assert storage_bytes(moments) == 2 * chunks
+    # They lack the padding at the ends of a chunk.
+    assert 2 * sum(x.nbytes for x in pieces) <= storage_bytes(moments) <= 2 * chunks
 
 
 def check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.optim.flat import by_leaf
 from mics_fn.shards.leaf import is_leaf
 
 
@@ -225,7 +226,8 @@ def poison(shards: Any) -> Any:
 
 
 def same_bits(a: Any, b: Any) -> None:
-    """Raise unless two trees are equal in structure, shape, dtype and every bit."""
+    """Raise unless two trees are equal in structure, shape, dtype and every bit; not in padding."""
+    a, b = by_leaf(a), by_leaf(b)
     leaves_a, spec_a = tree.flatten(a)
     leaves_b, spec_b = tree.flatten(b)
     assert spec_a == spec_b, f"{spec_a} != {spec_b}"
