@@ -1,4 +1,45 @@
-"""What is done with gradients: optimizers, clipping, loss scale, refused steps."""
+"""What is done with gradients: optimizers, clipping, loss scales, and steps that are refused.
+
+This wing begins where both hops are done. It gets parameters and gradients as trees of shards, and
+everything in it works on this rank's pieces alone; only a norm needs the other ranks. All that
+training carries from step to step is one value, a `TrainState`, and `opt_step` gives the next:
+
+  >>> groups = make_groups(1)
+  >>> params = shard({"b": torch.zeros(2), "w": torch.ones(2, 2)}, groups)
+  >>> optimizer = chain(clip_by_global_norm(1.0, groups), adamw(0.1, weight_decay=0.0))
+  >>> state = init_state(params, optimizer)
+  >>> grads = reduce_grads({"b": torch.ones(2), "w": torch.ones(2, 2)}, groups)
+  >>> state = opt_step(state, grads, donate=True)
+  >>> get(state, "b", groups)
+  tensor([-0.1000, -0.1000])
+  >>> get(state, "opt[1].moments['exp_avg_sq']['b']", groups) < 1
+  tensor([True, True])
+
+Its words:
+
+- A *transform* is an optimizer or a part of one: a `Transform` of pure functions `init`, `update`
+  and `step`. `chain` makes one of several.
+- A *moment* is what an optimizer keeps for each element of the parameters. Moments are stored by
+  bucket, as `FlatShards`: one long tensor for each *run*, which is a stretch of a bucket's leaves
+  with nothing but padding between them. `moment.by_leaf()` and `moment["w"]` show them leaf by
+  leaf; `get`, `set` and `summary` take the path of a leaf, as above.
+- A *column* is a long tensor of the parameters together with those of the gradients and moments
+  that belong to it. Optimizers are elementwise, so that a step is a few kernels on columns, however
+  many leaves there are.
+- To *donate* a state is to let the step write into its memory; using it afterwards raises.
+- A *guard* stands between reduction and update: it divides by the scale of the loss, looks whether
+  the gradient is finite and its norm usual, and clips. Its *verdict* says whether to step at all.
+
+Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
+`optimizers` for a whole optimizer; then `flat` and `columns` for memory, `torch_optim` for torch's
+own classes, `clip`, `loss_scale` and `guard`.
+
+To add an optimizer: if torch has the class, `from_torch(cls, lr=..., **options)` is enough.
+Otherwise write a function that returns `from_step(init, step)`, as `lion` does: `init` makes
+moments with `zeros(params)`, `step` asks `columns` for columns and writes to them in place.
+Objects with `init` and `update` of other libraries can be used as they are. Add it to the twins in
+`tests/optim`, which hold it to a slow program written out by hand.
+"""
 
 from mics_fn.optim.clip import clip_by_global_norm, clip_by_value, global_norm
 from mics_fn.optim.columns import fresh, map_columns
@@ -8,11 +49,12 @@ from mics_fn.optim.loss_scale import LossScale, dynamic_scale, no_scale, static_
 from mics_fn.optim.optimizers import adam, adamw, lion, sgd, warmup_cosine
 from mics_fn.optim.state import TrainState, init_state, opt_step
 from mics_fn.optim.torch_optim import from_torch
-from mics_fn.optim.transform import Transform, as_transform, chain
+from mics_fn.optim.transform import Rate, Transform, as_transform, chain
 
 __all__ = [
     "Guard",
     "LossScale",
+    "Rate",
     "TrainState",
     "Transform",
     "Verdict",

@@ -1,4 +1,4 @@
-"""The norm of a sharded gradient, and clipping, as parts of a `chain`."""
+"""The norm of a sharded gradient, and clipping: by `Guard`, or by a part of a `chain`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +11,7 @@ from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy, fold_ranks
 from mics_fn.optim.columns import in_chunks, map_columns
+from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.transform import Transform, from_update
 from mics_fn.shards import (
     Bucket,
@@ -30,26 +31,25 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     """The L2 norm of a whole tree, every element counted once. Differentiable.
 
     Args:
-      grads: tree of shards, equal on all replicas (hop 2 done). Padding, tied, frozen and
-        replicated leaves do not count.
+      grads: tree of shards, equal on all replicas (hop 2 done). Padding does not count, and neither
+        do tied, frozen and replicated leaves.
       groups: as for `shard`, of all ranks that hold a part of the model: see [Note: parts of a
         model].
 
     Returns:
       A 0-dim float64 tensor on the device, the same bits on every rank. The host does not wait for
-      it. Squares are added in float32 at least, so it is infinite only where a gradient is, or
-      where float32 ends; where the norm is differentiated, in float64. The gradient of a norm of 0
-      is 0.
+      it. Squares are added in float32 or wider, so the norm is infinite only where a gradient is,
+      or where the sum exceeds float32; in float64 where the norm is differentiated. The gradient of
+      a norm of 0 is 0.
 
     Communication: one all-gather of 8 bytes over each partition group in the tree, summed in rank
-      order, so that replicas get the same bits. Its VJP as much, as does every gather; both level
-      by level.
+      order, so that replicas get the same bits. Its VJP sends as much again.
 
-    Memory: none; where the norm is differentiated, the pieces in float64.
+    Memory: the pieces in float64 where the norm is differentiated, else none.
 
     Raises:
       LeafError: a leaf is a full tensor.
-      PlanError: some leaves, or some parts of them, are on ranks that these groups do not reach.
+      PlanError: some leaves, or parts of leaves, are on ranks that these groups do not reach.
 
     Example:
       >>> groups = make_groups(1)
@@ -63,7 +63,7 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
 
 
 def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Groups | Hierarchy]:
-    """The groups of those leaves that count in a norm."""
+    """The groups of the leaves that count in a norm."""
     leaves, _ = tree.flatten(grads, is_leaf)
     homes = homes_of(verb, groups, grads)
     found = (home for leaf, home in zip(leaves, homes, strict=True) if isinstance(leaf, Sharded))
@@ -71,7 +71,8 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Groups | Hierarch
 
 
 def norm_here(grads: Tree, groups: Any) -> Tensor:
-    """`global_norm` of the leaves that this rank holds a part of."""
+    """`global_norm` of the leaves that these groups reach, whichever others there are."""
+    grads = by_leaf(grads)  # the padding inside of a run must not count
     leaves, _ = tree.flatten(grads, is_leaf)
     homes = homes_of("global_norm", groups, grads)
     by_home: dict[Groups, list[Tensor]] = {}
@@ -82,7 +83,7 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
         elif not is_leaf(leaf):
             path = tree.paths(grads, "grads", is_leaf)[i]
             fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(message(f"global_norm: {path} is no shard", fix=fix))
+            raise LeafError(message(f"global_norm: {path} is not a shard", fix=fix))
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
     if differentiated:
         by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
@@ -101,9 +102,9 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
 def _looked_at(
     by_home: Iterable[Any], uses: Sequence[BucketUse], leaves: Sequence[Any]
 ) -> dict[Any, list[Tensor]]:
-    """The pieces as they are; but directions that only one rank means are told apart here.
+    """The pieces as they are, once directions that only one rank differentiates by are refused.
 
-    Squares add up a rank's elements, and then nobody could; see [Note: rows of ranks] in `rows`.
+    After squares are added up nobody could tell; see [Note: rows of ranks] in `shards.rows`.
     """
     uses = [use for use in uses if use.bucket.trainable]
     data = [leaves[i].data for use in uses for i in use.members]
@@ -114,9 +115,9 @@ def _looked_at(
 
 
 def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
-    """The sum of squares over a partition group."""
+    """The sum of squares over a partition group, without a derivative."""
     norms: list[Tensor] = []
-    # The norm of a float16 tensor can be above what float16 holds, though no element is.
+    # The norm of a float16 tensor may exceed float16 although no element does.
     for dtype, narrow in ((torch.float32, True), (None, False)):
         held = [x for x in pieces if x.numel() and (x.itemsize < 4) is narrow]
         norms += _torch.foreach_norm(held, 2, dtype) if held else ()
@@ -125,10 +126,10 @@ def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
-    """The same, differentiable any number of times; the norms of `_total` are not, at 0.
+    """The sum of squares, differentiable any number of times, at 0 too.
 
-    What each rank adds is a tensor in parts, one element a rank, and the sum is a full value: so
-    its derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
+    What ranks add up is a tensor held in parts, one element per rank, and the sum is a full value,
+    so its derivative is that of a gather. See [Note: adjoint] in `shards.linear`.
     """
     zero = torch.zeros((), dtype=torch.float64, device=home.device)
     here = torch.stack([zero, *(x.double().square().sum() for x in pieces)]).sum()
@@ -143,11 +144,11 @@ def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
 def norm_problem(verb: str, homes: Iterable[Groups | Hierarchy]) -> PlanError | None:
     """Why the norm of a whole tree cannot be known on these groups; None if it can.
 
-    [Note: parts of a model] Groups of the data-parallel part of a mesh hold one tensor parallel
-    part of the leaves that are cut, and one copy of those that are not. Nothing says which are
-    which, so that no norm over the other parts can be taken: neither a sum nor one part is right.
-    Likewise where leaves live on groups of other ranks, as experts do. Ranks would clip by
-    different factors and their copies drift apart, so it is refused.
+    [Note: parts of a model] Groups of the data-parallel part of a mesh hold one tensor-parallel
+    part of the leaves that are cut, and a copy of those that are not. Nothing says which leaves are
+    cut, so a norm over all parts is unknown: a sum would count copies several times, one part alone
+    would miss the others. The same holds where leaves live on groups of different ranks, as experts
+    do. Ranks would clip by different factors and their copies would drift apart, so it is refused.
     """
     lives = list(dict.fromkeys(home.life for home in homes))
     if all(life.whole for life in lives) and len({frozenset(life.ranks) for life in lives}) < 2:
@@ -166,7 +167,7 @@ def norm_problem(verb: str, homes: Iterable[Groups | Hierarchy]) -> PlanError | 
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of this norm by."""
+    """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients of this norm."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -177,17 +178,21 @@ def limited(
     *,
     donate: bool = False,
 ) -> Tree:
-    """Gradients times a factor, then clamped, in one pass; the very tree if there is none to do.
+    """Gradients times a factor, then clamped, in one pass; all clipping is done here.
 
     Args:
       grads: tree of shards.
       factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
       max_value: elements are clamped to [-max_value, max_value].
-      donate: write into the chunks of `grads`, which are gone afterwards.
+      donate: write into the chunks of `grads`, which cannot be used afterwards.
 
-    Memory: a copy of the shards; with `donate` only of those that are no whole chunks.
+    Returns:
+      The limited gradients; `grads` itself if the factor is 1 and there is no `max_value`.
 
-    Raises: `OptimizerError` for `donate` where a derivative is asked for.
+    Memory: a copy of the shards; with `donate` only of those that do not lie in whole chunks.
+
+    Raises:
+      OptimizerError: `donate` where a derivative is asked for.
     """
 
     def limit(grad: Tensor) -> None:
@@ -195,7 +200,7 @@ def limited(
             if factor != 1.0:
                 grad.mul_(factor)
         elif grad.itemsize < 4:
-            # In float16 a factor would be off by 1e-3, or 0.
+            # A factor in float16 would be off by up to 1e-3, or be 0.
             grad.copy_(grad.float().mul_(factor.float()))
         else:
             grad.mul_(factor.to(grad.dtype))
@@ -223,13 +228,13 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     Returns:
       A `Transform` for `chain`.
 
-    Communication: as `global_norm`, each step. The host does not wait.
+    Communication: that of `global_norm`, at each step. The host does not wait.
 
     Memory: a copy of the gradients' shards.
 
     Raises:
       OptimizerError: `max_norm` is not above 0.
-      PlanError: as `global_norm`, here already where `groups` is no function.
+      PlanError: as `global_norm`; raised here already unless `groups` is a function.
 
     Example:
       >>> groups = make_groups(1)
@@ -251,7 +256,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
 
 def _for_parts(factor: Tensor, homes: Sequence[Groups | Hierarchy]) -> Tensor:
-    """A full value that is to scale shards, whose derivative is the sum over their parts."""
+    """A full value as a factor for shards: its derivative is the sum over their parts."""
     sizes = {home.partition_size for home in homes}
     if len(sizes) > 1:
         text = f"clip_by_global_norm: a derivative over groups of {sorted(sizes)} ranks"
@@ -272,8 +277,6 @@ def clip_by_value(max_value: float) -> Transform:
 
     Returns:
       A `Transform` for `chain`.
-
-    Communication: none.
 
     Memory: a copy of the gradients' shards.
 

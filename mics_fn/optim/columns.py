@@ -1,12 +1,12 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
-Where all trees have the pieces of a run in one stretch of memory, a column is a run; see
-[Note: runs] in `flat`. Else its columns are single pieces: so it is with gradients of groups of one
-rank, which lie wherever autograd made them.
+If all trees have the pieces of a run in one stretch of memory, a column is a whole run; see
+[Note: runs] in `flat`. Otherwise columns are single pieces. That is so in groups of one rank, where
+gradients lie wherever autograd made them.
 
 [Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
 a view. torch's fused kernels, and whoever looks at memory, take a tensor for `numel` numbers in a
-row. So columns are dense: what is not is copied before.
+row. So columns are dense: whatever is not is copied first.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -34,7 +34,7 @@ from mics_fn.tree import Tree
 
 
 class Column(NamedTuple):
-    """Corresponding tensors of several trees: runs of neighbouring pieces, or single ones."""
+    """Corresponding tensors of several trees, each a run of neighbouring pieces or a single one."""
 
     key: Hashable
     tensors: tuple[Tensor, ...]
@@ -44,10 +44,10 @@ class Columns(NamedTuple):
     """Several trees as columns.
 
     Args:
-      found: the columns, each of its targets and then its reads. They cover every element once, and
-        besides only padding between pieces.
-      live: whether what is written may be differentiated.
-      trees: gives the targets, in new nodes, once the columns are written.
+      found: the columns; the tensors of each are those of the targets and then of the reads. They
+        cover every element once, and apart from that only padding between pieces.
+      live: whether derivatives may be asked of what is written.
+      trees: gives the targets in new nodes, once the columns are written.
     """
 
     found: list[Column]
@@ -66,13 +66,12 @@ def columns(
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
 
     Args:
-      targets: trees of shards, or `FlatShards`; the columns of copies of them are there to be
-        written to.
+      targets: trees of shards, or `FlatShards`; columns are to be written to, and are copies.
       reads: trees that are only read. All trees have the leaves of the first one, in its order.
-      keys: one per piece; only neighbours with equal keys are joined. Default: all equal.
-      by: what else results depend on, such as a learning rate, of which derivatives may be asked.
-      donate: write to the targets themselves; to copies only where their pieces are not dense, or
-        overlap with others, of another target too.
+      keys: one per piece; only neighbours with equal keys are joined. Default: all are equal.
+      by: what else results depend on and may be differentiated by, such as a learning rate.
+      donate: write to the targets themselves; to copies only where pieces are not dense, or overlap
+        with other pieces of any target.
 
     Returns:
       `Columns`. Where `needs_derivative` holds, or pieces have batch dimensions, they are single
@@ -126,8 +125,8 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
 def fresh(shards: Tree) -> Tree:
     """A copy in new memory.
 
-    Where the tree holds all leaves of a bucket its chunk is copied as a whole, so that it stays
-    one. Else each run of pieces is, and nothing of what the tree lacks.
+    Where the tree holds all leaves of a bucket, its chunk is copied as a whole, so that it stays a
+    chunk. Otherwise runs are copied, and nothing of what the tree lacks.
     """
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
@@ -136,9 +135,9 @@ def fresh(shards: Tree) -> Tree:
 
 
 def in_chunks(shards: Tree) -> Tree:
-    """The tree with copies of what does not lie in memory of its chunk's size.
+    """The tree with copies of everything that does not lie in a chunk of its own.
 
-    With one rank a gradient is a view of what autograd gave, which may be part of something else.
+    In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
     (held,) = _held([shards])
     return held.look().change(lambda run, x: x if _is_in_chunk(run, x) else _copy(run, x)).tree()

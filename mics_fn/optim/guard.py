@@ -1,4 +1,4 @@
-"""What is done with gradients between their reduction and the update: unscale, judge, clip."""
+"""Between reduction and update: gradients are unscaled, judged and clipped."""
 
 import math
 from collections.abc import Iterable
@@ -29,11 +29,11 @@ from mics_fn.tree import Tree
 
 @dataclass(frozen=True)
 class NormSpike:
-    """A watch for gradients whose norm is far above those before; made by `norm_spike`.
+    """A watch for gradients whose norm is far above earlier ones; made by `norm_spike`.
 
     Args:
       factor, window, warmup, action: as for `norm_spike`.
-      norms: of the last steps that were taken, oldest first.
+      norms: those of the last steps that were taken, oldest first.
     """
 
     factor: float
@@ -43,10 +43,10 @@ class NormSpike:
     norms: tuple[float, ...] = field(default=(), repr=False)
 
     def look(self, norm: float) -> tuple[bool, "NormSpike"]:
-        """Whether a norm is a spike, and the watch of the next step."""
+        """Whether a norm is a spike, and the watch for the next step."""
         if not math.isfinite(norm):
             return False, self
-        # Where half of the norms were 0 everything would be a spike, for ever.
+        # If half of the norms were 0, every later one would be a spike.
         usual = median(self.norms) if len(self.norms) >= self.warmup else 0.0
         spike = 0.0 < usual * self.factor < norm
         if spike and self.action == "skip":
@@ -63,21 +63,17 @@ def norm_spike(
 ) -> NormSpike:
     """A watch for `Guard`: a norm above `factor` times the median of the last ones is a spike.
 
-    If norms stay that high, "skip" refuses every step: then look at `Verdict.spike`, and go on with
-    a new watch.
+    If norms stay that high, "skip" refuses every step: look at `Verdict.spike`, and go on with a
+    new watch.
 
     Args:
       factor: above 1.
-      window: norms that are remembered, of steps that were taken.
-      warmup: norms that have to be known before one can be a spike; at most `window`.
-      action: "skip" refuses the step, and its norm is not remembered; "report" only says so.
+      window: how many norms are remembered, of steps that were taken.
+      warmup: how many norms must be known before one can be a spike; at most `window`.
+      action: "skip" refuses the step and does not remember its norm; "report" takes it and tells.
 
     Returns:
       A value with `look(norm) -> (is_spike, next)`.
-
-    Communication: none.
-
-    Memory: `window` floats on the host.
 
     Raises:
       PlanError: a number is out of its range, or `action` is something else.
@@ -103,17 +99,17 @@ def norm_spike(
 
 
 class Verdict(NamedTuple):
-    """What `Guard.judge` found, and what it made of the gradients.
+    """What `Guard.judge` found, and the gradients to step with.
 
     Args:
       grads: unscaled and clipped; as they were given if the step is refused.
       norm: 0-dim float64 tensor on the device: the L2 norm of the unscaled, unclipped gradient, as
-        `global_norm` gives it. None if the guard needs none: without `max_norm`, where nothing is
-        decided; and where it cannot be known, since leaves live on groups of different ranks.
-      finite: whether the norm was finite on all ranks; None where nobody looked.
-      spike: whether it was a spike.
+        `global_norm` gives it. None if the guard has no use for it (no `max_norm`, and nothing to
+        decide), or if it cannot be known, since leaves live on groups of different ranks.
+      finite: whether the norm was finite on all ranks; None if nothing was decided.
+      spike: whether the norm was a spike.
       accept: whether to take the step; the same on all ranks.
-      next: the guard of the next step, also after a refused one.
+      next: the guard for the next step, whether this one was taken or refused.
     """
 
     grads: Tree
@@ -129,11 +125,12 @@ class Guard:
     """What is done with gradients after both hops and before the update, as a value.
 
     Args:
-      scale: the scale of the loss, which the gradients are divided by.
-      max_norm: gradients are scaled so that their global norm is at most this.
-      max_value: then each element is clamped to [-max_value, max_value].
+      scale: the scale of the loss, by which gradients are divided.
+      max_norm: gradients are multiplied so that their global norm is at most this.
+      max_value: after that each element is clamped to [-max_value, max_value].
       spike: a watch made by `norm_spike`.
-      check: refuse steps whose gradient is not finite; with a scale or a watch they always are.
+      check: refuse steps whose gradient is not finite; with a scale or a watch they are refused
+        in any case.
 
     Raises:
       OptimizerError: a limit is not above 0, or `scale` or `spike` is something else.
@@ -164,39 +161,42 @@ class Guard:
                 check_limit("Guard", name, limit)
         if not isinstance(self.scale, LossScale):
             fix = "make one with no_scale, static_scale or dynamic_scale"
-            raise OptimizerError(message(f"Guard: scale={self.scale!r} is no LossScale", fix=fix))
+            raise OptimizerError(
+                message(f"Guard: scale={self.scale!r} is not a LossScale", fix=fix)
+            )
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
-            raise OptimizerError(message(f"Guard: spike={self.spike!r} is no watch", fix=fix))
+            raise OptimizerError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
 
     @property
     def decides(self) -> bool:
-        """Whether it may refuse a step: then the host waits once a step, else never."""
+        """Whether it may refuse a step. If so, the host waits once per step, otherwise never."""
         return self.scale.checks or self.spike is not None or bool(self.check)
 
     def judge(self, grads: Tree, groups: Any, donate: bool = False) -> Verdict:
         """Unscale and clip gradients, and decide whether to step on them.
 
         Args:
-          grads: tree of shards, both hops done, of a loss that `scale` of this very guard scaled.
-          groups: as for `shard`. For `max_norm` and a watch all have all the ranks of the model, as
-            `global_norm` says; for `check` and a scale one of them has.
-          donate: write into the chunks of `grads`, which can not be used again if there was
-            something to write.
+          grads: tree of shards, both hops done, of a loss that this guard's `scale` multiplied.
+          groups: as for `shard`. With `max_norm` or a watch, each of them must reach all ranks of
+            the model, as for `global_norm`; with `check` or a scale it is enough that one does.
+          donate: write into the chunks of `grads`, which cannot be used afterwards if anything had
+            to be written.
 
         Returns:
-          A `Verdict`; the same decision on all ranks, also where replicas differ.
+          A `Verdict`, with the same decision on all ranks even if replicas differ.
 
-        Communication: `global_norm`, unless nothing needs it; and for a decision all-gathers of 8
-          bytes: over the replication group, with several groups over each of theirs.
+        Communication: that of `global_norm` if the norm is needed; to decide, also all-gathers of 8
+          bytes over the replication groups, and with several groups over their partition
+          groups.
 
-        Memory: a copy of the gradients' shards, none with `donate` or where nothing is to do.
+        Memory: a copy of the gradients' shards; none with `donate`, or where nothing is written.
 
         Raises:
-          LeafError: a leaf is a full tensor; or inside torch.func, or where a gradient requires
-            one itself: a verdict has no derivative.
+          LeafError: a leaf is a full tensor; or a derivative is asked for, which a verdict does not
+            have.
           PlanError: the groups do not reach all ranks that hold a part of the model.
-          GroupsError: a hierarchy is given, which does not say who the replicas are.
+          GroupsError: a hierarchy was given, which does not know the replicas.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
         refuse_derivative("Guard.judge", tree.flatten(grads)[0], fix)
@@ -213,7 +213,7 @@ class Guard:
         factor = clip_factor(here, self.max_norm or math.inf)
         if not self.decides:
             return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
-        # One transfer for both numbers.
+        # The host waits once for both numbers.
         times, highest = torch.stack([factor, _highest(here, homes)]).tolist()
         finite, spike, watch = math.isfinite(highest), False, self.spike
         if watch is not None:
@@ -225,7 +225,7 @@ class Guard:
         return Verdict(out, norm, finite, spike, True, after)
 
     def check_groups(self, like: Tree, groups: Any) -> bool:
-        """Refuse groups on which this guard cannot know what it has to.
+        """Refuse groups on which this guard cannot know what it needs.
 
         Args:
           like: the tree of shards, of parameters or of gradients.
@@ -234,11 +234,9 @@ class Guard:
         Returns:
           Whether the norm of the whole tree can be known.
 
-        Communication: none.
-
         Raises:
-          PlanError: see [Note: parts of a model] in `clip`. For a decision without a norm it is
-            enough that some groups reach all ranks: then all hear of a gradient that is not finite.
+          PlanError: see [Note: parts of a model] in `clip`. To refuse gradients that are not
+            finite, it is enough that some groups reach all ranks: every rank learns of them then.
         """
         homes = counted_homes("Guard.judge", like, groups)
         problem = norm_problem("Guard.judge", homes)
@@ -256,13 +254,13 @@ class Guard:
 
 
 def _highest(norm: Tensor, homes: Iterable[Groups | Hierarchy]) -> Tensor:
-    """The highest norm on any rank, and infinite if one is not finite."""
+    """The highest norm of any rank; infinite if one is not finite."""
     highest, homes = torch.where(norm.isfinite(), norm, math.inf), list(homes)
     for home in homes:
         if not isinstance(home, Groups):
             fix = "pass groups"
             raise GroupsError(message("Guard.judge: got a hierarchy, needs groups", fix=fix))
-        # Inside the partition groups of one tree `global_norm` gave all the same bits.
+        # With one set of groups, all ranks of a partition group have the same norm already.
         for comm in (home.partition, home.replicas) if len(homes) > 1 else (home.replicas,):
             highest = collect(comm, highest).amax()
     return highest

@@ -1,8 +1,8 @@
 """The scale of a loss, as a value, so that small float16 gradients do not become 0.
 
-[Note: which scale] A gradient must be unscaled by the scale that its forward used. A `LossScale`
-never changes: `adjust` gives another one, for the next step. So whoever holds the one that scaled
-the loss unscales by it, and a scale that has just grown can not divide a gradient made before.
+[Note: which scale] A gradient must be divided by the scale that its loss was multiplied by. A
+`LossScale` never changes: `adjust` gives another one for the next step. So the value that scaled
+the loss also unscales the gradient, and a scale that has grown meanwhile cannot be taken for it.
 """
 
 import math
@@ -19,18 +19,17 @@ from mics_fn.tree import Tree
 
 @dataclass(frozen=True)
 class LossScale:
-    """What a loss is multiplied by before backward, and gradients are divided by after it.
+    """What a loss is multiplied by before backward, and its gradients are divided by after it.
 
-    Made by `no_scale`, `static_scale` or `dynamic_scale`. A value: `adjust` gives the next one, and
-    a gradient is unscaled by the one that its loss was scaled by.
+    Made by `no_scale`, `static_scale` or `dynamic_scale`. It is a value: see [Note: which scale].
 
     Args:
-      kind: which of the three it is.
+      kind: which of the three functions made it.
       value: the scale.
       factor, interval, hysteresis, min, max: as for `dynamic_scale`.
-      credits: overflows until the scale falls, that one included; 0 or 1: at the next.
+      credits: how many more overflows it takes until the scale falls; at 0 or 1 the next one does.
       good_steps: finite steps in a row since the last overflow or growth.
-      overflows: steps with an overflow, in all.
+      overflows: all steps with an overflow so far.
     """
 
     kind: Literal["none", "static", "dynamic"]
@@ -46,37 +45,37 @@ class LossScale:
 
     @property
     def checks(self) -> bool:
-        """Whether a step must look for overflows."""
+        """Whether each step has to look for overflows."""
         return self.kind != "none"
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; keep it in float32, since float16 ends at 65504."""
+        """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
         return loss if self.value == 1.0 else loss * self.value
 
     def unscale(self, grads: Tree) -> Tree:
-        """A tree of tensors or of shards, divided by the scale; exact for powers of two.
+        """A tree of tensors or of shards divided by the scale; exact for powers of two.
 
-        What float16 can not hold after that becomes 0: unscale sums that are kept in float32.
+        What is too small for float16 afterwards becomes 0, so unscale sums that are in float32.
         """
         if self.value == 1.0:
             return grads
         return tree.map_leaves(lambda grad: grad / self.value, grads)
 
     def adjust(self, finite: bool | Tensor) -> "LossScale":
-        """The scale of the next step.
+        """The scale for the next step.
 
         Args:
-          finite: whether the gradient was finite on all ranks: a bool, or a 0-dim bool tensor (the
-            host waits for it).
+          finite: whether the gradient was finite on all ranks: a bool, or a 0-dim bool tensor, for
+            which the host waits.
 
         Raises:
-          LeafError: `finite` is something else, a norm say.
+          LeafError: `finite` is something else, such as a norm.
         """
         if isinstance(finite, Tensor):
             finite = bool(finite) if finite.dtype == torch.bool and finite.ndim == 0 else finite
         if not isinstance(finite, bool):
             fix = "pass torch.isfinite(norm) or a bool, the same on all ranks"
-            raise LeafError(message(f"adjust: finite is {finite!r}, no bool", fix=fix))
+            raise LeafError(message(f"adjust: finite is {finite!r}, not a bool", fix=fix))
         if self.kind == "none":
             return self
         overflows = self.overflows + (not finite)
@@ -93,14 +92,10 @@ class LossScale:
 
 
 def no_scale() -> LossScale:
-    """A scale of 1 that never changes, and gives loss and gradients back as they are.
+    """A scale of 1 that never changes, and returns loss and gradients as they are.
 
     Returns:
       A `LossScale`.
-
-    Communication: none.
-
-    Memory: none.
 
     Example:
       >>> loss = torch.tensor(3.0)
@@ -111,17 +106,15 @@ def no_scale() -> LossScale:
 
 
 def static_scale(scale: float) -> LossScale:
-    """A scale that stays; it counts overflows.
+    """A scale that stays the same, and counts overflows.
 
     Args:
-      scale: above 0; powers of two are exact.
+      scale: above 0; with powers of two nothing is rounded.
 
     Returns:
       A `LossScale`.
 
-    Communication: none.
-
-    Memory: none; `unscale` makes a copy of the gradients.
+    Memory: `unscale` makes a copy of the gradients.
 
     Raises:
       PlanError: `scale` is not above 0, or not finite.
@@ -146,24 +139,22 @@ def dynamic_scale(
 ) -> LossScale:
     """A scale that falls at overflows and grows again after a run of finite steps.
 
-    An overflow uses up a credit. If none is left the scale is divided by `factor`, and so at each
-    further overflow. `interval` finite steps in a row multiply it by `factor` and restore the
-    credits; every overflow ends such a run.
+    Each overflow takes one of `hysteresis` credits; once none is left, it divides the scale by
+    `factor`. `interval` finite steps in a row multiply the scale by `factor` and restore all
+    credits; an overflow starts that count again.
 
     Args:
-      init: the first scale. Powers of two are exact, here and as `factor`.
+      init: the first scale. With powers of two, here and as `factor`, nothing is rounded.
       factor: above 1.
-      interval: finite steps before it grows.
-      hysteresis: credits: the scale falls from this many overflows on.
-      min: it does not fall below.
-      max: it does not grow above.
+      interval: finite steps in a row before the scale grows.
+      hysteresis: the number of credits; 1 lets every overflow lower the scale.
+      min: the lowest scale.
+      max: the highest scale.
 
     Returns:
       A `LossScale`.
 
-    Communication: none.
-
-    Memory: none; `unscale` makes a copy of the gradients.
+    Memory: `unscale` makes a copy of the gradients.
 
     Raises:
       PlanError: a number is out of its range, or not finite.

@@ -1,6 +1,7 @@
-"""Ready optimizers, and a schedule of the learning rate."""
+"""Optimizers by name, and a learning rate that rises and falls."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, zeros
 from mics_fn.optim.torch_optim import from_torch
-from mics_fn.optim.transform import Mask, Rate, Schedule, Transform, decay_keys, from_step, rate_at
+from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
 
 
@@ -20,21 +21,19 @@ def sgd(
     weight_decay: float = 0.0,
     decay_mask: Mask | None = None,
 ) -> Transform:
-    """Stochastic gradient descent; torch's fused `SGD`.
+    """Stochastic gradient descent, by torch's fused `SGD`.
 
     Args:
       lr: learning rate, a number or a 0-dim tensor, or a function of the step.
-      momentum: of the running gradient.
-      nesterov: look one step ahead.
-      weight_decay: L2 penalty, added to the gradient.
-      decay_mask: which leaves get it, by path; default all.
+      momentum: how much of the running sum of gradients remains after a step.
+      nesterov: take the gradient one step ahead (Nesterov's momentum).
+      weight_decay: L2 penalty: this times the parameter is added to its gradient.
+      decay_mask: whether a leaf is decayed, by its path; default all are.
 
     Returns:
       A `Transform`.
 
-    Communication: none.
-
-    Memory: with momentum one more copy of the shards.
+    Memory: one more copy of the shards with momentum, else none.
 
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
@@ -51,19 +50,17 @@ def adam(
     weight_decay: float = 0.0,
     decay_mask: Mask | None = None,
 ) -> Transform:
-    """Adam (Kingma and Ba, arXiv:1412.6980) with an L2 penalty; torch's fused `Adam`.
+    """Adam (Kingma and Ba, arXiv:1412.6980) with an L2 penalty, by torch's fused `Adam`.
 
     Args:
       lr: learning rate, a number or a 0-dim tensor, or a function of the step.
-      betas: decay of the running mean and of the running square.
+      betas: how much of the running mean, and of the running square, remains after a step.
       eps: added to the denominator.
-      weight_decay: L2 penalty, added to the gradient.
-      decay_mask: which leaves get it, by path; default all.
+      weight_decay: L2 penalty: this times the parameter is added to its gradient.
+      decay_mask: whether a leaf is decayed, by its path; default all are.
 
     Returns:
       A `Transform`.
-
-    Communication: none.
 
     Memory: two more copies of the shards.
 
@@ -82,19 +79,17 @@ def adamw(
     weight_decay: float = 1e-2,
     decay_mask: Mask | None = None,
 ) -> Transform:
-    """Adam with decoupled weight decay (arXiv:1711.05101); torch's fused `AdamW`.
+    """Adam with decoupled weight decay (arXiv:1711.05101), by torch's fused `AdamW`.
 
     Args:
       lr: learning rate, a number or a 0-dim tensor, or a function of the step.
-      betas: decay of the running mean and of the running square.
+      betas: how much of the running mean, and of the running square, remains after a step.
       eps: added to the denominator.
-      weight_decay: parameters shrink by lr * weight_decay a step.
-      decay_mask: which leaves shrink, by path; default all.
+      weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
+      decay_mask: whether a leaf is decayed, by its path; default all are.
 
     Returns:
       A `Transform`.
-
-    Communication: none.
 
     Memory: two more copies of the shards.
 
@@ -106,7 +101,7 @@ def adamw(
 
 
 class LionState(NamedTuple):
-    """State of Lion: steps done, and the running mean as a tree of shards."""
+    """State of `lion`: the number of steps done, and the running mean of gradients."""
 
     count: int
     mean: FlatShards
@@ -119,18 +114,17 @@ def lion(
     weight_decay: float = 0.0,
     decay_mask: Mask | None = None,
 ) -> Transform:
-    """Lion (Chen et al., arXiv:2302.06675): steps of the sign of an interpolated gradient.
+    """Lion (Chen et al., arXiv:2302.06675): steps along the sign of an interpolated gradient.
 
     Args:
       lr: learning rate, a number or a 0-dim tensor, or a function of the step.
-      betas: interpolation for the sign, and decay of the running mean.
-      weight_decay: parameters shrink by lr * weight_decay a step.
-      decay_mask: which leaves shrink, by path; default all.
+      betas: weight of the running mean in the interpolation whose sign is taken, and how much of
+        the running mean remains after a step.
+      weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
+      decay_mask: whether a leaf is decayed, by its path; default all are.
 
     Returns:
       A `Transform`.
-
-    Communication: none.
 
     Memory: one more copy of the shards.
 
@@ -155,21 +149,19 @@ def lion(
     return from_step(init, step)
 
 
-def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Schedule:
+def warmup_cosine(
+    peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0
+) -> Callable[[int], float]:
     """A learning rate that rises linearly to `peak`, then falls along half a cosine to `floor`.
 
     Args:
       peak: the highest rate, reached at step `warmup_steps` - 1.
-      warmup_steps: steps of the rise.
-      total_steps: the step from which the rate stays at `floor`.
+      warmup_steps: how many steps the rise takes.
+      total_steps: the first step at which the rate has reached `floor`.
       floor: the lowest rate.
 
     Returns:
-      A function from the step, counted from 0, to the rate: what optimizers take as `lr`.
-
-    Communication: none.
-
-    Memory: none.
+      A function from the step, counted from 0, to the rate, which optimizers take as `lr`.
 
     Example:
       >>> lr = warmup_cosine(1.0, 2, 6)

@@ -1,4 +1,4 @@
-"""All that training carries from step to step, and the step of an optimizer."""
+"""What training carries from step to step, and the step of an optimizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ class TrainState:
       step: optimizer steps done.
       params: tree of shards.
       opt: the transform's state.
-      buffers: what a model carries besides parameters (BatchNorm's statistics), by name; full
-        tensors.
+      buffers: what a model has besides parameters, such as BatchNorm's statistics: full tensors by
+        name.
       transform: the optimizer.
     """
 
@@ -44,17 +44,15 @@ def init_state(
     Args:
       params: tree of shards.
       optimizer: a `Transform`, or anything with `init(params)` and `update(grads, state, params)`.
-      buffers: full tensors by name, for models that have some.
+      buffers: the model's buffers, full tensors by name.
 
     Returns:
       A `TrainState` at step 0.
 
-    Communication: none.
-
-    Memory: the optimizer's state, of this rank's shards only.
+    Memory: the optimizer's state for this rank's shards.
 
     Raises:
-      OptimizerError: `optimizer` is neither.
+      OptimizerError: `optimizer` is neither of these.
 
     Example:
       >>> groups = make_groups(1)
@@ -72,24 +70,25 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       state: the state that the gradients were taken at.
       grads: tree of shards with the structure of `state.params`, both hops done (see
         `reduce_grads`).
-      donate: update in the buffers of `state`, which cannot be used again: doing so raises and
-        names the value. What else lies in those buffers, such as leaves of another tree, stays.
+      donate: update in the memory of `state`, which cannot be used afterwards: doing so raises and
+        names the value. What else lies in that memory, such as leaves of another tree, stays.
 
     Returns:
-      A new `TrainState`, one step on. It has derivatives where one is asked for: inside torch.func,
-      or where gradients, state or learning rate require one and grad mode is on. `sgd`, `adam`,
-      `adamw`, `lion`, clipping by value and optimizers of `init` and `update` have them, by a
-      tensor `lr` too: each rank that of its shards, which add up over the partition group.
-      Parameters that are leaves are constants unless the gradients require a derivative.
+      A new `TrainState`, one step later. It has derivatives where one is asked for: inside
+      torch.func, or where gradients, state or learning rate require one and grad mode is on. `sgd`,
+      `adam`, `adamw`, `lion`, clipping and optimizers of `init` and `update` have them, also by a
+      tensor `lr`: each rank gets the derivative of its own shards, to be added up over the
+      partition group. Parameters that are leaves of autograd count as constants unless the
+      gradients require a derivative.
 
-    Communication: none, but what a transform was given groups for.
+    Communication: only that of transforms that were given groups, such as clipping by norm.
 
     Memory: a second copy of the state; none with `donate`.
 
     Raises:
-      TreeError: `grads` does not match `state.params`, or owes hop 1.
+      TreeError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
-      OptimizerError: a derivative is asked for with `donate`, or of another torch optimizer.
+      OptimizerError: a derivative is asked for with `donate`, or of an optimizer without one.
 
     Example:
       >>> groups = make_groups(1)
@@ -99,15 +98,15 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       tensor([0.9000, 0.9000])
     """
     variables = _check_grads(state.params, grads)
-    # Leaves that somebody made variables: a step is no function of them unless gradients are.
+    # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = tree.map_leaves(Tensor.detach, state.params) if variables else state.params
     params, opt = state.transform.step(grads, state.opt, start, donate)
     if donate:
         to = f"opt_step at step {state.step}"
         mark_donated(state.params, "params", to, keep=params)
         mark_donated(state.opt, "opt", to, keep=opt)
-        # torch's optimizers write through Parameters, which count versions of their own; whoever
-        # saved or gathered the old values must see that they are gone.
+        # torch's optimizers write through tensors that count versions separately; autograd must
+        # notice if somebody saved or gathered the old values.
         increment_version(opened(params).pieces)
         if variables:
             params = tree.map_leaves(Tensor.requires_grad_, params)
@@ -115,7 +114,7 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
 
 
 def _check_grads(params: Tree, grads: Tree) -> bool:
-    """Check that they fit; whether parameters are leaves that require gradients, and no more is."""
+    """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives."""
     want, got = opened(params), opened(grads)
     if want.spec != got.spec:
         where = tree.first_mismatch(params, grads, "grads", is_leaf)
@@ -141,7 +140,7 @@ def _facts(found: Opened) -> tuple[list, ...]:
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:
-    """What to say of a gradient that does not fit its parameter."""
+    """The error for a gradient that does not fit its parameter."""
     what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
     lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
     if not isinstance(param, Sharded):

@@ -1,8 +1,8 @@
 """torch's own optimizers as pure transforms over shards.
 
-The arithmetic is torch's: a `torch.optim` object is made for one step around the pieces and the
-state that the pytree carries, and is thrown away. Only elementwise optimizers can work on flat
-pieces; others are refused by name.
+The arithmetic is torch's: for each step a `torch.optim` object is made around the parameters and
+the state that the pytree carries, and dropped afterwards. Only elementwise optimizers can work on
+flat pieces of parameters; others are refused, with the reason.
 """
 
 from collections.abc import Hashable
@@ -25,7 +25,7 @@ REFUSED = {
     "LBFGS": "it calls the loss several times a step and takes inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and gathered gradients are dense",
 }
-# Those that begin with zeros, and whose own code is differentiable by the rate too.
+# Their state begins with zeros, and torch's code for them has derivatives by the rate too.
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -34,8 +34,8 @@ class TorchState(NamedTuple):
 
     Args:
       count: steps done.
-      moments: name -> tree of shards like the parameters.
-      scalars: name -> 0-dim tensor, equal for all leaves.
+      moments: by name, what the class keeps for each element: `FlatShards` of the parameters' tree.
+      scalars: by name, what it keeps for each parameter: 0-dim tensors, the same for all leaves.
     """
 
     count: int
@@ -44,7 +44,7 @@ class TorchState(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What an optimizer class keeps, by name; `late` is what only its first step makes."""
+    """The names of what an optimizer class keeps; its first step makes those in `late`."""
 
     moments: tuple[str, ...]
     scalars: tuple[str, ...]
@@ -63,15 +63,13 @@ def from_torch(
     Args:
       cls: the optimizer class.
       lr: learning rate, or a function of the step (counted from 0); default the class's own.
-      decay_mask: which leaves get the weight decay, by path; default all.
+      decay_mask: whether a leaf is decayed, by its path; default all are.
       options: the class's other arguments.
 
     Returns:
-      A `Transform` whose state is a pytree; nothing is kept in an optimizer object.
+      A `Transform` whose state is a pytree; no optimizer object is kept.
 
-    Communication: none.
-
-    Memory: the class's state, of this rank's shards only.
+    Memory: the state that the class keeps, for this rank's shards.
 
     Raises:
       OptimizerError: the class is not elementwise (it says why), or refuses the arguments.
@@ -113,13 +111,13 @@ def from_torch(
 
 
 def _inspect(cls: Any, options: dict[str, Any]) -> _Kind:
-    """Look at a class on a tiny parameter: what it keeps, and whether it is elementwise."""
+    """Try a class on a tiny parameter: what it keeps, and whether it is elementwise."""
     name = getattr(cls, "__name__", str(cls))
     reason = REFUSED.get(name)
     if reason is None and not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        reason = "it is no torch.optim.Optimizer class"
+        reason = "it is not a class of torch.optim.Optimizer"
     if reason is None and not hasattr(cls, "_init_group"):
-        reason = "its state can not be made before the first step (it has no _init_group)"
+        reason = "its state cannot be made before the first step (it has no _init_group)"
     if reason is None:
         try:
             whole, kind = _trial(cls, options, lambda value: [value])
@@ -133,11 +131,11 @@ def _inspect(cls: Any, options: dict[str, Any]) -> _Kind:
                 "it is not elementwise: its steps differ between a matrix and flat pieces of it"
             )
     fix = "use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam, ..."
-    raise OptimizerError(message(f"from_torch: {name} can not be used: {reason}", fix=fix))
+    raise OptimizerError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
 
 
 def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
-    """Three steps on a small matrix, cut in parts: the values then, flat, and the state kept."""
+    """Three steps on a small matrix, cut into parts: the flat values after them, and the state."""
     random = torch.Generator().manual_seed(0)
     value = torch.randn(4, 6, generator=random)
     params = [torch.nn.Parameter(part.clone()) for part in cut(value)]
@@ -195,10 +193,10 @@ def _step(
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
-    """Let torch step in place on columns of (parameter, *moments, gradient); the next scalars."""
+    """Let torch step in place on columns of (parameter, *moments, gradient); gives new scalars."""
     params = [_with_grad(piece, grad) for piece, *_, grad in mine]
     if cls is torch.optim.SGD and any(p.itemsize == 2 and p.is_cpu for p in params):
-        # On the CPU the fused one skips most 16-bit elements: pytorch issue 191763.
+        # On the CPU torch's fused SGD skips most 16-bit elements: pytorch issue 191763.
         options = {**options, "fused": False}
     optimizer = cls(params, **options)
     for param, (_, *targets, _) in zip(params, mine, strict=True):
@@ -223,17 +221,17 @@ def _live_step(
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
-    """`_step` by torch's differentiable ops, on copies that are no leaves."""
+    """`_step` by torch's differentiable ops, on copies that are not leaves of autograd."""
     _check_differentiable(cls)
     options = {**options, "differentiable": True, "foreach": False, "fused": False}
     if cls is torch.optim.SGD and state.count == 0:
-        # torch would begin with a detached gradient; zeros give the same without dampening.
+        # torch would begin with a detached gradient; zeros and no dampening give the same.
         options = {**options, "dampening": 0.0}
     scalars = state.scalars
     for param, *targets, grad in mine:
         param.grad = grad
         optimizer = cls([param], **options)
-        # Counts in float32 would make what torch computes from them as coarse.
+        # What torch computes from a count in float32 would have no more digits than that.
         own = {name: scalar.double() for name, scalar in state.scalars.items()}
         optimizer.state[param] = {**dict(zip(kind.moments, targets, strict=True)), **own}
         optimizer.step()
@@ -244,7 +242,7 @@ def _live_step(
 
 
 def _init_to_differentiate(cls: Any, kind: _Kind, params: Tree) -> TorchState:
-    """The state inside torch.func, of optimizers that begin with zeros."""
+    """The state inside torch.func, for the optimizers whose state begins with zeros."""
     _check_differentiable(cls)
     moments = {name: zeros(params) for name in kind.moments}
     return TorchState(0, moments, {name: torch.zeros(()) for name in kind.scalars})
@@ -258,19 +256,19 @@ def _check_differentiable(cls: Any) -> None:
 
 
 def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
-    """Options to look at a class with: a rate to differentiate by is no number there."""
+    """Options to try a class with, in which a rate to differentiate by becomes a number."""
     live = isinstance(options.get("lr"), Tensor)
     return {**options, "lr": 1e-2} if live else options
 
 
 def _nothing(params: Tree, kind: _Kind) -> tuple[Tensor, ...]:
-    """A column for a rank that holds no element: it counts steps all the same."""
+    """A column for a rank that holds no element, and has to count steps nevertheless."""
     pieces, _ = tree.flatten(params)
     device = pieces[0].device if pieces else torch.device("cpu")
     return (torch.zeros(1, device=device),) * (2 + len(kind.moments))
 
 
 def _with_grad(piece: Tensor, grad: Tensor) -> Tensor:
-    param = piece.detach()  # another tensor object on the same memory, to hang a gradient on
+    param = piece.detach()  # another tensor object on the same memory, which gets the gradient
     param.grad = grad
     return param

@@ -1,4 +1,4 @@
-"""Optimizers as pairs of pure functions over trees of shards, and `opt_step`."""
+"""Optimizers, and parts of optimizers, as pure functions over trees of shards."""
 
 import inspect
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from mics_fn.optim.columns import map_columns
 from mics_fn.shards import names, needs_derivative
 from mics_fn.tree import Tree
 
-Schedule = Callable[[int], float]  # step, counted from 0 -> learning rate
-Rate = float | Tensor | Callable[[int], float | Tensor]  # a tensor may be differentiated by
-Mask = Callable[[str], bool]  # path of a leaf -> whether it is meant
+# A learning rate, or a function from the step, counted from 0, to one. A tensor may be
+# differentiated by.
+Rate = float | Tensor | Callable[[int], float | Tensor]
+Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
 class Transform(NamedTuple):
@@ -25,8 +26,8 @@ class Transform(NamedTuple):
       init: `init(params) -> state`.
       update: `update(grads, state, params) -> (updates, state)`; updates are to be added to the
         parameters.
-      step: `step(grads, state, params, donate) -> (params, state)`, the same with the addition
-        fused in; with `donate` it may write into `state` and `params`.
+      step: `step(grads, state, params, donate) -> (params, state)`, which adds the updates itself;
+        with `donate` it may write into the memory of `state` and `params`.
     """
 
     init: Callable[[Tree], Any]
@@ -35,7 +36,7 @@ class Transform(NamedTuple):
 
 
 def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]]) -> Transform:
-    """A `Transform` from its `init` and `update`; parameters are changed by adding the updates.
+    """A `Transform` from its `init` and `update`; its step adds the updates to the parameters.
 
     Example:
       >>> plain = from_update(lambda params: (), lambda grads, state, params: (grads, state))
@@ -49,7 +50,7 @@ def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, A
 
 
 def from_step(init: Callable[[Tree], Any], step: Callable[..., tuple[Tree, Any]]) -> Transform:
-    """A `Transform` from its `init` and fused `step`; its updates are new minus old parameters."""
+    """A `Transform` from its `init` and `step`; its updates are new minus old parameters."""
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         new, state = step(grads, state, params, False)
@@ -60,20 +61,16 @@ def from_step(init: Callable[[Tree], Any], step: Callable[..., tuple[Tree, Any]]
 
 
 def chain(*transforms: Any) -> Transform:
-    """Transforms one after the other: each gets the updates of the one before as gradients.
+    """Transforms in sequence: each gets the updates of the one before it as gradients.
 
     Args:
-      transforms: at least one; the last one's fused step is used.
+      transforms: at least one; the last one takes the step.
 
     Returns:
       One `Transform`, whose state is the tuple of their states.
 
-    Communication: that of its parts.
-
-    Memory: that of its parts.
-
     Raises:
-      OptimizerError: none was given.
+      OptimizerError: no transform was given, or one has no `init` and `update`.
 
     Example:
       >>> groups = make_groups(1)
@@ -86,7 +83,7 @@ def chain(*transforms: Any) -> Transform:
     def init(params: Tree) -> tuple:
         return tuple(part.init(params) for part in parts)
 
-    def through(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
+    def before_last(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
         new = []
         for part, state in zip(parts[:-1], states, strict=False):
             grads, state = part.update(grads, state, params)
@@ -94,12 +91,12 @@ def chain(*transforms: Any) -> Transform:
         return grads, new
 
     def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
-        grads, new = through(grads, states, params)
+        grads, new = before_last(grads, states, params)
         grads, last = parts[-1].update(grads, states[-1], params)
         return grads, (*new, last)
 
     def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
-        grads, new = through(grads, states, params)
+        grads, new = before_last(grads, states, params)
         params, last = parts[-1].step(grads, states[-1], params, donate)
         return params, (*new, last)
 
@@ -112,16 +109,16 @@ def rate_at(lr: Rate, step: int) -> float | Tensor:
 
 
 def decay_keys(mask: Mask | None, params: Tree) -> list[bool] | None:
-    """For each piece whether it decays; None if all do."""
+    """Whether each piece decays, in the order of the tree; None if all do."""
     return None if mask is None else [bool(mask(path)) for path in names(params)]
 
 
 def as_transform(optimizer: Any) -> Transform:
-    """A `Transform` from anything that is shaped like one.
+    """A `Transform` from an optimizer of this or of another library.
 
     Args:
-      optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt have
-        them. Such a one is given this rank's pieces as a dict from path to 1D tensor.
+      optimizer: a `Transform`, or an object with `init` and `update` as optax and torchopt define
+        them. Such an object gets this rank's pieces as a dict from path to 1D tensor.
 
     Raises:
       OptimizerError: it has no `init` and `update`.
@@ -133,7 +130,7 @@ def as_transform(optimizer: Any) -> Transform:
     ):
         name = type(optimizer).__name__
         fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
-        raise OptimizerError(message(f"{name} is no optimizer of init and update", fix=fix))
+        raise OptimizerError(message(f"{name} is not an optimizer of init and update", fix=fix))
     takes = inspect.signature(optimizer.update).parameters
     options = {"inplace": False} if "inplace" in takes else {}
     by_name = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY

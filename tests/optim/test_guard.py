@@ -567,8 +567,8 @@ def test_an_empty_tree_is_judged():
         (lambda: mf.optim.Guard(max_norm=0.0), "Guard: max_norm=0.0 must be above 0"),
         (lambda: mf.optim.Guard(max_norm=math.nan), "Guard: max_norm=nan must be above 0"),
         (lambda: mf.optim.Guard(max_value=-1.0), "Guard: max_value=-1.0 must be above 0"),
-        (lambda: mf.optim.Guard(2.0**16), "Guard: scale=65536.0 is no LossScale"),  # pyright: ignore
-        (lambda: mf.optim.Guard(spike=10.0), "Guard: spike=10.0 is no watch"),  # pyright: ignore
+        (lambda: mf.optim.Guard(2.0**16), "Guard: scale=65536.0 is not a LossScale"),  # pyright: ignore
+        (lambda: mf.optim.Guard(spike=10.0), "Guard: spike=10.0 is not a watch"),  # pyright: ignore
     ],
 )
 def test_a_guard_that_can_not_work_is_refused(make, said):
@@ -596,7 +596,7 @@ def test_a_watch_that_can_not_work_is_refused(options, said):
 
 def test_gradients_that_still_owe_a_hop_are_refused():
     groups = mf.make_groups(1)
-    with pytest.raises(mf.errors.LeafError, match=r"grads\['w'\] is no shard"):
+    with pytest.raises(mf.errors.LeafError, match=r"grads\['w'\] is not a shard"):
         mf.optim.Guard(check=True).judge({"w": torch.ones(2)}, groups)
     grads = mf.shard({"w": torch.ones(2)}, groups)
     with pytest.raises(mf.errors.GroupsError, match="Guard.judge: got a hierarchy, needs groups"):

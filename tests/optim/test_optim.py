@@ -120,7 +120,7 @@ def test_sgd_moves_all_of_16_bits(dtype, options):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_by_name_with_the_reason(name):
     with pytest.raises(
-        mf.errors.OptimizerError, match=f"from_torch: {name} can not be used: it "
+        mf.errors.OptimizerError, match=f"from_torch: {name} cannot be used: it "
     ) as caught:
         mf.optim.from_torch(getattr(torch.optim, name))
     assert "fix: use an elementwise one: SGD" in str(caught.value)
@@ -148,9 +148,7 @@ class RowNormed(torch.optim.SGD):
 
 
 def test_finds_out_what_is_not_elementwise():
-    with pytest.raises(
-        mf.errors.OptimizerError, match="RowNormed can not be used: it is not elementwise"
-    ):
+    with pytest.raises(mf.errors.OptimizerError, match="RowNormed cannot be used: it is not elementwise"):
         mf.optim.from_torch(RowNormed, lr=0.1)
 
 
@@ -159,7 +157,7 @@ def test_refuses_bad_arguments_at_once():
         mf.optim.adamw(-1.0)
     with pytest.raises(mf.errors.OptimizerError, match="unexpected keyword argument 'nope'"):
         mf.optim.from_torch(torch.optim.SGD, lr=0.1, nope=1)
-    with pytest.raises(mf.errors.OptimizerError, match="SGD is no optimizer of init and update"):
+    with pytest.raises(mf.errors.OptimizerError, match="SGD is not an optimizer of init and update"):
         mf.init_state({}, torch.optim.SGD([torch.zeros(1)], 0.1))
 
 
@@ -180,9 +178,9 @@ FUSED = {
 
 def of_fused(layout, name):
     make, cls, options = FUSED[name]
-    schedule = mf.optim.warmup_cosine(1e-2, 2, STEPS)
-    got = run_sharded(layout, lambda: make(schedule), donate=True)
-    want = torch_twin(cls, {**options, "fused": True}, lr=schedule)
+    rate = mf.optim.warmup_cosine(1e-2, 2, STEPS)
+    got = run_sharded(layout, lambda: make(rate), donate=True)
+    want = torch_twin(cls, {**options, "fused": True}, lr=rate)
     for (
         key,
         value,
@@ -195,7 +193,7 @@ def of_fused(layout, name):
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
-def test_ready_ones_and_schedules(ranks, layout, name):
+def test_fused_ones_and_rates(ranks, layout, name):
     ranks(layout.world_size).run(of_fused, layout, name)
 
 

@@ -616,5 +616,5 @@ def test_a_static_scale_is_above_zero(scale):
 def test_a_norm_is_no_answer(finite):
     """`bool(nan)` is True, so a norm in the place of the answer would never be refused."""
     for scale in (mf.optim.no_scale(), mf.optim.static_scale(2.0), mf.optim.dynamic_scale()):
-        with pytest.raises(mf.errors.LeafError, match="adjust: finite is .*, no bool"):
+        with pytest.raises(mf.errors.LeafError, match="adjust: finite is .*, not a bool"):
             scale.adjust(finite)
