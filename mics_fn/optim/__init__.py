@@ -31,7 +31,8 @@ Its words:
   the gradient is finite and its norm usual, and clips. Its *verdict* says whether to step at all.
 
 Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
-`optimizers` for a whole optimizer; then `flat` and `columns` for memory, `torch_optim` for torch's
+`optimizers` for a whole optimizer; then `runs`, `flat` and `columns` for
+memory, `torch_optim` for torch's
 own classes, `clip`, `loss_scale` and `guard`.
 
 To add an optimizer: if torch has the class, `from_torch(cls, lr=..., **options)` is enough.

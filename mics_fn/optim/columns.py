@@ -1,7 +1,7 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
 If all trees have the pieces of a run in one stretch of memory, a column is a whole run; see
-[Note: runs] in `flat`. Otherwise columns are single pieces. That is so in groups of one rank, where
+[Note: runs] in `runs`. Otherwise columns are single pieces. That is so in groups of one rank, where
 gradients lie wherever autograd made them.
 
 [Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, TreeError, message
-from mics_fn.optim.flat import (
-    FlatShards,
-    Opened,
+from mics_fn.optim.flat import FlatShards, Opened, opened, with_wholes
+from mics_fn.optim.runs import (
     Run,
     any_requires_grad,
+    copied,
+    is_dense,
+    is_in_chunk,
     joined,
-    opened,
     split,
     whole_run,
-    with_wholes,
 )
 from mics_fn.shards import needs_derivative
 from mics_fn.tree import Tree
@@ -95,7 +95,7 @@ def columns(
         done, found = _by_leaf(held, n, keys, by)
     else:
         held = [each.look() for each in held]
-        done = _in_place(held[:n]) if donate else [each.change(_copy) for each in held[:n]]
+        done = _in_place(held[:n]) if donate else [each.change(copied) for each in held[:n]]
         every = [*done, *_readable(held[n:], done)]
         found = [x for r in range(len(held[0].runs)) for x in _columns_of_run(every, r, keys)]
     return Columns(found, live, lambda: [each.tree() for each in done])
@@ -131,7 +131,7 @@ def fresh(shards: Tree) -> Tree:
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
     (held,) = _held([shards])
-    return held.look().change(_copy).tree()
+    return held.look().change(copied).tree()
 
 
 def in_chunks(shards: Tree) -> Tree:
@@ -140,7 +140,7 @@ def in_chunks(shards: Tree) -> Tree:
     In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
     (held,) = _held([shards])
-    return held.look().change(lambda run, x: x if _is_in_chunk(run, x) else _copy(run, x)).tree()
+    return held.look().change(lambda run, x: x if is_in_chunk(run, x) else copied(run, x)).tree()
 
 
 class _Held(NamedTuple):
@@ -238,7 +238,7 @@ def _by_leaf(
     given = [x.given.pieces() if isinstance(x.given, FlatShards) else x.pieces for x in held]
     others = [value for value in by if isinstance(value, Tensor)]
     rows = list(zip(*given, strict=True))
-    made = [[_live_copy(x, [*row, *others]) for x in row[:n]] for row in rows]
+    made = [[_livecopied(x, [*row, *others]) for x in row[:n]] for row in rows]
     found = [
         Column(keys[i] if keys else None, (*new, *row[n:]))
         for i, (new, row) in enumerate(zip(made, rows, strict=True))
@@ -251,7 +251,7 @@ def _by_leaf(
     return done, found
 
 
-def _live_copy(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
+def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
     """A copy to write to in place; batched under vmap where any of the others is."""
     copy = piece.clone()
     for other in others if _torch.inside_torch_func() else ():
@@ -282,13 +282,13 @@ def _in_place(held: Sequence[_Held]) -> list[_Held]:
     """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
     parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
     spans = sorted(
-        (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if _is_dense(x)
+        (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if is_dense(x)
     )
     odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
 
     def settled(run: Run, x: Tensor) -> Tensor:
-        stays = _is_dense(x) and not (odd and _torch.storage_id(x) in odd)
-        return x if stays else _copy(run, x)
+        stays = is_dense(x) and not (odd and _torch.storage_id(x) in odd)
+        return x if stays else copied(run, x)
 
     return [each.change(settled) for each in held]
 
@@ -299,25 +299,6 @@ def _readable(held: Sequence[_Held], targets: Sequence[_Held]) -> list[_Held]:
     written = {_torch.storage_id(x) for x in parts}
 
     def settled(run: Run, x: Tensor) -> Tensor:
-        return x if _is_dense(x) and _torch.storage_id(x) not in written else _copy(run, x)
+        return x if is_dense(x) and _torch.storage_id(x) not in written else copied(run, x)
 
     return [each.change(settled) for each in held]
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() and not x.is_neg()
-
-
-def _copy(run: Run, x: Tensor) -> Tensor:
-    """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
-    if not _is_in_chunk(run, x):
-        return x.detach().clone(memory_format=torch.contiguous_format)
-    chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-    return chunk.clone().narrow(0, int(x.storage_offset()), x.numel())
-
-
-def _is_in_chunk(run: Run, x: Tensor) -> bool:
-    """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
-    if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
-        return False
-    return _is_dense(x) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize

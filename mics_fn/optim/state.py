@@ -8,7 +8,8 @@ from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, TreeError, message
-from mics_fn.optim.flat import Opened, all_rows, any_requires_grad, devices, opened
+from mics_fn.optim.flat import Opened, opened
+from mics_fn.optim.runs import all_rows, any_requires_grad, devices
 from mics_fn.optim.transform import Transform, as_transform
 from mics_fn.shards import Sharded, dtype_name, is_leaf
 from mics_fn.shards import donate as mark_donated

@@ -14,7 +14,8 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import columns
-from mics_fn.optim.flat import FlatShards, joined, opened, whole_run, with_wholes, zeros
+from mics_fn.optim.flat import FlatShards, opened, with_wholes, zeros
+from mics_fn.optim.runs import joined, whole_run
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
 
