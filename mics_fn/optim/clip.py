@@ -120,7 +120,8 @@ def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     # The norm of a float16 tensor may exceed float16 although no element does.
     for dtype, narrow in ((torch.float32, True), (None, False)):
         held = [x for x in pieces if x.numel() and (x.itemsize < 4) is narrow]
-        norms += _torch.foreach_norm(held, 2, dtype) if held else ()
+        if held:
+            norms += _torch.foreach_norm(held, 2, dtype)
     here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
     return collect(home.partition, here).sum(0)
 

@@ -254,7 +254,9 @@ def _by_leaf(
 def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
     """A copy to write to in place; batched under vmap where any of the others is."""
     copy = piece.clone()
-    for other in others if _torch.inside_torch_func() else ():
+    if not _torch.inside_torch_func():
+        return copy
+    for other in others:
         never = torch.zeros_like(other, dtype=torch.bool)
         copy = torch.where(never, other.to(copy.dtype), copy)
     return copy

@@ -112,8 +112,9 @@ def runs_of(places: tuple[Place, ...], lengths: tuple[int, ...]) -> tuple[Run, .
     found = []
     for (bucket, _), by_slot in by_bucket.items():
         if bucket is None:
-            (i,), (n,) = by_slot.values(), (lengths[by_slot[0]],)
-            found.append(Run(None, (i,), (Laid(i, 0, n),) if n else (), (0, n), n, False))
+            i, n = by_slot[0], lengths[by_slot[0]]
+            laid = (Laid(i, 0, n),) if n else ()
+            found.append(Run(None, (i,), laid, (0, n), n, complete=False))
             continue
         slots: list[int] = []
         for slot in sorted(by_slot):

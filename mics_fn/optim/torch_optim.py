@@ -167,10 +167,10 @@ def _init(cls: Any, options: dict[str, Any], kind: _Kind, params: Tree) -> Torch
     home = torch.device("cpu") if hollow else found.pieces[0].device
     scalars = _begun(cls, options, torch.zeros(1, device=home))
     wholes: dict[str, list[Tensor]] = {name: [] for name in kind.moments}
-    for run in layout.runs if wholes else ():
+    for run in layout.runs:
         x = whole_run(run, found.pieces)
         x = joined(run, [found.pieces[i] for i in run.members]) if x is None else x
-        made = {} if x.is_meta else _begun(cls, options, x)
+        made = {} if x.is_meta or not wholes else _begun(cls, options, x)
         for name, mine in wholes.items():
             late = name in kind.late or x.is_meta
             mine.append(torch.zeros_like(x) if late else made[name])
@@ -202,8 +202,8 @@ def _step(
     optimizer = cls(params, **options)
     for param, (_, *targets, _) in zip(params, mine, strict=True):
         kept = dict(zip(kind.moments, targets, strict=True))
-        for name in kind.late if state.count == 0 else ():
-            del kept[name]
+        if state.count == 0:  # torch makes these itself
+            kept = {name: target for name, target in kept.items() if name not in kind.late}
         kept.update({name: scalar.clone() for name, scalar in state.scalars.items()})
         optimizer.state[param] = kept
     optimizer.step()
