@@ -53,7 +53,7 @@ def of_law(layout, shapes, chosen, bucket_bytes, name, donate):
 
     start, steps = tensors(shapes, 0), [tensors(shapes, 100 * (i + 1)) for i in range(STEPS)]
     mask = lambda path: decays(path.strip("[']"))  # noqa: E731
-    optimizer = mf.from_torch(cls, lr=0.1, foreach=False, decay_mask=mask, **options)
+    optimizer = mf.optim.from_torch(cls, lr=0.1, foreach=False, decay_mask=mask, **options)
     state = mf.init_state(sharded(start), optimizer)
     for grads in steps:
         state = mf.opt_step(state, sharded(grads), donate=donate)
@@ -86,7 +86,7 @@ def of_leaf(layout):
         mf.shard({f"w{i}": random(k + i, 3, 3) for i in range(5)}, groups, bucket_bytes=150)
         for k in (0, 9)
     )
-    state = mf.opt_step(mf.init_state(shards, mf.adamw(0.1)), grads)
+    state = mf.opt_step(mf.init_state(shards, mf.optim.adamw(0.1)), grads)
     before = {k: mf.unshard(m.by_leaf(), groups) for k, m in state.opt.moments.items()}
     new = mf.set(state, "opt.moments['exp_avg']['w3']", 7, groups)
     same_bits(mf.get(new, "opt.moments['exp_avg']['w3']", groups), torch.full((3, 3), 7.0))
@@ -119,7 +119,9 @@ class Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("make", [mf.adamw, mf.sgd, mf.lion], ids=["adamw", "sgd", "lion"])
+@pytest.mark.parametrize(
+    "make", [mf.optim.adamw, mf.optim.sgd, mf.optim.lion], ids=["adamw", "sgd", "lion"]
+)
 def test_a_step_takes_as_many_kernels_for_many_leaves_as_for_few(make):
     groups, found = mf.make_groups(1), []
     for n in (2, 300):
@@ -145,7 +147,7 @@ def test_a_tree_by_runs_is_the_tree_by_leaf():
     leaves, same = tree.flatten(flat)
     rebuilt: FlatShards = same.unflatten(leaves)  # pyright: ignore[reportAssignmentType]
     assert tree.flatten(rebuilt.by_leaf())[1] == spec
-    again = mf.opt_step(mf.init_state(shards, mf.lion(0.1)), shards).opt.mean
+    again = mf.opt_step(mf.init_state(shards, mf.optim.lion(0.1)), shards).opt.mean
     assert tree.flatten(again)[1] == same, "structures compare"
     with pytest.raises(TreeError, match="fix: take the leaves first: unshard"):
         mf.unshard(flat, groups)["a"]
@@ -155,7 +157,7 @@ def test_a_tree_by_runs_is_the_tree_by_leaf():
 def test_a_state_of_other_parameters_is_refused():
     groups = mf.make_groups(1)
     two, three = (mf.shard([random(i, 4) for i in range(n)], groups) for n in (2, 3))
-    optimizer = mf.adamw(0.1)
+    optimizer = mf.optim.adamw(0.1)
     state = mf.init_state(two, optimizer)
     mixed = mf.TrainState(0, three, state.opt, {}, optimizer)
     with pytest.raises(TreeError, match="the state is of another tree"):
@@ -165,7 +167,7 @@ def test_a_state_of_other_parameters_is_refused():
 def test_a_moment_that_was_given_away_says_so():
     groups = mf.make_groups(1)
     shards = mf.shard({"w": random(0, 4)}, groups)
-    state = mf.init_state(shards, mf.adamw(0.1))
+    state = mf.init_state(shards, mf.optim.adamw(0.1))
     mf.opt_step(state, mf.shard({"w": random(1, 4)}, groups), donate=True)
     pinned = r"opt.moments\['exp_avg'\].runs\[0\] was donated to opt_step at step 0"
     for use in (lambda m: m["w"], lambda m: m.by_leaf(), lambda m: tree.flatten(m)):

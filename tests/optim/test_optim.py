@@ -148,7 +148,9 @@ class RowNormed(torch.optim.SGD):
 
 
 def test_finds_out_what_is_not_elementwise():
-    with pytest.raises(mf.errors.OptimizerError, match="RowNormed cannot be used: it is not elementwise"):
+    with pytest.raises(
+        mf.errors.OptimizerError, match="RowNormed cannot be used: it is not elementwise"
+    ):
         mf.optim.from_torch(RowNormed, lr=0.1)
 
 
@@ -157,7 +159,9 @@ def test_refuses_bad_arguments_at_once():
         mf.optim.adamw(-1.0)
     with pytest.raises(mf.errors.OptimizerError, match="unexpected keyword argument 'nope'"):
         mf.optim.from_torch(torch.optim.SGD, lr=0.1, nope=1)
-    with pytest.raises(mf.errors.OptimizerError, match="SGD is not an optimizer of init and update"):
+    with pytest.raises(
+        mf.errors.OptimizerError, match="SGD is not an optimizer of init and update"
+    ):
         mf.init_state({}, torch.optim.SGD([torch.zeros(1)], 0.1))
 
 

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     @property
     def features(self) -> dict[str, Any]:
         """What a defect may depend on: the levels of a partition group, and how many there are."""
-        plan = mf.plan_groups(mf.Topology(self.sizes), self.partition_size)
+        plan = mf.groups.plan_groups(mf.groups.Topology(self.sizes), self.partition_size)
         return {"levels": plan.level_sizes, "replicas": self.world_size // self.partition_size}
 
     def __str__(self) -> str:
