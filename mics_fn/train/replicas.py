@@ -261,7 +261,7 @@ def diloco(every: int, outer: Any = None) -> ReplicaSync:
 
     Raises:
       PlanError: `every` is no int of at least 1.
-      OptimizerError: `outer` is no optimizer.
+      OptimizerError: `outer` is not an optimizer.
 
     Example:
       >>> groups = make_groups(1)
