@@ -146,6 +146,19 @@ def reductions(layout, dtype):
         same_bits(again, both)
 
 
+def tied_gradients(layout):
+    groups, shared = groups_of(layout), random(0, 5, 3)
+    like = mf.shard({"a": shared, "b": shared}, groups)
+    grads = {"a": random(1, 5, 3), "b": random(2, 5, 3)}  # of all ranks, so that means are exact
+    found = mf.unshard(mf.reduce_grads(grads, groups, like=like), groups)
+    same_bits(found["a"], grads["a"] + grads["b"])
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+def test_gradients_of_tied_leaves_are_added(ranks, layout):
+    ranks(layout.world_size).run(tied_gradients, layout)
+
+
 @every_layout
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.covering
