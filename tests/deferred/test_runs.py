@@ -706,3 +706,15 @@ def several_sums(layout):
 def test_several_backwards_through_one_gather(ranks, layout):
     ranks(layout.world_size).run(several_backwards, layout)
     ranks(layout.world_size).run(several_sums, layout)
+
+
+def test_gradients_that_autograd_gives_as_one_tensor_are_summed_apart():
+    groups, x = mf.make_groups(1), torch.tensor([1.0, 2.0, 3.0])
+    shards = mf.shard({"a": torch.zeros(3), "b": torch.zeros(3)}, groups)
+    total = mf.GradSum(2)
+    full = mf.gather(shards, groups, schedule=mf.keep_all(), into=total)
+    for _ in range(2):
+        total.backward(((full["a"] + full["b"]) * x).sum())
+    grads = mf.unshard(total.grads(), groups)
+    assert torch.equal(grads["a"], grads["b"])
+    assert torch.equal(grads["a"], x)  # the mean of both micro-steps
