@@ -1,5 +1,7 @@
 """Pytrees: both registrations, paths, prefixes (law 8), and flat buckets as arithmetic."""
 
+from typing import Any, cast
+
 import optree
 import pytest
 import torch
@@ -37,8 +39,8 @@ NODES = {
     "Tied": lambda: mf.shards.Tied(BUCKET, 1),
     "Nothing": Nothing,
     "Block": lambda: Block(random(0, 2), None, "named"),
-    "TorchState": lambda: TorchState(5, {"m": [random(0, 2)]}, {"s": random(1)}),
-    "LionState": lambda: LionState(5, {"m": random(0, 2)}),
+    "TorchState": lambda: TorchState(5, cast(Any, {"m": [random(0, 2)]}), {"s": random(1)}),
+    "LionState": lambda: LionState(5, cast(Any, {"m": random(0, 2)})),
     "TrainState": train_state,
 }
 

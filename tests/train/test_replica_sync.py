@@ -712,7 +712,9 @@ def test_every_is_an_int_above_0(make, every):
 
 
 def test_what_is_no_optimizer_is_refused_at_once():
-    with pytest.raises(mf.errors.OptimizerError, match="float is not an optimizer of init and update"):
+    with pytest.raises(
+        mf.errors.OptimizerError, match="float is not an optimizer of init and update"
+    ):
         mf.replicas.diloco(8, 0.7)
 
 
