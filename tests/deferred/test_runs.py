@@ -712,7 +712,7 @@ def test_gradients_that_autograd_gives_as_one_tensor_are_summed_apart():
     groups, x = mf.make_groups(1), torch.tensor([1.0, 2.0, 3.0])
     shards = mf.shard({"a": torch.zeros(3), "b": torch.zeros(3)}, groups)
     total = mf.GradSum(2)
-    full = mf.gather(shards, groups, schedule=mf.keep_all(), into=total)
+    full = mf.defer(shards, groups, mf.keep_all(), into=total).params
     for _ in range(2):
         total.backward(((full["a"] + full["b"]) * x).sum())
     grads = mf.unshard(total.grads(), groups)
