@@ -1,4 +1,8 @@
-"""The one door to names of torch that are private, or that differ between 2.11 and the newest."""
+"""The only file that uses private names of torch, or names that differ between its releases.
+
+It is written for torch 2.11 and newer. Where a release renames or hides something, this file is the
+place to look for the difference.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +33,7 @@ keeps_rank_order: bool = "sort_ranks" in inspect.signature(dist.new_group).param
 def new_group(
     ranks: Sequence[int], *, timeout_s: float, backend: str | None, name: str
 ) -> dist.ProcessGroup:
-    """A process group that only its members create, in the given rank order where torch can."""
+    """A process group that only its members create; in the given order if torch can keep it."""
     order = {"sort_ranks": False} if keeps_rank_order else {}
     group = dist.new_group(
         list(ranks),
@@ -45,12 +49,12 @@ def new_group(
 
 
 def default_store() -> Any:
-    """The key-value store that the default process group was made with."""
+    """The key-value store that the default process group was created with."""
     return c10d._get_default_store()
 
 
 def num_process_groups() -> int:
-    """How many groups this process has made: torch names a new group after this count."""
+    """How many process groups are alive here; torch names a new group after this number."""
     return len(c10d._world.pg_names)
 
 
@@ -67,24 +71,24 @@ def register_torch_node(
 
 
 def flatten(values: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list, Any]:
-    """Leaves and structure by torch's own pytree, where other libraries register their classes."""
+    """Leaves and structure by torch's own pytree, with which other libraries register classes."""
     return torch_pytree.tree_flatten(values, is_leaf)
 
 
 def unflatten(leaves: list, spec: Any) -> Any:
-    """The value that `flatten` took apart, with other leaves."""
+    """A value of the structure that `flatten` returned, with these leaves."""
     return torch_pytree.tree_unflatten(leaves, spec)
 
 
 def optimizer_init_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
-    """Let a torch optimizer make its initial state for `group` without taking a step."""
+    """Make a torch optimizer create its initial state for `group` without taking a step."""
     init = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
     num_lists = len(inspect.signature(init).parameters) - 1
     init(group, *([] for _ in range(num_lists)))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that tensors share exactly when they share a storage; fake and meta ones too."""
+    """A number that is equal for tensors of one storage and for no others, on meta or fake too."""
     return tensor.untyped_storage()._cdata
 
 
@@ -95,23 +99,23 @@ def inside_torch_func() -> bool:
 
 
 def inside_forward_ad() -> bool:
-    """Whether a level of forward-mode differentiation is open around the caller."""
+    """Whether a level of forward-mode differentiation is active around the caller."""
     return forward_ad._current_level >= 0
 
 
 def is_tracing() -> bool:
-    """Whether torch records each op by a proxy, as `make_fx` and `linearize` do."""
+    """Whether torch is tracing ops with proxies, as `make_fx` and `linearize` do."""
     key = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]
     return torch._C._get_dispatch_mode(key) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a `torch.func` transform stands between this tensor and its data."""
+    """Whether this tensor is a wrapper that a `torch.func` transform put around another one."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor below all `torch.func` transforms, batched dimensions included."""
+    """The tensor inside all wrappers of `torch.func`, with the dimensions that `vmap` hides."""
     while is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)  # pyright: ignore
     return tensor
@@ -123,7 +127,7 @@ def wrapper_without_data(cls: type, geometry: tuple, dtype: torch.dtype, device:
     Args:
       cls: the subclass.
       geometry: size, strides and storage offset.
-      dtype, device: as it shows them.
+      dtype, device: what the tensor reports.
     """
     size, stride, offset = geometry
     made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
@@ -133,17 +137,17 @@ def wrapper_without_data(cls: type, geometry: tuple, dtype: torch.dtype, device:
     return made
 
 
-# For a tensor subclass whose ops are ordinary ones until they reach `__torch_dispatch__`.
+# The `__torch_function__` of a tensor subclass that intercepts ops in `__torch_dispatch__` only.
 no_torch_function: Any = torch._C._disabled_torch_function_impl  # pyright: ignore
 
 
 def without_torch_func() -> Any:
-    """A block in which new tensors are plain, whatever `torch.func` transforms run around it."""
+    """A block in which new tensors are not wrapped by the `torch.func` transforms around it."""
     return torch._C._DisableFuncTorch()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data: on meta, or fake."""
+    """Whether a tensor has no data because it is on meta or fake."""
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
@@ -158,12 +162,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values lie in other tensors that its class keeps, as quantised ones do."""
+    """Whether a tensor keeps its values in inner tensors, as quantised ones do."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def hooks_of(tensor: torch.Tensor) -> list[str]:
-    """Which hooks were put on a tensor itself, by the names of the methods that do so."""
+    """The hooks registered on a tensor, by the names of the methods that register them."""
     kinds = {
         "register_hook": "_backward_hooks",
         "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
@@ -173,10 +177,11 @@ def hooks_of(tensor: torch.Tensor) -> list[str]:
 
 @contextmanager
 def new_groups_meet_at(prefix: str) -> Iterator[None]:
-    """Groups made in this block meet under `prefix` in the default store.
+    """A block in which new groups exchange addresses under `prefix` in the default store.
 
-    Torch names a group after its ranks and the number of live groups, so one made after others were
-    destroyed can get an old name, find the old addresses in the store, and fail to connect.
+    Torch names a group after its ranks and the number of live groups. A group that is made after
+    others were destroyed can therefore get an old name, find stale addresses in the store, and fail
+    to connect.
     """
     group = c10d._get_default_group()
     backend, store = c10d._world.pg_map[group]
@@ -189,11 +194,11 @@ def new_groups_meet_at(prefix: str) -> Iterator[None]:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether a group was not destroyed, by itself or with the default group."""
+    """Whether a group still exists: not destroyed, neither by itself nor with the default group."""
     return group in c10d._world.pg_map
 
 
-# Lists of tensors in one kernel: what torch's own optimizers and FSDP2 are made of.
+# Each works on a list of tensors in one kernel; torch's own optimizers and FSDP2 use them too.
 foreach_copy: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 foreach_add: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
@@ -201,22 +206,22 @@ foreach_div: Callable[..., None] = torch._foreach_div_  # pyright: ignore[report
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
-# What every op goes through while it is active, also one that only makes tensors.
+# While such a mode is active it receives every op, including those that only create tensors.
 DispatchMode = TorchDispatchMode
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """The same for all Python objects of one generator; an op is given a new one each time."""
+    """A number of a generator; an op gets a new Python object for the same generator each time."""
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_id_of(storage: Any) -> int:
-    """`storage_id` of a storage itself."""
+    """`storage_id` of the tensors that use this storage."""
     return storage._cdata
 
 
 class WeakStorage:
-    """A reference that does not keep a storage's memory, and keeps its number from being reused."""
+    """A weak reference to a storage, whose `storage_id` is not reused while the reference lives."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._ref = StorageWeakRef(tensor.untyped_storage())
@@ -227,14 +232,14 @@ class WeakStorage:
 
 
 def pretend(cls: type, meta: torch.Tensor, device: torch.device) -> Any:
-    """A tensor of a subclass on the memory of one on meta, which C++ takes for one on `device`."""
+    """A tensor of a subclass that shares a meta tensor's storage but reports `device` to C++."""
     make: Any = torch.Tensor._make_subclass  # pyright: ignore[reportAttributeAccessIssue]
     made = make(cls, meta, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(made)  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 
-# An op's questions that are no ops: where a tensor lies, whether `.data =` can take it.
+# Queries that are dispatched like ops: the device of a tensor, and whether `.data =` accepts it.
 ASK_DEVICE = torch.ops.prim.device.default
 ASK_COMPATIBLE = torch.ops.aten._has_compatible_shallow_copy_type.default
 
@@ -245,7 +250,7 @@ def op_name(func: Any) -> str:
 
 
 def op_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An op's arguments by name."""
+    """The arguments of a call of an op, by name."""
     names = [argument.name for argument in func._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -256,7 +261,7 @@ def op_takes(func: Any, name: str) -> bool:
 
 
 def op_writes(func: Any) -> dict[str, bool]:
-    """The arguments that an op writes to, and whether each is an `out=`."""
+    """The arguments that an op writes to; the value says whether it is an `out=` argument."""
     found = (
         a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     )

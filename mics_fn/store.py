@@ -1,4 +1,4 @@
-"""The key-value store of a job, as this library uses it, and how one waits for it."""
+"""The key-value store that the ranks of a job share, and how to wait for an entry in it."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-    """The part of `torch.distributed.Store` used here."""
+    """The part of `torch.distributed.Store` that this library uses."""
 
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
@@ -17,8 +17,16 @@ class Store(Protocol):
 
 
 def poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:
-    """Wait by asking, so that an interrupt is heard; False after the deadline."""
-    # One store serves all ranks, so the more that wait the more rarely each one asks.
+    """Ask until `done()` is true; False if the deadline passes first.
+
+    Polling, unlike a blocking wait on the store, lets Ctrl-C interrupt at once.
+
+    Args:
+      done: asked again and again.
+      num_waiting: how many ranks wait on the same store.
+      deadline: in seconds of `time.monotonic`.
+    """
+    # One server answers all ranks, so each of them asks less often the more of them wait.
     pause_s, longest_s = 0.001, max(0.05, 5e-5 * num_waiting)
     while not done():
         if time.monotonic() > deadline:

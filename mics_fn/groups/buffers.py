@@ -1,4 +1,4 @@
-"""Memory that collectives use again, step after step."""
+"""Memory that collectives reuse from step to step."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from mics_fn import _torch
 
-_PATIENCE = 16  # takes of each buffer that there ever was, until one that nobody took is let go
+_PATIENCE = 16  # a buffer that stayed free during `_PATIENCE * made` takes is let go
 
 
 class Buffers:
-    """Memory that collectives take and give back, so that step after step uses the same.
+    """A pool of memory that collectives take and give back, so that every step uses the same.
 
-    Fresh memory of this size would be mapped in anew each time, page by page. Buffers that wait for
-    their next use fit any dtype and shape of at most their size. On CUDA one that is given back is
-    next used after what its giver's stream had been given until then.
+    The system would map fresh memory of this size page by page each time. A free buffer serves any
+    dtype and shape that needs at most its bytes. On CUDA, the next user of a buffer waits for the
+    work that was queued on the current stream when the buffer was given back.
 
     Args:
-      keep: how many may wait; None for all.
+      keep: how many free buffers to keep; None for all.
 
     Example:
       >>> buffers = Buffers()
@@ -34,17 +34,17 @@ class Buffers:
 
     def __init__(self, keep: int | None = None) -> None:
         self.keep = keep
-        self.made = 0  # buffers that were new
+        self.made = 0  # how many buffers were allocated
         self._takes = 0
-        # 1D, uint8; the event to wait for; and how many were taken before it was given back.
+        # 1D, uint8; the event to wait for; and the value of `_takes` when it was given back.
         self._free: list[tuple[Tensor, Any, int]] = []
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, exact: bool = False
     ) -> Tensor:
-        """An uninitialised tensor: in the smallest free buffer that is large enough, else new.
+        """An uninitialised tensor in the smallest free buffer that is large enough, else a new one.
 
-        With `exact` only in one of just its size, as for what is kept for long.
+        With `exact` only a buffer of its own size will do, as for tensors that are kept for long.
         """
         nbytes = prod(shape) * dtype.itemsize
         self._takes += 1
@@ -53,10 +53,11 @@ class Buffers:
             for i, (raw, event, _) in enumerate(self._free)
             if raw.device == device and (raw.nbytes == nbytes if exact else raw.nbytes >= nbytes)
         ]
-        # One buffer that is still read would make its next user wait; two can take turns.
+        # If the only buffer that fits is still being read, a second one saves the wait: from then
+        # on the two alternate.
         if not nbytes or not fits or (len(fits) == 1 and fits[0][0] and not exact):
             if nbytes:
-                self._let_go()
+                self._free_unused()
                 self.made += 1
             return torch.empty(shape, dtype=dtype, device=device)
         raw, event, _ = self._free.pop(min(fits)[2])
@@ -64,8 +65,8 @@ class Buffers:
             torch.cuda.current_stream(device).wait_event(event)
         return raw[:nbytes].view(dtype).view(shape)
 
-    def _let_go(self) -> None:
-        """Forget buffers that nobody takes any more, such as those of a model that is gone."""
+    def _free_unused(self) -> None:
+        """Free buffers that nobody takes any more, such as those of a model that is gone."""
         since = self._takes - _PATIENCE * self.made
         self._free = [
             (raw, event, given)
@@ -75,11 +76,11 @@ class Buffers:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of those that wait for their next use."""
+        """Bytes of the free buffers."""
         return sum(raw.nbytes for raw, _, _ in self._free)
 
     def give(self, tensor: Tensor) -> None:
-        """Give back a tensor that nobody reads or writes any more, later work on CUDA excepted."""
+        """Give back a tensor that nobody uses any more; queued work on CUDA may still use it."""
         if not tensor.numel() or _torch.has_no_data(tensor):
             return
         storage = tensor.untyped_storage()
@@ -92,7 +93,7 @@ class Buffers:
 
 
 class Slots:
-    """A few pairs of buffers that take turns by place: how many there are follows from no clock.
+    """A fixed number of pairs of buffers, used in turn; their number does not depend on timing.
 
     Args:
       count: how many pairs.
@@ -106,22 +107,22 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self.count, self.made = count, 0
-        self.users: list[Any] = [None] * count  # whoever was given a pair last
+        self.users: list[Any] = [None] * count  # the last user of each pair; set by the users
         self._raw: list[tuple[Tensor, Tensor] | None] = [None] * count
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pairs that there are."""
+        """Bytes of all pairs that were allocated."""
         return sum(2 * pair[0].nbytes for pair in self._raw if pair is not None)
 
     def pair(
         self, place: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Two uninitialised tensors, the memory of place `place % count`."""
+        """Two uninitialised tensors in the memory of pair `place % count`."""
         nbytes, at = prod(shape) * dtype.itemsize, place % self.count
         raw = self._raw[at]
         if raw is None or raw[0].nbytes < nbytes or raw[0].device != device:
-            # At once as large as any before, so that sizes do not grow step by step.
+            # Allocate the largest size seen so far at once, so that pairs do not grow step by step.
             size = max([nbytes, *(pair[0].nbytes for pair in self._raw if pair is not None)])
             empty = {"dtype": torch.uint8, "device": device}
             raw = self._raw[at] = (torch.empty(size, **empty), torch.empty(size, **empty))

@@ -1,4 +1,4 @@
-"""Communicators: who is in one, this rank's place, what it sent, and how one is made."""
+"""Communicators: their members, this rank's place among them, the bytes sent, and their making."""
 
 import time
 from collections import Counter, deque
@@ -17,7 +17,7 @@ from mics_fn.store import poll
 
 
 class Traffic:
-    """Bytes that this rank sent, by what for: the one mutable ledger of a `Groups`.
+    """The ledger of a `Groups`: calls and bytes that this rank sent, by purpose.
 
     Example:
       >>> traffic = Traffic()
@@ -33,22 +33,22 @@ class Traffic:
         self.sent_bytes: Counter[str] = Counter()
 
     def add(self, what: str, nbytes: int) -> None:
-        """Note one call that sends `nbytes`."""
+        """Record one call that sends `nbytes`."""
         self.calls[what] += 1
         self.sent_bytes[what] += nbytes
 
     def clear(self) -> None:
-        """Forget everything, as between two measured steps."""
+        """Forget everything, for example between two measured steps."""
         self.calls.clear()
         self.sent_bytes.clear()
 
     def snapshot(self) -> dict[str, tuple[int, int]]:
-        """What -> (calls, bytes sent), as of now."""
+        """Purpose -> (calls, bytes sent) so far."""
         return {what: (calls, self.sent_bytes[what]) for what, calls in self.calls.items()}
 
     def __str__(self) -> str:
         lines = [
-            f"{what}: {sent:,} bytes sent in {calls} call{'s' * (calls != 1)}"
+            f"{what}: {sent:,} bytes sent in {'1 call' if calls == 1 else f'{calls} calls'}"
             for what, (calls, sent) in self.snapshot().items()
         ]
         return "\n".join(lines) or "nothing sent"
@@ -56,19 +56,19 @@ class Traffic:
 
 @dataclass(eq=False)
 class Life:
-    """Shared by all that one `Groups` holds: whose it is, what is under way, what to destroy."""
+    """State shared by all communicators of one `Groups`: what is in flight, and what to destroy."""
 
     ranks: tuple[int, ...] = ()  # global ranks of the job
-    whole: bool = True  # whether no other rank of the world holds a part of the same model
+    whole: bool = True  # False if ranks outside the job may hold parts of the same model
     closed: bool = False
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
-    active: list[Any] = field(default_factory=list)  # `Pending`s under way, oldest first
-    # Looks for news of other ranks while nothing moves, and what ends that: those of a `Channel`.
+    active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
+    # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
     look: Callable[[Sequence[Stuck], Counter[str]], None] = lambda stuck, issued: None
     moved: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Destroy what is owned, newest first; again has no effect."""
+        """Destroy the owned process groups, newest first; a second call has no effect."""
         self.closed = True
         self.active.clear()
         while self.owned:
@@ -79,22 +79,22 @@ class Life:
 
 @dataclass(frozen=True, eq=False)
 class Comm:
-    """One communicator, as this rank sees it. One of size 1 has no group and never communicates."""
+    """One communicator, as this rank sees it. With one rank it has no process group."""
 
-    name: str  # what it is for, as "gather node" or "replicas"
+    name: str  # its purpose, such as "gather node" or "replicas"
     ranks: tuple[int, ...]  # global ranks, in the order of the group
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None = field(repr=False)
     timeout_s: float
     traffic: Traffic = field(repr=False)
     life: Life = field(repr=False)
-    # `Pending`s that have yet to issue something on it, in the order in which they must.
+    # `Pending`s that will issue a collective on it, in the order in which they must do so.
     queue: deque[Any] = field(default_factory=deque, repr=False)
-    fixed_order: bool = False  # reductions add up in the order of `ranks`, whatever the backend
+    fixed_order: bool = False  # reductions add up in the order of `ranks` on every backend
 
     @classmethod
     def of_one(cls, name: str, rank: int, life: "Life | None" = None) -> "Comm":
-        """The communicator of this rank alone."""
+        """A communicator of this rank alone."""
         return cls(name, (rank,), 0, None, 0.0, Traffic(), life or Life())
 
     @property
@@ -104,11 +104,11 @@ class Comm:
 
     @property
     def closed(self) -> bool:
-        """Whether the groups it belongs to were closed."""
+        """Whether its groups were closed."""
         return self.life.closed
 
     def check_open(self) -> None:
-        """Raise GroupsError if the groups it belongs to were closed, also where its size is 1."""
+        """Raise GroupsError if its groups were closed, even if its size is 1."""
         if self.closed:
             what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups were"
             fix = "keep them open, or call make_groups again"
@@ -118,7 +118,7 @@ class Comm:
         """The process group to communicate over.
 
         Raises:
-          GroupsError: closed, shut down with torch.distributed, or of size 1.
+          GroupsError: its groups are closed, torch.distributed is shut down, or its size is 1.
         """
         self.check_open()
         if self.group is None:
@@ -133,26 +133,27 @@ class Comm:
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Makes communicators that share a life and a ledger, each with its own process group."""
+    """Makes the communicators of one `Groups`, each with a process group of its own."""
 
     ranks: tuple[int, ...]  # global rank of each position
-    rank: int  # this one, global
+    rank: int  # this rank, global
     backend: str
     timeout_s: float
-    key: str  # where groups meet in the store; new, and the same on all ranks
+    key: str  # prefix of their keys in the store; new, and the same on all ranks
     traffic: Traffic = field(default_factory=Traffic)
     life: Life = field(default_factory=Life)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Leave the block once all ranks have made their groups there; if one fails, all do.
+        """A block that ends once every rank has made its groups in it; if one rank fails, all do.
 
-        One that went on and closed them would cut connections that others are still making.
+        A rank that went on alone and closed its groups would break connections that others are
+        still making.
 
         Communication: a few small messages to the store.
 
         Raises:
-          GroupsError: another rank failed, or was not done in time.
+          GroupsError: another rank failed, or did not finish in time.
         """
         if len(self.ranks) == 1:
             yield
@@ -173,16 +174,16 @@ class Maker:
                 fix = "look at these ranks' own errors, then call make_groups again on all"
                 raise GroupsError(message(f"make_groups: {what}", fix=fix))
         except BaseException:
-            with suppress(RuntimeError):  # a store that is gone must not hide the first error
+            with suppress(RuntimeError):  # if the store is gone too, show the first error
                 store.compare_set(failed, "", f"rank {self.rank} could not make its groups")
             self.life.close()
             raise
 
     def comm(self, name: str, positions: Sequence[int]) -> Comm:
-        """A communicator of these positions, this rank's among them; its members call it alike.
+        """A communicator of these positions; all of its members call this with equal arguments.
 
         Raises:
-          GroupsError: torch cannot make the group.
+          GroupsError: torch cannot make the process group.
         """
         members = tuple(self.ranks[position] for position in positions)
         group = self._group(name, members) if len(members) > 1 else None

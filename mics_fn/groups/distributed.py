@@ -1,4 +1,4 @@
-"""This process among all: start torch.distributed, find the ranks, device and backend to use."""
+"""Start torch.distributed, and choose the ranks, the device and the backend of the groups."""
 
 import os
 from collections.abc import Sequence
@@ -19,26 +19,24 @@ def init_distributed(
 ) -> torch.device:
     """Start torch.distributed from the launcher's environment, and choose this rank's device.
 
-    Reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else those of Open
-    MPI, MVAPICH, MPICH, Intel MPI, Cray PALS, jsrun or Flux (as OMPI_COMM_WORLD_RANK), with
-    MASTER_ADDR and MASTER_PORT, else Slurm's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. Does
-    nothing but choose the device where torch.distributed is initialised already, or nothing was
-    launched.
+    It reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without those,
+    the variables of Open MPI, MVAPICH, MPICH, Intel MPI, Cray PALS, jsrun or Flux (such as
+    OMPI_COMM_WORLD_RANK), together with MASTER_ADDR and MASTER_PORT; without those, Slurm's
+    SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. If torch.distributed is initialised already, or no
+    launcher started this process, it only chooses the device.
 
     Args:
-      device: "auto" takes CUDA if every rank of the node has a GPU, else the CPU. Say "cuda" where
-        the launcher shows each process its own GPU only.
-      timeout_s: bound of the start, and of collectives on the default group, in seconds.
+      device: "auto" takes CUDA if every rank of the node has a GPU, else the CPU. Pass "cuda" if
+        the launcher shows each process only its own GPU.
+      timeout_s: bound in seconds of the start, and of collectives on the default group.
 
     Returns:
-      The device, set as the current one if it is CUDA.
+      The device, which is also made the current one if it is CUDA.
 
-    Communication: the start of torch.distributed: NCCL and gloo on CUDA, gloo on the CPU.
-
-    Memory: none.
+    Communication: the start of torch.distributed, with NCCL and gloo on CUDA, gloo on the CPU.
 
     Raises:
-      GroupsError: the launcher's variables are incomplete; it says which line to add.
+      GroupsError: some of the launcher's variables are missing; the text names what to add.
 
     Example:
       >>> init_distributed(device="cpu")
@@ -55,11 +53,11 @@ def init_distributed(
         torch.cuda.set_device(chosen)
     if launch is None:
         return chosen
-    # env:// also finds a store that torchrun's agent keeps; the others have none.
-    meeting = f"tcp://{launch.master_addr}:{launch.master_port}"
+    # env:// also finds the store of torchrun's agent; other launchers have no such store.
+    address = f"tcp://{launch.master_addr}:{launch.master_port}"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        init_method="env://" if launch.source == "torchrun" else meeting,
+        init_method="env://" if launch.source == "torchrun" else address,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -68,7 +66,7 @@ def init_distributed(
 
 
 def _own_device(device: torch.device, launch: Launch | None) -> torch.device:
-    """A CUDA device without a number gets this process's."""
+    """The device; a CUDA device without an index gets that of this process."""
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
         return device
     if launch is None:
@@ -77,7 +75,7 @@ def _own_device(device: torch.device, launch: Launch | None) -> torch.device:
 
 
 def _has_gpus(launch: Launch | None) -> bool:
-    """Whether each rank of this node has a GPU; the same answer on all of them."""
+    """Whether each rank of this node has a GPU; all ranks of the node get the same answer."""
     if not torch.cuda.is_available():
         return False
     if launch is None:
@@ -86,10 +84,10 @@ def _has_gpus(launch: Launch | None) -> bool:
 
 
 def require_distributed() -> bool:
-    """Whether torch.distributed runs; False for a world of one without it.
+    """Whether torch.distributed is initialised; a world of one rank does not need it.
 
     Raises:
-      GroupsError: several ranks were launched, and it does not run.
+      GroupsError: several ranks were launched, but it is not initialised.
     """
     if dist.is_available() and dist.is_initialized():
         return True
@@ -104,17 +102,17 @@ def require_distributed() -> bool:
 def universe_of(
     ranks: Sequence[int] | None, mesh: DeviceMesh | None, rank: int, world_size: int
 ) -> tuple[int, ...]:
-    """The global ranks that share the data-parallel job with this rank, by position.
+    """The global ranks of this rank's data-parallel job, by position.
 
     Raises:
-      PlanError: they are no distinct ranks of the world, or do not contain this one.
+      PlanError: they are not distinct ranks of the world, or this rank is not one of them.
     """
     if mesh is not None and ranks is not None:
         raise PlanError(message("make_groups: ranks= and mesh= are both given", fix="pass one"))
     if mesh is None and ranks is None:
         return tuple(range(world_size))
     if mesh is not None:
-        # A sub-mesh shows the part that holds this rank: other dimensions stay outside.
+        # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
         found, given = tuple(mesh.mesh.flatten().tolist()), "mesh="
     else:
         found, given = tuple(ranks or ()), "ranks="
@@ -126,18 +124,18 @@ def universe_of(
         raise PlanError(message(what, fix=f"give each of 0 to {world_size - 1} at most once"))
     if rank not in found:
         what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found) or []}"
-        fix = "give on each rank the ranks that it shares groups with, itself among them"
+        fix = "pass on each rank the ranks that it shares groups with, itself included"
         raise PlanError(message(what, fix=fix))
     if not _torch.keeps_rank_order and list(found) != sorted(found):
-        what = f"make_groups: {given}{list(found)} do not ascend, and this torch sorts ranks"
-        raise PlanError(message(what, fix="let them ascend, or take a newer torch"))
+        what = f"make_groups: {given}{list(found)} do not ascend, but this torch sorts ranks"
+        raise PlanError(message(what, fix="pass them in ascending order, or use a newer torch"))
     return found
 
 
 def device_and_backend(
     device: str | torch.device | None, mesh: DeviceMesh | None, backend: str | None
 ) -> tuple[torch.device, str]:
-    """The device that tensors of the groups live on, and the backend that serves it.
+    """The device of tensors that the groups communicate, and the backend that serves it.
 
     Raises:
       GroupsError: the default group has no backend for that device.
@@ -153,7 +151,8 @@ def device_and_backend(
     chosen = _own_device(torch.device(device), None)
     if backend is not None:
         return chosen, backend
-    # As in "cpu:gloo,cuda:nccl". Naming one keeps torch from making idle groups for the others.
+    # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
+    # one of them keep torch from creating idle communicators for the others.
     of_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if chosen.type not in of_device:
         what = f"make_groups: the default group serves {config}, not {chosen.type}"

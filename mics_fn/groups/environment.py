@@ -1,10 +1,10 @@
-"""What a launcher says in the environment: torchrun's variables, MPI's or Slurm's. Pure parsing.
+"""Parse what a launcher wrote into the environment: torchrun, a kind of MPI, or Slurm.
 
-[Note: who speaks] Launchers start each other: mpirun inside of a Slurm job starts its daemons by
-srun, whose variables then reach the ranks and are those of the daemon. So the one that is nearest
-to the process goes first: torchrun, then MPI, then Slurm. A process that some launcher started as
-one of several must never train alone without a word, so that variables which are there in part are
-an error.
+[Note: nested launchers] Launchers start each other. For example, mpirun inside a Slurm job starts
+its daemons with srun, and the ranks then inherit Slurm's variables of the daemon. So the launcher
+that is nearest to the process has precedence: torchrun, then MPI, then Slurm. A process that was
+started as one of several must never train alone silently, so an incomplete set of variables is an
+error.
 """
 
 import re
@@ -15,7 +15,7 @@ from mics_fn.errors import GroupsError, message
 
 
 class _Mpi(NamedTuple):
-    """The variables of a kind of mpirun."""
+    """The variables that one kind of mpirun sets."""
 
     source: str
     rank: str
@@ -32,7 +32,7 @@ _MPI = (
     _prefixed("Open MPI", "OMPI_COMM_WORLD_"),
     _prefixed("MVAPICH", "MV2_COMM_WORLD_"),
     _prefixed("jsrun", "JSM_NAMESPACE_"),
-    # MPICH, Intel MPI, Cray and Flux share two names; which it is shows in the others.
+    # MPICH, Intel MPI, Cray and Flux share the first two names; the other two tell them apart.
     _Mpi("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Mpi("Cray PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     _Mpi("Flux", "PMI_RANK", "PMI_SIZE", "FLUX_TASK_LOCAL_ID", ""),
@@ -42,25 +42,25 @@ _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TAS
 
 
 class Launch(NamedTuple):
-    """This process's place in a launch, and where its ranks meet."""
+    """This process's place in a launch, and the address at which its ranks connect."""
 
     source: str  # "torchrun", "Slurm" or a kind of MPI
     rank: int
     world_size: int
     local_rank: int
-    node_size: int | None  # ranks on this node, where the launcher says so
+    node_size: int | None  # ranks on this node, if the launcher sets it
     master_addr: str
     master_port: int
 
 
 def read_launch(env: Mapping[str, str]) -> Launch | None:
-    """The launch that an environment describes; None where there is none.
+    """The launch that an environment describes; None if no launcher started this process.
 
     Args:
-      env: such as `os.environ`; see [Note: who speaks].
+      env: such as `os.environ`; see [Note: nested launchers].
 
     Raises:
-      GroupsError: only some of the variables are there, or one is no number.
+      GroupsError: some of the variables are missing, or one is not a number.
 
     Example:
       >>> env = dict(RANK="1", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
@@ -76,10 +76,10 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
 
 
 def launched_world_size(env: Mapping[str, str]) -> int:
-    """Ranks that were started together with this process, as far as the environment tells.
+    """How many ranks were started together with this process, according to the environment.
 
-    A Slurm allocation may hold many tasks while this process runs alone in it, so that only the
-    size of its own step counts.
+    This process may run alone in a Slurm allocation of many tasks, so only the size of its own step
+    counts.
 
     >>> launched_world_size({"WORLD_SIZE": "8"}), launched_world_size({"SLURM_NTASKS": "8"})
     (8, 1)
@@ -92,14 +92,14 @@ def launched_world_size(env: Mapping[str, str]) -> int:
 
 
 def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
-    """The number of the node that a global rank is on, and the variable that says so.
+    """The number of the node that a global rank is on, and the variable that it follows from.
 
     >>> node_of({"LOCAL_WORLD_SIZE": "4"}, 5), node_of({"SLURM_TASKS_PER_NODE": "4(x2),3"}, 9)
     ((1, 'LOCAL_WORLD_SIZE=4'), (2, 'SLURM_TASKS_PER_NODE=4(x2),3'))
     """
     if "LOCAL_WORLD_SIZE" in env:
         return rank // _int(env, "LOCAL_WORLD_SIZE"), f"LOCAL_WORLD_SIZE={env['LOCAL_WORLD_SIZE']}"
-    if _mpi_of(env) is not None:  # it may map ranks to nodes in any way: their hosts tell
+    if _mpi_of(env) is not None:  # MPI may map ranks to nodes in any order; use host names
         return None
     for name in _SLURM_TASKS:
         if name not in env:
@@ -112,7 +112,7 @@ def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
-    """Slurm's short form of tasks a node, one number a node.
+    """Parse Slurm's short form of tasks per node; returns one number per node.
 
     >>> tasks_per_node("4(x2),3")
     (4, 4, 3)
@@ -147,12 +147,12 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _mpi_of(env: Mapping[str, str]) -> _Mpi | None:
-    """The kind of MPI that started this process as one rank of several, if one did."""
+    """The kind of MPI that started this process as one of several ranks; None if none did."""
     for mpi in _MPI:
         size = _int(env, mpi.size) if mpi.size in env else 1
         rank = _int(env, mpi.rank, least=0) if mpi.rank in env else 0
         by_srun = (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
-        if by_srun == (env.get(mpi.rank), env.get(mpi.size)):  # as srun --mpi=pmi2 has it
+        if by_srun == (env.get(mpi.rank), env.get(mpi.size)):  # set by srun --mpi=pmi2
             continue
         if size > 1 or (rank > 0 and mpi.size not in env):
             here = [other for other in _MPI if other.rank == mpi.rank and other.local_rank in env]
@@ -161,15 +161,16 @@ def _mpi_of(env: Mapping[str, str]) -> _Mpi | None:
 
 
 def _mpirun(env: Mapping[str, str], mpi: _Mpi) -> Launch:
-    _require(env, (mpi.rank, mpi.size, mpi.local_rank), f"launch all ranks with {mpi.source} alike")
+    _require(env, (mpi.rank, mpi.size, mpi.local_rank), f"launch all ranks with {mpi.source}")
     rank, local = (_int(env, name, least=0) for name in (mpi.rank, mpi.local_rank))
     world = _int(env, mpi.size)
     node_size = _int(env, mpi.local_size) if mpi.local_size in env else None
     addr = env.get("MASTER_ADDR", "127.0.0.1" if node_size == world else None)
     port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env)
-    missing = ["MASTER_ADDR"] * (addr is None) + ["MASTER_PORT"] * (port is None)
     if addr is None or port is None:
-        what = f"{mpi.source} runs {world} ranks, without {' and '.join(missing)}"
+        found = {"MASTER_ADDR": addr, "MASTER_PORT": port}
+        missing = " and ".join(name for name, value in found.items() if value is None)
+        what = f"{mpi.source} runs {world} ranks, without {missing}"
         fix = "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
         fix += "MASTER_PORT, to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)"
         raise GroupsError(message(f"init_distributed: {what}", fix=fix))
@@ -177,7 +178,7 @@ def _mpirun(env: Mapping[str, str], mpi: _Mpi) -> Launch:
 
 
 def _port_of_job(env: Mapping[str, str]) -> int | None:
-    """A port that jobs on one node do not share, and all ranks of a job find alike."""
+    """A port derived from the job's number, so that ranks agree and other jobs get another one."""
     for name in _JOBS:
         digits = re.sub(r"\D", "", env.get(name, ""))
         if digits:
@@ -186,7 +187,7 @@ def _port_of_job(env: Mapping[str, str]) -> int | None:
 
 
 def _require(env: Mapping[str, str], needed: Sequence[str], fix: str) -> None:
-    """Raise GroupsError where some variables of a launcher are missing."""
+    """Raise GroupsError if some of a launcher's variables are missing."""
     missing = [name for name in needed if name not in env]
     if missing:
         there = [name for name in needed if name in env]
@@ -197,7 +198,7 @@ def _require(env: Mapping[str, str], needed: Sequence[str], fix: str) -> None:
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several tasks.
 
-    A batch script is a task of its own, with rank 0 of a job of many; what it calls runs alone.
+    A batch script sees rank 0 of a job of many tasks, but what it calls without srun runs alone.
     """
     if "SLURM_STEP_NUM_TASKS" in env:
         return _int(env, "SLURM_STEP_NUM_TASKS") > 1

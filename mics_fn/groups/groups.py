@@ -1,4 +1,4 @@
-"""Process groups of MiCS as one frozen value: who shares a replica, who holds the same shard."""
+"""`Groups`: the ranks that share a replica, and those that hold the same shard, as one value."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -17,14 +17,14 @@ from mics_fn.groups.topology import Plan, Topology, fold_ranks
 class Groups:
     """The process groups of one data-parallel job, as this rank sees them; made by `make_groups`.
 
-    A context manager: leaving it closes the groups. Printing, comparing and closing never
-    communicate.
+    It is a context manager, which closes the groups at its end. Printing, comparing and closing
+    never communicate.
     """
 
     plan: Plan  # in positions
     ranks: tuple[int, ...]  # global rank of each position
-    rank: int  # this one, global
-    position: int  # this one in `ranks`
+    rank: int  # this rank, global
+    position: int  # of this rank in `ranks`
     hierarchy: Hierarchy
     flat: Hierarchy  # the same ranks and chunk order in one level
     partition: Comm  # control messages inside the partition group
@@ -33,28 +33,28 @@ class Groups:
     timeout_s: float
     traffic: Traffic
     life: Life
-    mean_over: int | None = None  # ranks that a mean of gradients is over; None: those of the job
+    mean_over: int | None = None  # ranks that gradients are averaged over; None: those of the job
     apart: bool = False  # whether other replicas of the job step on their own; see `replica`
-    agreed: set = field(default_factory=set)  # digests of trees that ranks agreed on before
+    agreed: set = field(default_factory=set)  # digests of trees that were compared before
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return len(self.ranks)
 
     @property
     def partition_size(self) -> int:
-        """Ranks that share one replica."""
+        """Number of ranks that share one replica."""
         return self.plan.partition_size
 
     @property
     def num_replicas(self) -> int:
-        """Complete replicas."""
+        """Number of complete replicas."""
         return self.plan.num_replicas
 
     @cached_property
     def stacked_ranks(self) -> list[int]:
-        """Global ranks, one partition group after the other, each in the order of `partition`."""
+        """All global ranks by partition group, in each in the order of the `partition` comm."""
         p, own = self.partition_size, self.plan.partition_groups
         home = own[self.position // self.partition_size]
         places = [home.index(self.ranks.index(rank)) for rank in self.partition.ranks]
@@ -64,11 +64,11 @@ class Groups:
 
     @cached_property
     def replica(self) -> "Groups":
-        """The groups of this rank's replica, as a world of its own.
+        """Groups of this rank's replica alone, as if it were the whole job.
 
-        [Note: a replica alone] Where replicas go apart, no verb asks for it. The steps are given
-        groups that end where the replica ends: their replication group is one rank, so hop 2 is
-        none, as in any world that holds one replica.
+        [Note: a replica alone] Replicas that step on their own need no case of their own in any
+        verb. Their steps are given these groups, whose replication group is one rank, so that hop 2
+        does nothing, as in any job with one replica.
         """
         if self.num_replicas == 1:
             return self
@@ -89,7 +89,7 @@ class Groups:
         return self.life.closed
 
     def close(self) -> None:
-        """Destroy the process groups; what uses them later raises GroupsError. Again: no effect."""
+        """Destroy the process groups, whose later use raises GroupsError. Closing twice is fine."""
         self.life.close()
 
     def __enter__(self) -> "Groups":
@@ -104,7 +104,7 @@ class Groups:
         self.close()
 
     def describe(self) -> str:
-        """The facts that are the same on every rank, for digests."""
+        """The facts that must be equal on every rank, as text for digests."""
         route = self.hierarchy.route
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
         if self.mean_over is not None:
@@ -118,27 +118,23 @@ class Groups:
         return f"Groups({self.describe()}, rank {self.rank}, {self.device}{state})"
 
     def __str__(self) -> str:
-        shared, p, route = (
-            fold_ranks(self.partition.ranks),
-            self.partition_size,
-            self.hierarchy.route,
-        )
+        p, count, route = self.partition_size, self.num_replicas, self.hierarchy.route
         none = "" if route.levels else " none"
-        lines = [f"this is rank {self.rank}, which keeps chunk {route.chunk} of {p}"]
-        lines += [f"partition group: {shared}; levels outermost first:{none}"]
-        lines += [
+        shared = fold_ranks(self.partition.ranks)
+        levels = (
             f"  {level.name} {level.gather.size}: {fold_ranks(level.gather.ranks)}"
             for level in route.levels
-        ]
-        lines += [f"replication group: {fold_ranks(self.replicas.ranks)}"]
-        counted = (
-            "1 partition group"
-            if self.num_replicas == 1
-            else f"{self.num_replicas} partition groups"
         )
+        lines = [
+            f"this is rank {self.rank}, which keeps chunk {route.chunk} of {p}",
+            f"partition group: {shared}; levels outermost first:{none}",
+            *levels,
+            f"replication group: {fold_ranks(self.replicas.ranks)}",
+        ]
+        counted = "1 partition group" if count == 1 else f"{count} partition groups"
         state = ", closed" if self.closed else ""
         head = f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}"
         return message(head, lines)
 
 
-Home = Groups | Hierarchy  # what the verbs take
+Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

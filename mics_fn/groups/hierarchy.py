@@ -1,14 +1,14 @@
-"""The levels of a partition group: the route that data takes, and what verbs keep along it.
+"""`Hierarchy`: the levels that data crosses inside a partition group, and the memory it reuses.
 
-[Note: placements] Shards are cut over all levels of a route. What a run gathered over the first
-`hold` levels it keeps to its end, so that it gathers only over the others again. Of a step's
-gradients only the sum over micro-steps is reduced over the first `late` levels.
+[Note: placements] Shards are cut over all levels of a route. A run keeps what it gathered over the
+first `hold` levels until its end, and only gathers over the other levels again. Over the first
+`late` levels, gradients are reduced once per step, as the sum over its micro-steps.
 
-[Note: mean over more ranks] Leaves that live on fewer ranks than there are losses, such as experts,
-have gradients that sum over tokens of other ranks too. With `mean_over=n` hop 1 multiplies its mean
-by the ranks of these groups over n, so that their sum is divided by n. That happens wherever a full
-gradient becomes shards, and nowhere else: hop 2 stays a plain mean, of parameters as well, and can
-be repeated.
+[Note: mean over more ranks] Some leaves, such as experts, live on fewer ranks than there are
+losses, and the gradient of such a leaf sums over tokens that other ranks sent. With `mean_over=n`,
+hop 1 multiplies its mean by s / n, where s is the number of ranks of these groups, so that in
+effect it divides the sum by n. This happens wherever a full gradient becomes shards, and nowhere
+else: hop 2 stays a plain mean, which serves parameters too and can be repeated.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,12 @@ from mics_fn.groups.communicator import Comm, Life
 from mics_fn.groups.topology import chunk_of
 from mics_fn.schedules import Channel
 
-MOST_FULL = 3  # buckets of gradients in hop 1 at a time: one on each link, and one being packed
+MOST_FULL = 3  # buckets in hop 1 at a time: one on each of two levels, and one being packed
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One hop of a route; two communicators, so that gathers and reductions can overlap."""
+    """One level of a route. It has two communicators, so that gathers and reductions overlap."""
 
     name: str
     gather: Comm
@@ -36,16 +36,16 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The levels that data crosses, outermost (slowest link) first, and this rank's place on them.
+    """The levels that data crosses, outermost (slowest link) first, and this rank's place in each.
 
-    A partition group of one rank has a route without levels.
+    The route of a partition group of one rank has no levels.
     """
 
     levels: tuple[Level, ...] = ()
-    coords: tuple[int, ...] = ()  # this rank's place at each level
+    coords: tuple[int, ...] = ()  # this rank's place in each level
     chunk: int = 0  # number of the chunk that this rank keeps
     hold: int = 0  # outer levels over which a run gathers once; see [Note: placements]
-    late: int = 0  # outer levels over which only the sum over micro-steps is reduced
+    late: int = 0  # outer levels over which gradients are reduced once per step
     grad_factor: float = 1.0  # see [Note: mean over more ranks]
 
     @cached_property
@@ -53,7 +53,7 @@ class Route:
         return {}
 
     def split(self, count: int) -> tuple["Route", "Route"]:
-        """The outermost `count` levels and the others, as routes of their own."""
+        """Two routes: the outermost `count` levels, and the others."""
         if count not in self._splits:
             halves = (slice(0, count), slice(count, None))
             self._splits[count] = tuple(  # pyright: ignore[reportArgumentType]
@@ -71,17 +71,17 @@ class Route:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks at each level."""
+        """Number of ranks in each level."""
         return tuple(level.gather.size for level in self.levels)
 
     @cached_property
     def size(self) -> int:
-        """Ranks in the partition group."""
+        """Number of ranks in the partition group."""
         return prod(self.sizes)
 
     @cached_property
     def facts(self) -> str:
-        """Its levels and placement, the same on every rank, for digests."""
+        """Levels and placement, which must be equal on every rank, as text for digests."""
         parts = [",".join(f"{level.name}:{level.gather.size}" for level in self.levels) or "none"]
         for what, outer in (("params", self.hold), ("grads", self.late)):
             if outer:
@@ -95,55 +95,55 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """Memory that the verbs over one hierarchy use again, step after step."""
+    """Memory that the verbs over one hierarchy reuse from step to step."""
 
-    reducing: Buffers = field(default_factory=Buffers)  # full gradients of verbs that wait
-    slots: Slots = field(default_factory=lambda: Slots(MOST_FULL))  # of those that overlap backward
+    reducing: Buffers = field(default_factory=Buffers)  # full gradients, in verbs that wait
+    slots: Slots = field(default_factory=lambda: Slots(MOST_FULL))  # the same, during backward
     fetched: Buffers = field(default_factory=Buffers)  # gathered buckets
-    held: Buffers = field(default_factory=Buffers)  # what a run keeps of them over inner levels
+    held: Buffers = field(default_factory=Buffers)  # buckets gathered over the outer levels only
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
     chunks: Buffers = field(default_factory=Buffers)
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory that waits for the next step between two of them."""
+        """Bytes that these pools hold between two steps."""
         pools = (self.reducing, self.fetched, self.held, self.chunks)
         return self.slots.nbytes + sum(pool.waiting_bytes for pool in pools)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Hierarchy:
-    """A partition group as the verbs inside it need it: its route, its memory, its messages.
+    """One partition group: its route, the memory of its verbs, and its channel for messages.
 
-    It answers the questions that verbs ask of `Groups`, as groups of one replica would, so that
-    they take either. Only hop 2 needs `Groups`.
+    It has the properties of `Groups` with a single replica, so that a verb takes either. Only hop 2
+    needs `Groups`.
     """
 
     route: Route
     device: torch.device
     partition: Comm  # control messages inside the partition group
-    channel: Channel = field(default_factory=Channel)  # of its ranks, through the store
+    channel: Channel = field(default_factory=Channel)  # messages of its ranks through the store
     pools: Pools = field(default_factory=Pools)
-    agreed: set = field(default_factory=set)  # trees that its ranks agreed on before
+    agreed: set = field(default_factory=set)  # digests of trees that were compared before
 
     @classmethod
     def of_one(cls, device: torch.device) -> "Hierarchy":
-        """A partition group of one rank that belongs to no groups."""
+        """A partition group of one rank, without `Groups`."""
         return cls(Route(), device, Comm.of_one("partition", 0))
 
     @property
     def hierarchy(self) -> "Hierarchy":
-        """Itself."""
+        """Itself, as `Groups.hierarchy`."""
         return self
 
     @property
     def life(self) -> Life:
-        """That of the groups that it belongs to."""
+        """The shared state of its groups."""
         return self.partition.life
 
     @property
     def closed(self) -> bool:
-        """Whether the groups that it belongs to were closed."""
+        """Whether its groups were closed."""
         return self.partition.closed
 
     @property
@@ -151,25 +151,25 @@ class Hierarchy:
         """Global ranks of the partition group."""
         return self.partition.ranks
 
-    stacked_ranks = ranks  # in the order in which `collect_all` has them
+    stacked_ranks = ranks  # as `Groups.stacked_ranks`, for one replica
 
     @property
     def partition_size(self) -> int:
-        """Ranks that share one replica."""
+        """Number of ranks that share one replica."""
         return self.route.size
 
     @property
     def num_replicas(self) -> int:
-        """One: of others it does not know."""
+        """1, because it does not know the others."""
         return 1
 
     @cached_property
     def replicas(self) -> Comm:
-        """This rank alone."""
+        """A communicator of this rank alone."""
         return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.life)
 
     def describe(self) -> str:
-        """The facts that are the same on every rank, for digests."""
+        """The facts that must be equal on every rank, as text for digests."""
         return self.route.facts
 
     def __repr__(self) -> str:

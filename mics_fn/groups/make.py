@@ -1,7 +1,7 @@
-"""`make_groups`: the process groups of this rank.
+"""`make_groups`: create the process groups of this rank.
 
-Making them is an effect, so ranks agree on it first: see `mics_fn.groups.rendezvous`. Which group
-holds whom is arithmetic: see `mics_fn.groups.topology`.
+Which ranks form a group is arithmetic, in `topology.py`. Creating the groups is an effect, and it
+hangs if ranks differ, so they first compare their arguments, in `rendezvous.py`.
 """
 
 import os
@@ -20,7 +20,7 @@ from mics_fn.groups.distributed import device_and_backend, require_distributed, 
 from mics_fn.groups.environment import node_of
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
-from mics_fn.groups.rendezvous import Fact, Place, meet
+from mics_fn.groups.rendezvous import Fact, Location, meet
 from mics_fn.groups.topology import Plan, Topology, plan_groups
 from mics_fn.schedules import Channel
 
@@ -39,46 +39,46 @@ def make_groups(
     mean_over: int | None = None,
     whole: bool = False,
 ) -> Groups:
-    """Make the process groups of this rank. All ranks of the job call it, with equal arguments.
+    """Create the process groups of this rank. All ranks of the job call it with equal arguments.
 
-    Without torch.distributed, and with no launcher around, it is a world of one without groups.
+    A process that runs alone, without torch.distributed, is a world of one rank.
 
     Args:
-      partition_size: ranks that share one replica. None takes the last dimension of a 2-D `mesh`
-        (replicate, shard), else all ranks of the job on one node.
-      node_size: ranks of the whole world on one node. None finds it: from LOCAL_WORLD_SIZE
-        (torchrun), from Slurm's tasks per node, else by counting equal hostnames.
-      nodes_per_rack: nodes of the job in one rack, if racks matter.
-      topology: how the job's ranks are wired, instead of node_size and nodes_per_rack.
+      partition_size: number of ranks that share one replica. None takes the last dimension of a 2-D
+        `mesh` (replicate, shard), else the number of the job's ranks on one node.
+      node_size: number of ranks of the world on one node. None takes it from LOCAL_WORLD_SIZE
+        (torchrun) or Slurm's tasks per node, else it counts equal host names.
+      nodes_per_rack: number of the job's nodes in one rack, if racks matter.
+      topology: how the job's ranks are wired, instead of `node_size` and `nodes_per_rack`.
       mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
-        The groups cover its ranks only, so that tensor or pipeline parallel ones never mix in.
+        The groups cover its ranks only, and never those of tensor or pipeline parallelism.
       ranks: global ranks of the job by position, instead of `mesh`; None takes all.
       device: where tensors live. None takes that of `mesh`, else the current CUDA device if the
         default group has NCCL, else the CPU; in a world of one, torch's default device.
-      backend: for the new groups; None takes the default group's for `device`.
+      backend: of the new groups; None takes that of the default group for `device`.
       timeout_s: bound in seconds of this call, and later of every wait on these groups.
-      mean_over: number of ranks that a mean of gradients is over; None: the ranks of these groups.
-        Expert leaves live on fewer ranks than there are losses: each rank's gradient of them is a
-        sum over tokens that other ranks sent, and the mean of losses is over all data-parallel
-        ranks, so that their groups take `mean_over=` as many as those are. Means of parameters and
-        buffers stay over the ranks of the groups.
-      whole: other ranks of the world than those of `mesh` or `ranks` hold no part of this model,
-        as in a job beside this one. Without it they are taken for tensor, pipeline or expert
-        parallel ranks, and what needs a norm of the whole gradient refuses these groups.
+      mean_over: number of ranks that gradients are averaged over; None takes those of these groups.
+        Expert leaves live on fewer ranks than there are losses: their gradient on a rank is a sum
+        over tokens that other ranks sent, while the loss is a mean over all data-parallel ranks.
+        Pass the number of the latter for them. Parameters and buffers are still averaged over the
+        ranks of the groups.
+      whole: whether ranks outside `mesh` or `ranks` hold no part of this model, as in a separate
+        job. By default they are taken for ranks of tensor, pipeline or expert parallelism, and what
+        needs the norm of the whole gradient refuses these groups.
 
     Returns:
-      Frozen `Groups`, which close themselves in a `with` block.
+      Frozen `Groups`, which a `with` block closes at its end.
 
     Communication: a few small messages through the store of torch.distributed; no collectives. If
       the default group is bound to a device (`device_id=`), NCCL splits it: then all ranks of the
       world must make their groups at the same time.
 
-    Memory: none here; NCCL takes buffers of its own for each communicator at its first use.
+    Memory: nothing here; NCCL allocates buffers for each communicator at its first use.
 
     Raises:
-      PlanError: sizes that do not fit together; with those that would.
+      PlanError: sizes do not fit together; the text lists sizes that would.
       DesyncError: ranks disagree on an argument or on what they found; names ranks and values.
-      GroupsError: torch.distributed is not initialised, or some rank cannot make a group.
+      GroupsError: torch.distributed is not initialised, or some rank cannot create a group.
       CollectiveTimeoutError: some rank of the job did not call it in time.
 
     Example:
@@ -97,17 +97,17 @@ def make_groups(
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
     sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
     problem = _problem(timeout_s, **wiring, **sizes)
-    place = _place(rank, None if problem else node_size, known=bool(problem or topology))
+    here = _location(rank, None if problem else node_size, known=bool(problem or topology))
     common = {"partition_size": partition_size, **wiring, "device": chosen.type}
     seconds = float(timeout_s) if isinstance(timeout_s, int) else timeout_s
     common |= {"backend": served_by, "timeout_s": seconds, "mean_over": mean_over, "whole": whole}
     key, found = "", 1
     if len(universe) > 1:
         store = _torch.default_store()
-        facts = _facts(common, place)
+        facts = _facts(common, here)
         wait_s = 300.0 if problem else timeout_s
-        key, found = meet(store, universe, rank, facts, place, timeout_s=wait_s)
-    if problem is not None:  # raised only now, so that ranks with other arguments hear of it
+        key, found = meet(store, universe, rank, facts, here, timeout_s=wait_s)
+    if problem is not None:  # raised only now, so that ranks with other arguments raise as well
         raise problem
     wired = topology or Topology.of(len(universe), found, nodes_per_rack)
     plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
@@ -119,7 +119,8 @@ def make_groups(
 def _shard_dim(mesh: DeviceMesh) -> int | None:
     """The partition size that a mesh implies, by the (replicate, shard) convention."""
     if mesh.ndim > 2:
-        what = f"make_groups: a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names} names no shard"
+        names = mesh.mesh_dim_names
+        what = f"make_groups: no shard dimension in a mesh of {mesh.ndim} dimensions {names}"
         fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
         raise PlanError(message(what, fix=fix))
     return mesh.size(1) if mesh.ndim == 2 else None
@@ -135,14 +136,14 @@ def _problem(
     world_size: int,
     mean_over: int | None,
 ) -> PlanError | None:
-    """What is wrong with the arguments, the same on all ranks that give the same ones."""
+    """What is wrong with the arguments, in words that are equal for equal arguments."""
     try:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e8:
             fix = "pass seconds above 0"
-            raise PlanError(message(f"timeout_s={timeout_s!r} bounds nothing", fix=fix))
+            raise PlanError(message(f"timeout_s={timeout_s!r} is not a time limit", fix=fix))
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
-            raise PlanError(message(f"mean_over={mean_over!r} is no int of at least 1", fix=fix))
+            raise PlanError(message(f"mean_over={mean_over!r} is not a positive int", fix=fix))
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)
@@ -157,35 +158,35 @@ def _problem(
     return None
 
 
-def _place(rank: int, node_size: int | None, *, known: bool) -> Place:
-    """This rank's node: as given, as the launcher says, or by its host."""
+def _location(rank: int, node_size: int | None, *, known: bool) -> Location:
+    """The node of this rank, by `node_size`, by the launcher's variables, or by its host name."""
     if known:
-        return Place("", "topology=", "")
+        return Location("", "topology=", "")
     if node_size is not None:
-        return Place(str(rank // node_size), f"node_size={node_size}", "")
+        return Location(str(rank // node_size), f"node_size={node_size}", "")
     host = socket.gethostname()
     node, source = node_of(os.environ, rank) or (host, "hostnames")
-    return Place(str(node), source, host)
+    return Location(str(node), source, host)
 
 
-def _facts(common: dict[str, object], place: Place) -> list[Fact]:
+def _facts(common: dict[str, object], here: Location) -> list[Fact]:
     """What ranks must agree on; `common` holds arguments by name."""
     facts = [
         Fact(name, str(value), f"pass the same {name}= on every rank")
         for name, value in common.items()
     ]
-    if place.host:
-        fix = "launch all ranks alike, or pass the same node_size= on every rank"
-        found = Fact("node_size", f"found by {place.source}", fix)
+    if here.host:
+        fix = "launch all ranks in the same way, or pass the same node_size= on every rank"
+        found = Fact("node_size", f"found by {here.source}", fix)
         facts = [found if fact.name == "node_size" else fact for fact in facts]
-    # Torch names a group after this number, and ranks that use different names never meet.
-    fix = "make and close groups on all of these ranks alike, in one order"
+    # Torch names a group after this number, and ranks with different names never connect.
+    fix = "make and close the same groups in the same order on all of these ranks"
     num_groups = str(_torch.num_process_groups())
     return [*facts, Fact("the number of process groups so far", num_groups, fix)]
 
 
 def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | None) -> Groups:
-    """Make the groups that this rank is a member of, all kinds in one order on every rank."""
+    """Create the groups that this rank is a member of, in the same order on every rank."""
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
@@ -197,7 +198,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         one_level = levels
         if len(levels) > 1 and _torch.keeps_rank_order:
             one_level = (_level(maker, "flat", order),)
-        if len(one_level) == 1:  # the same wire under its own name in the ledger
+        if len(one_level) == 1:  # share the process group, under another name in the ledger
             partition = replace(one_level[0].reduce, name="partition")
         else:
             partition = maker.comm("partition", sorted(order))
@@ -232,7 +233,7 @@ def _level(maker: Maker, name: str, positions: Sequence[int]) -> Level:
 
 
 def _channel(maker: Maker, partition: Comm) -> Channel:
-    """The messages of a partition group; whoever waits for a collective looks at them."""
+    """The channel of a partition group, which every wait for a collective consults."""
     store = _torch.default_store() if len(maker.ranks) > 1 else None
     channel = Channel(
         store, maker.key, partition.ranks, maker.rank, maker.timeout_s, len(maker.ranks)

@@ -1,12 +1,12 @@
-"""Where parameters, gradients and optimizer state live: each a choice of ranks, as plain values.
+"""Placements: over how many ranks parameters, gradients and optimizer states are sharded.
 
-A `Groups` says over which ranks optimizer states are cut: its partition group. A placement adds
-over how many of them, innermost first, gathered parameters stay cut for the rest of a step, and
-over how many the gradients are reduced in each micro-step. Every scheme of the ZeRO family is such
-a pair of numbers, and every verb takes placed groups as it takes any others. See
-[Note: placements] in `hierarchy`.
+Optimizer states are sharded over the partition group of `Groups`. A placement adds two numbers of
+ranks, counted from the innermost level: over how many of them gathered parameters stay sharded
+until the end of a run, and over how many the gradients are reduced in each micro-step. Every scheme
+of the ZeRO family is such a pair of numbers, and every verb takes placed groups like any others.
+See [Note: placements] in `hierarchy.py`.
 
-| placement | states over | parameters over | gradients over | what a step sends besides hop 1 |
+| placement | states over | parameters over | gradients over | what a step sends, hop 1 aside |
 |---|---|---|---|---|
 | `ddp` | 1 | 1 | 1 | all-reduce of all gradients |
 | `zero1` | p | 1 | 1 | parameters once; hop 1 only at the end of the step |
@@ -15,7 +15,7 @@ a pair of numbers, and every verb takes placed groups as it takes any others. Se
 | `hpz` | p | k | p | parameters once over all levels, then inside a node |
 | `hybrid` | p | k | k | hop 2 as a reduce-scatter, new shards gathered back |
 
-Here k is the number of ranks of the innermost level, usually those of a node.
+Here p is the size of a partition group, and k that of its innermost level, usually a node.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from mics_fn.groups.hierarchy import Hierarchy, Level
 
 Over = Literal["one", "inner", "all"]
 
-# Over which ranks of a partition group parameters and gradients stay cut, by the scheme's name.
+# Over which ranks of a partition group parameters and gradients are sharded, by name of the scheme.
 PLACEMENTS: dict[str, tuple[Over, Over]] = {
     "ddp": ("all", "all"),  # DistributedDataParallel: partition groups have one rank
     "zero1": ("one", "one"),  # ZeRO, Rajbhandari et al., SC 2020, arXiv:1910.02054, section 5.1
@@ -52,26 +52,27 @@ def place(
     """The same groups with a placement of parameters and gradients.
 
     Args:
-      groups: whose partition group (p ranks) states are cut over.
-      scheme: a name of `PLACEMENTS`; the table is in `help(mics_fn.placement)`. ZeRO proper has
-        partition groups of all ranks, smaller ones are replicated; `ddp` wants groups of one rank,
-        `mics` and `fsdp` those that just hold a replica. `fsdp` gathers in one flat level.
-      params: over how many ranks parameters stay cut from their first use in a run to its end; 1
-        keeps them whole. Default: as the scheme says, else p: nothing is kept beyond what a
+      groups: their partition groups, of p ranks each, shard the states.
+      scheme: a name of `PLACEMENTS`; `help(mics_fn.placement)` shows the table. In the papers,
+        ZeRO's partition group is all ranks; with smaller ones its shards are replicated. `ddp`
+        needs groups of one rank. `mics` and `fsdp` are meant for the smallest groups that hold a
+        replica, and `fsdp` gathers in one flat level.
+      params: over how many ranks parameters stay sharded from their first use in a run to its end;
+        1 keeps them in full. Default: as in the scheme, else p, which keeps nothing beyond what a
         schedule keeps.
-      grads: over how many ranks the gradients of a micro-step are cut, when a `GradSum` adds them
-        up; the rest of hop 1 waits for the sum. Default: as the scheme says, else p.
+      grads: over how many ranks the gradients of a micro-step are sharded in a `GradSum`; the rest
+        of hop 1 is done once, for their sum. Default: as in the scheme, else p.
 
     Returns:
-      `Groups` for every verb that takes them. No number changes: where a gather has no schedule
-      nothing is kept, and where gradients are the result of backward nothing waits.
+      `Groups` for every verb that takes them. Results are the same: a `gather` outside a run keeps
+      nothing, and gradients that backward returns have all of hop 1 behind them.
 
-    Memory: none here. With a schedule a run keeps 1/params of the parameters, in the dtype that
-      travels, and a `GradSum` 1/grads of the gradients; where grads < p, their 1/p as well.
+    Memory: nothing here. With a schedule, a run keeps 1/params of the parameters in the dtype that
+      is sent, and a `GradSum` 1/grads of the gradients, and also their 1/p if grads < p.
 
     Raises:
-      PlanError: there is no such scheme, or the innermost levels have no such product; with those
-        that there are.
+      PlanError: the scheme is unknown, or no number of innermost levels has so many ranks; the text
+        lists what there is.
 
     Example:
       >>> placement.place(make_groups(1), "zero2")
@@ -106,7 +107,7 @@ def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
         text = f"place: {scheme!r} is not the name of a placement"
         raise PlanError(message(text, fix=f"pass one of {', '.join(PLACEMENTS)}"))
     if scheme == "ddp" and groups.partition_size != 1:
-        text = f"place: 'ddp' wants partition groups of 1 rank, these have {groups.partition_size}"
+        text = f"place: 'ddp' needs partition groups of 1 rank, these have {groups.partition_size}"
         raise PlanError(message(text, fix="pass make_groups(partition_size=1)"))
     if scheme == "fsdp":
         groups = replace(groups, hierarchy=groups.flat)
@@ -116,20 +117,24 @@ def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
 
 
 def fixed_order(groups: Groups) -> Groups:
-    """The same groups, whose reductions add up in the order of ranks on every backend.
+    """The same groups, with reductions that add up in the order of ranks on every backend.
 
-    Each rank gets the parts of all others and adds them itself, in the order of the group, in
-    float32 or wider; the means are then what is sent on. So neither the algorithm that a library
-    chooses nor what else is under way changes a bit. Two ranks average as b - (b - a)/2.
+    Each rank receives the parts of all others and adds them up itself, in the order of the group
+    and in float32 or wider; then it sends the mean. So neither the algorithm that a library chooses
+    nor the timing of other transfers changes any bit. Hop 1 adds level by level, the innermost
+    first; micro-steps are added after it, then replicas in hop 2. Two ranks average as
+    b - (b - a)/2.
 
     Args:
       groups: any.
 
     Returns:
-      `Groups` for every verb. Hop 2 becomes an all-to-all and an all-gather, of as many bytes in
-      all.
+      `Groups` for every verb.
 
-    Memory: none here. Hop 2 takes two more buffers of a chunk.
+    Communication: nothing here. Hop 2 becomes an all-to-all and an all-gather, which send as many
+      bytes as the all-reduce.
+
+    Memory: nothing here. Hop 2 takes two more buffers of the size of a chunk.
 
     Example:
       >>> groups = placement.fixed_order(make_groups(1))

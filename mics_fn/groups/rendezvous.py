@@ -1,12 +1,13 @@
-"""How ranks agree, through a key-value store, before any process group exists.
+"""Compare arguments between ranks through a key-value store, before any process group exists.
 
-Ranks that make different groups hang with no word of why. So every rank writes its facts, the
-first rank compares them all and writes one verdict, and everyone reads that: n small writes, n
-small reads by one rank, and n reads of one key.
+Ranks that create different groups would hang without any error. So every rank writes its facts to
+the store, the first rank compares them all and publishes one verdict, and all ranks read it: n
+small writes, n small reads by one rank, and n reads of one key.
 
-[Note: waiting for each other] A rank whose `ranks=` differ meets elsewhere, and nobody would ever
-come. Each rank therefore also notes where it waits. If the first rank misses one that waits at
-another place for this very rank, neither can go on, and both places are told at once.
+[Note: waiting for each other] Ranks meet under a key that depends on `ranks=`, so a rank that was
+given others would wait under another key, where nobody comes. Each rank therefore also writes down
+where it waits. If a rank is missing here because it waits elsewhere for the first rank of this
+meeting, then neither meeting can succeed, and the same verdict is published to both at once.
 """
 
 import json
@@ -24,26 +25,26 @@ _KINDS = {"desync": DesyncError, "plan": PlanError, "timeout": CollectiveTimeout
 
 
 class Fact(NamedTuple):
-    """What all ranks must have in common, as people read it."""
+    """What must be equal on all ranks, as text for people."""
 
     name: str
     value: str
-    fix: str  # what to do where ranks differ
+    fix: str  # what to do if ranks differ
 
 
-class Place(NamedTuple):
-    """Where a rank runs."""
+class Location(NamedTuple):
+    """The node that a rank runs on."""
 
     node: str  # equal on ranks that share a node
-    source: str  # what says so
-    host: str  # empty where the user says what a node is
+    source: str  # what `node` follows from, for errors
+    host: str  # empty if the user defines what a node is
 
 
 class Meeting(NamedTuple):
-    """What ranks agreed on."""
+    """What the ranks agreed on."""
 
-    key: str  # no earlier meeting had it
-    node_size: int  # how many of these ranks a node holds
+    key: str  # not used by an earlier meeting
+    node_size: int  # number of these ranks on one node
 
 
 def meet(
@@ -51,7 +52,7 @@ def meet(
     ranks: Sequence[int],
     rank: int,
     facts: Sequence[Fact],
-    place: Place,
+    location: Location,
     *,
     timeout_s: float,
 ) -> Meeting:
@@ -60,20 +61,20 @@ def meet(
     Args:
       store: shared by all ranks.
       ranks: global ranks that meet, in the order of their positions.
-      rank: this one.
+      rank: this rank.
       facts: what must be equal on all ranks.
-      place: this rank's node, which may differ.
-      timeout_s: bound in seconds of waiting for the others.
+      location: this rank's node, which may differ.
+      timeout_s: bound in seconds of the wait for the others.
 
     Returns:
-      A key that is new and the same on all ranks, and the ranks a node holds.
+      A key that is new and the same on all ranks, and the number of ranks on one node.
 
-    Communication: through the store only; O(n) small messages in all.
+    Communication: O(n) small messages in all, through the store only.
 
     Raises:
-      DesyncError: facts differ; on every rank, with who holds what.
-      PlanError: nodes hold unequal numbers of ranks, or one node's ranks do not stand together.
-      CollectiveTimeoutError: some rank did not come.
+      DesyncError: facts differ; every rank raises, with the values and who has them.
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+      CollectiveTimeoutError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s
     here = _enter(store, ranks, rank)
@@ -81,87 +82,88 @@ def meet(
     waits = f"mics_fn/waits/{rank}"
     try:
         store.set(waits, json.dumps(here))
-        mine = {"facts": [fact.value for fact in facts], "place": place}
+        mine = {"facts": [fact.value for fact in facts], "location": location}
         store.set(f"{here['key']}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
-            _judge(store, ranks, here, facts, deadline)
-        verdict = f"{here['key']}/verdict"
-        if not poll(lambda: store.check([verdict]), len(ranks), deadline):
-            _tell(store, [here["key"]], _no_show(store, here, ranks))
-        told = json.loads(store.get(verdict))
+            _compare_all(store, ranks, here, facts, deadline)
+        key = f"{here['key']}/verdict"
+        if not poll(lambda: store.check([key]), len(ranks), deadline):
+            _publish(store, [here["key"]], _absence(store, here, ranks))
+        verdict = json.loads(store.get(key))
     except BaseException:
-        # As if it never came, so that after an interrupt all can call again.
+        # Undo this call, so that after an interrupt all ranks can call again.
         with suppress(RuntimeError):
             store.delete_key(f"{here['key']}/{rank}")
             store.add(_calls(here["digest"], rank), -1)
         raise
     finally:
-        with suppress(RuntimeError):  # a store that is gone must not hide the error that says so
+        with suppress(RuntimeError):  # if the store is gone, show the first error that says so
             store.set(waits, "{}")
-    if "error" in told:
-        raise _KINDS[told["error"]](told["text"])
-    return Meeting(here["key"], told["node_size"])
+    if "error" in verdict:
+        raise _KINDS[verdict["error"]](verdict["text"])
+    return Meeting(here["key"], verdict["node_size"])
 
 
 def _enter(store: Store, ranks: Sequence[int], rank: int) -> dict[str, Any]:
-    """A new place to meet: the n-th of these ranks, by this rank's own count."""
+    """A new meeting: the n-th of these ranks, where n is this rank's own count of calls."""
     digest = sha256(json.dumps(list(ranks)).encode()).hexdigest()[:16]
     while True:
         call = store.add(_calls(digest, rank), 1)
         key = f"mics_fn/{digest}/{call}"
-        # The others gave up waiting for this rank there, so that their count is one ahead.
+        # If the others gave up waiting for this rank in that meeting, their count is one ahead.
         missed = store.check([f"{key}/verdict"]) and json.loads(store.get(f"{key}/verdict"))
         if not missed or rank not in missed.get("absent", ()):
             return {"key": key, "digest": digest, "call": call, "rank": rank, "ranks": _runs(ranks)}
 
 
-def _judge(
+def _compare_all(
     store: Store,
     ranks: Sequence[int],
     here: dict[str, Any],
     facts: Sequence[Fact],
     deadline: float,
 ) -> None:
-    """On the first rank: read what all wrote, and tell the verdict."""
+    """On the first rank: read what all ranks wrote, and publish the verdict."""
     key, found = here["key"], {}
     for other in ranks:
         mine, there = f"{key}/{other}", {}
         if not poll(partial(_settled, store, other, here, there), 1, deadline):
-            return _tell(store, [key], _no_show(store, here, ranks))
+            return _publish(store, [key], _absence(store, here, ranks))
         if there:
-            return _tell(store, [key, there["key"]], _elsewhere(here, there))
+            return _publish(store, [key, there["key"]], _conflict(here, there))
         if not store.check([mine]):
             return None
         found[other] = json.loads(store.get(mine))
     try:
         _compare(facts, {other: written["facts"] for other, written in found.items()})
-        places = {other: Place(*written["place"]) for other, written in found.items()}
-        verdict: dict[str, Any] = {"node_size": node_size_of(places)}
+        nodes = {other: Location(*written["location"]) for other, written in found.items()}
+        verdict: dict[str, Any] = {"node_size": node_size_of(nodes)}
     except (DesyncError, PlanError) as error:
         kind = "desync" if isinstance(error, DesyncError) else "plan"
         verdict = {"error": kind, "text": str(error)}
-    return _tell(store, [key], verdict)
+    return _publish(store, [key], verdict)
 
 
 def _settled(store: Store, other: int, here: Mapping[str, Any], there: dict[str, Any]) -> bool:
-    """Whether `other` came, or never will; where it waits instead is put into `there`."""
+    """Whether `other` came or never will; if it waits elsewhere, that is written to `there`."""
     if store.check([f"{here['key']}/{other}"]):
         return True
     there.update(_waits_for(store, other, here) or {})
-    # Another first rank may have told this place already.
+    # The first rank of another meeting may have published a verdict for this one already.
     return bool(there) or store.check([f"{here['key']}/verdict"])
 
 
-def _tell(store: Store, keys: Sequence[str], verdict: dict[str, Any]) -> None:
-    """Write a verdict for all who wait at these keys; the first one written stands.
+def _publish(store: Store, keys: Sequence[str], verdict: dict[str, Any]) -> None:
+    """Write a verdict for all ranks that wait under these keys, unless there is one already.
 
-    Two ranks may tell the same two places at once: all begin at the same one, and pass on what
-    stands there.
+    Two ranks may publish different verdicts to the same two keys at once. Both begin with the same
+    key and carry the error that they find there on to the other key, so that all ranks raise the
+    same one.
     """
     text = json.dumps(verdict)
     for key in sorted(keys):
-        stands = store.compare_set(f"{key}/verdict", "", text).decode()
-        text = stands if "error" in json.loads(stands) else text
+        first = store.compare_set(f"{key}/verdict", "", text).decode()
+        text = first if "error" in json.loads(first) else text
 
 
 def _calls(digest: str, rank: int) -> str:
@@ -169,7 +171,7 @@ def _calls(digest: str, rank: int) -> str:
 
 
 def _waits_for(store: Store, other: int, here: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where `other` waits for this rank, if not here; see [Note: waiting for each other]."""
+    """Where else `other` waits for this rank, if it does; see [Note: waiting for each other]."""
     if not store.check([f"mics_fn/waits/{other}"]):
         return None
     there = json.loads(store.get(f"mics_fn/waits/{other}"))
@@ -180,7 +182,7 @@ def _waits_for(store: Store, other: int, here: Mapping[str, Any]) -> dict[str, A
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as runs [first, step, count], so that a large regular group stays a short text.
+    """Ranks as runs [first, step, count], so that the text of a large regular group is short.
 
     >>> _runs([0, 2, 4, 5]), _expanded(_runs([0, 2, 4, 5])) == [0, 2, 4, 5]
     ([[0, 2, 3], [5, 1, 1]], True)
@@ -199,16 +201,17 @@ def _expanded(runs: list[list[int]]) -> list[int]:
     return [first + step * i for first, step, count in runs for i in range(count)]
 
 
-def _elsewhere(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
-    both = sorted((here, there), key=lambda place: place["rank"])
-    lines = [f"ranks: {_expanded(at['ranks'])} on rank {at['rank']}" for at in both]
-    fix = "pass the same ranks= or mesh= on all ranks that it names"
+def _conflict(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict on two ranks that wait for each other in different meetings."""
+    both = sorted((here, there), key=lambda meeting: meeting["rank"])
+    lines = [f"rank {at['rank']}: ranks {_expanded(at['ranks'])}" for at in both]
+    fix = "pass the same ranks= or mesh= on all of these ranks"
     text = message("make_groups: ranks disagree on which ranks share the groups", lines, fix)
     return {"error": "desync", "text": text, "absent": [at["rank"] for at in both]}
 
 
 def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
-    """Raise where ranks hold different values of a fact."""
+    """Raise DesyncError if a fact differs between ranks."""
     names, lines, fixes = [], [], []
     for i, fact in enumerate(facts):
         holders: dict[str, list[int]] = {}
@@ -224,26 +227,29 @@ def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
         raise DesyncError(message(what, lines, "; ".join(fixes)))
 
 
-def node_size_of(places: Mapping[int, Place]) -> int:
-    """How many of these ranks a node holds; each node's ranks must stand together, equally many.
+def node_size_of(locations: Mapping[int, Location]) -> int:
+    """The number of these ranks on each node.
 
-    >>> node_size_of({rank: Place(str(rank // 2), "node_size=2", "here") for rank in range(4)})
+    Raises:
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+
+    >>> node_size_of({rank: Location(str(rank // 2), "node_size=2", "") for rank in range(4)})
     2
     """
     nodes: dict[str, list[int]] = {}
     hosts: dict[str, set[str]] = {}
     last = None
-    for rank, (node, source, host) in places.items():
+    for rank, (node, source, host) in locations.items():
         if node in nodes and node != last:
             lines = [f"one node, by {source}: {name_ranks([*nodes[node], rank])}"]
             fix = "order ranks= by node, or pass node_size= or topology="
             raise PlanError(
-                message("make_groups: ranks of one node do not stand together", lines, fix)
+                message("make_groups: ranks of one node are not next to each other", lines, fix)
             )
         nodes.setdefault(node, []).append(rank)
         hosts.setdefault(node, set()).add(host)
         last = node
-    source = next(iter(places.values())).source
+    source = next(iter(locations.values())).source
     for node, names in hosts.items():
         if len(names) > 1:
             what = f"make_groups: {source} puts {name_ranks(nodes[node])} on one node"
@@ -253,13 +259,15 @@ def node_size_of(places: Mapping[int, Place]) -> int:
         what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
         lines = [f"{len(ranks)} on one node: {name_ranks(ranks)}" for ranks in nodes.values()]
         fix = "use equally many ranks of every node, or pass node_size= or topology="
-        raise PlanError(message(what, lines[:8] + ["..."] * (len(lines) > 8), fix))
+        shown = lines if len(lines) <= 8 else [*lines[:8], "..."]
+        raise PlanError(message(what, shown, fix))
     return len(nodes[last or ""])
 
 
-def _no_show(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+def _absence(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+    """The verdict if not all ranks came in time."""
     late = [rank for rank in ranks[:1024] if not store.check([f"{here['key']}/{rank}"])]
-    who = f"{name_ranks(late)} did not come" if late else f"rank {ranks[0]} gave no answer"
+    who = f"{name_ranks(late)} did not call it" if late else f"rank {ranks[0]} did not answer"
     who = f"{who} within {here['timeout_s']:g} s"
     fix = "call make_groups on all of these ranks, equally often and in the same order"
     text = message(f"make_groups: {who}", [f"expected: {name_ranks(ranks)}"], fix)

@@ -1,12 +1,13 @@
 """Rank arithmetic: which ranks form which group, for any world, without processes or devices.
 
-Positions number the ranks that share one data-parallel job, 0 to n - 1; on a whole world they are
-the global ranks. Sizes and coordinates are written outermost (slowest link) first.
+Positions number the ranks of one data-parallel job, from 0 to n - 1; if the job is the whole world,
+they are the global ranks. Sizes and coordinates are written outermost (slowest link) first.
 
-[Note: chunk order] A partition group's rank with coordinates (x0, ..., xL) keeps chunk
-xL * (n0 * ... * nL-1) + ... + x1 * n0 + x0: chunks are numbered innermost level first. Gathering
-outermost level first then fills one contiguous run of the output at every level, so each level is
-a plain all-gather written in place, and a reduce-scatter is the same walk backwards.
+[Note: chunk order] In a partition group, the rank with coordinates (x0, ..., xL) keeps chunk
+xL * (n0 * ... * nL-1) + ... + x1 * n0 + x0: chunks are numbered innermost level first. A gather
+that takes the outermost level first then fills one contiguous run of the output in each level, so
+every level is a plain all-gather that writes in place. A reduce-scatter takes the same steps in
+reverse.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +18,21 @@ from math import prod
 from mics_fn.errors import PlanError, message, name_ranks
 
 _NAMES = ("rack", "node", "rank")
-_SHOWN = 8  # groups, and members of a group, that a printed plan shows before it shortens
+_SHOWN = 8  # a printed plan shortens longer lists of groups, or of members of a group
 
 
 @dataclass(frozen=True)
 class Topology:
-    """How ranks are wired: sizes outermost (slowest link) first, a name for each.
+    """How ranks are wired: one size and one name per level, outermost (slowest link) first.
 
     Args:
-      sizes: ranks in a node last, nodes in a rack before it, and so on; their product is the world.
-      names: one a size; by default "rank", "node", "rack", and "level0", ... beyond.
+      sizes: number of ranks in a node last, of nodes in a rack before it, and so on; their product
+        is the number of ranks.
+      names: one per size; by default "rank", "node" and "rack" from the innermost level outwards,
+        and "level0", "level1", ... for further levels.
 
     Raises:
-      PlanError: a size is no positive int, or names do not match sizes.
+      PlanError: a size is not a positive int, or names do not match sizes.
 
     Example:
       >>> topology = Topology((2, 4))
@@ -43,14 +46,14 @@ class Topology:
     def __post_init__(self) -> None:
         sizes = tuple(self.sizes)
         if not sizes:
-            raise PlanError(message("Topology: no sizes", fix="give one a level, as in (2, 8)"))
+            raise PlanError(message("Topology: no sizes", fix="pass one per level, such as (2, 8)"))
         for i, size in enumerate(sizes):
             _check_count(size, f"Topology: sizes[{i}]")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
         if len(names) != len(sizes) or len(set(names)) != len(names):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
-            raise PlanError(message(what, fix="give one name a size, each different, or none"))
+            raise PlanError(message(what, fix="pass one distinct name per size, or none"))
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "names", names)
 
@@ -58,10 +61,10 @@ class Topology:
     def of(
         cls, world_size: int, node_size: int | None = None, nodes_per_rack: int | None = None
     ) -> "Topology":
-        """The topology of equal nodes (None: one flat node), and of equal racks where given.
+        """The topology of equal nodes (None: one flat node), and of equal racks if given.
 
         Raises:
-          PlanError: a number that does not divide the next, with those that do.
+          PlanError: a number does not divide the next one; the text lists those that do.
 
         Example:
           >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
@@ -81,7 +84,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return prod(self.sizes)
 
     def __str__(self) -> str:
@@ -90,7 +93,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every group of a world, as positions, computed when asked for; made by `plan_groups`."""
+    """Every group of a world, as positions, computed on demand; made by `plan_groups`."""
 
     topology: Topology
     partition_size: int
@@ -103,23 +106,23 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.topology.world_size
 
     @property
     def num_replicas(self) -> int:
-        """Partition groups, each of which holds one whole replica."""
+        """Number of partition groups, each of which holds one whole replica."""
         return self.world_size // self.partition_size
 
     @cached_property
     def partition_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Contiguous positions, each group one complete replica."""
+        """Runs of contiguous positions, each of which holds one complete replica."""
         p = self.partition_size
         return tuple(tuple(range(i, i + p)) for i in range(0, self.world_size, p))
 
     @cached_property
     def replication_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Positions with the same place in each partition group, so the same shard."""
+        """Positions with the same place in each partition group, which hold the same shard."""
         return tuple(self.replication_group(i) for i in range(self.partition_size))
 
     @cached_property
@@ -135,12 +138,12 @@ class Plan:
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """Names of a partition group's levels, outermost first; those of size 1 are left out."""
+        """Names of the levels of a partition group, outermost first, without levels of size 1."""
         return tuple(name for name, _ in self._levels)
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """Their sizes; () where p = 1."""
+        """Sizes of these levels; () if p = 1."""
         return tuple(size for _, size in self._levels)
 
     def partition_group(self, position: int) -> tuple[int, ...]:
@@ -154,7 +157,7 @@ class Plan:
         return tuple(range(self._checked(position) % p, self.world_size, p))
 
     def coords(self, position: int) -> tuple[int, ...]:
-        """Coordinates of `position` inside its partition group, one a level."""
+        """Coordinates of `position` inside its partition group, one per level."""
         place, coords = self._checked(position) % self.partition_size, []
         for size in reversed(self.level_sizes):
             place, x = divmod(place, size)
@@ -166,13 +169,13 @@ class Plan:
         return chunk_of(self.coords(position), self.level_sizes)
 
     def level_group(self, position: int, level: int) -> tuple[int, ...]:
-        """The positions that differ from `position` at `level` alone, by that coordinate."""
+        """The positions that differ from `position` in `level` only, ordered by that coordinate."""
         stride = prod(self.level_sizes[level + 1 :])
         first = position - self.coords(position)[level] * stride
         return tuple(first + x * stride for x in range(self.level_sizes[level]))
 
     def chunk_order(self, position: int) -> tuple[int, ...]:
-        """The partition group of `position` in the order of the chunks its members keep."""
+        """The partition group of `position`, ordered by the chunks that its members keep."""
         return tuple(sorted(self.partition_group(position), key=self.chunk))
 
     def _checked(self, position: int) -> int:
@@ -197,18 +200,15 @@ def plan_groups(topology: Topology | int, partition_size: int) -> Plan:
 
     Args:
       topology: how ranks are wired, or the number of ranks of one flat node.
-      partition_size: ranks that share one replica. Either it divides a node, or it is a whole
-        number of nodes that divides a rack, and so on: a group never crosses a node in the middle.
+      partition_size: number of ranks that share one replica. It must divide the ranks of a node, or
+        be a whole number of nodes that divides a rack, and so on: a group never crosses the border
+        of a node in its middle.
 
     Returns:
       A frozen `Plan`.
 
-    Communication: none.
-
-    Memory: a few ints a rank of the world.
-
     Raises:
-      PlanError: the size does not fit; with the numbers, and the sizes that would.
+      PlanError: the size does not fit; the text lists sizes that would.
 
     Example:
       >>> print(plan_groups(Topology((2, 4)), 4))
@@ -225,7 +225,7 @@ def plan_groups(topology: Topology | int, partition_size: int) -> Plan:
 
 
 def chunk_of(coords: Sequence[int], sizes: Sequence[int]) -> int:
-    """The chunk that a rank keeps, numbered innermost level first; see [Note: chunk order].
+    """Number of the chunk that a rank keeps, innermost level first; see [Note: chunk order].
 
     >>> [chunk_of((x0, x1), (2, 3)) for x0 in range(2) for x1 in range(3)]
     [0, 2, 4, 1, 3, 5]
@@ -237,7 +237,7 @@ def chunk_of(coords: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def valid_partition_sizes(topology: Topology) -> tuple[int, ...]:
-    """Every partition size that fits a topology, ascending.
+    """All partition sizes that fit a topology, ascending.
 
     >>> valid_partition_sizes(Topology((3, 4)))
     (1, 2, 4, 12)
@@ -250,7 +250,7 @@ def valid_partition_sizes(topology: Topology) -> tuple[int, ...]:
 
 
 def fold_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in a few words: runs folded, long ones shortened.
+    """Ranks as short text: runs are folded, and long lists are shortened.
 
     >>> fold_ranks(range(4, 8)), fold_ranks(range(0, 4096, 8))
     ('4-7', '0, 8, 16, ..., 4088')
@@ -283,7 +283,7 @@ def _check_count(value: object, what: str) -> None:
 
 
 def _parts(total: int, size: int, what: str, whole: str) -> int:
-    """How many groups of `size` make `total`."""
+    """How many groups of `size` there are in `total`; PlanError unless it divides."""
     _check_count(size, what)
     if total % size:
         raise _misfits(f"{what}={size} does not divide {whole}", [], _divisors(total))
@@ -292,11 +292,11 @@ def _parts(total: int, size: int, what: str, whole: str) -> int:
 
 def _misfits(what: str, lines: list[str], sizes: Sequence[int]) -> PlanError:
     lines = [*lines, f"sizes that work: {', '.join(map(str, sizes))}"]
-    return PlanError(message(what, lines, f"pass {what.partition('=')[0]}= one of these"))
+    return PlanError(message(what, lines, f"pass one of these as {what.partition('=')[0]}="))
 
 
 def _misfit(topology: Topology, p: object) -> str:
-    """Why partition groups of `p` do not fit; empty where they do."""
+    """Why partition groups of `p` ranks do not fit; empty if they do."""
     world = topology.world_size
     if not isinstance(p, int) or isinstance(p, bool):
         return f"is a {type(p).__name__}, not an int"
@@ -306,14 +306,14 @@ def _misfit(topology: Topology, p: object) -> str:
         return f"is more than the world of {world} ranks"
     if world % p:
         return f"does not divide the world of {world} ranks"
-    inside = 1  # ranks of what holds this level: a node, then a rack, ...
+    inside = 1  # number of ranks in a unit of the `outer` level: in a node, then in a rack, ...
     for outer, size in zip(topology.names[-2::-1], topology.sizes[:0:-1], strict=True):
         inside *= size
         if inside % p == 0:
             return ""
         if p % inside:
-            first = inside // p * p  # the first group with a border of a node in its middle
+            first = inside // p * p  # the first group that crosses a border in its middle
             group = fold_ranks(range(first, first + p))
-            why = f"ranks {group} would be one group, but a {outer} is {inside} ranks"
+            why = f"ranks {group} would be one group, but a {outer} has {inside} ranks"
             return f"crosses a {outer} in the middle: {why}"
     return ""

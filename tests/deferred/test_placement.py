@@ -458,7 +458,7 @@ def test_sizes_that_do_not_fit_are_refused(ranks):
     wrong = ("params=2", "grads=3", "params=0", "grads=-1", "params=16")
     want = [f"place: {what} ends inside a level\n{tail}" for what in wrong]
     want += [
-        "place: 'ddp' wants partition groups of 1 rank, these have 8\n"
+        "place: 'ddp' needs partition groups of 1 rank, these have 8\n"
         "  fix: pass make_groups(partition_size=1)"
     ]
     assert ranks(8).run(refused, Layout((2, 4), 8)) == [want] * 8

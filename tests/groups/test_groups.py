@@ -226,7 +226,7 @@ def mesh_of_three() -> str:
 
 def test_a_mesh_of_three_dimensions_needs_a_size(ranks: Pools) -> None:
     assert set(ranks(4).run(mesh_of_three)) == {
-        "make_groups: a mesh of 3 dimensions ('a', 'b', 'c') names no shard\n"
+        "make_groups: no shard dimension in a mesh of 3 dimensions ('a', 'b', 'c')\n"
         "  fix: pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
     }
 

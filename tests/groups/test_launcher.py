@@ -184,12 +184,12 @@ def test_no_launch(env: dict[str, str]) -> None:
             {"OMPI_COMM_WORLD_SIZE": "4"},
             "init_distributed: the environment has OMPI_COMM_WORLD_SIZE but not "
             "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK\n"
-            "  fix: launch all ranks with Open MPI alike, or set them all",
+            "  fix: launch all ranks with Open MPI, or set them all",
         ),
         (
             {"PMI_RANK": "3"},
             "init_distributed: the environment has PMI_RANK but not PMI_SIZE, MPI_LOCALRANKID\n"
-            "  fix: launch all ranks with MPI alike, or set them all",
+            "  fix: launch all ranks with MPI, or set them all",
         ),
         (
             without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"),

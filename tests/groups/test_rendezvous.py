@@ -88,7 +88,7 @@ def refused(kwargs: dict[str, Any], env: dict[str, str], hosts: str = "") -> Any
             {},
             {},
             "abab",
-            "make_groups: ranks of one node do not stand together\n"
+            "make_groups: ranks of one node are not next to each other\n"
             "  one node, by hostnames: ranks 0, 2\n"
             "  fix: order ranks= by node, or pass node_size= or topology=",
         ),
@@ -106,7 +106,7 @@ def refused(kwargs: dict[str, Any], env: dict[str, str], hosts: str = "") -> Any
             "",
             "make_groups: node_size=3 does not divide the world of 4 ranks\n"
             "  sizes that work: 1, 2, 4\n"
-            "  fix: pass node_size= one of these",
+            "  fix: pass one of these as node_size=",
         ),
         (
             {"topology": Topology((2, 4))},
@@ -129,13 +129,13 @@ def refused(kwargs: dict[str, Any], env: dict[str, str], hosts: str = "") -> Any
             "partition_size=3 does not divide the world of 4 ranks\n"
             "  world: 4 ranks = node 2 x rank 2\n"
             "  sizes that work: 1, 2, 4\n"
-            "  fix: pass partition_size= one of these",
+            "  fix: pass one of these as partition_size=",
         ),
         (
             {"timeout_s": 0},
             {},
             "",
-            "make_groups: timeout_s=0 bounds nothing\n  fix: pass seconds above 0",
+            "make_groups: timeout_s=0 is not a time limit\n  fix: pass seconds above 0",
         ),
     ],
 )
@@ -157,10 +157,10 @@ def six_of_eight() -> str:
 def test_a_partition_group_that_would_cross_a_node(ranks: Pools) -> None:
     text = (
         "partition_size=2 crosses a node in the middle: "
-        "ranks 2, 3 would be one group, but a node is 3 ranks\n"
+        "ranks 2, 3 would be one group, but a node has 3 ranks\n"
         "  world: 6 ranks = node 2 x rank 3\n"
         "  sizes that work: 1, 3, 6\n"
-        "  fix: pass partition_size= one of these"
+        "  fix: pass one of these as partition_size="
     )
     assert ranks(8).run(six_of_eight) == [text] * 6 + ["fine"] * 2
 
@@ -187,7 +187,7 @@ def own_error(ranks_given: list[int]) -> str:
         (
             [],
             "make_groups: rank 1 is not one of ranks=[]\n"
-            "  fix: give on each rank the ranks that it shares groups with, itself among them",
+            "  fix: pass on each rank the ranks that it shares groups with, itself included",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_ranks_that_find_different_node_sizes(ranks: Pools) -> None:
         DesyncError,
         "make_groups: ranks disagree on node_size\n"
         "  node_size: found by LOCAL_WORLD_SIZE=2 on ranks 0-2; found by hostnames on rank 3\n"
-        "  fix: launch all ranks alike, or pass the same node_size= on every rank",
+        "  fix: launch all ranks in the same way, or pass the same node_size= on every rank",
     )
 
 
@@ -234,7 +234,7 @@ def test_ranks_that_disagree_on_several_things(ranks: Pools) -> None:
         "  node_size: found by hostnames on rank 0; None on rank 1\n"
         "  topology: None on rank 0; node 2 x rank 1 on rank 1\n"
         "  timeout_s: 20.0 on rank 0; 21.5 on rank 1\n"
-        "  fix: launch all ranks alike, or pass the same node_size= on every rank; "
+        "  fix: launch all ranks in the same way, or pass the same node_size= on every rank; "
         "pass the same topology= on every rank; pass the same timeout_s= on every rank",
     )
 
@@ -262,7 +262,7 @@ def test_ranks_that_made_other_groups_before(ranks: Pools) -> None:
         DesyncError,
         "make_groups: ranks disagree on the number of process groups so far\n"
         f"  the number of process groups so far: {count} on ranks 0, 1; {count + 1} on ranks 2, 3\n"
-        "  fix: make and close groups on all of these ranks alike, in one order",
+        "  fix: make and close the same groups in the same order on all of these ranks",
     )
 
 
@@ -272,9 +272,9 @@ def test_ranks_that_disagree_on_the_ranks(ranks: Pools, others: list[int]) -> No
     assert same_error(ranks(4).run(attempt, given)) == (
         DesyncError,
         "make_groups: ranks disagree on which ranks share the groups\n"
-        "  ranks: [0, 1, 2, 3] on rank 0\n"
-        f"  ranks: {others} on rank 1\n"
-        "  fix: pass the same ranks= or mesh= on all ranks that it names",
+        "  rank 0: ranks [0, 1, 2, 3]\n"
+        f"  rank 1: ranks {others}\n"
+        "  fix: pass the same ranks= or mesh= on all of these ranks",
     )
     # Counts are in step again, for both sets of ranks.
     again = [{"ranks": others}] * 2 + [{"ranks": [rank]} for rank in (2, 3)]
@@ -286,11 +286,11 @@ def test_ranks_of_which_each_waits_for_another(ranks: Pools) -> None:
     given: list[dict[str, Any]] = [{}, {"ranks": [1, 2, 0]}, {}, {}]
     kind, text = same_error(ranks(4).run(attempt, given))
     assert kind is DesyncError
-    assert "ranks: [1, 2, 0] on rank 1\n" in text  # who tells first is open: rank 0 or rank 1
+    assert "rank 1: ranks [1, 2, 0]\n" in text  # either rank 0 or rank 1 publishes first
 
 
-class TwoTell(dict):
-    """A store in which a second rank tells all places after the first one has told one of them."""
+class TwoPublish(dict):
+    """A store in which a second rank publishes to all keys after the first has done so to one."""
 
     def __init__(self, second: Callable[[Any], None]) -> None:
         super().__init__()
@@ -306,10 +306,10 @@ class TwoTell(dict):
 
 
 @pytest.mark.parametrize("orders", [("ab", "ab"), ("ab", "ba"), ("ba", "ab")], ids=str)
-def test_two_ranks_that_tell_two_places_tell_one_thing(orders: tuple[str, str]) -> None:
+def test_two_ranks_that_publish_at_two_keys_publish_one_verdict(orders: tuple[str, str]) -> None:
     first, second = ({"error": "desync", "text": f"by {name}"} for name in ("one", "two"))
-    store: Any = TwoTell(lambda store: rendezvous._tell(store, [*orders[1]], second))
-    rendezvous._tell(store, [*orders[0]], first)
+    store: Any = TwoPublish(lambda store: rendezvous._publish(store, [*orders[1]], second))
+    rendezvous._publish(store, [*orders[0]], first)
     assert store == {f"{place}/verdict": json.dumps(first) for place in "ab"}
 
 
@@ -325,7 +325,7 @@ def test_a_rank_that_does_not_come(ranks: Pools, missing: int) -> None:
     assert results.pop(missing) is None
     assert same_error(results, within_s=3.0) == (
         CollectiveTimeoutError,
-        f"make_groups: rank {missing} did not come within 0.5 s\n"
+        f"make_groups: rank {missing} did not call it within 0.5 s\n"
         "  expected: ranks 0-3\n"
         "  fix: call make_groups on all of these ranks, equally often and in the same order",
     )
@@ -354,6 +354,6 @@ def interrupted(at: int) -> float:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_interrupt_while_waiting_is_heard_at_once(ranks: Pools, at: int) -> None:
+def test_an_interrupt_while_waiting_stops_it_at_once(ranks: Pools, at: int) -> None:
     assert ranks(2).run(interrupted, at)[at] < 1.5
     assert [result[0] for result in ranks(2).run(attempt, [{}] * 2)] == [None] * 2

@@ -199,7 +199,7 @@ def test_a_large_plan_prints_shortened() -> None:
 
 WORLD_12 = "\n  world: 12 ranks = node 3 x rank 4\n  sizes that work: 1, 2, 4, 12"
 WORLD_24 = "\n  world: 24 ranks = rack 2 x node 3 x rank 4\n  sizes that work: 1, 2, 4, 12, 24"
-FIX = "\n  fix: pass partition_size= one of these"
+FIX = "\n  fix: pass one of these as partition_size="
 
 
 @pytest.mark.parametrize(
@@ -215,19 +215,19 @@ FIX = "\n  fix: pass partition_size= one of these"
         (
             (3, 4),
             6,
-            "6 crosses a node in the middle: ranks 0-5 would be one group, but a node is 4 ranks"
+            "6 crosses a node in the middle: ranks 0-5 would be one group, but a node has 4 ranks"
             + WORLD_12,
         ),
         (
             (3, 4),
             3,
-            "3 crosses a node in the middle: ranks 3-5 would be one group, but a node is 4 ranks"
+            "3 crosses a node in the middle: ranks 3-5 would be one group, but a node has 4 ranks"
             + WORLD_12,
         ),
         (
             (2, 3, 4),
             8,
-            "8 crosses a rack in the middle: ranks 8-15 would be one group, but a rack is 12 ranks"
+            "8 crosses a rack in the middle: ranks 8-15 would be one group, but a rack has 12 ranks"
             + WORLD_24,
         ),
     ],
@@ -244,12 +244,12 @@ def test_refused_partition_sizes(sizes: tuple[int, ...], p: int, text: str) -> N
         (
             (8, 3),
             "node_size=3 does not divide the world of 8 ranks\n  sizes that work: 1, 2, 4, 8\n"
-            "  fix: pass node_size= one of these",
+            "  fix: pass one of these as node_size=",
         ),
         (
             (8, 2, 3),
             "nodes_per_rack=3 does not divide the 4 nodes\n  sizes that work: 1, 2, 4\n"
-            "  fix: pass nodes_per_rack= one of these",
+            "  fix: pass one of these as nodes_per_rack=",
         ),
         (
             (8, None, 2),
@@ -269,20 +269,20 @@ def test_refused_topologies_of_equal_nodes(args: tuple, text: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "names", "text"),
     [
-        ((), (), "Topology: no sizes\n  fix: give one a level, as in (2, 8)"),
+        ((), (), "Topology: no sizes\n  fix: pass one per level, such as (2, 8)"),
         ((2, 0), (), "Topology: sizes[1]=0 is less than 1"),
         ((2.5, 2), (), "Topology: sizes[0]=2.5 is a float, not an int"),
         (
             (2, 2),
             ("node",),
             "Topology: names ('node',) do not name 2 sizes (2, 2)\n"
-            "  fix: give one name a size, each different, or none",
+            "  fix: pass one distinct name per size, or none",
         ),
         (
             (2, 2),
             ("node", "node"),
             "Topology: names ('node', 'node') do not name 2 sizes (2, 2)\n"
-            "  fix: give one name a size, each different, or none",
+            "  fix: pass one distinct name per size, or none",
         ),
     ],
 )

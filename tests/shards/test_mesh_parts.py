@@ -166,7 +166,7 @@ def test_second_derivatives_through_experts_are_those_of_one_process(ranks, size
 
 
 def wrong_mean_over(value):
-    with pytest.raises(mf.errors.PlanError, match="mean_over=.* is no int of at least 1"):
+    with pytest.raises(mf.errors.PlanError, match="mean_over=.* is not a positive int"):
         mf.make_groups(1, mean_over=value)
 
 
