@@ -1,8 +1,8 @@
-"""What ranks must agree on before data moves: the tree, and the values that replicas start from.
+"""Compare what ranks must agree on before data moves: trees, calls, and the values of replicas.
 
-Ranks that disagree on a shape or an order get wrong numbers or abort, with no error that names
-anything. So each new tree is compared once, by a digest; only on a difference is the whole text
-exchanged, to say where and who.
+Ranks that disagree on a shape or an order get wrong numbers or abort, with an error that does not
+say why. So each new tree is compared once, by a digest. Only if digests differ do the ranks
+exchange their descriptions, to name the leaf and the ranks.
 """
 
 import json
@@ -23,18 +23,18 @@ _BLOCK = 2**20  # elements hashed at once
 
 
 def agree(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> None:
-    """Compare (path, description) pairs between all ranks of `groups`; once per content.
+    """Compare (path, description) pairs between all ranks of `groups`, once for equal facts.
 
     Args:
-      groups: whose ranks must agree; those of the partition group if it is a hierarchy.
+      groups: their ranks must agree; for a `Hierarchy`, those of the partition group.
       what: the verb and the tree, for errors.
-      facts: one pair a leaf, in tree order.
+      facts: one pair per leaf, in tree order.
 
     Raises:
       DesyncError: on every rank, naming ranks and the first path at which they differ.
 
-    Communication: first time for these facts one all-gather of 32 bytes over the partition group
-      and one over the replication group; none later.
+    Communication: an all-gather of 32 bytes over the partition group, and one over the replication
+      group, the first time for these facts.
     """
     mine = digest(f"{path}\n{text}" for path, text in facts)
     if groups.partition_size * groups.num_replicas == 1 or (what, mine) in groups.agreed:
@@ -64,18 +64,19 @@ def _difference(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> De
 def check_replicas(
     groups: Groups, what: str, paths: Sequence[str], tensors: Sequence[Tensor]
 ) -> None:
-    """Compare full values between all ranks of `groups`, by a digest of their bits.
+    """Compare full values between all ranks of `groups`, by a checksum of their bits.
 
     Args:
-      groups: whose ranks must hold the same values.
+      groups: their ranks must hold the same values.
       what: the verb, for errors.
-      paths: one a tensor.
-      tensors: full values, the same shapes and dtypes everywhere.
+      paths: one per tensor.
+      tensors: full values, with the same shapes and dtypes on every rank.
 
     Raises:
-      DesyncError: on every rank, naming the first path whose value differs and who holds what.
+      DesyncError: on every rank, naming the first path whose value differs, and which ranks share
+        a value.
 
-    Communication: 8 bytes a tensor, over the partition group and over the replication group.
+    Communication: 8 bytes per tensor, over the partition group and over the replication group.
     """
     if groups.world_size == 1 or not tensors:
         return
@@ -88,13 +89,13 @@ def check_replicas(
     held = by_value({rank: int(row[differs[0]]) for rank, row in found.items()})
     names = {rank: "ABCDEFGH"[min(i, 7)] for i, (_, ranks) in enumerate(held) for rank in ranks}
     first = f"first difference: {paths[differs[0]]} ({len(differs)} of {len(paths)} leaves differ)"
-    fix = "seed every rank alike, load the same checkpoint, or pass replicas='broadcast'"
+    fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
     values = {rank: f"value {name}" for rank, name in names.items()}
     raise disagreement(f"{what}: ranks hold different values", values, fix, [first])
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a tensor and on its place; on its device, no host sync.
+    """64 bits that depend on every bit of a tensor and its position; without a host sync on CUDA.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
@@ -105,10 +106,9 @@ def checksum(tensor: Tensor) -> Tensor:
     bits = flat.view(kinds[flat.dtype.itemsize])
     total = torch.tensor(flat.numel(), dtype=torch.int64, device=flat.device)
     for block in bits.split(_BLOCK):
-        # Odd weights are invertible modulo 2**64, so that no single changed value goes unseen.
-        total = (
-            total * 6364136223846793005 + (block.long() * _weights(flat.device)[: len(block)]).sum()
-        )
+        # Odd weights are invertible modulo 2**64, so a single changed value changes the sum.
+        weights = _weights(flat.device)[: len(block)]
+        total = total * 6364136223846793005 + (block.long() * weights).sum()
     return total
 
 
@@ -118,13 +118,13 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def collect_all(groups: Home, tensor: Tensor) -> dict[int, Tensor]:
-    """One small tensor of each rank of `groups`, by global rank."""
+    """A small tensor from each rank of `groups`, by global rank."""
     found = collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
     return dict(zip(groups.stacked_ranks, found, strict=True))
 
 
 def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
-    """A byte string of each rank of `groups`, by global rank; lengths may differ."""
+    """A byte string from each rank of `groups`, by global rank; lengths may differ."""
     device = groups.device
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = {rank: int(n) for rank, n in collect_all(groups, length).items()}
@@ -136,22 +136,23 @@ def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
 
 @contextmanager
 def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
-    """A block of work that sends nothing, and must go well on all ranks.
+    """A block of work that sends nothing; if it raises on some ranks, all ranks raise.
 
     Args:
       what: the verb, for errors.
-      groups: one or a tree; those of a function are not known yet, and not told.
-      fact: what all ranks must have been given.
+      groups: `Groups` or a tree of them. If it is a function from paths to groups, these are not
+        known yet, and nothing is compared.
+      fact: a description of the arguments, which must be equal on all ranks.
 
     Raises:
-      DesyncError: ranks have other facts, or the block raised on some; on the ranks where it did
-        not. The others raise what it raised.
+      DesyncError: the facts differ, or the block raised on other ranks. A rank on which the block
+        raised gets that error instead.
 
     Communication: two small all-gathers over the partition group and over the replication group.
     """
     homes = [home for home in flatten(groups)[0] if isinstance(home, Groups)]
     differ = f"{what}: ranks differ"
-    fix = "call it with the same arguments on every rank, where all reach the same files"
+    fix = "pass the same arguments on every rank, and files that every rank can read"
     try:
         yield
     except Exception as error:
@@ -164,7 +165,7 @@ def in_step(what: str, groups: Any, fact: str) -> Iterator[None]:
 
 
 def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
-    """Raise DesyncError on every rank unless all ranks of each of these groups have one text.
+    """Raise DesyncError on every rank unless all ranks of these groups have the same text.
 
     Communication: two small all-gathers over each partition group and each replication group.
     """
@@ -177,19 +178,21 @@ def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
 
 
 def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:
-    """Return only where all ranks say the same and none of them has an error.
+    """Compare a call between ranks; returns if all make the same call and none has an error.
 
     Args:
       verb: the call, for errors.
-      homes: `Groups` or `Hierarchy`s whose ranks make it.
+      homes: each `Groups` or `Hierarchy` whose ranks make the call.
       text: what this rank is about to do.
-      error: what keeps this rank from it; then it returns, for the caller to raise that.
+      error: why this rank cannot do it, if it cannot. Then this returns on this rank, and the
+        caller raises the error.
 
     Raises:
-      DesyncError: on every rank that has no error of its own.
+      DesyncError: calls differ, or other ranks have an error; on every rank without an error of
+        its own.
 
     Communication: two all-gathers over each partition group, and over each replication group of
-      `Groups`: 8 bytes, and the longest text.
+      `Groups`: 8 bytes, and as many as the longest text has.
     """
     wrong = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
     said = json.dumps([text, wrong]).encode()

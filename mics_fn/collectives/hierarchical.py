@@ -1,9 +1,9 @@
-"""The only file that calls data collectives: by bucket, over any number of levels, bounded.
+"""Hierarchical collectives, one bucket at a time; no other file calls collectives that move data.
 
-[Note: levels in place] Chunks are numbered innermost level first, so that at each level of a gather
-(outermost first) the chunks gathered so far and those about to arrive are one contiguous run of the
-output: every level is a plain all-gather written in place. The reduce-scatter is the same walk
-backwards.
+[Note: levels in place] Chunks are numbered innermost level first. A gather takes the outermost
+level first, and in each level the chunks that are there and those that arrive form one contiguous
+run of the output, so every level is a plain all-gather that writes in place. A reduce-scatter takes
+the same steps in reverse.
 """
 
 from collections.abc import Callable, Generator
@@ -21,20 +21,20 @@ from mics_fn.groups import Buffers, Comm, Groups, Route
 
 
 def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> Pending:
-    """Start gathering equal chunks over the levels of a partition group.
+    """Start to gather equal chunks over the levels of a partition group.
 
     Args:
       route: its levels, outermost first.
-      chunk: contiguous; this rank's chunk, any shape.
-      out: where to, contiguous (p, *chunk.shape); default new memory.
+      chunk: this rank's chunk, contiguous, of any shape.
+      out: the output, contiguous (p, *chunk.shape); None allocates it.
 
     Returns:
       A `Pending` whose result is (p, *chunk.shape), in chunk order.
 
-    Communication: one all-gather a level; with p ranks and M bytes in all, (p - 1)/p * M received.
-      None if p = 1.
+    Communication: one all-gather per level; with p ranks and M bytes in all, a rank receives
+      (p - 1)/p * M. None if p = 1.
 
-    Memory: the result; no staging copy.
+    Memory: the result, without a staging copy.
     """
     if chunk.numel() == 0 or (route.size == 1 and out is None):
         out = chunk.expand(route.size, *chunk.shape)
@@ -46,14 +46,15 @@ def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> 
 
 
 def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Pending:
-    """Start a gather whose outer levels are kept for a later one; see [Note: placements].
+    """Start to gather a bucket, and keep what the outer levels gave; see [Note: placements].
 
     Args:
-      route: the levels; the first `hold` of them end in `held`.
-      chunk: contiguous and flat; this rank's.
-      held: what comes over those, in the dtype that travels; None where there are none. It is
-        `chunk` itself in a later fetch, which goes over the other levels alone.
-      out: 1D, the whole bucket, in the dtype that travels; None where that is `held`, or `chunk`.
+      route: the levels; what is gathered over the first `hold` of them goes to `held`.
+      chunk: this rank's chunk, contiguous and 1D.
+      held: memory for that, in the dtype that is sent; None if `hold` is 0. A later fetch passes
+        the kept memory as `chunk` and as `held`, and gathers over the inner levels only.
+      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` or `chunk` is
+        the whole bucket.
 
     Returns:
       A `Pending` whose result is the whole bucket.
@@ -70,7 +71,7 @@ def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | 
         for route, target in parts:
             view = target.view(route.size, target.numel() // route.size)
             if mine.dtype != target.dtype or route.size == 1:
-                mine = view[route.chunk].copy_(mine)  # cast before it is sent
+                mine = view[route.chunk].copy_(mine)  # cast before sending
             yield from gather_steps(route, mine, view)
             mine = target
         return mine
@@ -85,7 +86,7 @@ def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:
 
 
 def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
-    """Gather chunks to `out` (p, *chunk.shape), which may hold this rank's chunk already."""
+    """Gather chunks into `out` (p, *chunk.shape), which may hold this rank's chunk already."""
     mine, start = chunk.unsqueeze(0), route.chunk
     if _moves(chunk):
         for level, coord in zip(route.levels, route.coords, strict=True):
@@ -93,12 +94,8 @@ def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
             start -= coord * count
             run = out.narrow(0, start, level.gather.size * count)
             nbytes = (level.gather.size - 1) * mine.nbytes
-            yield Issued(
-                level.gather,
-                "all-gather",
-                nbytes,
-                partial(_torch.all_gather_single, run.view(-1), mine.reshape(-1)),
-            )
+            call = partial(_torch.all_gather_single, run.view(-1), mine.reshape(-1))
+            yield Issued(level.gather, "all-gather", nbytes, call)
             mine = run
     return out
 
@@ -106,20 +103,22 @@ def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
 def start_reduce_scatter(
     route: Route, full: Tensor, buffers: Buffers, dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start averaging over a partition group; each rank keeps its own chunk.
+    """Start to average over a partition group; each rank keeps its own chunk.
 
     Args:
-      route: its levels, outermost first; they are walked innermost first.
-      full: contiguous (p, *chunk shape), in chunk order; overwritten.
-      buffers: where a second buffer as large as `full` comes from.
-      dtype: of the result; default that of `full`, which is what travels.
+      route: its levels, outermost first; the reduction takes the innermost first.
+      full: contiguous (p, *chunk shape), in chunk order; overwritten. Its dtype is what is sent.
+      buffers: the pool that lends a second buffer as large as `full`.
+      dtype: of the result; None takes that of `full`.
 
     Returns:
-      A `Pending` whose result has the shape of one chunk: the mean over the group, times its
-      factor of gradients.
+      A `Pending` whose result has the shape of one chunk: the mean over the group, times
+      `route.grad_factor`.
 
-    Communication: one reduce-scatter a level; (p - 1)/p of full's bytes sent. None if p = 1.
+    Communication: one reduce-scatter per level, (p - 1)/p of the bytes of `full` sent. None if
+      p = 1.
 
+    Memory: the second buffer, and the result.
     """
     comms = scatter_comms(route, full)
     spare = buffers.take(full.shape, full.dtype, full.device) if comms else full
@@ -148,16 +147,16 @@ def scatter_steps(
     Args:
       route: the levels.
       full: contiguous, in chunk order; overwritten.
-      out: one chunk, of any float dtype; written at the end, so that views of it can be handed out
-        before. Where nothing moves it is `full[0]` already.
+      out: one chunk, of any float dtype. It is written at the end, so the caller can make views of
+        it before. If nothing is sent, it must be `full[0]` already.
       spare: as large as `full`; overwritten.
     """
     comms, here, there = scatter_comms(route, full), full.view(-1), spare.view(-1)
     for i, comm in enumerate(comms):
         numel = here.numel() // comm.size
         if here.device.type == "cpu" or comm.fixed_order:
-            # gloo's reduce-scatter is an all-reduce on the wire; exchanging parts and summing them
-            # here moves half as much, and rounds 16-bit values once.
+            # gloo's reduce-scatter sends as much as an all-reduce. Exchanging parts and adding them
+            # here sends half of that, and rounds 16-bit values only once.
             mean = out.view(-1) if i == len(comms) - 1 else here[:numel]
             yield from _exchange(comm, here.view(comm.size, numel), there[: here.numel()], mean)
         else:
@@ -179,12 +178,15 @@ def scatter_steps(
 def _exchange(
     comm: Comm, parts: Tensor, received: Tensor, mean: Tensor
 ) -> Generator[Issued, None, None]:
-    """Part j goes to the rank at place j; what comes is averaged, perhaps in part 0's memory."""
+    """Send part j to the rank at place j, and average what arrives into `mean`.
+
+    `mean` may share memory with part 0.
+    """
     received = received.view(parts.shape)
     if comm.size != 2:
         yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
         return mean_of(received, mean, comm.fixed_order)
-    # Of two parts only one travels, and the mean is one pass over both.
+    # Of two parts only one is sent, and one pass over both makes the mean.
     own, other = comm.rank, 1 - comm.rank
     sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
     call = partial(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
@@ -195,28 +197,31 @@ def _exchange(
 
 
 def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Issued:
-    """One level of a reduce-scatter: part j of `full` goes to the rank at place j."""
+    """Issue one level of a reduce-scatter: part j of `full` goes to the rank at place j."""
     nbytes = (comm.size - 1) * (full.nbytes // comm.size)
     return Issued(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
 
 def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Pending:
-    """Start averaging a contiguous tensor over a communicator, in place.
+    """Start to average a tensor over a communicator, in place.
 
     Args:
-      comm: over whom.
+      comm: the communicator.
       tensor: contiguous.
-      wire: dtype that travels; default the tensor's.
+      wire: the dtype that is sent; None takes that of `tensor`.
 
-    Communication: one all-reduce, 2(r - 1)/r of its bytes in `wire` sent by each of r ranks.
+    Communication: one all-reduce, in which each of r ranks sends 2(r - 1)/r of the tensor's bytes
+      in `wire`.
     """
     comms, steps = mean_comms(comm, tensor), mean_steps(comm, tensor, wire)
     return Pending(steps, comms, keep=(tensor,), device=tensor.device, purpose="reduce")
 
 
 def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
-    """The communicators that `mean_steps` uses: the given one, if there is anything to do."""
-    return [comm] * (1 + comm.fixed_order) if comm.size > 1 and _moves(tensor) else []
+    """The communicators that `mean_steps` uses, in order: the given one, once or twice or never."""
+    if comm.size == 1 or not _moves(tensor):
+        return []
+    return [comm, comm] if comm.fixed_order else [comm]
 
 
 def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Steps:
@@ -240,7 +245,7 @@ def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> S
 
 
 def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[Issued, None, None]:
-    """An all-reduce as an exchange of parts, sums in rank order here, and an all-gather."""
+    """An all-reduce made of an exchange of parts, local sums in rank order, and an all-gather."""
     numel = tensor.numel()
     parts = tensor.new_zeros((comm.size, -(-numel // comm.size)), dtype=wire)
     parts.view(-1)[:numel].copy_(tensor.view(-1))
@@ -252,15 +257,15 @@ def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[I
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Whether there is anything to send."""
+    """Whether a tensor has data to send."""
     return bool(tensor.numel()) and not _torch.has_no_data(tensor)
 
 
-# What follows is control traffic: small, outside the hot path.
+# The functions below move small tensors, and are not called in the inner loop of training.
 
 
 def collect(comm: Comm, tensor: Tensor) -> Tensor:
-    """One small tensor of each rank, stacked in the communicator's order; no host sync on CUDA."""
+    """A small tensor from each rank, stacked in the communicator's order; no host sync on CUDA."""
     if comm.size == 1:
         return tensor.unsqueeze(0)
     flat = tensor.contiguous().view(-1)
@@ -272,7 +277,7 @@ def collect(comm: Comm, tensor: Tensor) -> Tensor:
 
 
 def _one(comm: Comm, issue: Callable[[], Issued], keep: tuple[Tensor, ...]) -> None:
-    """Issue a single collective in its turn and wait for it."""
+    """Issue a single collective when it is first in its queue, and wait for it."""
 
     def steps() -> Steps:
         yield issue()
@@ -282,7 +287,7 @@ def _one(comm: Comm, issue: Callable[[], Issued], keep: tuple[Tensor, ...]) -> N
 
 
 def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
-    """Overwrite `tensor` everywhere with the source's: over replicas, then inside partitions."""
+    """Overwrite `tensor` on all ranks with that of the source: over replicas, then inside them."""
     place = groups.ranks.index(source_rank) % groups.partition_size
     row = groups.position % groups.partition_size == place
     hops = [(groups.replicas, source_rank)] if row else []
@@ -296,7 +301,7 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
 
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
-    """The mean of a small tensor over all ranks, in place: in partitions, then over replicas."""
+    """Average a small tensor over all ranks, in place: in partition groups, then over replicas."""
     for comm in (groups.partition, groups.replicas):
         start_mean(comm, tensor).wait()
     return tensor

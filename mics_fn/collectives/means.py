@@ -1,17 +1,23 @@
-"""The arithmetic of means: how parts from several ranks are added up."""
+"""The arithmetic of means: how parts from several ranks are added and divided."""
 
 import torch
 from torch import Tensor
 
 from mics_fn.errors import PlanError
 
-_BLOCK = 2**16  # elements that are widened at a time: their wide copies fit in the caches
+_BLOCK = 2**16  # elements that are widened at a time, so that wide copies fit in the CPU's caches
 
 
 def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:
-    """The mean of the rows of `parts` goes to `out`, summed in float32 or wider for 16 bits."""
+    """Write the mean of the rows of `parts` to `out`; 16-bit values are summed in float32.
+
+    Args:
+      parts: one row per rank.
+      out: one row, of any float dtype.
+      in_order: add the rows one after the other for every element.
+    """
     wide = torch.promote_types(parts.dtype, torch.float32)
-    if in_order:  # which a sum over a dim is not: there the order depends on the element's place
+    if in_order:  # in `sum(0)` the order of additions depends on an element's position
         total = parts[0].to(wide, copy=True)
         for part in parts[1:]:
             total.add_(part)
@@ -23,12 +29,12 @@ def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:
 
 
 def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a + (b - a)/2 goes to `out`, which may be the memory of either; as wide as in `mean_of`."""
+    """Write a + (b - a)/2 to `out`, which may share memory with either; as wide as `mean_of`."""
     if out.dtype == a.dtype and a.dtype.itemsize != 2:
         torch.lerp(a, b, 0.5, out=out)
         return
     wide = torch.promote_types(a.dtype, torch.float32)
-    # Block by block on the host: wide copies stay in its caches, and take no memory to speak of.
+    # On the CPU wide copies are made block by block, so that they fit in its caches.
     block = _BLOCK if a.device.type == "cpu" else max(1, a.numel())
     for x, y, mean in zip(a.split(block), b.split(block), out.split(block), strict=True):
         if mean.dtype == wide:
@@ -40,24 +46,24 @@ def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
-    """How to take a mean as `before` times each value, their sum, and `after` times that.
+    """Factors that make a sum a mean: multiply values by `before`, and their sum by `after`.
 
-    With float16 neither factor alone will do: a plain sum overflows early, and a value divided by
-    `count` may go to 0. So `before` is the power of two at or just below 1/sqrt(count). Sums then
-    stay finite while values are below about 65504 / (count * before), which is 65504 / sqrt(count)
-    or up to twice that; an overflow above is seen, and a dynamic scale mends it. A value that goes
-    to 0 is not seen; none does that is at least 2**-24 / before. Other dtypes have at least the
-    range of float32, and their `before` is 1.
+    In float16 neither factor is enough alone: the plain sum overflows early, and a value divided by
+    `count` may become 0. So `before` is the largest power of two that is at most 1/sqrt(count).
+    Sums then stay finite while values are below 65504 / (count * before), which lies between
+    65504 / sqrt(count) and twice that. An overflow beyond it is noticed, and a dynamic loss scale
+    adapts. A value that becomes 0 is not noticed, but no value of at least 2**-24 / before does.
+    Other dtypes have at least the range of float32, and their `before` is 1.
 
     Args:
-      dtype: in which the values are added.
-      count: how many there are.
+      dtype: the dtype in which the values are added.
+      count: number of values.
 
     Returns:
-      `(before, after)`; `before * after * count` is 1, exactly so if `count` is a power of two.
+      `(before, after)`; `before * after * count` is 1, exactly if `count` is a power of two.
     """
     if count < 1:
         raise PlanError(f"mean_factors: count={count}, expected at least 1")
-    # The least k with 4**k >= count.
+    # The smallest k with 4**k >= count.
     k = ((count - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 0
     return 2.0**-k, 2.0**k / count

@@ -1,15 +1,15 @@
-"""Collectives under way: bounded waits, several levels after each other, several buckets at once.
+"""`Pending`: a collective in flight, with several levels, bounded waits, and others beside it.
 
 [Note: order on a communicator] Every rank must issue the collectives of one communicator in the
-same order. What is started says at once which communicators it will use, and queues at each of
-them; it issues its next level only when it is the first in that queue. So the order on every
-communicator is the order in which collectives were started, which the program decides, while
-*when* a level is issued may follow the clock: whoever waits for anything pushes everything on.
+same order. A `Pending` therefore enters the queue of each communicator that it will use when it is
+started, and issues a level only when it is the first in that queue. So the order on every
+communicator is the order in which collectives were started, which the program decides. *When* a
+level is issued may depend on timing: a wait for any collective advances all of them.
 
-[Note: buffers in flight] On CUDA each collective runs on a side stream that first waits for the
-current one; `wait` makes the current stream wait for it, and no host waits. Every tensor that a
-collective reads or writes is referenced by its `Pending` until then, so that no allocator hands it
-out too early; `record_stream` is never needed.
+[Note: buffers in flight] On CUDA each collective runs on a side stream, which first waits for the
+current stream; `wait` makes the current stream wait for the side stream, and the host does not
+wait. Until then the `Pending` references every tensor that its collectives read or write, so that
+no allocator hands out their memory too early, and `record_stream` is not needed.
 """
 
 import time
@@ -29,12 +29,12 @@ from mics_fn.schedules import Stuck
 Steps = Generator["Issued", None, Tensor]
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
-_STALL_S = 1.0  # after this long without a move, and again each time, other ranks are looked at
+_STALL_S = 1.0  # a wait without progress reads what other ranks wrote each time this has passed
 _ISSUED: Counter[str] = Counter()  # collectives by process group; see [Note: waiting in two places]
 
 
 class Issued:
-    """One collective on one communicator, under way."""
+    """One collective on one communicator, in flight."""
 
     def __init__(self, comm: Comm, op: str, nbytes_sent: int, call: Callable[..., Any]) -> None:
         self.comm, self.op = comm, op
@@ -49,7 +49,7 @@ class Issued:
         self._number = _ISSUED[self._group]
 
     def stuck(self) -> Stuck:
-        """Which one it is, for the other ranks."""
+        """A description of this collective for the other ranks."""
         text = f"{self.op} over '{self.comm.name}'"
         return Stuck(self._group, self._number, self.comm.ranks, text)
 
@@ -58,19 +58,19 @@ class Issued:
         return self.work.is_completed()
 
     def order(self) -> None:
-        """On CUDA make the current stream wait for it; on the host raise if it failed."""
+        """Make the current stream wait for it (on CUDA), or raise if it failed (on the host)."""
         try:
             self.work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def late(self) -> CollectiveTimeoutError:
-        """What to raise where it does not finish."""
+        """The error to raise if it does not finish in time."""
         return CollectiveTimeoutError(
             message(
                 f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
                 [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-                fix="look for a rank that stopped, or took another way through the program",
+                fix="look for a rank that stopped, or that calls other verbs",
             )
         )
 
@@ -80,19 +80,19 @@ class Issued:
             message(
                 f"{self.op} over '{self.comm.name}' failed: {first}",
                 [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
-                fix="look at the other ranks' errors, then make new groups: these are out of step",
+                fix="look at the other ranks' errors, then make new groups: these are broken",
             )
         )
 
 
 class Pending:
-    """A collective under way, over all its levels; it keeps its buffers alive until `wait`.
+    """A collective in flight over all of its levels; it keeps its buffers alive until `wait`.
 
     Args:
-      steps: generator that issues one level after the other and returns the result.
-      comms: the communicator of each thing that `steps` will issue, in order.
-      keep: every tensor that it reads or writes.
-      device: where they live.
+      steps: a generator that issues one level after the other and returns the result.
+      comms: the communicator of each collective that `steps` will issue, in order.
+      keep: every tensor that these read or write.
+      device: where the tensors live.
       purpose: 'gather' or 'reduce'; each has its own stream on CUDA.
     """
 
@@ -110,8 +110,8 @@ class Pending:
         self._result: Tensor | None = None
         self._event: Any = None
         self._device = device
-        self.finished = False  # nothing is left to issue or to wait for on the host
-        self.level = 0  # things issued so far
+        self.finished = False  # whether the host has nothing left to issue or to wait for
+        self.level = 0  # number of collectives issued so far
         for comm in comms:
             comm.queue.append(self)
         if device.type == "cuda":
@@ -122,7 +122,8 @@ class Pending:
         self.push()
 
     def _run_on_stream(self, side: Any) -> None:
-        side.wait_stream(torch.cuda.current_stream(self._device))  # inputs, and last readers
+        # The inputs must be complete, and earlier readers of the output done.
+        side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             while not self.finished:
                 if self._issued is not None:
@@ -131,7 +132,7 @@ class Pending:
             self._event = side.record_event()
 
     def push(self) -> bool:
-        """Go on as far as is possible without waiting; whether it moved."""
+        """Advance as far as possible without waiting; returns whether anything changed."""
         moved = False
         while not self.finished and (self._issued is None or self._issued.done()):
             if self.level < len(self._comms) and self._comms[self.level].queue[0] is not self:
@@ -154,7 +155,7 @@ class Pending:
             self.finished = True
 
     def _guard(self, step: Callable[[], Any]) -> Any:
-        """Run a step; if it fails, this leaves every queue, so that nothing waits behind it."""
+        """Run a step; if it fails, leave every queue, so that no other collective waits for it."""
         try:
             return step()
         except StopIteration:
@@ -170,23 +171,23 @@ class Pending:
 
     @property
     def stuck(self) -> Stuck | None:
-        """What is under way and not over, if anything is."""
+        """The collective that is in flight and not done, if any."""
         issued = self._issued
         return None if issued is None or issued.done() else issued.stuck()
 
     def check_time(self, waited_s: float) -> None:
-        """Give up and raise if what is under way has not moved for longer than it may."""
+        """Give up and raise if the collective in flight has exceeded its timeout."""
         issued = self._issued
         if issued is not None and waited_s > issued.comm.timeout_s:
             self._abandon()
             raise issued.late()
 
     def passed(self, levels: int) -> bool:
-        """Whether so many levels are over, without waiting."""
+        """Whether so many levels are done, without waiting."""
         return self.finished or self.level > levels
 
     def wait(self) -> Tensor:
-        """The result, ready for the current stream. Waiting again returns it again."""
+        """Wait for the result, ready for the current stream; a second call returns it again."""
         if not self.finished:
             wait_until(self._comms[0].life, lambda: self.finished)
         if self._event is not None:
@@ -198,13 +199,13 @@ class Pending:
         return self._result
 
     def __del__(self) -> None:
-        # Buffers must outlive the transfer even when nobody wants the result.
+        # Buffers must outlive the transfer even if nobody waits for the result.
         if getattr(self, "_event", None) is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def push_all(life: Life) -> bool:
-    """Push on everything under way, without waiting; whether anything moved."""
+    """Advance every collective in flight without waiting; returns whether anything changed."""
     if not life.active:
         return False
     moved = False
@@ -215,10 +216,11 @@ def push_all(life: Life) -> bool:
 
 
 def wait_until(life: Life, done: Callable[[], bool]) -> None:
-    """Push everything on until `done()`, sleeping between looks, so that Ctrl-C is heard at once.
+    """Advance all collectives until `done()`, and sleep in between, so that Ctrl-C works at once.
 
     Raises:
-      CollectiveTimeoutError: nothing moved for the timeout of a collective under way.
+      CollectiveTimeoutError: there was no progress for the timeout of a collective in flight.
+      DesyncError: ranks wait for each other, or some of them left the schedule.
     """
     since = stalled = time.monotonic()
     looked = False
@@ -229,14 +231,14 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
             if done():
                 return
             if not life.active:
-                raise CollectiveError("a collective is waited for that failed before")
+                raise CollectiveError("this wait cannot end: the collective failed before")
             now = time.monotonic()
             if now - stalled > _STALL_S:
                 stalled, looked = now, True
                 life.look([s for pending in life.active if (s := pending.stuck)], _ISSUED)
             for pending in life.active:
                 pending.check_time(now - since)
-            # In proportion to the wait, so that looking costs little time and little delay.
+            # Sleep in proportion to the wait so far, so that polling costs little time and delay.
             time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
     finally:
         if looked:
@@ -244,11 +246,11 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
 
 
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
-    """Finish several collectives, each level of one overlapping other levels of the next."""
+    """Wait for several collectives, whose levels overlap; returns their results in order."""
     return [pending.wait() for pending in pendings]
 
 
 @cache
 def _side_stream(device: torch.device, purpose: str) -> Any:
-    # Reductions are what the next step waits for, so they go first where both want the device.
+    # The next step waits for reductions, so they have priority on the device.
     return torch.cuda.Stream(device, priority=-1 if purpose == "reduce" else 0)

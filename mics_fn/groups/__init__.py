@@ -1,4 +1,46 @@
-"""Who takes part: rank arithmetic, launchers, process groups, placements. Moves no data."""
+"""Who takes part: rank arithmetic, launchers, process groups and placements. It moves no data.
+
+A *partition group* is p ranks that together hold one replica of the model: parameters and optimizer
+state are sharded over the smallest group that holds them, not over all n ranks of the job. The job
+is n/p complete replicas. Ranks with the same place in each partition group hold the same shard and
+form a *replication group*. If a partition group spans nodes it has several *levels*, one per kind
+of link, named outermost (slowest) first: "rack", "node", "rank". All of this follows from two
+numbers and a `Topology`, without processes:
+
+  >>> print(plan_groups(Topology((4, 2)), partition_size=4))
+  8 ranks = node 4 x rank 2
+    partition groups (2 of 4): 0-3 | 4-7
+    levels of each, outermost first: node 2 x rank 2
+    replication groups (4 of 2): 0, 4 | 1, 5 | 2, 6 | 3, 7
+
+`init_distributed` starts torch.distributed from what the launcher wrote into the environment, and
+chooses the device; without a launcher, every verb works on one rank. `make_groups` then creates the
+process groups of such a plan. It takes the size of a node from the launcher (or `node_size=`), and
+every rank checks that all found the same. A partition group is a node unless `partition_size=` says
+otherwise: on four machines with 8 GPUs, `make_groups(partition_size=16)` makes two replicas of two
+nodes each. The result is a frozen `Groups`, a value that every verb takes:
+
+  >>> with make_groups() as groups:
+  ...     groups.hierarchy
+  Hierarchy(one rank, chunk 0 of 1)
+
+Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
+In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
+of parameters that are DTensors. Experts that live on fewer ranks have groups of their own, chosen
+per leaf: `make_groups(mesh=mesh["dp"], mean_over=n)`, where n is the number of all data-parallel
+ranks. If the other ranks of the world are a job of their own, pass `whole=True`.
+
+A `Hierarchy` is one partition group as the verbs inside it need it: a `Route` (levels, and this
+rank's place in each), `Pools` of memory that is reused, and a `Channel` for messages. A *placement*
+says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
+
+Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
+`communicator.py` and `buffers.py` are the values; `make.py` makes them, with `distributed.py`
+(device and backend), `environment.py` (launchers) and `rendezvous.py` (ranks compare arguments
+before any group exists). To add a launcher, add a row to `_MPI` in `environment.py`, or a reader
+beside `_slurm`, and its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to
+`PLACEMENTS` in `placement.py`, and its formula to `tests/deferred/test_placement.py`.
+"""
 
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import Buffers

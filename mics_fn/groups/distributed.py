@@ -22,8 +22,10 @@ def init_distributed(
     It reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without those,
     the variables of Open MPI, MVAPICH, MPICH, Intel MPI, Cray PALS, jsrun or Flux (such as
     OMPI_COMM_WORLD_RANK), together with MASTER_ADDR and MASTER_PORT; without those, Slurm's
-    SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. If torch.distributed is initialised already, or no
-    launcher started this process, it only chooses the device.
+    SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. On several nodes Slurm needs this line before
+    srun: `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)`. If
+    torch.distributed is initialised already, or no launcher started this process, it only chooses
+    the device.
 
     Args:
       device: "auto" takes CUDA if every rank of the node has a GPU, else the CPU. Pass "cuda" if

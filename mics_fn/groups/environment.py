@@ -112,7 +112,7 @@ def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
-    """Parse Slurm's short form of tasks per node; returns one number per node.
+    """Number of tasks on each node, from Slurm's short form.
 
     >>> tasks_per_node("4(x2),3")
     (4, 4, 3)

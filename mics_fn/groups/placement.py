@@ -16,6 +16,13 @@ See [Note: placements] in `hierarchy.py`.
 | `hybrid` | p | k | k | hop 2 as a reduce-scatter, new shards gathered back |
 
 Here p is the size of a partition group, and k that of its innermost level, usually a node.
+`place(groups, "hpz")` takes a row of the table, and `place(groups, params=8, grads=2)` makes a pair
+of your own. Leaves may have different placements, given as a function from paths to groups.
+
+What a placement keeps is kept from its first use in a run to the end of the run, as a second tier
+under the budget `live_bytes`, and gathered again after the update. So `zero1` and `zero2` keep
+whole parameters within a step, and not between steps: the gather that follows an update overlaps
+the next forward, and evaluation gathers again.
 """
 
 from dataclasses import replace
@@ -75,6 +82,7 @@ def place(
         lists what there is.
 
     Example:
+      >>> from mics_fn import placement
       >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
@@ -119,11 +127,12 @@ def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
 def fixed_order(groups: Groups) -> Groups:
     """The same groups, with reductions that add up in the order of ranks on every backend.
 
-    Each rank receives the parts of all others and adds them up itself, in the order of the group
-    and in float32 or wider; then it sends the mean. So neither the algorithm that a library chooses
-    nor the timing of other transfers changes any bit. Hop 1 adds level by level, the innermost
-    first; micro-steps are added after it, then replicas in hop 2. Two ranks average as
-    b - (b - a)/2.
+    gloo and NCCL promise no order. Here each rank receives the parts of all others and adds them up
+    itself, in the order of the group and in float32 or wider; then it sends the mean. So neither
+    the algorithm that a library chooses nor the timing of other transfers changes any bit. Hop 1
+    adds level by level, the innermost first; then come micro-steps in order, then replicas. Two
+    ranks average as b - (b - a)/2. Two runs have equal bits if the computation has them too:
+    `Trainer(deterministic=True)` takes care of both.
 
     Args:
       groups: any.
@@ -137,6 +146,7 @@ def fixed_order(groups: Groups) -> Groups:
     Memory: nothing here. Hop 2 takes two more buffers of the size of a chunk.
 
     Example:
+      >>> from mics_fn import placement
       >>> groups = placement.fixed_order(make_groups(1))
     """
 

@@ -1,17 +1,22 @@
-"""What ranks of a partition group tell each other through the store, outside of all collectives.
+"""`Channel`: messages between the ranks of a partition group through the store, not by collectives.
 
-[Note: the same order of use] Ranks that fetch different buckets would hang, or hand each other the
-wrong bytes. So a bucket is fetched only if all ranks of the partition group are known to want it
-next: either all follow one schedule that they agreed on, or before each single fetch they compare a
-digest of the uses so far, which costs one small message to the store. The end of a backward pass
-and the end of a run are compared as well: a rank that uses fewer buckets would otherwise wait for
-reductions while the others wait for a fetch.
+[Note: the same order of use] Ranks that fetch different buckets would hang, or receive the wrong
+bytes. So a bucket is fetched only if all ranks of the partition group are known to need it next:
+either all follow one schedule that they agreed on, or they compare a digest of the uses so far
+before each fetch, with one small message to the store. They also compare the end of a backward pass
+and the end of a run: a rank that uses fewer buckets would otherwise wait for reductions while the
+others wait for a fetch.
 
-A rank whose model leaves the schedule waits for the others to leave it at the same step. One that
-does not leave misses it sooner or later: whoever waits for a collective without seeing it move
-looks here once a second, finds who left, or who waits for it in another collective, and both raise
-an error that says so. The other replicas would wait for these ranks in hop 2, so they find the same
-error when they look. While all ranks follow a schedule nothing is sent.
+A rank whose model leaves the schedule writes that down, and waits until the others leave it at the
+same step. A rank that does not leave will sooner or later wait for it in a collective. Every wait
+without progress looks here once per second; it then finds out which rank left, or which rank waits
+in another collective, and both raise an error that says so. The other replicas would wait for these
+ranks in hop 2, and find the same error in the same manner. While all ranks follow a schedule,
+nothing is sent.
+
+On NCCL the host does not wait for collectives, so it looks for a rank that left only when a run
+ends, in `Trainer` or at the end of a `with` block. If nobody finds it by then, that rank raises
+after `timeout_s`, and the others by NCCL's watchdog.
 """
 
 import json
@@ -22,7 +27,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, disagreement, message, name_ranks
-from mics_fn.schedules.stalled import Stuck, never, news, next_to
+from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
 from mics_fn.store import Store, poll
 
 _ORDERS = "defer: ranks use parameters in different orders"
@@ -34,11 +39,11 @@ _STUCK = (
     "ranks wait for each other in different collectives",
     f"call the same verbs in the same order on all ranks; {_ONE_ORDER}",
 )
-_RUNS_KEPT = 4  # ranks are never that far apart: every run has collectives
+_RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
 
 
 class Progress(Protocol):
-    """How far this rank is in one run of the model, for the others."""
+    """How far this rank is in one run of the model; shown to the other ranks."""
 
     number: int  # of the run
 
@@ -47,18 +52,18 @@ class Progress(Protocol):
         ...
 
     def last_step(self) -> str:
-        """What this rank did last."""
+        """The last thing that this rank did."""
         ...
 
 
 class Channel:
-    """The messages of a partition group; without a store it has one rank and nothing to say.
+    """Messages between the ranks of a partition group; without a store, that of a single rank.
 
     Args:
       store: shared by all ranks.
-      key: what no other groups of this job use.
+      key: prefix of its keys, which no other groups of this job use.
       ranks: global ranks of the partition group.
-      rank: this one.
+      rank: this rank.
       timeout_s: bound in seconds of each wait.
       job_size: number of ranks of the whole job.
     """
@@ -74,22 +79,22 @@ class Channel:
     ) -> None:
         self.job_size = job_size
         self.runs = 0  # of models, so far
-        self.fixed: dict[Any, Any] = {}  # what is known of schedules that came without a policy
+        self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
         self._store = store if len(ranks) > 1 else None
-        self._shared, self._all = store, f"{key}/all"  # all ranks of the groups, with replicas
+        self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
         self._key = f"{key}/order/{min(ranks, default=0)}"
         self._ranks, self._rank, self._timeout_s = ranks, rank, timeout_s
         self._recent: list[Progress] = []
         self._events = 0
-        self._news = ""  # what this rank said of its waiting
+        self._note = ""  # what this rank wrote down about its wait
         self._written: deque[list[str]] = deque([[]], maxlen=_RUNS_KEPT)
 
     def begin_run(self, progress: Progress, number: int | None = None) -> int:
-        """Begin a run; the n-th on one rank is the n-th on the others. Returns its number."""
+        """Begin a run and return its number; the n-th run is the same on all ranks."""
         self.runs = self.runs + 1 if number is None else number
         self._recent = [*self._recent[-1:], progress]
         if self._shared is not None:
-            # What was said in runs long past is of no use, and a store has to hold it in memory.
+            # Nobody reads the messages of old runs, but the store would keep them in memory.
             past = self._written[0] if len(self._written) == _RUNS_KEPT else []
             for key in past:
                 with suppress(RuntimeError, NotImplementedError):
@@ -100,7 +105,7 @@ class Channel:
     def compare(self, text: str) -> None:
         """Raise DesyncError if the n-th call on another rank has another text; never waits.
 
-        Calls are counted over all runs, so that ranks in different runs are told apart too.
+        Calls are counted over all runs, so ranks that are in different runs are found too.
         """
         if self._store is None:
             return
@@ -113,13 +118,13 @@ class Channel:
             self._raise_everywhere({first[0]: first[1], self._rank: text})
 
     def first_of(self, event: str, text: str) -> str:
-        """The text of whichever rank of all groups came to this event first."""
+        """The text of the rank that came to this event first, among all replicas."""
         if self._shared is None:
             return text
         return self._shared.compare_set(f"{self._all}/{event}", "", text).decode()
 
     def tally(self, event: str, amount: int) -> int:
-        """Add to a number that all groups of the job share, and read it; never waits."""
+        """Add to a number that all replicas share, and return the sum; never waits."""
         key = f"{self._all}/{event}"
         if self._shared is None:
             return amount
@@ -127,22 +132,22 @@ class Channel:
         return self._shared.add(key, amount)
 
     def leave(self, number: int, k: int, text: str) -> None:
-        """Leave a schedule at step k; returns when all ranks have left it there, alike.
+        """Leave a schedule at step k; returns when all ranks have left it at the same step.
 
         Raises:
-          DesyncError: others left elsewhere, or not at all.
-          CollectiveTimeoutError: some rank neither left nor noticed that it should.
+          DesyncError: other ranks left it at another step, or not at all.
+          CollectiveTimeoutError: some rank neither left it nor noticed in time that it should.
         """
-        self.say_left(number, k, text)
-        self.wait_left(number, text)
+        self.announce_leave(number, k, text)
+        self.await_leave(number, text)
 
-    def say_left(self, number: int, k: int, text: str) -> None:
-        """Tell the others that this rank left the schedule at step k."""
+    def announce_leave(self, number: int, k: int, text: str) -> None:
+        """Write down that this rank left the schedule at step k."""
         if self._store is not None:
             self._store.set(self._left(number, self._rank), json.dumps([k, text]))
             self._written[-1].append(self._left(number, self._rank))
 
-    def wait_left(self, number: int, text: str) -> None:
+    def await_leave(self, number: int, text: str) -> None:
         """Wait until all ranks have left the schedule."""
         store = self._store
         if store is None:
@@ -155,18 +160,19 @@ class Channel:
 
         if not poll(all_left, len(others), time.monotonic() + self._timeout_s):
             late = [rank for rank, key in others.items() if not store.check([key])]
-            text = f"{name_ranks(late)} did not come to {text} in {self._timeout_s:g} s"
-            raise CollectiveTimeoutError(message(text, fix="look for a rank that stopped"))
+            what = f"defer: {name_ranks(late)} did not leave the schedule in {self._timeout_s:g} s"
+            lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
+            raise CollectiveTimeoutError(message(what, lines, fix))
         found = {rank: json.loads(store.get(key)) for rank, key in others.items()}
         if len({tuple(left) for left in found.values()}) > 1:
             self._raise_everywhere({rank: left[1] for rank, left in found.items()})
 
     def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
-        """Raise what explains why nothing moves, if there is anything; for whoever waits.
+        """Raise the error that explains a wait without progress, if the others wrote down why.
 
         Args:
-          stuck: what it waits for.
-          issued: how many collectives it issued, by process group.
+          stuck: what this rank waits for.
+          issued: number of collectives that this rank issued, by process group.
         """
         self._raise_reported()
         self._look_for_left()
@@ -174,14 +180,14 @@ class Channel:
             self._look_for_stuck(self._shared, stuck, issued or {})
 
     def moved(self) -> None:
-        """What this rank waited for is over, or was given up."""
-        if self._news and self._shared is not None:
-            self._news = ""
-            with suppress(RuntimeError):  # a store that is gone must not hide another error
+        """Withdraw this rank's note: what it waited for is done, or was given up."""
+        if self._note and self._shared is not None:
+            self._note = ""
+            with suppress(RuntimeError):  # if the store is gone too, show the first error
                 self._shared.set(f"mics_fn/stuck/{self._rank}", "")
 
     def report(self, text: str) -> None:
-        """Have all ranks of the groups raise this error when they look."""
+        """Make all ranks of the groups raise this error when they look."""
         if self._shared is not None:
             self._shared.compare_set(f"{self._all}/trouble", "", text)
 
@@ -191,15 +197,15 @@ class Channel:
         """See [Note: waiting in two places] in `schedules.stalled`."""
         after = f", after {self._recent[-1].last_step()}" if self._recent else ""
         text = f"waits for {stuck[0].text}{after}"
-        mine = json.dumps(news(stuck, issued, text))
-        if mine != self._news:
+        mine = json.dumps(note_of(stuck, issued, text))
+        if mine != self._note:
             store.set(f"mics_fn/stuck/{self._rank}", mine)
-            self._news = mine
-        for other in next_to(self._rank, stuck):
+            self._note = mine
+        for other in neighbours(self._rank, stuck):
             key = f"mics_fn/stuck/{other}"
-            there = json.loads((store.check([key]) and store.get(key)) or "null")
-            if there and never(stuck, issued, there, other, self._rank):
-                self._raise_everywhere({other: there["text"], self._rank: text}, *_STUCK)
+            note = json.loads((store.check([key]) and store.get(key)) or "null")
+            if note and deadlocked(stuck, issued, note, other, self._rank):
+                self._raise_everywhere({other: note["text"], self._rank: text}, *_STUCK)
 
     def _look_for_left(self) -> None:
         if self._store is None:
@@ -217,7 +223,7 @@ class Channel:
         return f"{self._key}/left/{number}/{rank}"
 
     def _raise_reported(self) -> None:
-        """Raise the error that another rank reported, in this replica or in another one."""
+        """Raise the error that another rank reported, in this replica or another."""
         if self._shared is not None and self._shared.check([f"{self._all}/trouble"]):
             raise DesyncError(self._shared.get(f"{self._all}/trouble").decode())
 
@@ -232,7 +238,7 @@ class Channel:
 
 
 class Channels(Channel):
-    """Those of a tree whose leaves live on several groups: its ranks agree in each of them."""
+    """The channel of a tree whose leaves live on several groups: its ranks agree in each."""
 
     def __init__(self, parts: Sequence[Channel]) -> None:
         super().__init__()
@@ -240,7 +246,7 @@ class Channels(Channel):
         self._widest = max(parts, key=lambda part: part.job_size)
 
     def begin_run(self, progress: Progress, number: int | None = None) -> int:
-        """Begin a run that has the same number in every group."""
+        """Begin a run with the same number in every group."""
         number = number or 1 + max(part.runs for part in self._parts)
         return max(part.begin_run(progress, number) for part in self._parts)
 
@@ -251,17 +257,17 @@ class Channels(Channel):
     def leave(self, number: int, k: int, text: str) -> None:
         """Leave the schedule in every group.
 
-        A rank may wait in any of them, so this rank says it in all before it waits in one.
+        Ranks may wait in any of them, so this rank announces it in all before it waits in one.
         """
-        self._in_each(lambda part: part.say_left(number, k, text))
-        self._in_each(lambda part: part.wait_left(number, text))
+        self._in_each(lambda part: part.announce_leave(number, k, text))
+        self._in_each(lambda part: part.await_leave(number, text))
 
     def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
         """Look in every group."""
         self._in_each(lambda part: part.look(stuck, issued))
 
     def _in_each(self, call: Callable[[Channel], None]) -> None:
-        """Ranks look at their own groups alone, so an error of one group is reported to all."""
+        """Call something in each group; an error in one is reported to the ranks of all."""
         try:
             for part in self._parts:
                 call(part)
@@ -280,7 +286,7 @@ class Channels(Channel):
 
 
 def joined(channels: Sequence[Channel]) -> Channel:
-    """The channel of a tree, from that of each of its buckets."""
+    """The channel of a tree, given that of each of its buckets."""
     distinct = list(dict.fromkeys(channels))
     if len(distinct) > 1:
         return Channels(distinct)

@@ -1,4 +1,4 @@
-"""Plans: what to fetch and drop around each use, for a budget of live bytes."""
+"""`plan`: what to fetch and drop around each use, for a budget of live bytes."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -6,33 +6,30 @@ from heapq import heappop, heappush
 from mics_fn.errors import PlanError
 from mics_fn.schedules.schedule import Action, Schedule, Uses, check_buckets
 
-Around = tuple[list[list[int]], list[list[int]]]  # what to fetch before each, and to drop after it
+# For each use, the buckets to fetch before it and those to drop after it.
+Around = tuple[list[list[int]], list[list[int]]]
 
 
 def plan(
     record: Schedule, sizes: Sequence[int], *, live_bytes: int | None, prefetch: int = 4
 ) -> Schedule:
-    """Add fetches and drops to a record, knowing all that follows.
+    """Add fetches and drops to a record, knowing all later uses.
 
     Args:
-      record: uses and reductions as they happened; fetches and drops in it do not count.
+      record: uses and reductions as they happened; its fetches and drops are ignored.
       sizes: bytes of each bucket.
-      live_bytes: buckets stay live for a later use while they fit in this. None: all do, and each
-        is fetched once. 0: one at a time. What one use needs is always fetched.
-      prefetch: buckets that may be on their way ahead of their use. With it, as many bytes as the
-        largest bucket has may be live above `live_bytes`.
+      live_bytes: budget for buckets that stay live for a later use. With None all buckets stay, and
+        each is fetched once; with 0 one is live at a time. What one use needs is always fetched.
+      prefetch: how many buckets may be fetched ahead of their use. If it is not 0, the live bytes
+        may exceed `live_bytes` by the size of the largest bucket.
 
     Returns:
-      A schedule with the record's uses and reductions that passes `check`; nothing is live at its
-      end. Without `prefetch`, and with buckets of one size, none has fewer fetches (Belady, 1966);
-      a larger `prefetch` never has more.
-
-    Communication: none.
-
-    Memory: some ints an action.
+      A schedule with the record's uses and reductions, which passes `check` and ends with nothing
+      live. If `prefetch` is 0 and all buckets have one size, no schedule has fewer fetches
+      (Belady, 1966); a larger `prefetch` never has more.
 
     Raises:
-      PlanError: a bucket without a size, or a negative number.
+      PlanError: a bucket has no size, or a number is negative.
 
     Example:
       >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")
@@ -42,7 +39,7 @@ def plan(
     """
     check_buckets("plan", record, sizes)
     if min(live_bytes or 0, prefetch) < 0:
-        raise PlanError(f"plan: live_bytes={live_bytes}, prefetch={prefetch}: one is less than 0")
+        raise PlanError(f"plan: live_bytes={live_bytes}, prefetch={prefetch}: one is negative")
     limit = sum(sizes) if live_bytes is None else live_bytes
     around = zip(*_fetch_ahead(record.uses, sizes, limit, prefetch), strict=True)
     actions: list[Action] = []
@@ -56,23 +53,24 @@ def plan(
     return Schedule(tuple(actions))
 
 
-# [Note: planning] `_stays` decides from where to where each bucket is live. Where room is needed,
-# the one whose next use is farthest ahead goes, and goes right after its last use before that. Then
-# `_fetch_ahead` moves fetches to earlier places, in the same order, so what is live depends only on
-# the place and on how many fetches are done: one that was not moved finds its room as it was. None
-# is added, and where one comes right after the drop of its bucket, neither is done. A larger
-# `prefetch` is never behind a smaller one, so it meets all those drops too.
+# [Note: planning] `_stays` decides from which use to which other one each bucket is live. When room
+# is needed, the bucket whose next use is farthest ahead is dropped, right after its last use before
+# that. Then `_fetch_ahead` moves fetches to earlier uses without changing their order. What is live
+# at a use therefore depends only on how many fetches were done by then, so a fetch that was not
+# moved finds the same room as before. No fetch is added, and if one would come right after the drop
+# of its bucket, both are left out. A larger `prefetch` is never behind a smaller one, so it leaves
+# out the same pairs too.
 
 
 def _stays(uses: Uses, sizes: Sequence[int], limit: int) -> Around:
-    """What to do if nothing is fetched ahead."""
-    later: dict[int, list[int]] = {}  # bucket -> its uses to come, the next one last
+    """What to fetch and drop if nothing is fetched ahead."""
+    later: dict[int, list[int]] = {}  # bucket -> its later uses, the next one last
     for k in reversed(range(len(uses))):
         for bucket in uses[k]:
             later.setdefault(bucket, []).append(k)
     before, after = [[] for _ in uses], [[] for _ in uses]
     live: dict[int, int] = {}  # bucket -> its last use so far
-    heap: list[tuple[int, int]] = []  # (-next use, bucket) of live ones, and outdated ones
+    heap: list[tuple[int, int]] = []  # (-next use, bucket) of live buckets; some are outdated
     nbytes = 0
     for k, buckets in enumerate(uses):
         for bucket in [b for b in buckets if b not in live]:
@@ -89,25 +87,25 @@ def _stays(uses: Uses, sizes: Sequence[int], limit: int) -> Around:
             if not later[bucket]:
                 after[live.pop(bucket)].append(bucket)
                 nbytes -= sizes[bucket]
-            elif sizes[bucket]:  # dropping an empty one makes no room
+            elif sizes[bucket]:  # dropping an empty bucket makes no room
                 heappush(heap, (-later[bucket][-1], bucket))
     return before, after
 
 
 def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) -> Around:
-    """What to do if up to `prefetch` buckets are fetched ahead."""
+    """What to fetch and drop if up to `prefetch` buckets are fetched ahead of their use."""
     needed, after = _stays(uses, sizes, limit)
     queue = [(k, bucket) for k, buckets in enumerate(needed) for bucket in buckets]
     most = limit + (max(sizes, default=0) if prefetch else 0)
     before: list[list[int]] = [[] for _ in uses]
     live: set[int] = set()
     waiting: set[int] = set()  # fetched ahead and not used yet
-    place = nbytes = 0
+    done = nbytes = 0  # fetches that have their place, and bytes that are live
     for k, buckets in enumerate(uses):
         waiting.difference_update(buckets)
-        while place < len(queue):
-            due, bucket = queue[place]
-            kept = k > 0 and bucket in after[k - 1]  # by not dropping it
+        while done < len(queue):
+            due, bucket = queue[done]
+            kept = k > 0 and bucket in after[k - 1]  # instead of a drop and a fetch
             blocked = bucket in live or (len(waiting) >= prefetch and not kept)
             if due > k and (blocked or nbytes + sizes[bucket] > most):
                 break
@@ -115,10 +113,11 @@ def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) ->
                 after[k - 1].remove(bucket)
             else:
                 before[k].append(bucket)
-                waiting.update([bucket] if due > k else ())
+                if due > k:
+                    waiting.add(bucket)
             live.add(bucket)
             nbytes += sizes[bucket]
-            place += 1
+            done += 1
         live.difference_update(after[k])
         nbytes -= sum(sizes[bucket] for bucket in after[k])
     return before, after

@@ -1,4 +1,4 @@
-"""Policies: what makes a schedule from what was recorded, and what it remembers between runs."""
+"""Policies: how a schedule is made from a record, and what is remembered between runs."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -13,41 +13,40 @@ Planner = Callable[[Schedule, Sequence[int]], Schedule]
 
 @dataclass(eq=False)
 class Learned:
-    """What earlier runs found out about one tree under one policy."""
+    """What earlier runs of one tree under one policy found out."""
 
     schedule: Schedule | None = None  # what the next run follows
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
-    firsts: tuple[int, ...] | None = None  # order of first uses, the same on every rank
-    passes: int | None = None  # backward passes of a run
-    last: Any = None  # the last `Run`; its record may be new
-    warned: bool = False  # that the order of use changed
-    missed: set[int] = field(default_factory=set)  # buckets that some pass gave no gradient
-    recomputes: bool | None = None  # whether losses do, as `Graph` says; None before the first
-    said: bool = False  # the warning that the loss uses parameters which nobody trains
+    firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
+    passes: int | None = None  # number of backward passes in a run
+    last: Any = None  # the last `Run`, from which `settle` has perhaps not learned yet
+    warned: bool = False  # the warning was given that the order of use changed
+    missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
+    recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
+    said: bool = False  # the warning was given that the loss uses parameters that nobody trains
 
 
 @dataclass(eq=False)
 class OnDemand:
-    """A policy: buckets are fetched where they are needed, and ahead once their order is known.
+    """A policy, and what it remembers of each tree; made by `on_demand` and `keep_all`.
 
-    Made by `on_demand`. It remembers what it learned of each tree, so keep one for each program:
-    training and evaluation use parameters in different orders.
+    Keep one policy for each program: training and evaluation use parameters in different orders.
     """
 
     live_bytes: int | None
     prefetch: int
     planner: Planner | None = None
-    at_once: bool = False  # fetch everything when gathered
+    at_once: bool = False  # fetch everything when the run begins
     learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
 
     @property
     def schedule(self) -> Schedule | None:
-        """What the next run will follow, of the tree that was learned last; None before."""
+        """What the next run of the tree that was seen last will follow; None if not known yet."""
         found = [each.schedule for each in self.learned.values() if each.schedule is not None]
         return found[-1] if found else None
 
     def plan(self, record: Schedule, sizes: Sequence[int]) -> Schedule:
-        """A schedule for what was recorded."""
+        """A schedule for a record."""
         if self.planner is not None:
             planned = self.planner(record, sizes)
             planned.check(sizes)
@@ -58,7 +57,7 @@ class OnDemand:
         """The facts that must be the same on every rank."""
         if self.at_once:
             return "keep_all()"
-        # Functions do not compare between ranks; what they plan does, once it is planned.
+        # Functions cannot be compared between ranks; the schedules that they make are.
         own = "" if self.planner is None else ", plan=a function"
         return f"on_demand(live_bytes={self.live_bytes}, prefetch={self.prefetch}{own})"
 
@@ -66,21 +65,24 @@ class OnDemand:
 def on_demand(
     *, live_bytes: int | None = None, prefetch: int = 4, plan: Planner | None = None
 ) -> OnDemand:
-    """The policy of `Trainer`: fetch at first touch, then ahead, under a budget of live bytes.
+    """A policy that fetches buckets when an op needs them, and ahead once their order is known.
+
+    The first run fetches a bucket at its first use and records the order of use; later runs follow
+    the plan that was made from it. `Trainer` uses this policy if it has a budget.
 
     Args:
-      live_bytes: how many bytes of gathered buckets stay live; None for all (each bucket is
-        fetched once a run: ZeRO-2's traffic), 0 for one at a time (ZeRO-3's memory), and all
-        between. What a single op needs is always allowed, and a bucket more for fetching ahead.
-      prefetch: buckets that may be on their way ahead of their use, once the order is known.
-      plan: makes a schedule from a recorded one and the buckets' sizes in bytes, instead of
+      live_bytes: how many bytes of gathered buckets stay live. With None all stay, and each bucket
+        is fetched once per run, as in ZeRO-2; with 0 one bucket is live at a time, as in ZeRO-3.
+        What a single op needs is always allowed, and one more bucket that is fetched ahead.
+      prefetch: how many buckets may be fetched ahead of their use, once the order is known.
+      plan: makes a schedule from a record and the sizes of buckets in bytes, instead of
         `mics_fn.schedules.plan`.
 
     Returns:
-      An `OnDemand`, for `defer` and `Trainer`. It remembers what it saw.
+      An `OnDemand`, for `defer` and `Trainer`. It remembers what it learned.
 
-    Communication: a run with it sends, before each fetch that no schedule foresaw, one message of
-      about a hundred bytes to the store of torch.distributed.
+    Communication: in a run without a schedule, one message of about a hundred bytes to the store of
+      torch.distributed before each fetch.
 
     Raises:
       PlanError: a number is negative.
@@ -102,24 +104,24 @@ def on_demand(
     """
     for name, value in (("live_bytes", live_bytes), ("prefetch", prefetch)):
         if value is not None and value < 0:
-            fix = "0 keeps one bucket; None keeps all" if name == "live_bytes" else "give 0 or more"
+            fix = "0 keeps one bucket; None keeps all" if name == "live_bytes" else "pass 0 or more"
             raise PlanError(message(f"on_demand: {name}={value}", fix=fix))
     return OnDemand(live_bytes, prefetch, plan)
 
 
 def keep_all() -> OnDemand:
-    """A policy that fetches every bucket at once, and keeps all to the end of the run.
+    """A policy that starts to fetch all buckets at once and keeps them until the end of the run.
 
-    Nothing waits before the first use, and buckets that come later arrive meanwhile, in the order
-    in which the first run used them. As no fetch depends on what the model does, ranks may use
-    different parameters.
+    Buckets arrive in the order in which the first run used them, while the model computes with
+    those that are there. Because no fetch depends on what the model does, ranks may use different
+    parameters.
 
     Returns:
       An `OnDemand`, for `defer` and `Trainer`.
 
-    Communication: a run with it gathers each bucket once.
+    Communication: each run gathers each bucket once.
 
-    Memory: a run with it holds the full parameters.
+    Memory: each run holds the full parameters.
 
     Example:
       >>> groups = make_groups(1)

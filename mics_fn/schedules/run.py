@@ -1,9 +1,9 @@
-"""One run of a model through a schedule: what to fetch and drop at each use, known ahead or not.
+"""`Run`: one run of a model under a policy, which decides what to fetch and drop at each use.
 
-[Note: recording] The first run knows nothing: it fetches a bucket at its first use, drops the least
-recently used one where the budget asks for room, and writes down the order of use. What it wrote is
-the future of the next run, as long as the model does the same again. Where it does not, the run
-goes on as a first run from there, and what it writes down replaces what was known.
+[Note: recording] The first run knows nothing. It fetches a bucket at its first use, drops the least
+recently used one if the budget requires it, and records the order of use. The next run follows the
+schedule that was planned from this record, as long as the model does the same again. If it does
+not, the run continues like a first run from there, and its record replaces the old one.
 """
 
 import warnings
@@ -16,13 +16,13 @@ from mics_fn.schedules.schedule import Action, Schedule
 
 
 class Run:
-    """Follows a schedule, or records one; knows which buckets are live, and moves no data.
+    """Follows a schedule or records one, and keeps account of live buckets; it moves no data.
 
     Args:
-      learned: what earlier runs found out; what this one finds goes there.
+      learned: what earlier runs found out; updated with what this run finds out.
       policy: makes schedules, and has the budget.
       sizes: bytes of each bucket.
-      channel: to agree with the other ranks.
+      channel: for messages to the other ranks.
       name: text of a bucket, for errors.
     """
 
@@ -43,9 +43,9 @@ class Run:
         self.following = learned.schedule is not None
         self.left = self.ended = self.settled = False
         self._actions = () if learned.schedule is None else learned.schedule.actions
-        self._next = 0  # of these actions
-        self.passes = 0  # of backward
-        self._end: int | None = None  # uses before the end of the last of them
+        self._next = 0  # index of the next action to follow
+        self.passes = 0  # number of backward passes so far
+        self._end: int | None = None  # number of uses up to the end of the last backward pass
         self._channel, self.name = channel, name
         self._digest = sha256()
         self.number = channel.begin_run(self)
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """In which order buckets are reduced: the same on every rank, whatever is complete."""
+        """The order in which buckets are reduced, on every rank, whichever is complete first."""
         return self.learned.order or tuple(reversed(range(len(self.sizes))))
 
     def start(self) -> list[Action]:
@@ -83,16 +83,17 @@ class Run:
         return self._on_demand(k, ids)
 
     def reduce(self, index: int) -> None:
-        """A bucket's gradients are complete."""
+        """Record that a bucket's gradients are complete."""
         self.events.append(Action("reduce", (index,)))
 
     def end_pass(self, last: bool | None) -> None:
-        """A backward pass is over: what it left out is about to be reduced as zeros.
+        """Compare the end of a backward pass; buckets without gradients will be reduced as zeros.
 
-        Where ranks differ only in which of several passes uses a bucket, they fetch the same.
+        Ranks may differ in which of several passes uses a bucket, as long as they fetch the same.
 
         Args:
-          last: whether it is the last of the run. None: if it is where the last run had its last.
+          last: whether it is the last pass of the run. None: if it has the number of the pass that
+            was the last one in the run before.
         """
         self.passes += 1
         if self.policy.at_once or last is False:
@@ -107,18 +108,18 @@ class Run:
         return f"run {self.number} ends a backward pass after {self._end} uses of buckets"
 
     def _so_far(self, step: str) -> str:
-        """A step in words that differ where earlier uses differed."""
+        """A step as text that also differs if any earlier use differed."""
         return f"{step} (digest of the uses so far: {self._digest.hexdigest()[:8]})"
 
     def _uses_left(self) -> bool:
         return any(action.kind == "use" for action in self._actions[self._next :])
 
     def tally(self, event: str, amount: int) -> int:
-        """Add to a number of this run that all ranks share, and read it; never waits."""
+        """Add to a number of this run that all ranks share, and return the sum; never waits."""
         return self._channel.tally(f"{event}/{self.number}", amount)
 
     def _until(self, ids: tuple[int, ...]) -> list[Action] | None:
-        """The schedule's actions up to the use that happens now; None if it has another one."""
+        """The schedule's fetches and drops up to this use; None if its next use is another one."""
         found = []
         for place in range(self._next, len(self._actions)):
             action = self._actions[place]
@@ -143,7 +144,7 @@ class Run:
         return action
 
     def _on_demand(self, k: int, ids: tuple[int, ...]) -> list[Action]:
-        """Fetch what is missing, after dropping what was used longest ago."""
+        """Fetch missing buckets, after drops of the least recently used ones if room is needed."""
         done, budget = [], self.policy.live_bytes
         for i in ids:
             if i in self.live:
@@ -159,14 +160,14 @@ class Run:
         return done
 
     def use_text(self, k: int) -> str:
-        """Use k of this run in words."""
+        """Use k of this run as text."""
         if k >= len(self.uses):
             return f"run {self.number} ends after {len(self.uses)} uses of buckets"
         named = " and ".join(map(self.name, self.uses[k]))
         return f"use {k} of run {self.number} is of {named}"
 
     def step_text(self, k: int) -> str | None:
-        """What this rank did at step k; None if it is not there yet or left the schedule there."""
+        """What this rank did at step k; None if it is not there yet or left the schedule."""
         if self.left:
             return None
         if len(self.uses) == k == self._end and not self.ended:
@@ -174,7 +175,7 @@ class Run:
         return self.use_text(k) if len(self.uses) > k or self.ended else None
 
     def last_step(self) -> str:
-        """What this rank did last."""
+        """The last thing that this rank did."""
         if len(self.uses) == self._end and not self.ended:
             return self._pass_end()
         if not self.uses and not self.ended:
@@ -182,6 +183,7 @@ class Run:
         return self.use_text(len(self.uses) - (0 if self.ended else 1))
 
     def _leave(self, k: int, text: str) -> None:
+        """Stop following the schedule at step k, on all ranks, and warn the first time."""
         self.left = True
         self._channel.leave(self.number, k, text)
         self.following = False
@@ -190,17 +192,17 @@ class Run:
         if not self.learned.warned:
             self.learned.warned = True
             text = f"defer: the order of use changed: {text}. Buckets are fetched on demand"
-            warnings.warn(f"{text} until it repeats; this is said once", stacklevel=2)
+            warnings.warn(f"{text} until it repeats; this warning is given once", stacklevel=2)
 
     def end(self) -> list[Action]:
-        """The run is over: what is left to drop."""
+        """End the run; returns the drops of what is still live."""
         if self.following and not self.ended and self._uses_left():
             self._leave(len(self.uses), self.use_text(len(self.uses)))
         self.ended = True
         return [Action("drop", (i,)) for i in self.live]
 
     def settle(self) -> Schedule | None:
-        """Learn from this run now, and not when the next one begins; the new schedule, if any."""
+        """Learn from this run now, not when the next one begins; returns a new schedule, if any."""
         before = self.learned.schedule
         settle(self.learned, self.policy, self.sizes, self._channel)
         return None if self.learned.schedule is before else self.learned.schedule
@@ -212,7 +214,7 @@ class Run:
 
 
 def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Channel) -> None:
-    """Learn from the last run, if there was one that did not follow a schedule to its end."""
+    """Learn from the last run, unless it followed a schedule to its end."""
     last: Run | None = learned.last
     if last is None or last.settled:
         return
@@ -231,7 +233,7 @@ def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Ch
         planned = sha256(str(learned.schedule).encode()).hexdigest()[:16]
         channel.compare(f"made a schedule that differs ({planned})")
     if learned.order is None:
-        # Replicas reduce together too, so one rank's order is everybody's, for good.
+        # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
         reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]
         rest = reversed(range(len(sizes)))
         learned.order = _first_order(channel, f"order/{last.number}", [*reduced, *rest])
@@ -240,6 +242,6 @@ def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Ch
 
 
 def _first_order(channel: Channel, event: str, order: Sequence[int]) -> tuple[int, ...]:
-    """An order of buckets, each at its first place; that of whichever rank is here first."""
+    """The order of first occurrences, as found by the rank that asks first among all ranks."""
     text = channel.first_of(event, " ".join(map(str, dict.fromkeys(order))))
     return tuple(map(int, text.split()))

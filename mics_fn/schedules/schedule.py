@@ -1,11 +1,12 @@
-"""A schedule is data: in which order one step fetches, uses, drops and reduces its buckets.
+"""`Schedule`: the order in which one step fetches, uses, drops and reduces its buckets, as a value.
 
-A bucket is a number here, its size a number of bytes. An `Action` is a kind and the buckets it is
-about: `fetch` gathers a bucket (an all-gather), `use` is an op that needs its buckets live, `drop`
-frees one, `reduce` takes its gradients to their shards (a reduce-scatter). A `Schedule` is a tuple
-of actions, from the first use of forward to the last reduction of backward, over all micro-steps:
-    fetch 0; fetch 1; use 0; use 0+1; drop 1; reduce 1; drop 0; reduce 0  # ";" or a new line
-What was recorded in a run is a schedule of uses and reductions alone; `plan` adds the rest.
+A bucket is a number here, and its size a number of bytes. An `Action` is a kind and the buckets
+that it concerns: `fetch` gathers a bucket (an all-gather), `use` is an op that needs its buckets
+live, `drop` frees a bucket, and `reduce` averages its gradients into shards (a reduce-scatter). A
+`Schedule` is a tuple of actions, from the first use in forward to the last reduction in backward,
+over all micro-steps. In its text form, actions are separated by ";" or a new line:
+    fetch 0; fetch 1; use 0; use 0+1; drop 1; reduce 1; drop 0; reduce 0  # a comment
+The record of a run is a schedule that has uses and reductions only; `plan` adds the rest.
 """
 
 import re
@@ -17,21 +18,20 @@ from typing import Literal, NamedTuple, cast
 from mics_fn.errors import PlanError, message, name_ranks
 
 Kind = Literal["fetch", "use", "drop", "reduce"]
-Uses = Sequence[tuple[int, ...]]  # the buckets of each
-
+Uses = Sequence[tuple[int, ...]]  # the buckets of each use
 
 _COLLECTIVE = ("fetch", "reduce")  # ranks must issue these in the same order
-_CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # of the live bytes, in sizes
+_CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # how often a size adds to live bytes
 _TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
 _EXPECTED = "expected fetch, drop or reduce and one bucket, or use and ascending buckets"
-_LINE_CHARS = 92  # leaves room for an indent
+_LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
 
 
 class Action(NamedTuple):
-    """One thing done to a bucket; its `str` is its text, as in "fetch 3" or "use 1+2"."""
+    """One step of a schedule; its `str` is its text, such as "fetch 3" or "use 1+2"."""
 
     kind: Kind
-    buckets: tuple[int, ...]  # one; of a use one or more, ascending
+    buckets: tuple[int, ...]  # a single one, but of a use one or more, ascending
 
     def __str__(self) -> str:
         return f"{self.kind} {'+'.join(map(str, self.buckets))}"
@@ -39,17 +39,17 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """Actions in order; compared and hashed by value. Its `str` is canonical, `parse` reads it.
+    """Actions in order, compared and hashed by value. `str` gives its text, and `parse` reads it.
 
     Raises:
-      PlanError: an action has an unknown kind, or other buckets than its kind can have.
+      PlanError: an action has an unknown kind, or buckets that its kind cannot have.
 
     Example:
       >>> Schedule.parse("fetch 0; fetch 1; use 0+1  # a comment")
       Schedule(3 actions, 2 buckets)
     """
 
-    actions: tuple[Action, ...]  # any iterable of them is taken
+    actions: tuple[Action, ...]  # given as any iterable
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(self.actions))
@@ -63,7 +63,7 @@ class Schedule:
         """Read the text form; `parse(str(schedule))` equals `schedule`.
 
         Raises:
-          PlanError: a part is no action; with its line and its number.
+          PlanError: a part is not an action; names its line and its number.
         """
         actions: list[Action] = []
         for line, whole in enumerate(text.split("\n"), 1):
@@ -82,33 +82,34 @@ class Schedule:
 
     @property
     def fetches(self) -> tuple[int, ...]:
-        """The fetched buckets, in order; one that is fetched twice is there twice."""
+        """The bucket of each fetch, in order."""
         return tuple(action.buckets[0] for action in self.actions if action.kind == "fetch")
 
     @property
     def reduces(self) -> tuple[int, ...]:
-        """The reduced buckets, in order."""
+        """The bucket of each reduction, in order."""
         return tuple(action.buckets[0] for action in self.actions if action.kind == "reduce")
 
     def fetched_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of full buckets that are fetched, each as often as it is."""
+        """Bytes of full buckets over all fetches."""
         return sum(sizes[bucket] for bucket in self.fetches)
 
     def peak_bytes(self, sizes: Sequence[int]) -> int:
-        """Most bytes live at once; a bucket is live from its fetch to its drop."""
+        """The most bytes that are live at once; a bucket is live from its fetch to its drop."""
         changes = (_CHANGE[kind] * sizes[buckets[0]] for kind, buckets in self.actions)
         return max(accumulate(changes, initial=0))
 
     def check(self, sizes: Sequence[int], *, live_bytes: int | None = None) -> None:
-        """Refuse what cannot be run.
+        """Refuse a schedule that cannot be run.
 
         Args:
           sizes: bytes of each bucket.
-          live_bytes: as given to `plan`: this and the largest bucket's bytes may be live at once,
-            or what one use needs where that is more. None: any number.
+          live_bytes: as given to `plan`: so many bytes and the largest bucket may be live at once,
+            or what one use needs if that is more. None sets no limit.
 
         Raises:
-          PlanError: a use or drop of what is not live, a fetch of what is, or too many live bytes.
+          PlanError: a bucket is used or dropped that is not live, or fetched although it is live,
+            or too many bytes are live.
         """
         check_buckets("Schedule.check", self, sizes)
         needs = (sum(sizes[bucket] for bucket in buckets) for buckets in self.uses)
@@ -119,11 +120,16 @@ class Schedule:
         for i, action in enumerate(self.actions):
             change, first = _CHANGE[action.kind], action.buckets[0]
             nbytes += change * sizes[first]
-            wrong = [f"bucket {b} is not live; fetch it" for b in action.buckets if b not in live]
-            if action.kind == "fetch":
-                wrong = [] if wrong else [f"bucket {first} is live; drop it before"]
-                wrong += [f"{nbytes} bytes would be live, of at most {most}"] * (nbytes > most)
-            if wrong and action.kind != "reduce":
+            wrong = []
+            if action.kind in ("use", "drop"):
+                missing = (b for b in action.buckets if b not in live)
+                wrong = [f"bucket {b} is not live; fetch it" for b in missing]
+            elif action.kind == "fetch":
+                if first in live:
+                    wrong.append(f"bucket {first} is live; drop it before")
+                if nbytes > most:
+                    wrong.append(f"{nbytes} bytes would be live, of at most {most}")
+            if wrong:
                 raise PlanError(message(f"Schedule.check: actions[{i}] is '{action}'", wrong))
             if change:
                 live.symmetric_difference_update(action.buckets)
@@ -143,24 +149,20 @@ class Schedule:
 
 
 def first_difference(schedules: Sequence[Schedule]) -> str:
-    """Where ranks would first issue different collectives, in words.
+    """The first place at which ranks would issue different collectives, as text.
 
     Args:
-      schedules: one a rank, from rank 0 on.
+      schedules: one per rank, from rank 0 on.
 
     Returns:
-      The place and what each rank does there; empty where all fetch and reduce alike.
-
-    Communication: none.
-
-    Memory: the texts of all collective actions.
+      The place and what each rank does there; empty if all ranks fetch and reduce in one order.
 
     Example:
       >>> first_difference([Schedule.parse("fetch 0; use 0"), Schedule.parse("fetch 1")])
       'collective 0: fetch 0 on rank 0, fetch 1 on rank 1'
     """
-    ways = [[str(a) for a in schedule.actions if a.kind in _COLLECTIVE] for schedule in schedules]
-    for number, texts in enumerate(zip_longest(*ways, fillvalue="none")):
+    issued = [[str(a) for a in schedule.actions if a.kind in _COLLECTIVE] for schedule in schedules]
+    for number, texts in enumerate(zip_longest(*issued, fillvalue="none")):
         if len(set(texts)) > 1:
             ranks = {t: [i for i, u in enumerate(texts) if u == t] for t in dict.fromkeys(texts)}
             parts = [f"{text} on {name_ranks(who)}" for text, who in ranks.items()]
@@ -169,7 +171,7 @@ def first_difference(schedules: Sequence[Schedule]) -> str:
 
 
 def _action(text: str) -> Action | None:
-    """The action that a text says; None if it says none."""
+    """The action with this text; None if there is none."""
     if found := _TEXT.fullmatch(text):
         kind, buckets = cast(Kind, found[1]), tuple(map(int, found[2].split("+")))
         if len(buckets) == 1 or (kind == "use" and list(buckets) == sorted(set(buckets))):
@@ -178,7 +180,8 @@ def _action(text: str) -> Action | None:
 
 
 def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
+    """Raise PlanError if a bucket has no size; `where` is the function, for the text."""
     for i, action in enumerate(schedule.actions):
         if action.buckets[-1] >= len(sizes):  # they ascend
-            why = f"bucket {action.buckets[-1]} is none of the {len(sizes)} with a size"
+            why = f"bucket {action.buckets[-1]} has no size; there are {len(sizes)} sizes"
             raise PlanError(message(f"{where}: actions[{i}] is '{action}'", [why]))

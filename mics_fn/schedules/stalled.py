@@ -1,71 +1,72 @@
-"""Whether two ranks wait for each other, each in a collective that the other did not come to.
+"""Find out whether two ranks wait for each other in different collectives.
 
-[Note: waiting in two places] A rank that waits issues nothing before something that it waits for is
-done. So if each thing that A waits for lacks B's part, and each thing that B waits for lacks A's,
-neither will ever go on, and that can be said long before the time is up. Old news does no harm: if
-A had gone on since it was heard of, B would have had to issue its part before, which B, who looks,
-did not. Ranks that wait tell where after a second, and look at a few of those who share it.
+[Note: waiting in two places] A rank that waits issues nothing until one of the collectives that it
+waits for is done. So if B has not issued any of the collectives that A waits for, and A none of
+those that B waits for, then neither can ever proceed, and both can raise long before the timeout.
+An outdated note does no harm: for A to have proceeded since it wrote its note, B would have had to
+issue its part first, and B, which reads the note, knows that it has not. After a wait of a second,
+a rank writes a note of what it waits for, and reads those of a few ranks that take part in it.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_MOST = 8  # ranks that one looks at: stores serve large groups, and slow links let all wait
+_MOST = 8  # notes that a rank reads: in a large group all ranks may wait, with one store for all
 
 
 class Stuck(NamedTuple):
-    """A collective that was issued here and is not over."""
+    """A collective that this rank issued and that is not done."""
 
-    group: str  # the name of its process group, the same on all of its ranks
-    number: int  # of those issued on the group, from 1 on
+    group: str  # the name of its process group, which is the same on all of its ranks
+    number: int  # of the collective, counted from 1 on in its process group
     ranks: tuple[int, ...]
     text: str
 
 
-def never(
-    mine: Sequence[Stuck], issued: Mapping[str, int], there: Mapping[str, Any], rank: int, own: int
+def deadlocked(
+    mine: Sequence[Stuck], issued: Mapping[str, int], note: Mapping[str, Any], rank: int, own: int
 ) -> bool:
-    """Whether this rank and one that waits elsewhere can neither go on.
+    """Whether neither this rank nor another one that waits can ever proceed.
 
-    What the other waits for counts only where this rank has a part in it: a collective of others
-    may well end.
+    That holds only if this rank takes part in everything that the other waits for: a collective
+    without this rank may still end.
 
     Args:
       mine: what this rank waits for.
-      issued: what it issued, by group.
-      there: the `news` of the other rank.
-      rank: that rank.
+      issued: number of collectives that it issued, by process group.
+      note: the `note_of` the other rank.
+      rank: the other rank.
       own: this rank.
 
     Example:
       >>> mine, theirs = Stuck("a", 3, (0, 1), "reduce"), Stuck("b", 5, (0, 1), "gather")
-      >>> never([mine], {"a": 3, "b": 4}, news([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
+      >>> deadlocked([mine], {"a": 3, "b": 4}, note_of([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
       True
-      >>> never([mine], {"a": 3, "b": 5}, news([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
+      >>> deadlocked([mine], {"a": 3, "b": 5}, note_of([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
       False
       >>> theirs = Stuck("c", 5, (1, 2), "gather of others")
-      >>> never([mine], {"a": 3}, news([theirs], {"a": 2, "c": 5}, "there"), 1, 0)
+      >>> deadlocked([mine], {"a": 3}, note_of([theirs], {"a": 2, "c": 5}, "there"), 1, 0)
       False
     """
     lacks_theirs = [
-        rank in stuck.ranks and there["issued"].get(stuck.group, 0) < stuck.number for stuck in mine
+        rank in stuck.ranks and note["issued"].get(stuck.group, 0) < stuck.number for stuck in mine
     ]
     lacks_mine = [
-        own in ranks and issued.get(group, 0) < number for group, number, ranks in there["stuck"]
+        own in ranks and issued.get(group, 0) < number for group, number, ranks in note["stuck"]
     ]
     return bool(mine) and all(lacks_theirs) and bool(lacks_mine) and all(lacks_mine)
 
 
-def news(mine: Sequence[Stuck], issued: Mapping[str, int], text: str) -> dict[str, Any]:
-    """What a rank that waits tells the others, for JSON."""
+def note_of(mine: Sequence[Stuck], issued: Mapping[str, int], text: str) -> dict[str, Any]:
+    """What a rank that waits writes down for the others, ready for JSON."""
     stuck = [(stuck.group, stuck.number, stuck.ranks) for stuck in mine]
     return {"stuck": stuck, "issued": dict(issued), "text": text}
 
 
-def next_to(rank: int, mine: Sequence[Stuck]) -> list[int]:
-    """The ranks to look at: those that follow this one in what it waits for.
+def neighbours(rank: int, mine: Sequence[Stuck]) -> list[int]:
+    """The ranks whose notes to read: those that follow this rank in what it waits for.
 
-    >>> next_to(2, [Stuck("a", 1, (0, 1, 2, 3), "")])
+    >>> neighbours(2, [Stuck("a", 1, (0, 1, 2, 3), "")])
     [3, 0, 1]
     """
     found: dict[int, None] = {}

@@ -229,7 +229,7 @@ def test_an_order_that_changes_is_right_and_told_once(ranks, live, ways, layout)
             assert told == []
         else:
             assert len(told) == 1
-            assert "is said once" in told[0]
+            assert "this warning is given once" in told[0]
 
 
 # Orders that differ between ranks.

@@ -197,7 +197,7 @@ def test_plan_refuses_negative_numbers_and_buckets_without_a_size():
         plan(Schedule(()), [], live_bytes=-1)
     with pytest.raises(PlanError, match="prefetch=-2"):
         plan(Schedule(()), [], live_bytes=None, prefetch=-2)
-    with pytest.raises(PlanError, match=r"plan: actions\[1\] is 'use 0\+2'\n.*2 is none of the 2"):
+    with pytest.raises(PlanError, match=r"plan: actions\[1\] is 'use 0\+2'\n.*2 has no size"):
         plan(Schedule.parse("use 0; use 0+2"), [8, 8], live_bytes=None)
 
 
@@ -274,7 +274,7 @@ def test_a_fetch_less_or_a_drop_more_is_refused(case: Case, data: st.DataObject)
         ("fetch 1; drop 1; use 1", "actions[2] is 'use 1'\n  bucket 1 is not live; fetch it"),
         ("fetch 1; drop 1; drop 1", "actions[2] is 'drop 1'\n  bucket 1 is not live; fetch it"),
         ("fetch 1; use 1; fetch 1", "actions[2] is 'fetch 1'\n  bucket 1 is live; drop it before"),
-        ("fetch 2; use 2+3", "actions[1] is 'use 2+3'\n  bucket 3 is none of the 3 with a size"),
+        ("fetch 2; use 2+3", "actions[1] is 'use 2+3'\n  bucket 3 has no size; there are 3 sizes"),
         ("fetch 0; fetch 1; fetch 2", "actions[2] is 'fetch 2'\n  24 bytes would be live"),
     ],
 )

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.schedules.stalled import Stuck, never, news, next_to
+from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
 
 PAIR = (0, 1)
 
@@ -37,19 +37,19 @@ class Rank:
     st.lists(st.lists(st.sampled_from(["a", "b", "wait"]), max_size=8), min_size=2, max_size=2),
     st.lists(st.integers(0, 2), max_size=40),
 )
-def test_what_is_said_never_to_end_never_ends_and_what_never_ends_is_found(programs, turns):
+def test_a_deadlock_is_found_exactly_where_there_is_one(programs, turns):
     ranks = [Rank([*program, "wait"]) for program in programs]
-    told: list = [None, None]
+    notes: list = [None, None]
     verdicts = []
 
     def go(i):
-        """One step, or a look at what the other told when it waited last, which may be old."""
+        """One step, or a look at the other's last note, which may be outdated."""
         me, other = ranks[i], ranks[1 - i]
         if me.blocked(other):
             stuck = me.stuck(other)
-            told[i] = news(stuck, Counter(me.issued), "")
-            there = told[1 - i]
-            verdicts.append(there is not None and never(stuck, me.issued, there, 1 - i, i))
+            notes[i] = note_of(stuck, Counter(me.issued), "")
+            note = notes[1 - i]
+            verdicts.append(note is not None and deadlocked(stuck, me.issued, note, 1 - i, i))
             return verdicts[-1]
         if me.at < len(me.program):
             me.step()
@@ -66,7 +66,7 @@ def test_what_is_said_never_to_end_never_ends_and_what_never_ends_is_found(progr
     assert any(verdicts) == both_wait
 
 
-def test_who_waits_looks_at_a_few_of_those_who_share_it():
+def test_a_rank_reads_the_notes_of_a_few_that_take_part():
     many = Stuck("a", 1, tuple(range(100)), "")
-    assert next_to(98, [many]) == [99, *range(7)]
-    assert next_to(0, [Stuck("a", 1, (4, 0), ""), Stuck("b", 1, (0, 2, 4), "")]) == [4, 2]
+    assert neighbours(98, [many]) == [99, *range(7)]
+    assert neighbours(0, [Stuck("a", 1, (4, 0), ""), Stuck("b", 1, (0, 2, 4), "")]) == [4, 2]
