@@ -202,14 +202,11 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """
     if "SLURM_STEP_NUM_TASKS" in env:
         return _int(env, "SLURM_STEP_NUM_TASKS") > 1
-    rank = _int(env, "SLURM_PROCID", least=0) if "SLURM_PROCID" in env else 0
-    in_batch = env.get("ENVIRONMENT") == "BATCH" and rank == 0
-    return rank > 0 or ("SLURM_PROCID" in env and _slurm_world(env) > 1 and not in_batch)
-
-
-def _slurm_world(env: Mapping[str, str]) -> int:
-    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    return _int(env, name) if name in env else 1
+    if "SLURM_PROCID" not in env:
+        return False
+    world = _int(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else 1
+    alone = world == 1 or env.get("ENVIRONMENT") == "BATCH"
+    return _int(env, "SLURM_PROCID", least=0) > 0 or not alone
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
