@@ -78,7 +78,7 @@ class Channel:
         job_size: int = 1,
     ) -> None:
         self.job_size = job_size
-        self.runs = 0  # of models, so far
+        self.runs = 0  # number of runs so far
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
         self._store = store if len(ranks) > 1 else None
         self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica

@@ -105,7 +105,7 @@ def on_demand(
     for name, value in (("live_bytes", live_bytes), ("prefetch", prefetch)):
         if value is not None and value < 0:
             fix = "0 keeps one bucket; None keeps all" if name == "live_bytes" else "pass 0 or more"
-            raise PlanError(message(f"on_demand: {name}={value}", fix=fix))
+            raise PlanError(message(f"on_demand: {name}={value} is negative", fix=fix))
     return OnDemand(live_bytes, prefetch, plan)
 
 

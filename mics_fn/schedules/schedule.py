@@ -21,7 +21,7 @@ Kind = Literal["fetch", "use", "drop", "reduce"]
 Uses = Sequence[tuple[int, ...]]  # the buckets of each use
 
 _COLLECTIVE = ("fetch", "reduce")  # ranks must issue these in the same order
-_CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # how often a size adds to live bytes
+_CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # times the size: of live bytes
 _TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
 _EXPECTED = "expected fetch, drop or reduce and one bucket, or use and ascending buckets"
 _LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
