@@ -1,11 +1,11 @@
 """Flat buckets as arithmetic: which leaf lies where, and which part of it a chunk holds.
 
-[Note: flat buckets] The leaves of a bucket lie in one padded 1D buffer of `numel` elements, cut in
-`parts` equal chunks; rank number `chunk` of a partition group keeps chunk number `chunk`,
-contiguous. A leaf's local piece is where its range meets the chunk, possibly nothing. A gather is
-then an all-gather whose output *is* the parameters, as views.
-Between and after leaves lies padding: it is never part of a leaf, so it never reaches a result. A
-`Bucket` says nothing of the rank that holds it, so structures compare across ranks.
+[Note: flat buckets] The leaves of a bucket lie in one padded 1D buffer of `numel` elements, which
+is cut into `parts` equal, contiguous chunks. Each rank of a partition group keeps one of them; the
+route of its groups says which. A leaf's local piece is the part of its range that lies in the
+chunk, and may be empty. A gather is then an all-gather whose output *is* the parameters, as views.
+Padding lies between leaves and behind them. It is never part of a leaf, so it never reaches a
+result. A `Bucket` does not depend on the rank that holds it, so structures compare across ranks.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +19,7 @@ import torch
 from mics_fn.errors import PlanError
 from mics_fn.tree import natural
 
-ALIGN_BYTES = 16  # vector loads and NCCL want it; most leaves are multiples of it anyway
+ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -28,14 +28,14 @@ class Bucket:
     """Leaves that travel in one collective.
 
     Args:
-      index: its place among the buckets of its tree.
+      index: its number among the buckets of its tree.
       dtype: of the shards of all its leaves.
-      parts: chunks it is cut into: the size p of the partition group.
-      shapes: the leaves' full shapes, in the order in which they lie.
+      parts: number of chunks, which is the size p of the partition group.
+      shapes: the leaves' full shapes, in the order in which they lie in the buffer.
       offsets: where each leaf begins, in elements.
       numel: length of the buffer in elements, padding included; a multiple of `parts`.
       trainable: whether its leaves get gradients.
-      compute: dtype of the full leaves, which is also what travels in a gather; default `dtype`.
+      compute: dtype of the full leaves, in which a gather sends them; default `dtype`.
       reduce: dtype in which gradients travel; default `dtype`.
       accumulate: dtype of their sum over micro-steps; default `reduce`, but at least float32.
     """
@@ -60,17 +60,17 @@ class Bucket:
 
     @property
     def chunk(self) -> int:
-        """Elements of one rank's chunk, padding included."""
+        """Elements of each rank's chunk, padding included."""
         return self.numel // self.parts
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full buffer where it is gathered, padding included."""
+        """Bytes of the gathered buffer, padding included."""
         return self.numel * self.compute.itemsize
 
     @cached_property
     def exact(self) -> "Bucket":
-        """The same place, in which nothing travels in another dtype than the shards have."""
+        """This bucket with `compute` and `reduce` set to its own dtype, so that nothing rounds."""
         plain = replace(self, compute=self.dtype, reduce=self.dtype)
         return self if plain == self else _one_of(plain)
 
@@ -83,7 +83,8 @@ class Bucket:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
-    # A bucket is part of every leaf's structure: it is hashed once, and compared by identity first.
+    # A bucket is part of every leaf's structure: its hash is computed once, and equality tries
+    # identity first.
 
     def __hash__(self) -> int:
         return self._hash
@@ -104,19 +105,19 @@ class Piece(NamedTuple):
     origin: int  # in the flattened leaf
 
 
-# Dtypes of a leaf where it is not at home, as in `Bucket`: compute, reduce, accumulate.
+# The other three dtypes of a leaf, as in `Bucket`: compute, reduce, accumulate.
 Travel = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
 
 
 class LeafSpec(NamedTuple):
-    """What the planner needs to know of a leaf."""
+    """What `plan_buckets` needs to know about a leaf."""
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: int
     trainable: bool
-    place: Hashable  # leaves of different groups share no bucket
+    group: Hashable  # leaves of different groups never share a bucket
     travel: Travel = (None, None, None)
 
 
@@ -126,19 +127,20 @@ def plan_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
 ) -> list[tuple[Bucket, int]]:
-    """Lay leaves out in buckets.
+    """Decide which leaves share a bucket, and where each of them lies in it.
 
     Args:
       leaves: the leaves, in tree order.
-      bucket_bytes: a bucket is closed before it would grow past this; a larger leaf has one alone.
-      order: sort key of a path; default: paths with their numbers counted as numbers, so that
-        `layers.2` comes before `layers.10`.
+      bucket_bytes: a bucket is closed before it would grow past this size. A leaf that is larger
+        gets a bucket of its own.
+      order: sort key of a path. By default numbers in paths compare as numbers, so that `layers.2`
+        comes before `layers.10`.
 
     Returns:
       For each leaf its bucket and its slot in that bucket.
 
     Raises:
-      PlanError: `bucket_bytes` is no positive number.
+      PlanError: `bucket_bytes` is not a positive number.
 
     Example:
       >>> spec = LeafSpec("w", (3, 2), torch.float32, 2, True, None)
@@ -155,7 +157,7 @@ def plan_buckets(
     closed: list[list[int]] = []
     for i in ranked:
         leaf = leaves[i]
-        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.place, leaf.travel)
+        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.group, leaf.travel)
         nbytes = prod(leaf.shape) * leaf.dtype.itemsize
         if kind not in open_buckets or open_bytes[kind] + nbytes > bucket_bytes:
             open_buckets[kind], open_bytes[kind] = [], 0
@@ -202,7 +204,7 @@ def _one_of(bucket: Bucket) -> Bucket:
 
 @lru_cache(maxsize=4096)
 def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
-    """What chunk number `chunk` holds of each leaf of the bucket; length 0 where it holds nothing.
+    """What chunk number `chunk` holds of each leaf of the bucket; length 0 if it holds nothing.
 
     >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), torch.float32, 2, True, None)])
     >>> pieces(bucket, 0), pieces(bucket, 1)
@@ -221,7 +223,7 @@ def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=4096)
 def gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """Where the padding lies in the full buffer: (start, length) in elements."""
+    """The ranges of padding in the full buffer, as (start, length) in elements."""
     ends = [0, *(o + n for o, n in zip(bucket.offsets, bucket.numels, strict=True))]
     starts = [*bucket.offsets, bucket.numel]
     return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)

@@ -1,7 +1,7 @@
-"""What lies in batches and in what models take and give: any container, opened and rebuilt.
+"""Batches, and the arguments and results of models: containers of any kind, opened and rebuilt.
 
-Pytrees of parameters are those of `tree`. People's batches and outputs come in more: other
-mappings, dataclasses, and nodes that a library has registered with torch alone.
+Trees of parameters are the pytrees of `mics_fn.tree`. Batches and outputs also come in other
+mappings, in dataclasses, and in nodes that a library has registered with torch alone.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mics_fn import _torch, tree
 
-# What holds no tensor, and means the same for any part of a batch.
+# Kinds of values that hold no tensor and mean the same for any part of a batch.
 PLAIN = (type(None), numbers.Number, str, bytes, enum.Enum, os.PathLike, range, slice, type)
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator)
 PLAIN += (FunctionType, BuiltinFunctionType, MethodType)
@@ -29,8 +29,8 @@ _CLOSED = (Tensor, *PLAIN, nn.Module, PackedSequence)
 _DICTS = (dict, OrderedDict, defaultdict)  # optree would sort their keys
 
 
-class Opened(NamedTuple):
-    """What a container holds, how paths name that, and how it becomes a container of its kind."""
+class Container(NamedTuple):
+    """The values in a container, their names in paths, and a function that rebuilds it."""
 
     values: list[Any]
     names: list[str]
@@ -43,13 +43,16 @@ def map_contents(
     path: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Apply `fn` to what lies in a value, with its path; the very object where nothing changes.
+    """Apply `fn` to everything that a value holds, together with its path.
 
     Args:
-      fn: gets tensors, and whatever cannot be opened.
+      fn: called with each tensor and each object that cannot be opened.
       value: anything.
-      path: how paths begin.
-      is_leaf: containers that are not opened.
+      path: the beginning of every path.
+      is_leaf: says which containers are not to be opened.
+
+    Returns:
+      The value with the results in it, or the same object if `fn` changed nothing.
 
     Example:
       >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
@@ -65,50 +68,55 @@ def map_contents(
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """All that `map_contents` would show."""
+    """Everything that `map_contents` would call its function with, in order."""
     found: list[Any] = []
-    map_contents(lambda x, path: found.append(x) or x, value)
+
+    def note(x: Any, _path: str) -> Any:
+        found.append(x)
+        return x
+
+    map_contents(note, value)
     return found
 
 
-def open_up(value: Any) -> Opened | None:
-    """A container opened by one level; None for anything else."""
+def open_up(value: Any) -> Container | None:
+    """A container opened by one level; None for anything that is not a container."""
     kind = type(value)
     if isinstance(value, _CLOSED):
         return None
     if kind in (list, tuple):
-        return Opened(list(value), [f"[{i}]" for i in range(len(value))], kind)
+        return Container(list(value), [f"[{i}]" for i in range(len(value))], kind)
     if kind not in _DICTS:
         node = _registered(value)
         if node is not None:
             return node
     if isinstance(value, Mapping):
         keys = list(value)
-        return Opened([value[k] for k in keys], [f"[{k!r}]" for k in keys], partial(_map, value))
+        return Container([value[k] for k in keys], [f"[{k!r}]" for k in keys], partial(_map, value))
     if dataclasses.is_dataclass(value):
         fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
         rebuild = partial(_dataclass, value, fields)
-        return Opened([getattr(value, f) for f in fields], [f".{f}" for f in fields], rebuild)
-    if isinstance(value, list | tuple):  # of a class that nobody has registered
-        return Opened(list(value), [f"[{i}]" for i in range(len(value))], partial(_list, value))
+        return Container([getattr(value, f) for f in fields], [f".{f}" for f in fields], rebuild)
+    if isinstance(value, list | tuple):  # of a class that is not registered anywhere
+        return Container(list(value), [f"[{i}]" for i in range(len(value))], partial(_list, value))
     return None
 
 
-def _registered(value: Any) -> Opened | None:
-    """A node of optree, or of torch's own pytree."""
+def _registered(value: Any) -> Container | None:
+    """A node of optree or of torch's own pytree, opened; None for anything else."""
 
     def below(x: Any) -> bool:
         return x is not value
 
     leaves, spec = tree.flatten(value, below)
     if len(leaves) != 1 or leaves[0] is not value:
-        return Opened(leaves, list(tree.spec_paths(spec)), spec.unflatten)
+        return Container(leaves, list(tree.spec_paths(spec)), spec.unflatten)
     leaves, spec = _torch.flatten(value, below)
     if len(leaves) != 1 or leaves[0] is not value:
         names = [f"[{i}]" for i in range(len(leaves))]
         if isinstance(value, Mapping) and len(value) == len(leaves):
             names = [f"[{k!r}]" for k in value]
-        return Opened(leaves, names, lambda new: _torch.unflatten(new, spec))
+        return Container(leaves, names, lambda new: _torch.unflatten(new, spec))
     return None
 
 
@@ -125,7 +133,7 @@ def _map(value: Mapping, new: list[Any]) -> Any:
 def _dataclass(value: Any, fields: list[str], new: list[Any]) -> Any:
     made = copy.copy(value)
     for name, each in zip(fields, new, strict=True):
-        object.__setattr__(made, name, each)  # as a frozen one does it itself
+        object.__setattr__(made, name, each)  # works for frozen ones too
     return made
 
 

@@ -1,4 +1,4 @@
-"""`gather`: shards become full tensors. See [Note: adjoint] in `shards.linear` for its gradient."""
+"""`gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint]."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ from mics_fn.tree import Tree
 
 
 def gather(shards: Tree, hierarchy: Any) -> Tree:
-    """Rebuild full tensors from shards now. Differentiable; the VJP is hop 1.
+    """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
 
-    `defer` has the same result in tensors that are fetched where they are used.
+    `defer` gives the same values in tensors that are fetched at the op that uses them.
 
     Args:
       shards: tree of shards (`Sharded`, `Fixed`, `Tied` leaves).
@@ -25,24 +25,24 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
         these, or a function from path to one.
 
     Returns:
-      The tree with tensors of the full shapes. Those of one bucket are views of one buffer; tied
-      leaves are one tensor. The gradient of a function of them is a tree of shards, averaged over
-      the partition group; no raw collective is left to differentiate, so grad, vjp, jvp, vmap,
-      jacrev of full values and their compositions work. Where p > 1, a basis of one rank's piece
-      (`jacfwd`, `hessian`, `jacrev` of shards) does not.
+      The tree with tensors of the full shapes. Those of one bucket are views of one buffer, and
+      tied leaves are one tensor. The gradient of a function of them is a tree of shards, averaged
+      over the partition group. No raw collective is left to differentiate, so grad, vjp, jvp, vmap,
+      jacrev of full values and their compositions work. If p > 1, `jacfwd`, `hessian` and `jacrev`
+      of shards do not: they differentiate along directions that lie in one rank's piece alone.
 
-    Communication: one all-gather per level and bucket; each rank receives (p - 1)/p of the full
-      bytes. Its VJP is one reduce-scatter per level and bucket. None if p = 1. A tree that is new
-      to the groups is agreed on once (32 bytes).
+    Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
+      full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks
+      compare a tree that is new to the groups once (32 bytes).
 
-    Memory: the full tree, until the caller drops it; its VJP four buffers of a bucket at most.
-      With p = 1 nothing: full tensors are views of the shards.
+    Memory: the full tree, until the caller drops it. The VJP needs at most four buffers of the size
+      of a bucket. If p = 1 full tensors are views of the shards and take no memory.
 
     Raises:
       PlanError: the groups are not those that the tree was sharded with.
-      DonatedError: a shard was given away earlier.
+      DonatedError: a shard was donated earlier.
       DesyncError: ranks gather different trees.
-      LeafError: `linearize` of torch.func; a basis of one rank's piece.
+      LeafError: in `torch.func.linearize`, or in `jacfwd`, `hessian` or `jacrev` of shards.
 
     Example:
       >>> groups = make_groups(1)
@@ -58,9 +58,9 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
 
 class PendingTree:
-    """A tree under way: `wait()` gives it.
+    """A tree whose transfer was started; `wait()` gives it.
 
-    Communication: what was started; on gloo `wait()` issues the levels that are left.
+    Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
     """
 
     def __init__(self, started: Sequence[Started], build: Callable[..., Tree]) -> None:
@@ -69,7 +69,10 @@ class PendingTree:
         self._done = False
 
     def wait(self) -> Tree:
-        """The tree. All ranks must wait for their trees in the same order; again is free."""
+        """The tree. All ranks must wait for their trees in the same order.
+
+        A second call gives the same tree and does not communicate.
+        """
         if not self._done:
             self._tree = self._build(*(started.wait() for started in self._started))
             self._done, self._started = True, ()
@@ -77,7 +80,7 @@ class PendingTree:
 
 
 def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
-    """Start a gather and go on; `wait()` gives the full tensors.
+    """Start a gather and return at once; `wait()` gives the full tensors.
 
     Args:
       shards: as for `gather`; they must not change until `wait()`.
@@ -86,14 +89,15 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
     Returns:
       A `PendingTree`.
 
-    Communication: as `gather`. On gloo the outermost level runs meanwhile, the others in `wait()`;
-      on CUDA all of them run on a side stream, and `wait()` does not stop the host.
+    Communication: as for `gather`. On gloo the outermost level runs in the background and the
+      others run in `wait()`. On CUDA all levels run on a side stream, and `wait()` does not block
+      the host.
 
-    Memory: as `gather`.
+    Memory: as for `gather`.
 
     Raises:
-      LeafError: inside torch.func, or where a shard requires a gradient: it has no derivative.
-      Else as `gather`.
+      LeafError: called inside torch.func, or a shard requires a gradient; the result has no
+        derivative. Other errors are those of `gather`.
 
     Example:
       >>> groups = make_groups(1)
@@ -113,7 +117,7 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
 
 
 def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
-    """Full tensors as views, where a group of one rank holds everything; other data as it is."""
+    """The data of all leaves, with views as full tensors where one rank holds the whole bucket."""
     full = list(data)
     for use in uses:
         if not use.far:
@@ -122,39 +126,39 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
                     piece = data[i].to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
-                    if full[i].requires_grad and not full[i].is_leaf:  # it is differentiated
+                    if full[i].requires_grad and not full[i].is_leaf:  # it will be differentiated
                         full[i].register_hook(refuse_sparse)
     return full
 
 
 def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
-    """Full tensors by place in the tree, from what each leaf holds."""
+    """One full tensor per leaf of the tree, from the data of each leaf."""
     far = [use for use in uses if use.far]
     trained = [use for use in far if use.bucket.trainable]
     frozen = [use for use in far if not use.bucket.trainable]
     full = _near(uses, data)
     put(full, trained, apply("gather", trained, data))
-    with torch.no_grad():  # frozen leaves are fetched, never reduced
+    with torch.no_grad():  # frozen leaves get no gradient
         put(full, frozen, apply("gather", frozen, data))
     return full
 
 
 def unshard(shards: Tree, hierarchy: Any) -> Tree:
-    """Gather to plain tensors of their own memory, one bucket at a time, keeping nothing.
+    """Gather into tensors that own their memory, one bucket at a time, for export.
 
     Args:
       shards: tree of shards.
       hierarchy: as for `gather`.
 
     Returns:
-      The tree with full tensors in the dtypes of the shards; each has its own storage, tied leaves
+      The tree with full tensors in the dtypes of the shards. Each has its own storage; tied leaves
       are one tensor.
 
-    Communication: as `gather`.
+    Communication: as for `gather`.
 
     Memory: the full tree and one bucket.
 
-    Raises: as `gather`.
+    Raises: the errors of `gather`.
 
     Example:
       >>> groups = make_groups(1)

@@ -1,10 +1,11 @@
-"""The pytree nodes of a tree of shards.
+"""The leaves of a tree of shards, and the checks of what may become or be used as one.
 
 [Note: kinds of leaves] A tree of shards has four kinds of leaves. `Sharded` has one child, this
 rank's piece, so maps, optimizers and `torch.func` see exactly what is trained, each element once.
-`Fixed` (frozen parameters, integers), `Tied` (the same tensor a second time) and `Nothing` (None)
-have no children: nothing differentiates, reduces, counts or updates them, and no code needs to ask.
-All of them are rank-free in structure, so tree specs compare across ranks.
+`Fixed` (frozen parameters, integers), `Tied` (a tensor that occurred before) and `Nothing` (None)
+have no children, so nothing differentiates, reduces, counts or updates them, and no code needs to
+treat them as a special case. Their structure is the same on every rank, so tree specs compare
+across ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
 
-# What errors say of it; see [Note: rows of ranks] in `shards.rows`.
+# Texts of errors about it; see [Note: rows of ranks] in `shards.rows`.
 LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
 SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
 
@@ -30,10 +31,10 @@ class Sharded:
     """One leaf of a tree of shards: this rank's piece of a tensor.
 
     Args:
-      data: the piece, 1D and possibly empty, a view of the rank's chunk of the bucket; (*batch,
-        length) under `vmap`.
-      bucket: where it lies; the same on every rank.
-      slot: which leaf of the bucket it is.
+      data: the piece, 1D and possibly empty, a view of the rank's chunk of the bucket. Under `vmap`
+        it has shape (*batch, length).
+      bucket: the bucket it belongs to; the same on every rank.
+      slot: its number among the leaves of the bucket.
     """
 
     data: Tensor
@@ -51,7 +52,7 @@ class Sharded:
         return self.bucket.dtype
 
     def refuse_children(self) -> None:
-        """Raise LeafError for shards of shards: torch.func's Jacobian of a basis in parts."""
+        """Raise LeafError for shards of shards, which torch.func makes for a Jacobian of shards."""
         if self.bucket.parts == 1 or isinstance(self.data, Tensor):
             return
         if any(isinstance(x, Sharded) for x in tree.flatten(self.data, is_leaf)[0]):
@@ -59,7 +60,7 @@ class Sharded:
             raise LeafError(message(text, [LOCAL_BASIS], SHARED_BASIS))
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is missing gets here: a donated leaf has lost its data.
+        # Called only for an attribute that is missing, such as the data of a donated leaf.
         if name == "data" and "_donated" in self.__dict__:
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(message(self._story(), fix=fix))
@@ -80,12 +81,12 @@ class Sharded:
 @tree.atom
 @dataclass(frozen=True, eq=False, repr=False)
 class Fixed:
-    """A leaf that is no variable: a frozen parameter (sharded) or a non-float tensor (replicated).
+    """A leaf that is not trained: a frozen parameter (sharded) or a non-float one (replicated).
 
     Args:
-      data: the piece, as in `Sharded`, or the whole tensor where `bucket` is None.
-      bucket: where it lies; None if it is replicated on every rank.
-      slot: which leaf of the bucket it is.
+      data: the piece, as in `Sharded`, or the whole tensor if `bucket` is None.
+      bucket: the bucket it belongs to; None if the tensor is replicated on every rank.
+      slot: its number among the leaves of the bucket.
     """
 
     data: Tensor
@@ -123,8 +124,8 @@ class Tied:
     """A leaf that is the same tensor as an earlier one of its tree.
 
     Args:
-      bucket: where that leaf lies.
-      slot: which leaf of the bucket it is.
+      bucket: the bucket of that leaf.
+      slot: the number of that leaf in the bucket.
     """
 
     bucket: Bucket
@@ -147,7 +148,7 @@ class Tied:
 @tree.atom
 @dataclass(frozen=True)
 class Nothing:
-    """Stands where a tree has None, which is a leaf to torch and makes `torch.func` raise."""
+    """Replaces None, which is a leaf of a tree to torch and makes `torch.func` raise."""
 
     bucket: None = None
     data: None = None
@@ -166,17 +167,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
-    """Mark every `Sharded` of a tree as given away: from now on its data raises `DonatedError`.
+    """Mark every `Sharded` leaf of a tree as donated, so that reading its data raises DonatedError.
 
     Args:
       shards: the tree that was given.
-      root: how its paths begin in the error.
-      to: who took it.
-      keep: a tree whose leaves stay usable even where they are the same objects.
+      root: the beginning of its paths in the error.
+      to: the verb that took it.
+      keep: a tree whose leaves stay usable even if they are the same objects.
     """
     kept = {id(leaf) for leaf in tree.flatten(keep, is_leaf)[0]}
     leaves, spec = tree.flatten(shards, is_leaf)
-    story = (spec, root, to)  # the path is written out only if somebody asks
+    story = (spec, root, to)  # paths are computed only for an error
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
             held = leaf.__dict__
@@ -185,7 +186,7 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:
-    """For each leaf the index of the one that holds its data: itself, unless it is `Tied`."""
+    """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
     at: dict[tuple[Bucket, int], int] = {}
     found = []
     for i, leaf in enumerate(leaves):
@@ -204,12 +205,12 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
 
 
 def names(shards: Tree) -> list[str]:
-    """The path of each `Sharded` leaf, in the order of the tree's pieces."""
+    """The path of each `Sharded` leaf, in the order of the tree's children."""
     return [path.removesuffix(".data") for path in tree.paths(shards)]
 
 
 def needs_derivative(values: Iterable[Any]) -> bool:
-    """Whether somebody may differentiate what is made of these values here; only tensors count."""
+    """Whether what is computed from these values could be differentiated; only tensors count."""
     if _torch.inside_torch_func() or _torch.inside_forward_ad():
         return True
     return torch.is_grad_enabled() and any(
@@ -218,36 +219,38 @@ def needs_derivative(values: Iterable[Any]) -> bool:
 
 
 def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:
-    """Raise LeafError where a verb without a derivative meets somebody who may need one."""
+    """Raise LeafError if the result of a verb without a derivative could be differentiated."""
     if needs_derivative(values):
         text = f"{verb}: its result has no derivative, and here one would be needed"
         raise LeafError(message(text, fix=fix))
 
 
 def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Raise LeafError for a tensor that would lose its way back to what is differentiated.
+    """Raise LeafError for a tensor whose connection to the graph of autograd would be lost.
 
-    Leaves of autograd, such as an `nn.Parameter`, have none: they are read, and get no gradient.
+    A leaf of autograd, such as an `nn.Parameter`, has no such connection: its values are read, and
+    it gets no gradient.
     """
     for path, x in zip(paths, tensors, strict=True):
         computed = x.requires_grad and not x.is_leaf and torch.is_grad_enabled()
         if x.is_floating_point() and (computed or _torch.is_wrapped(x)):
-            text = f"{verb}: {path} is computed from what is differentiated, and has no way back"
+            text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
+            text += " not get it"
             fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
             raise LeafError(message(text, fix=fix))
 
 
 def refuse_tracing() -> None:
-    """Raise LeafError while torch records ops to repeat them later."""
+    """Raise LeafError if torch is recording ops in order to repeat them later."""
     if _torch.is_tracing():
-        text = "gather: torch records this program (linearize, make_fx, export), and can not record"
+        text = "gather: torch records this program (linearize, make_fx, export), and cannot record"
         text += " what ranks send"
         fix = "use jvp or vjp; or gather outside, and give full tensors to what is recorded"
         raise LeafError(message(text, fix=fix))
 
 
 def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
-    """Raise LeafError unless a leaf is a tensor that can be cut in shards on this device."""
+    """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
     if is_leaf(leaf):
         fix = "pass like=state.params for gradients that are partly reduced"
         raise LeafError(message(f"{verb}: {where} is sharded already: {leaf}", fix=fix))
@@ -274,7 +277,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
     hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
     if hooks:
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
-        fix = "remove them; a Transform before the optimizer in a chain can change gradients"
+        fix = "remove them; to change gradients, chain a Transform before the optimizer"
         raise LeafError(message(text, fix=fix))
     if not leaf.is_meta and leaf.device != device:
         raise LeafError(

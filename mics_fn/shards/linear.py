@@ -1,15 +1,15 @@
-"""The linear maps under every verb: gather, reduce-scatter, mean over replicas; differentiable.
+"""The differentiable linear maps under every verb: gather, reduce-scatter, mean over replicas.
 
 [Note: adjoint] A gathered value is *full*: every rank has its own copy and its own cotangent, and
 the true gradient is the mean of those over ranks. A shard is *one value held in parts*: its
-cotangent is the true gradient's part. With these two meanings the VJP of a gather is a
-reduce-scatter with mean (hop 1), the VJP of that is a plain gather, and hop 2 is its own, so that
+cotangent is its part of the true gradient. With these two meanings the VJP of a gather is a
+reduce-scatter with mean (hop 1), the VJP of that is a plain gather, and hop 2 is its own VJP. So
 second and higher orders come out right, and so does forward over reverse. Nothing here is left for
-torch to differentiate on its own: a raw collective under `torch.func` gives zeros without a word.
+torch to differentiate on its own: a raw collective under `torch.func` silently gives zeros.
 
 [Note: one node] All buckets of a tree go through one autograd node. If any of its outputs is used,
-its backward reduces every bucket, those without a gradient as zeros; so a parameter that some ranks
-do not use can not make ranks differ in what they communicate.
+its backward reduces every bucket, those without a gradient as zeros. So a parameter that only some
+ranks use cannot make ranks differ in what they communicate.
 """
 
 from collections import deque
@@ -32,11 +32,11 @@ from mics_fn.shards.opened import BucketUse
 from mics_fn.shards.pack import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.shards.rows import check_rows, in_front
 
-# The three linear maps, on plain tensors: one value a member of each use, in and out.
+# The three linear maps on plain tensors. They take and give one value per member of each use.
 
 
 class Started(NamedTuple):
-    """A map under way: what to wait for, and how what comes becomes values."""
+    """A map that was started: the transfers to wait for, and what makes values of their results."""
 
     pendings: list[Pending]
     finish: Callable[[list[Tensor]], list[Tensor]]
@@ -49,14 +49,14 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
         route = use.route
-        how = {"dtype": use.bucket.compute, **like}  # cast before it is sent
+        how = {"dtype": use.bucket.compute, **like}  # cast before sending
         chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
         pendings.append(start_all_gather(route, chunk))
 
     def finish(found: list[Tensor]) -> list[Tensor]:
         out = []
         for use, full in zip(uses, found, strict=True):
-            if full.ndim > 2:  # batched: chunks must meet before the batch can be in front
+            if full.ndim > 2:  # batched: chunks must be adjacent before the batch can come first
                 full = full.movedim(0, -2).contiguous()
             out += use.by_member(split_full(use.bucket, full.flatten(-2)))
         return out
@@ -74,11 +74,11 @@ def _reduce_scatter(
         full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         pendings.append(start_reduce_scatter(use.route, parts, buffers, use.bucket.dtype))
-        if use.far:  # else the result is a view of it
+        if use.far:  # otherwise the result is a view of it
             packed.append((buffers, full))
 
     def finish(chunks: list[Tensor]) -> list[Tensor]:
-        for buffers, full in packed:  # only now is nothing under way that reads them
+        for buffers, full in packed:  # no transfer reads them any more
             buffers.give(full)
         return _pieces(uses, chunks)
 
@@ -88,7 +88,7 @@ def _reduce_scatter(
 def _reduce_scatter_in_turns(
     uses: Sequence[BucketUse], data: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """At most two buckets under way, so that as many buffers serve a model of any size."""
+    """`_reduce_scatter` with at most two buckets in flight, which bounds its memory."""
     like = _like(uses, data, full=True)
     under_way, out = deque[Started](), []
     for use, leaves in deal(uses, data):
@@ -107,7 +107,7 @@ def replica_mean(
         chunk = whole_chunk(use.bucket, place, pieces)
         if chunk is None:
             chunk = pack_chunk(use.bucket, place, pieces, **like)
-        elif not in_place or use.missing:  # what the tree lacks stays as it is
+        elif not in_place or use.missing:  # leaves that the tree lacks must not change
             chunk = chunk.clone()
         pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
@@ -122,7 +122,7 @@ def _pieces(uses: Sequence[BucketUse], chunks: Sequence[Tensor]) -> list[Tensor]
 
 
 def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse, Sequence[Any]]]:
-    """Cut a flat list of values into those of each use."""
+    """Split a flat list of values into those of each use."""
     dealt, start = [], 0
     for use in uses:
         stop = start + len(use.members)
@@ -132,7 +132,7 @@ def deal(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[tuple[BucketUse
 
 
 def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: bool) -> dict:
-    """Batch shape and device of the values given; missing ones are made the same."""
+    """Batch shape and device of the given values, for the zeros that replace missing ones."""
     for use, values in deal(uses, data):
         slots = [slot for slot, i in enumerate(use.index) if i is not None]
         for slot, value in zip(slots, values, strict=True):
@@ -143,7 +143,7 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
 
 
 def _here(uses: Sequence[BucketUse], data: Sequence[Tensor], *, scaled: bool = False) -> Started:
-    """Values as they are, or times the number of parts; nothing is sent."""
+    """The values themselves, or multiplied by the number of parts; nothing is sent."""
     out = [
         x * use.bucket.parts if scaled else x.view_as(x) for use, d in deal(uses, data) for x in d
     ]
@@ -158,8 +158,8 @@ _MAPS: dict[str, Callable[..., Started]] = {
     "part": _here,
     "times parts": partial(_here, scaled=True),
 }
-# See [Note: adjoint]. "own" leaves parts as they are, to be looked at by `check_rows`. "part" takes
-# a full value for this rank's part of something; cotangents of full values are averaged later.
+# See [Note: adjoint]. "own" gives parts as they are, so that `check_rows` sees them. "part" takes a
+# full value as this rank's part of a value; cotangents of full values are averaged later.
 _TRANSPOSED = {
     **{"gather": "scatter", "scatter": "gather", "mean": "mean", "own": "own"},
     **{"part": "times parts", "times parts": "part"},
@@ -184,7 +184,7 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, _, ctx.uses = inputs[:3]
         ctx.given = [value is not None for value in inputs[3:]]
-        # A missing cotangent is packed as zeros; it is never made in full.
+        # A missing cotangent is packed as zeros, without making a tensor of zeros for it.
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -211,24 +211,25 @@ class _Linear(torch.autograd.Function):
 def linear_map(
     name: str, uses: Sequence[BucketUse], *data: Tensor | None, derived: bool = False
 ) -> list[Tensor]:
-    """Apply a map to one value a member of each use; `derived` if they are (co)tangents."""
+    """Apply a map to one value per member of each use; `derived` if they are (co)tangents."""
     return list(_Linear.apply(name, 0 if derived else None, uses, *data))
 
 
 def apply(name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> list[Tensor]:
-    """Apply a map to values given by place in the tree; results are by member of each use."""
+    """Apply a map to a tree's values, one per leaf; gives one result per member of each use."""
     if not uses:
         return []
     return linear_map(name, uses, *(values[i] for use in uses for i in use.members))
 
 
 def start(verb: str, name: str, uses: Sequence[BucketUse], values: Sequence[Any]) -> Started:
-    """Start a map on plain tensors; it has no derivative, so it refuses what would need one."""
+    """Start a map on plain tensors. Its result has no derivative, so it raises if one is needed."""
     refuse_derivative(f"start_{verb}", values, f"use {verb}, or torch.no_grad()")
     return _MAPS[name](uses, [values[i] for use in uses for i in use.members])
 
 
 def put(out: list[Any], uses: Sequence[BucketUse], found: Sequence[Any]) -> None:
+    """Write one value per member of each use into a list with one entry per leaf of the tree."""
     for use, values in deal(uses, found):
         for i, value in zip(use.members, values, strict=True):
             out[i] = value

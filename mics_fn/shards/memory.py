@@ -1,4 +1,4 @@
-"""Which tensors lie over each other in memory."""
+"""Which tensors share memory."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from mics_fn.errors import LeafError, message
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: two that are equal are the same tensor."""
+    """Where a tensor lies in memory. Two tensors with equal places are the same tensor."""
 
     storage: int
     dtype: torch.dtype
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Place":
-        """That of a strided tensor, on meta too."""
+        """The place of a strided tensor, which may be on meta."""
         where = int(x.storage_offset())
         return cls(_torch.storage_id(x), x.dtype, tuple(x.shape), x.stride(), where)
 
@@ -34,14 +34,14 @@ class Place(NamedTuple):
 
 
 def same_tensor(x: object, y: object) -> bool:
-    """Whether both are tensors, of the same memory, seen alike."""
+    """Whether both are tensors with elements, in the same memory, with equal shape and strides."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return False
     return x.numel() > 0 and y.numel() > 0 and Place.of(x) == Place.of(y)
 
 
 def owners_of(leaves: Sequence[Tensor]) -> list[int]:
-    """For each leaf the first that is the same tensor: one object, or one memory seen alike."""
+    """For each leaf the first one that is the same tensor: the same object, or the same `Place`."""
     first: dict[Any, int] = {}
     owners = []
     for i, leaf in enumerate(leaves):
@@ -53,14 +53,14 @@ def owners_of(leaves: Sequence[Tensor]) -> list[int]:
 
 
 def each_once(x: Tensor) -> Tensor:
-    """A view of a tensor without what an expansion repeats."""
+    """A view of a tensor that has each element once, without those that `expand` repeats."""
     for dim, stride in enumerate(x.stride()):
         x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
     return x
 
 
 def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Groups of tensors, by their number, that have memory in common, at least by way of others.
+    """Groups of tensors, by their numbers, that are connected by shared memory.
 
     Example:
       >>> x = torch.zeros(4, 2)
@@ -80,9 +80,15 @@ def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
-    """Raise where leaves, by path, share memory and are not the same tensor, unless all are frozen.
+    """Raise LeafError if trained leaves share memory with others without being the same tensor.
 
-    An update of one would have to change the other, and shards have memory of their own.
+    An update of one would have to change the other, which is lost because shards have memory of
+    their own.
+
+    Args:
+      verb: named in the error.
+      leaves: the tensors, by path.
+      trained: the paths of those that are trained.
     """
     paths = list(leaves)
     for group in overlaps(list(leaves.values())):
@@ -96,7 +102,7 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
 
 
 def _near(places: Iterable[Place]) -> list[list[Place]]:
-    """Places of one storage whose ranges overlap."""
+    """Groups of places in one storage whose ranges overlap."""
     found: list[list[Place]] = []
     storage, end = None, 0
     for place in sorted(places, key=lambda p: (p.storage, p.offset * p.dtype.itemsize)):
@@ -110,7 +116,7 @@ def _near(places: Iterable[Place]) -> list[list[Place]]:
 
 
 def _exactly(places: Sequence[Place]) -> list[list[Place]]:
-    """Those of them that have an element in common, as columns of one matrix do not."""
+    """Groups of places that share elements. (Columns of a matrix overlap only in their ranges.)"""
     if len(places) == 1:
         return [list(places)]
     unit = 1 if len({p.dtype.itemsize for p in places}) > 1 else places[0].dtype.itemsize

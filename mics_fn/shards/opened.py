@@ -1,4 +1,4 @@
-"""A tree of shards, opened: its leaves by bucket, each with its groups, checked and agreed on."""
+"""A tree of shards, opened for a verb: its leaves by bucket, with their groups, checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ _OWN_GROUPS = "pass the groups that the tree was sharded with"
 
 @dataclass(frozen=True, eq=False)
 class BucketUse:
-    """The leaves of a bucket that a tree holds: `index[slot]` is a leaf's place there, or None."""
+    """The leaves of one bucket in a tree, and the groups that they live on."""
 
     bucket: Bucket
     home: Home
-    index: tuple[int | None, ...]
+    index: tuple[int | None, ...]  # for each slot the number of the leaf in the tree, or None
 
     @property
     def hierarchy(self) -> Hierarchy:
@@ -48,27 +48,28 @@ class BucketUse:
 
     @property
     def far(self) -> bool:
-        """Whether a gather and its adjoint do more than to look at this rank's piece."""
+        """Whether a gather or its adjoint does more than take views of this rank's chunk."""
         return self.bucket.parts > 1 or self.route.grad_factor != 1.0
 
     @property
     def alone(self) -> bool:
-        """Whether this rank's gradient is the mean already."""
+        """Whether there are no other ranks, so that this rank's gradient is the mean already."""
         return self.route.size == 1 and self.home.replicas.size == 1
 
     @property
     def members(self) -> list[int]:
+        """The numbers of the bucket's leaves in the tree, in the order of slots."""
         return [i for i in self.index if i is not None]
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Slots that the tree lacks; mostly none."""
+        """Slots whose leaves the tree lacks, which is rare."""
         if None not in self.index:
             return ()
         return tuple(slot for slot, i in enumerate(self.index) if i is None)
 
     def by_slot(self, values: Sequence[Any]) -> list[Any]:
-        """One value per slot, None where the tree lacks the leaf, from one value per member."""
+        """One value per slot from one value per member; None if the tree lacks the leaf."""
         given = iter(values)
         return [None if i is None else next(given) for i in self.index]
 
@@ -81,27 +82,27 @@ class BucketUse:
 class Opened:
     """A tree of shards as its leaves, their groups and the buckets in which they travel."""
 
-    verb: str  # that opened it
+    verb: str  # which opened it
     given: Tree
-    root: str  # how its paths begin in errors
+    root: str  # the beginning of its paths in errors
     leaves: list[Leaf]
     spec: Any
     homes: Sequence[Home]
-    uses: list[BucketUse]  # by the numbers of the buckets, which schedules use
+    uses: list[BucketUse]  # in the order of bucket numbers, as in schedules
 
     @cached_property
     def owner(self) -> list[int]:
-        """For each leaf the index of the one that holds its data: itself, unless it is `Tied`."""
+        """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
         return owner_index(self.leaves)
 
     @property
     def data(self) -> list[Any]:
-        """What each leaf holds; None where it is tied."""
+        """The data of each leaf; None if it is tied."""
         return [None if isinstance(leaf, Tied) else leaf.data for leaf in self.leaves]
 
     @property
     def pieces(self) -> list[Tensor]:
-        """What each trained leaf holds."""
+        """The piece of each trained leaf."""
         return [leaf.data for leaf in self.leaves if isinstance(leaf, Sharded)]
 
     @property
@@ -110,7 +111,7 @@ class Opened:
         return [use for use in self.uses if use.bucket.trainable]
 
     def names(self, index: int) -> list[str]:
-        """The paths of a bucket's leaves, by place of the bucket in `uses`."""
+        """The paths of the leaves of `uses[index]`."""
         paths = tree.spec_paths(self.spec)
         return [paths[i].removesuffix(".data") for i in self.uses[index].members]
 
@@ -119,11 +120,11 @@ class Opened:
         return tree.paths(self.given, self.root, is_leaf)[index]
 
     def build(self, full: Sequence[Any]) -> Tree:
-        """The tree with a value for each leaf; tied leaves share their owner's."""
+        """The tree with one value per leaf; tied leaves get that of their owner."""
         return self.spec.unflatten([full[i] for i in self.owner])
 
     def rebuild(self, pieces: Mapping[int, Sequence[Tensor]]) -> Tree:
-        """The tree with new pieces, by place of the bucket in `uses`; other leaves stay."""
+        """The tree with new pieces for some buckets, by index in `uses`; other leaves stay."""
         out: list[Any] = list(self.leaves)
         for index, values in pieces.items():
             use = self.uses[index]
@@ -132,15 +133,15 @@ class Opened:
         return self.spec.unflatten(out)
 
     def agree(self, schedule: str = "") -> "Opened":
-        """Compare what ranks are about to gather together, once for each set of leaves.
+        """Compare between ranks what they are about to gather, once for each new set of leaves.
 
         Args:
-          schedule: that of the gather in words.
+          schedule: the text of the schedule, for a deferred gather.
 
-        Communication: a digest of 32 bytes over each group to which the tree is new.
+        Communication: a digest of 32 bytes, in each group of ranks to which the tree is new.
 
         Raises:
-          DesyncError: ranks have other trees or schedules.
+          DesyncError: ranks have different trees or schedules.
         """
         for home in dict.fromkeys(use.hierarchy for use in self.uses):
             mine = [use for use in self.uses if use.hierarchy is home]
@@ -156,7 +157,7 @@ class Opened:
         """Raise unless hop 2 over these groups reaches all replicas.
 
         Raises:
-          PlanError: they are the groups of steps that one replica takes alone.
+          PlanError: they are the groups for steps that each replica takes alone.
           GroupsError: they are hierarchies.
         """
         if any(isinstance(home, Groups) and home.apart for home in dict.fromkeys(self.homes)):
@@ -174,7 +175,7 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
       verb: its name, for errors.
       shards: the tree.
       groups: `Groups` or a `Hierarchy`, a prefix pytree of these, or a function from path to one.
-      root: how paths begin in errors.
+      root: the beginning of paths in errors.
 
     Raises:
       LeafError: a leaf is not a shard.
@@ -202,9 +203,9 @@ def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> N
 
 
 def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
-    """Leaves by bucket, in the order of the buckets' numbers.
+    """Leaves by bucket, in the order of bucket numbers.
 
-    Two trees of one layout that lie in one tree give two uses of equal buckets.
+    A tree that contains two trees of the same layout gives two uses of each bucket.
     """
     found: dict[Bucket, list[dict[int, int]]] = {}
     for i, leaf in enumerate(leaves):
@@ -233,7 +234,7 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Home]) -> None:
 
 
 def _facts(use: BucketUse) -> list[tuple[str, str]]:
-    """All of a bucket's layout, so that no other tree's agreement is mistaken for this one's."""
+    """The whole layout of a bucket, so that trees with different layouts never compare as equal."""
     dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
     names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
     layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
@@ -246,14 +247,14 @@ def _facts(use: BucketUse) -> list[tuple[str, str]]:
 
 
 def require_groups(verb: str, groups: Any) -> None:
-    """Raise a clear error where a verb is called without groups."""
+    """Raise GroupsError if a verb is called without groups."""
     if groups is None:
         fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
         raise GroupsError(message(f"{verb}: groups is None", fix=fix))
 
 
 def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
-    """The groups (or hierarchy) of each leaf of a tree of shards, all of them open."""
+    """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
     require_groups(verb, groups)
     found = tree.spread(
         groups,
@@ -268,7 +269,9 @@ def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
 
 
 def check_equal(opened: Opened) -> None:
-    """Raise on every rank unless replicas hold the same bits: what starts apart would stay so.
+    """Raise DesyncError on every rank unless replicas hold the same bits.
+
+    Nothing later would make them equal, since every step adds the same update to each.
 
     Communication: 8 bytes per leaf, over the partition group and over the replication group.
     """

@@ -1,9 +1,7 @@
-"""Moving leaves in and out of flat buffers, by views where that is possible.
+"""Moves leaves into and out of flat buffers, by views if possible.
 
-See [Note: flat buckets] in `shards.bucket`.
-
-Tensors may carry leading batch dims (under `vmap`): a piece is then (*batch, length), a full leaf
-(*batch, *shape).
+See [Note: flat buckets] in `shards.bucket`. Under `vmap` tensors have leading batch dims: a piece
+then has shape (*batch, length), and a full leaf (*batch, *shape).
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from mics_fn.shards.bucket import Bucket, gaps, pieces
 
 @lru_cache(maxsize=4096)
 def _chunk_sizes(bucket: Bucket, chunk: int) -> tuple[int, ...]:
-    """Lengths that split a chunk in (padding, piece, padding, piece, ..., padding)."""
+    """Lengths that split a chunk into (padding, piece, padding, piece, ..., padding)."""
     sizes, end = [], 0
     for piece in pieces(bucket, chunk):
         start = piece.start if piece.length else end
@@ -31,7 +29,7 @@ def _chunk_sizes(bucket: Bucket, chunk: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _full_sizes(bucket: Bucket) -> tuple[int, ...]:
-    """Lengths that split the full buffer in (leaf, padding, leaf, padding, ...)."""
+    """Lengths that split the full buffer into (leaf, padding, leaf, padding, ...)."""
     ends = (*bucket.offsets[1:], bucket.numel)
     sizes = zip(bucket.offsets, bucket.numels, ends, strict=True)
     return tuple(size for start, n, end in sizes for size in (n, end - start - n))
@@ -50,10 +48,10 @@ def split_full(bucket: Bucket, flat: Tensor) -> list[Tensor]:
 
 
 def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Tensor | None:
-    """The chunk whose views the pieces are, if they are that, without a copy; else None.
+    """The chunk that the pieces are views of, without a copy; None if they are not such views.
 
-    Only a storage of exactly the chunk's size counts, so that an in-place update of the result can
-    touch nothing but these pieces and their padding.
+    The storage must have exactly the size of the chunk, so that an in-place update of the result
+    changes only these pieces and their padding.
     """
     base, first = None, None
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
@@ -79,10 +77,10 @@ def pack_chunk(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Pieces, by slot, as one chunk (*batch, bucket.chunk): a view if it can be one, else a copy.
+    """Pieces, by slot, as one chunk (*batch, bucket.chunk): a view if possible, else a copy.
 
-    A piece that is None counts as zeros; padding of a copy is zero. `dtype` is that of the shards
-    unless given.
+    A piece that is None counts as zeros, and the padding of a copy is zero. The default of `dtype`
+    is that of the shards.
     """
     dtype = dtype or bucket.dtype
     found = whole_chunk(bucket, chunk, data)
@@ -104,10 +102,10 @@ def pack_full(
     buffers: "Buffers | None" = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Full leaves, by slot, copied to one buffer (*batch, bucket.numel): `out`, or of `buffers`.
+    """Full leaves, by slot, copied into one buffer (*batch, bucket.numel).
 
-    A leaf that is None counts as zeros; padding is zero. `dtype` is that of the shards unless
-    given.
+    The buffer is `out` if that is given, else one taken from `buffers`. A leaf that is None counts
+    as zeros, and padding is zero. The default of `dtype` is that of the shards.
     """
     shape, dtype = (*batch, bucket.numel), dtype or bucket.dtype
     flat = (buffers or Buffers()).take(shape, dtype, device) if out is None else out
@@ -121,15 +119,16 @@ def pack_full(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor in rows of memory, as no sparse gradient is."""
+    """The tensor in strided memory; a sparse gradient becomes a dense one."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def refuse_sparse(grad: Tensor) -> None:
-    """Raise LeafError, as a hook of a view, which torch takes no sparse gradient through."""
+    """Raise LeafError for a sparse gradient. A hook, since torch cannot pass it through a view."""
     if grad.layout is not torch.strided:
         text = "gather: the gradient of a parameter is sparse, which a group of one rank only views"
-        raise LeafError(message(text, fix="pass schedule=on_demand(), or leave out sparse=True"))
+        fix = "use defer(shards, groups, on_demand()), or leave out sparse=True"
+        raise LeafError(message(text, fix=fix))
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""Precision as a value: which dtype each thing has."""
+"""Precision as a value: the dtypes of parameters, computation, gradients and outputs."""
 
 import re
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ _NARROW = "not a dtype to compute, reduce or keep parameters in here"
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one leaf: its shard, what a model computes with, hop 1 and 2, their sum."""
+    """The dtypes of one leaf: of its shard, of computation, of both hops, of the gradients' sum."""
 
     param: torch.dtype
     compute: torch.dtype
@@ -41,21 +41,23 @@ class Dtypes(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """Which dtype each thing has. Its `str` is canonical, `parse` reads it.
+    """The dtypes of training. `str` gives a canonical text, which `parse` reads.
 
     Args:
-      param: of shards and of the optimizer's state; None: the tensor's own.
-      compute: of gathered parameters and of a model's inputs; None: `param`.
-      reduce: of gradients in hop 1 and hop 2; None: `param`.
-      output: of what a model returns; None: left alone.
-      accumulate: of the sum of gradients over micro-steps; None: the wider of float32 and `reduce`.
-      overrides: pairs of a pattern and a `Precision`. What that one says replaces this one for
-        leaves whose whole path matches, of several the last. In a pattern `*` stands for any
-        characters and `?` for one; brackets are literal, as paths hold them.
+      param: dtype of shards and of the optimizer's state; None means that of each tensor.
+      compute: dtype of gathered parameters and of a model's inputs; None means `param`.
+      reduce: dtype of gradients in hop 1 and hop 2; None means `param`.
+      output: dtype of what a model returns; None leaves it as it is.
+      accumulate: dtype of the sum of gradients over micro-steps; None means the wider of float32
+        and `reduce`.
+      overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
+        above for leaves whose whole path matches; if several patterns match, the last one counts.
+        In a pattern `*` stands for any characters and `?` for one. Brackets are literal, since
+        paths contain them.
 
     Raises:
-      PlanError: a dtype is not float32, bfloat16, float16 or float64; an override says nothing, or
-        what no leaf has.
+      PlanError: a dtype is not float32, bfloat16, float16 or float64; an override sets no field, or
+        one that a leaf does not have.
 
     Example:
       >>> precision = Precision.parse("param=f32, compute=bf16; *norm*: compute=f32")
@@ -71,11 +73,11 @@ class Precision:
     overrides: tuple[tuple[str, "Precision"], ...] = ()  # any iterable of pairs is taken
 
     def __post_init__(self) -> None:
-        for name, dtype in self._said():
+        for name, dtype in self._fields():
             if not isinstance(dtype, torch.dtype) or dtype not in _SHORT:
-                why = "no torch.dtype"
+                why = "not a torch.dtype"
                 if isinstance(dtype, torch.dtype):
-                    why = _NARROW if dtype.is_floating_point else "no float dtype"
+                    why = _NARROW if dtype.is_floating_point else "not a float dtype"
                 raise PlanError(message(f"Precision: {name}={dtype!r} is {why}", fix=_ALLOWED))
         object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
 
@@ -83,43 +85,43 @@ class Precision:
     def parse(cls, text: str) -> "Precision":
         """Read the text form; `parse(str(precision))` equals `precision`.
 
-        A text is `field=dtype, ...`, then `; pattern: field=dtype, ...` for each override. A bare
-        dtype means `compute`.
+        A text is `field=dtype, ...`, followed by `; pattern: field=dtype, ...` for each override. A
+        dtype without a field means `compute`.
 
         Raises:
-          PlanError: a clause does not say which dtype a field has, or says it twice.
+          PlanError: a clause does not give a dtype for a field, or gives two for the same one.
         """
         base: dict[str, Any] | None = None
         overrides = []
         for clause in filter(None, map(str.strip, text.split(";"))):
-            pattern, colon, said = clause.rpartition(":")
+            pattern, colon, fields = clause.rpartition(":")
             if colon:
-                overrides.append((pattern.strip(), cls(**_read(clause, said))))
+                overrides.append((pattern.strip(), cls(**_read(clause, fields))))
             elif base is None and not overrides:
-                base = _read(clause, said)
+                base = _read(clause, fields)
             else:
                 fix = "write overrides as in '*norm*: compute=f32', after the rest"
                 raise PlanError(message(f"Precision.parse: no pattern in {clause!r}", fix=fix))
         return cls(**(base or {}), overrides=tuple(overrides))
 
     def __str__(self) -> str:
-        own = ",".join(f"{name}={_SHORT[dtype]}" for name, dtype in self._said())
+        own = ",".join(f"{name}={_SHORT[dtype]}" for name, dtype in self._fields())
         parts = [own] if own else []
         return "; ".join([*parts, *(f"{p}: {precision}" for p, precision in self.overrides)])
 
-    def _said(self) -> list[tuple[str, Any]]:
+    def _fields(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
 
     def at(self, path: str) -> "Precision":
-        """The precision of one leaf, without overrides; the path as written from the root `''`."""
-        said = dict(self._said())
+        """The precision of one leaf, without overrides; its path begins with `''`."""
+        found = dict(self._fields())
         for pattern, precision in self.overrides:
             if _regex(pattern).fullmatch(path):
-                said.update(precision._said())
-        return Precision(**said)
+                found.update(precision._fields())
+        return Precision(**found)
 
     def dtypes(self, path: str, own_dtype: torch.dtype) -> Dtypes:
-        """The four dtypes of a leaf; all are its own where that is no float."""
+        """The four dtypes of a leaf; if it is not a float tensor they are all its own."""
         if not own_dtype.is_floating_point:
             return Dtypes(own_dtype, own_dtype, own_dtype, own_dtype)
         here = self.at(path) if self.overrides else self
@@ -129,7 +131,7 @@ class Precision:
         return Dtypes(param, here.compute or param, reduce, here.accumulate or wide)
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """The patterns of overrides that match none of these paths; each is likely a mistake."""
+        """The patterns of overrides that match none of these paths, which is likely a mistake."""
         patterns, known = dict.fromkeys(pattern for pattern, _ in self.overrides), list(paths)
         return [p for p in patterns if not any(_regex(p).fullmatch(path) for path in known)]
 
@@ -139,16 +141,16 @@ class Precision:
         return (self.compute or self.param or self.output) is not None
 
     def cast_inputs(self, values: Tree) -> Tree:
-        """The pytree with float tensors in `compute`; the very object where nothing changes."""
+        """The pytree with float tensors in `compute`; the same object if nothing changes."""
         return _cast(values, self.compute or self.param)
 
     def cast_output(self, values: Tree) -> Tree:
-        """The pytree with float tensors in `output`; the very object where nothing changes."""
+        """The pytree with float tensors in `output`; the same object if nothing changes."""
         return _cast(values, self.output)
 
 
 def precision_of(value: Precision | str | None) -> Precision:
-    """A precision from a precision, its text or None."""
+    """The `Precision` that an argument means: one, its text, or None for the default."""
     if value is None or isinstance(value, Precision):
         return value or Precision()
     if isinstance(value, str):
@@ -158,12 +160,12 @@ def precision_of(value: Precision | str | None) -> Precision:
 
 
 def _checked(override: Any) -> tuple[str, Precision]:
-    """An override, if it has a text form and means something."""
+    """An override, after a check that it has a text form and an effect."""
     pair = isinstance(override, tuple | list) and len(override) == 2
     pattern, precision = override if pair else ("", None)
     if not isinstance(pattern, str) or not isinstance(precision, Precision):
         fix = "give pairs of a pattern and a Precision"
-        raise PlanError(message(f"Precision: override {override!r} is no pair", fix=fix))
+        raise PlanError(message(f"Precision: override {override!r} is not a pair", fix=fix))
     what = f"Precision: the override {pattern!r}"
     if not pattern or pattern != pattern.strip() or set(pattern) & {";", "\n"}:
         fix = "write ? for ';' and for spaces at its ends"
@@ -172,28 +174,30 @@ def _checked(override: Any) -> tuple[str, Precision]:
         raise PlanError(message(f"{what} looks like a field", fix=f"write {pattern}=bf16"))
     if precision.overrides or precision.output is not None:
         fix = "give it param, compute, reduce or accumulate"
-        raise PlanError(message(f"{what} says what no leaf has", [f"{precision}"], fix))
-    if not precision._said():
-        raise PlanError(message(f"{what} says nothing", fix="as in '*norm*: compute=f32'"))
+        raise PlanError(message(f"{what} sets what a leaf does not have", [f"{precision}"], fix))
+    if not precision._fields():
+        raise PlanError(
+            message(f"{what} sets no field", fix="write one, as in '*norm*: compute=f32'")
+        )
     return pattern, precision
 
 
-def _read(clause: str, said: str) -> dict[str, Any]:
-    """The fields of a clause."""
+def _read(clause: str, fields: str) -> dict[str, Any]:
+    """The fields that a clause of a text sets, with their dtypes."""
     found: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, said.split(","))):
+    for part in filter(None, map(str.strip, fields.split(","))):
         name, equals, value = map(str.strip, part.rpartition("="))
         name, value = name if equals else "compute", value.removeprefix("torch.")
         wrong, fix = "", _ALLOWED
         if name not in _FIELDS:
-            wrong, fix = f"{name!r} is no field", f"fields are {', '.join(_FIELDS)}"
+            wrong, fix = f"{name!r} is not a field", f"fields are {', '.join(_FIELDS)}"
         elif name in found:
-            wrong, fix = f"{name} is said twice", "say it once"
+            wrong, fix = f"{name} is given twice", "give it once"
         elif re.match("(fp|f|float)8", value):
             wrong = f"{value} is {_NARROW}"
         elif value not in _NAMES:
-            other = isinstance(getattr(torch, value, None), torch.dtype)
-            wrong = f"{value!r} is no {'float ' * other}dtype"
+            known = isinstance(getattr(torch, value, None), torch.dtype)
+            wrong = f"{value!r} is not a {'float dtype' if known else 'dtype'}"
         if wrong:
             raise PlanError(message(f"Precision.parse: {part!r} in {clause!r}", [wrong], fix))
         found[name] = _NAMES[value]

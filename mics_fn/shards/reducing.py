@@ -1,4 +1,4 @@
-"""The hops of the gradients: hop 1 inside partition groups, hop 2 between replicas; both means."""
+"""Both hops of the gradients, which are means: hop 1 in partition groups, hop 2 over replicas."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,26 +20,27 @@ from mics_fn.tree import Tree
 
 
 def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
-    """Do the hops still owed: full tensors owe both, `Sharded` leaves owe hop 2.
+    """Do the hops that gradients still need: both for full tensors, hop 2 for `Sharded` leaves.
 
     Args:
       grads: gradients, as a tree of full tensors, or of shards as `torch.func.grad` through
-        `gather` gives, or mixed.
+        `gather` gives them, or of both.
       groups: as for `shard`.
-      like: the shards that the gradients belong to; needed for full tensors if those were sharded
-        with tied leaves, frozen leaves or options of their own.
+      like: the shards that the gradients belong to. It is needed with full tensors if the
+        parameters have tied or frozen leaves or were sharded with other options than the default.
 
     Returns:
       A tree of shards: the gradient of the loss averaged over all ranks.
 
-    Communication: hop 1: a reduce-scatter a level and bucket, (p - 1)/p of the full bytes. Hop 2:
-      an all-reduce a bucket over the r replicas, 2(r - 1)/r of the shard's bytes.
+    Communication: hop 1 is one reduce-scatter per level and bucket, (p - 1)/p of the full bytes.
+      Hop 2 is one all-reduce per bucket over the r replicas, 2(r - 1)/r of the shard's bytes.
 
-    Memory: as `scatter_grads`, and a copy of the shards (hop 2).
+    Memory: as for `scatter_grads`, and a copy of the shards in hop 2.
 
     Raises:
       TreeError: the structure or a shape differs from `like`.
-      LeafError: a gradient for an integer leaf; another dtype or device than the leaf's.
+      LeafError: there is a gradient for an integer leaf, or its dtype or device differs from the
+        leaf's.
 
     Example:
       >>> groups = make_groups(1)
@@ -59,22 +60,22 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
     """Hop 1: average full gradients over the partition group; each rank keeps its shard.
 
     Args:
-      grads: tree of full tensors; None where `like` has a leaf without a gradient; `Sharded` leaves
-        pass through.
+      grads: tree of full tensors, with None for leaves that have no gradient. `Sharded` leaves stay
+        as they are.
       groups: as for `shard`.
-      like: as for `reduce_grads`; without it the layout is planned (and agreed on) from the
-        gradients.
+      like: as for `reduce_grads`. Without it the layout is computed from the gradients, and
+        compared between ranks.
 
     Returns:
-      A tree of shards; missing gradients are zeros, gradients of tied leaves are added.
+      A tree of shards. Missing gradients become zeros, and gradients of tied leaves are added.
 
-    Communication: one reduce-scatter a level and bucket; (p - 1)/p of the full bytes. None if p =
-      1.
+    Communication: one reduce-scatter per level and bucket, (p - 1)/p of the full bytes; none if
+      p = 1.
 
-    Memory: four buffers of a bucket's size at most, kept for the next call; with p = 1 none, shards
-      are views of the gradients.
+    Memory: at most four buffers of the size of a bucket, which are kept for the next call. If p = 1
+      none, since shards are views of the gradients.
 
-    Raises: as `reduce_grads`.
+    Raises: the errors of `reduce_grads`.
 
     Example:
       >>> groups = make_groups(1)
@@ -86,24 +87,25 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
 
 
 def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
-    """Start hop 1 and go on, with the next micro-step say; `wait()` gives the shards.
+    """Start hop 1 and return at once, so that the next micro-step can begin; `wait()` gives shards.
 
     Args:
-      grads: as for `scatter_grads`; they may change after the call, since they are copied.
+      grads: as for `scatter_grads`. They are copied, so they may change after the call.
       groups: as for `shard`.
       like: as for `scatter_grads`.
 
     Returns:
       A `PendingTree`.
 
-    Communication: as `scatter_grads`. On gloo the innermost level runs meanwhile, the others in
-      `wait()`; on CUDA all of them run on a side stream, and `wait()` does not stop the host.
+    Communication: as for `scatter_grads`. On gloo the innermost level runs in the background and
+      the others run in `wait()`. On CUDA all levels run on a side stream, and `wait()` does not
+      block the host.
 
     Memory: a flat copy of the full gradients until `wait()`.
 
     Raises:
-      LeafError: inside torch.func, or where a gradient requires one: it has no derivative.
-      Else as `scatter_grads`.
+      LeafError: called inside torch.func, or a gradient requires a gradient; the result has no
+        derivative. Other errors are those of `scatter_grads`.
 
     Example:
       >>> groups = make_groups(1)
@@ -116,20 +118,21 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
 
 
 class _Owed(NamedTuple):
-    """Gradients on their way to shards."""
+    """Gradients by what they need: hop 1, or nothing before hop 2."""
 
     spec: Any
-    out: list[Any]  # the leaves that are settled; None where hop 1 is owed
-    far: list[BucketUse]  # the buckets that owe it
+    out: list[Any]  # the leaves that are done; None if they need hop 1
+    far: list[BucketUse]  # the buckets that need it
     full: list[Tensor | None]
 
 
 def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
-    """Match gradients with their parameters' layout, and settle what needs no communication."""
+    """Match gradients with the layout of their parameters, and finish those of local buckets."""
     given = tree.flatten(grads, is_leaf)[0]
     if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
-        as_dense = lambda x: dense(x) if isinstance(x, Tensor) else x  # noqa: E731
-        grads = tree.map_leaves(as_dense, grads, is_leaf=is_leaf)
+        grads = tree.map_leaves(
+            lambda x: dense(x) if isinstance(x, Tensor) else x, grads, is_leaf=is_leaf
+        )
     if like is None:
         like = layout_of("reduce_grads", "grads", grads, groups)
     opened = open_shards("scatter_grads", like, groups, root="grads")
@@ -154,6 +157,7 @@ def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
 
 
 def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
+    """The tree of shards, with the results of hop 1."""
     out = list(owed.out)
     pieces: list[Any] = [None] * len(out)
     put(pieces, owed.far, found)
@@ -165,7 +169,7 @@ def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
 
 
 def _up_to(opened: Opened, grads: Tree) -> list[Any]:
-    """The gradients' leaves in the order of the parameters'; None where there is none."""
+    """The gradients in the order of the parameters; None for a leaf without one."""
     try:
         return opened.spec.flatten_up_to(grads)
     except ValueError:
@@ -180,7 +184,7 @@ def _up_to(opened: Opened, grads: Tree) -> list[Any]:
 
 
 def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
-    """One checked full gradient per leaf, those of tied leaves added to their owner's."""
+    """One full gradient per leaf, checked; those of tied leaves are added to their owner's."""
     full: list[Tensor | None] = [None] * len(given)
     for i, (grad, owner) in enumerate(zip(given, opened.owner, strict=True)):
         slot = opened.leaves[owner]
@@ -195,14 +199,14 @@ def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
 
 
 def _fits(grad: Any, slot: Sharded) -> bool:
-    """Whether it is an ordinary gradient of the leaf; the rare rest is looked at closely."""
+    """Whether a gradient has a leaf's shape and dtype; `_check_grad` examines those that do not."""
     if not isinstance(grad, Tensor) or grad.shape != slot.shape:
         return False
     return grad.dtype is slot.dtype or grad.dtype is slot.bucket.compute
 
 
 def _check_grad(path: str, slot: Any, grad: Any) -> None:
-    """Raise for what is not the gradient of a leaf."""
+    """Raise LeafError or TreeError unless a value can be the gradient of a leaf."""
     if not isinstance(grad, Tensor):
         text = f"{path} is {type(grad).__name__}, expected torch.Tensor"
         raise LeafError(message(text, fix="give a full tensor, or None where there is no gradient"))
@@ -220,7 +224,7 @@ def _check_grad(path: str, slot: Any, grad: Any) -> None:
 
 
 def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
-    """Hop 1 in a group of one rank: the gradient itself."""
+    """Hop 1 in a group of one rank, which is the gradient itself."""
     numel = slot.bucket.numels[slot.slot]
     if grad is None:
         flat = torch.zeros(numel, dtype=slot.dtype, device=device)
@@ -235,18 +239,20 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
     Args:
       grads: tree of shards, hop 1 done.
       groups: as for `shard`.
-      donate: average in the given buffers; the old tree can not be used again.
-      exact: send the dtype of the shards, as parameters need it, not that of reductions.
+      donate: average in the given buffers; the old tree cannot be used again.
+      exact: send the dtype of the shards instead of that of reductions, as parameters need it.
 
     Returns:
-      The same tree, averaged; where r = 1 the very tree. Averaging twice changes nothing.
+      The averaged tree; if r = 1 the given tree itself. Averaging twice changes nothing.
 
-    Communication: one all-reduce a bucket over r replicas, 2(r - 1)/r of the shard's bytes. None if
-      r = 1.
+    Communication: one all-reduce per bucket over r replicas, 2(r - 1)/r of the shard's bytes; none
+      if r = 1.
 
-    Memory: a copy of the shards, none with `donate`.
+    Memory: a copy of the shards; none with `donate`.
 
-    Raises: `TreeError` where a leaf is no shard; `DonatedError` for a tree given away before.
+    Raises:
+      LeafError: a leaf is not a shard.
+      DonatedError: the tree was donated earlier, or `donate` is given under autograd.
 
     Example:
       >>> groups = make_groups(1)
@@ -256,12 +262,12 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
     opened = open_shards("sync_replicas", grads, groups, root="grads")
-    places = [
+    indexes = [
         i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
     ]
-    if not places:
+    if not indexes:
         return grads
-    uses = [opened.uses[i] for i in places]
+    uses = [opened.uses[i] for i in indexes]
     if exact:
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
     data = opened.data
@@ -275,8 +281,8 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
             found = replica_mean(uses, members, in_place=True).wait()
     else:
         found = apply("mean", uses, data)
-    dealt = zip(places, deal(uses, found), strict=True)
-    out = opened.rebuild({place: pieces for place, (_, pieces) in dealt})
+    dealt = zip(indexes, deal(uses, found), strict=True)
+    out = opened.rebuild({index: pieces for index, (_, pieces) in dealt})
     if donate:
         mark_donated(grads, "grads", "sync_replicas", keep=out)
     return out

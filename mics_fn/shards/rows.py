@@ -1,13 +1,14 @@
-"""Batches in which ranks meet under `vmap`: as many rows on each, and row k of all one thing.
+"""Checks of batches under `vmap`: ranks must have equally many rows, and row k must match.
 
-[Note: rows of ranks] A map between ranks adds up row k of all of them. Where ranks batch samples,
-whole models or directions, that is meant. `jacfwd`, `hessian`, and `jacrev` of what gives shards
-batch a basis of this rank's own pieces instead: row k is another direction on each rank, and the
-result would be the derivative in the direction of their sum. From inside `vmap` nobody can add the
-rows that are missing, so this is refused. It is recognised by its values, at the first map that
-tangents or cotangents in parts come to: on every rank a row has one element at most, no two rows
-have the same one, and ranks have elements in the same row. A basis that ranks share, each vector of
-which was cut by `shard`, has each row's element on one rank, and is none of that.
+[Note: rows of ranks] A map between ranks adds up row k of all ranks. That is right if ranks batch
+samples, whole models or directions. But `jacfwd`, `hessian`, and `jacrev` of a function that gives
+shards batch a basis of this rank's own pieces: row k is a different direction on each rank, and the
+result would be the derivative in the direction of their sum. The missing rows cannot be added from
+inside `vmap`, so this raises an error. It is recognised by its values, at the first map that
+receives tangents or cotangents in parts: on every rank each row has at most one nonzero element, no
+two rows have the same one, and several ranks have an element in the same row. A basis that ranks
+share, each vector of which was cut by `shard`, has the element of each row on one rank only, so it
+passes the check.
 """
 
 from collections.abc import Sequence
@@ -22,35 +23,35 @@ from mics_fn.errors import DesyncError, LeafError, message, rank_lines
 from mics_fn.groups import Comm
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS
 
-_MOST_DIMS = 16  # of a batch; there is a dim for each vmap around
+_MOST_DIMS = 16  # of a batch, which has one dim for each enclosing vmap
 
 
 def in_front(info: Any, in_dims: Sequence[int | None], data: Sequence[Any]) -> list[Any]:
-    """Values as `vmap` gives them to an autograd function, each with its batch in front."""
-    return [
-        value
-        if value is None
-        else value.expand(info.batch_size, *value.shape)
-        if dim is None
-        else value.movedim(dim, 0)
-        for value, dim in zip(data, in_dims, strict=True)
-    ]
+    """Move the batch dim of each value to the front, in the vmap rule of an autograd function."""
+    found = []
+    for value, dim in zip(data, in_dims, strict=True):
+        if value is not None and dim is None:
+            value = value.expand(info.batch_size, *value.shape)
+        elif value is not None:
+            value = value.movedim(dim, 0)
+        found.append(value)
+    return found
 
 
 def check_rows(name: str, levels: int | None, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-    """Raise on every rank unless a batch has equal rows everywhere. See [Note: rows of ranks].
+    """Raise on every rank unless the rows of a batch match. See [Note: rows of ranks].
 
     Args:
-      name: of the map.
-      levels: how many `vmap` there are around a tangent or cotangent; None for a value itself.
-      dealt: each use of a bucket with its values, one a member; plain tensors.
+      name: the name of the map.
+      levels: how many `vmap` enclose a tangent or cotangent; None for a value itself.
+      dealt: each use of a bucket with its values, which are plain tensors, one per member.
 
     Raises:
-      LeafError: rows are a basis of each rank's own.
-      DesyncError: ranks have other numbers of rows.
+      LeafError: the rows are a basis of each rank's own pieces.
+      DesyncError: ranks have different numbers of rows.
 
-    Communication: nothing without a batch; else 136 bytes over each group that meets, and for
-      tangents in parts that look like a basis a byte a row. The host waits.
+    Communication: none without a batch. Else 136 bytes in each group that the map connects, and one
+      byte per row for tangents in parts that look like a basis. The host waits for both.
     """
     first = _first_of(name, dealt)
     if first is None:
@@ -68,7 +69,7 @@ def check_rows(name: str, levels: int | None, dealt: Sequence[tuple[Any, Sequenc
 
 
 def _first_of(name: str, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
-    """Shape of the batch and device of the values; None where nothing is batched."""
+    """Shape of the batch and device of the values; None if nothing is batched."""
     for use, values in dealt:
         slots = [slot for slot, i in enumerate(use.index) if i is not None]
         for slot, value in zip(slots, values, strict=True):
@@ -80,7 +81,10 @@ def _first_of(name: str, dealt: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
 
 
 def _own_rows(values: Sequence[Tensor], dim: int, batch: Sequence[int]) -> Tensor | None:
-    """Which rows along a dim of the batch have an element, if none has two, and none another's."""
+    """Which rows along a dim of the batch have a nonzero element, if they look like a basis.
+
+    None if a row has two elements, or if two rows have the same one.
+    """
     found = [torch.zeros(batch[dim], 0, dtype=torch.bool)]
     for value in values:
         rows = value.movedim(dim, 0).ne(0)
@@ -98,13 +102,14 @@ def _compare(
     rows: Sequence[Tensor | None],
     device: torch.device,
 ) -> None:
+    """Compare the shapes of batches in one group, and the rows that look like a basis."""
     looks = [int(r is not None) << d for d, r in enumerate(rows)]
     mine = [sum(looks), len(batch), *batch[: _MOST_DIMS - 1]]
     mine += [0] * (_MOST_DIMS + 1 - len(mine))
     found = collect(comm, torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
     shapes = [f"batch {tuple(theirs[2 : 2 + theirs[1]])}" for theirs in found]
     if len(set(shapes)) > 1:
-        text = f"{name}: ranks batch other numbers of rows under vmap"
+        text = f"{name}: ranks have batches of different shapes under vmap"
         lines = rank_lines(dict(zip(comm.ranks, shapes, strict=True)))
         if rows:
             raise LeafError(message(text, [*lines, LOCAL_BASIS], SHARED_BASIS))

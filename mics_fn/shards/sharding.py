@@ -1,4 +1,4 @@
-"""`shard`: a pytree of tensors becomes one of shards. See [Note: kinds of leaves] in `leaf`."""
+"""`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -41,37 +41,38 @@ def shard(
     bucket_bytes: int = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
 ) -> Tree:
-    """Cut a pytree of tensors in shards: this rank keeps 1/p of every float leaf.
+    """Cut a pytree of tensors into shards: this rank keeps 1/p of every float leaf.
 
     Args:
-      params: any pytree of tensors; meta tensors give shards of shape only. `nn.Parameter`s with
-        `requires_grad=False` are frozen. Non-float leaves are replicated. A tensor that occurs
-        twice (same memory) stays one shard.
+      params: any pytree of tensors. Meta tensors give shards without values. An `nn.Parameter` with
+        `requires_grad=False` is frozen. Leaves that are not floats are replicated. A tensor that
+        occurs twice (in the same memory) becomes one shard, and stays tied.
       groups: `Groups`, or a prefix pytree of them, or a function from path to `Groups`.
-      replicas: 'check' compares a digest of the values between ranks, 'broadcast' takes those of
-        `source_rank`.
-      source_rank: global rank whose values count with 'broadcast'; default the first of the groups.
-      frozen: further leaves to freeze, by path (written from the root `''`).
-      precision: a `Precision` or its text: the dtype of the shards, and those in which `gather`
-        sends and gives full tensors and gradients are reduced; default the tensors' own.
-      bucket_bytes: the most that travels in one collective, a single larger leaf excepted.
-      order: sort key of a path, for the order of leaves in buckets; default by path, numbers as
-        numbers.
+      replicas: 'check' compares a digest of the values between ranks; 'broadcast' takes the values
+        of `source_rank`.
+      source_rank: the global rank whose values 'broadcast' sends; default the first of the groups.
+      frozen: says which further leaves are frozen, by path (which begins with `''`).
+      precision: a `Precision` or its text, which gives the dtypes of shards, of full tensors, and
+        of gradients while they are reduced; default the tensors' own.
+      bucket_bytes: the largest size of a bucket; only a single larger leaf may exceed it.
+      order: sort key of a path, for the order of leaves in buckets. By default numbers in paths
+        compare as numbers.
 
     Returns:
-      The same tree with `Sharded` leaves; `Fixed` where nothing is trained, `Tied` where a tensor
-      occurs again.
+      The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
+      ones for tensors that occurred before.
 
-    Communication: a digest of tree and values (tens of bytes a leaf); with 'broadcast', every float
-      bucket once.
+    Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
+      also every float bucket, once.
 
-    Memory: this rank's shards (1/p of the floats), and one bucket while cutting.
+    Memory: this rank's shards (1/p of the floats), and one full bucket while it is cut.
 
     Raises:
-      LeafError: a leaf is no dense tensor, lies on another device than its groups, overlaps with
-        another in memory, or is computed from what is differentiated: only gather has a derivative.
+      LeafError: a leaf is not a dense tensor, is on another device than its groups, overlaps with
+        another one in memory, or was computed under autograd: only `gather` has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
-      TreeError, PlanError: `groups` is no prefix of `params`; a tied leaf lives on two groups.
+      TreeError: `groups` is not a prefix of `params`.
+      PlanError: a tied leaf lives on two groups, or an option has no effect.
 
     Example:
       >>> groups = make_groups(1)
@@ -90,19 +91,19 @@ def shard(
         raise PlanError(message(f"shard: source_rank={source_rank} has no effect", fix=fix))
     if params is None:
         raise TreeError(message("shard: params is None", fix="pass a pytree of tensors"))
-    layout = Layout(frozen, precision_of(precision), bucket_bytes, order)
-    plan = _plan("shard", "params", params, groups, layout)
-    refuse_computed("shard", plan.paths, plan.leaves)
-    trained = [plan.paths[i] for i, (bucket, _) in plan.slots.items() if bucket.trainable]
-    refuse_overlaps("shard", dict(zip(plan.paths, plan.leaves, strict=True)), trained)
-    _agree_on(plan)
+    options = _Options(frozen, precision_of(precision), bucket_bytes, order)
+    layout = _lay_out("shard", "params", params, groups, options)
+    refuse_computed("shard", layout.paths, layout.leaves)
+    trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
+    refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
+    _agree_on(layout)
     if replicas == "check":
-        _check_values(plan)
+        _check_values(layout)
     sources = {
         home: _source(home, source_rank) if replicas == "broadcast" else None
-        for home in dict.fromkeys(plan.homes)
+        for home in dict.fromkeys(layout.homes)
     }
-    return _assemble(plan, sources)
+    return _assemble(layout, sources)
 
 
 def layout_of(
@@ -116,31 +117,31 @@ def layout_of(
     bucket_bytes: int = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
 ) -> Tree:
-    """Shards without data, laid out as `shard` would lay out these tensors, and agreed on.
+    """Shards on meta, laid out as `shard` would lay out these tensors.
 
-    Communication: as `shard`, without values.
+    Communication: a digest of the tree, to compare it between ranks.
     """
     require_groups(verb, groups)
-    layout = Layout(frozen, precision_of(precision), bucket_bytes, order)
-    plan = _plan(verb, root, values, groups, layout)
-    _agree_on(plan)
-    meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in plan.leaves]
-    return _assemble(plan._replace(leaves=meta), dict.fromkeys(plan.homes))
+    options = _Options(frozen, precision_of(precision), bucket_bytes, order)
+    layout = _lay_out(verb, root, values, groups, options)
+    _agree_on(layout)
+    meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
+    return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
 
 
-def _assemble(plan: "_Plan", sources: dict[Groups, int | None]) -> Tree:
-    out = _cut(plan, sources)
-    for i, leaf in enumerate(plan.leaves):
-        if plan.owners[i] != i:
-            out[i] = Tied(*plan.slots[plan.owners[i]])
-        elif i not in plan.slots:
-            out[i] = Fixed(_replicated(leaf, plan.homes[i], sources[plan.homes[i]]))
-    shards = plan.spec.unflatten([out[i] for i in range(len(plan.leaves))])
+def _assemble(layout: "_Layout", sources: dict[Groups, int | None]) -> Tree:
+    out = _cut(layout, sources)
+    for i, leaf in enumerate(layout.leaves):
+        if layout.owners[i] != i:
+            out[i] = Tied(*layout.slots[layout.owners[i]])
+        elif i not in layout.slots:
+            out[i] = Fixed(_replicated(leaf, layout.homes[i], sources[layout.homes[i]]))
+    shards = layout.spec.unflatten([out[i] for i in range(len(layout.leaves))])
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-class Layout(NamedTuple):
-    """How leaves become buckets: the options of `shard`."""
+class _Options(NamedTuple):
+    """The options of `shard` that say how leaves become buckets."""
 
     frozen: Callable[[str], bool] | None = None
     precision: Precision = Precision()
@@ -148,28 +149,28 @@ class Layout(NamedTuple):
     order: Callable[[str], object] | None = None
 
 
-class _Plan(NamedTuple):
-    """The leaves of a tree, and what becomes of each."""
+class _Layout(NamedTuple):
+    """The leaves of a tree, and where each of them will lie."""
 
     verb: str
     spec: Any
     leaves: list[Tensor]
-    paths: list[str]  # from the name of the tree
+    paths: list[str]  # beginning with the name of the tree
     homes: list[Groups]
-    owners: list[int]  # the first leaf that is the same tensor
-    slots: dict[int, tuple[Bucket, int]]  # of float leaves that own their data
+    owners: list[int]  # for each leaf the first one that is the same tensor
+    slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
 
 
-def _plan(
+def _lay_out(
     verb: str,
     root: str,
     params: Tree,
     groups: Any,
-    layout: Layout,
-) -> _Plan:
+    options: _Options,
+) -> _Layout:
     leaves, spec = tree.flatten(params, is_leaf)
     bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
-    for pattern in layout.precision.unmatched(bare):
+    for pattern in options.precision.unmatched(bare):
         text = f"{verb}: precision: the pattern {pattern!r} matches no leaf"
         warnings.warn(text, stacklevel=4)
     homes: list[Groups] = tree.spread(
@@ -184,39 +185,39 @@ def _plan(
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)
     _check_ties(verb, owners, paths, homes)
-    places = {home: place for place, home in enumerate(dict.fromkeys(homes))}
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
     floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
-    dtypes = {i: layout.precision.dtypes(bare[i], leaves[i].dtype) for i in floats}
+    dtypes = {i: options.precision.dtypes(bare[i], leaves[i].dtype) for i in floats}
     specs = [
         LeafSpec(
             path=bare[i],
             shape=tuple(leaves[i].shape),
             dtype=dtypes[i].param,
             parts=homes[i].partition_size,
-            trainable=not _is_frozen(leaves[i], bare[i], layout.frozen),
-            place=(places[homes[i]], leaves[i].is_meta),
+            trainable=not _is_frozen(leaves[i], bare[i], options.frozen),
+            group=(numbers[homes[i]], leaves[i].is_meta),
             travel=dtypes[i][1:],
         )
         for i in floats
     ]
-    slots = plan_buckets(specs, bucket_bytes=layout.bucket_bytes, order=layout.order)
+    slots = plan_buckets(specs, bucket_bytes=options.bucket_bytes, order=options.order)
     by_leaf = dict(zip(floats, slots, strict=True))
-    return _Plan(verb, spec, leaves, paths, homes, owners, by_leaf)
+    return _Layout(verb, spec, leaves, paths, homes, owners, by_leaf)
 
 
-def _check_values(plan: _Plan) -> None:
-    for home in dict.fromkeys(plan.homes):
+def _check_values(layout: _Layout) -> None:
+    for home in dict.fromkeys(layout.homes):
         mine = [
             i
-            for i, leaf in enumerate(plan.leaves)
-            if plan.homes[i] is home and plan.owners[i] == i and not leaf.is_meta
+            for i, leaf in enumerate(layout.leaves)
+            if layout.homes[i] is home and layout.owners[i] == i and not leaf.is_meta
         ]
-        paths = [plan.paths[i] for i in mine]
-        check_replicas(home, plan.verb, paths, [plan.leaves[i] for i in mine])
+        paths = [layout.paths[i] for i in mine]
+        check_replicas(home, layout.verb, paths, [layout.leaves[i] for i in mine])
 
 
 def _source(home: Groups, source_rank: int | None) -> int:
-    """The rank of `home` whose values count."""
+    """The rank of these groups whose values are sent to the others."""
     if source_rank is None:
         return home.ranks[0]
     if source_rank not in home.ranks:
@@ -225,21 +226,21 @@ def _source(home: Groups, source_rank: int | None) -> int:
     return source_rank
 
 
-def _cut(plan: _Plan, sources: dict[Groups, int | None]) -> dict[int, Leaf]:
-    """Each bucket's chunk of this rank, as leaves; a bucket is whole only while it is cut."""
+def _cut(layout: _Layout, sources: dict[Groups, int | None]) -> dict[int, Leaf]:
+    """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full."""
     members: dict[Bucket, dict[int, int]] = {}
-    for i, (bucket, slot) in plan.slots.items():
+    for i, (bucket, slot) in layout.slots.items():
         members.setdefault(bucket, {})[slot] = i
     out: dict[int, Leaf] = {}
     for bucket, by_slot in members.items():
         index = [by_slot[slot] for slot in range(len(by_slot))]
-        home, device = plan.homes[index[0]], plan.leaves[index[0]].device
+        home, device = layout.homes[index[0]], layout.leaves[index[0]].device
         source = sources[home]
         with torch.no_grad():
-            full = pack_full(bucket, [plan.leaves[i].detach() for i in index], device=device)
+            full = pack_full(bucket, [layout.leaves[i].detach() for i in index], device=device)
             if source is not None and not full.is_meta:
                 broadcast(home, full, source)
-            # A storage of its own, so that in-place updates and `whole_chunk` know its bounds.
+            # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces.
             chunk = full.view(bucket.parts, -1)[home.hierarchy.route.chunk].clone()
         kind = Sharded if bucket.trainable else Fixed
         pieces = zip(index, split_chunk(bucket, home.hierarchy.route.chunk, chunk), strict=True)
@@ -273,22 +274,22 @@ def _check_ties(
             )
 
 
-def _agree_on(plan: _Plan) -> None:
-    """Compare paths, shapes, dtypes, groups and layout between the ranks of each groups."""
-    for home in dict.fromkeys(plan.homes):
+def _agree_on(layout: _Layout) -> None:
+    """Compare paths, shapes, dtypes, groups and layout between ranks."""
+    for home in dict.fromkeys(layout.homes):
         facts = [("groups", home.describe())]
-        for i, leaf in enumerate(plan.leaves):
-            if plan.homes[i] is home:
+        for i, leaf in enumerate(layout.leaves):
+            if layout.homes[i] is home:
                 text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
                 text += " meta" if leaf.is_meta else ""
-                if plan.owners[i] != i:
-                    text += f" tied to {plan.paths[plan.owners[i]]}"
-                elif i in plan.slots:
-                    bucket, slot = plan.slots[i]
+                if layout.owners[i] != i:
+                    text += f" tied to {layout.paths[layout.owners[i]]}"
+                elif i in layout.slots:
+                    bucket, slot = layout.slots[i]
                     text += "" if bucket.trainable else " frozen"
                     travel = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
                     if len({leaf.dtype, *travel}) > 1:
                         text += f" as {'/'.join(map(dtype_name, travel))}"
                     text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
-                facts.append((plan.paths[i], text))
-        agree(home, plan.verb, facts)
+                facts.append((layout.paths[i], text))
+        agree(home, layout.verb, facts)

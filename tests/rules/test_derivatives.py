@@ -454,7 +454,7 @@ def other_replicas(layout: Layout) -> None:
     groups, rank = groups_of(layout), dist.get_rank()
     shards = mf.shard({"w": torch.arange(1.0, 5)}, groups)
     batched = tree.map_leaves(lambda x: x.expand(3 + rank, *x.shape), shards)
-    with pytest.raises(mf.errors.DesyncError, match="mean: ranks batch other numbers of rows"):
+    with pytest.raises(mf.errors.DesyncError, match="mean: ranks have batches of different shapes"):
         mf.reduce_grads(batched, groups)
 
 

@@ -174,19 +174,19 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
             "param=int8",
             [
                 "Precision.parse: 'param=int8' in 'param=int8'",
-                "  'int8' is no float dtype",
+                "  'int8' is not a float dtype",
                 ALLOWED,
             ],
         ),
         (
             "bf61",
-            ["Precision.parse: 'bf61' in 'bf61'", "  'bf61' is no dtype", ALLOWED],
+            ["Precision.parse: 'bf61' in 'bf61'", "  'bf61' is not a dtype", ALLOWED],
         ),
         (
             "weights=f32",
             [
                 "Precision.parse: 'weights=f32' in 'weights=f32'",
-                "  'weights' is no field",
+                "  'weights' is not a field",
                 "  fix: fields are param, compute, reduce, output, accumulate",
             ],
         ),
@@ -194,8 +194,8 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
             "bf16,compute=f32",
             [
                 "Precision.parse: 'compute=f32' in 'bf16,compute=f32'",
-                "  compute is said twice",
-                "  fix: say it once",
+                "  compute is given twice",
+                "  fix: give it once",
             ],
         ),
         (
@@ -222,8 +222,8 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
         (
             "bf16; *norm*:",
             [
-                "Precision: the override '*norm*' says nothing",
-                "  fix: as in '*norm*: compute=f32'",
+                "Precision: the override '*norm*' sets no field",
+                "  fix: write one, as in '*norm*: compute=f32'",
             ],
         ),
         (
@@ -236,7 +236,7 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
         (
             "*norm*: output=f32",
             [
-                "Precision: the override '*norm*' says what no leaf has",
+                "Precision: the override '*norm*' sets what a leaf does not have",
                 "  output=f32",
                 "  fix: give it param, compute, reduce or accumulate",
             ],
@@ -253,17 +253,17 @@ def test_what_a_text_can_not_say_is_refused_by_its_clause(text, lines):
     ("make", "said"),
     [
         (lambda: Precision(param=torch.float8_e5m2), f"param=torch.float8_e5m2 is {NARROW}"),
-        (lambda: Precision(reduce=torch.int32), "reduce=torch.int32 is no float dtype"),
-        (lambda: Precision(compute=torch.complex64), "is no float dtype"),
-        (lambda: Precision(compute="bf16"), "compute='bf16' is no torch.dtype"),  # pyright: ignore
-        (lambda: Precision(compute=[]), r"compute=\[\] is no torch.dtype"),  # pyright: ignore
-        (lambda: Precision(overrides=(("*", "f32"),)), "is no pair"),  # pyright: ignore
-        (lambda: Precision(overrides=("*n*",)), "is no pair"),  # pyright: ignore
+        (lambda: Precision(reduce=torch.int32), "reduce=torch.int32 is not a float dtype"),
+        (lambda: Precision(compute=torch.complex64), "is not a float dtype"),
+        (lambda: Precision(compute="bf16"), "compute='bf16' is not a torch.dtype"),  # pyright: ignore
+        (lambda: Precision(compute=[]), r"compute=\[\] is not a torch.dtype"),  # pyright: ignore
+        (lambda: Precision(overrides=(("*", "f32"),)), "is not a pair"),  # pyright: ignore
+        (lambda: Precision(overrides=("*n*",)), "is not a pair"),  # pyright: ignore
         (lambda: Precision(overrides=((" *", Precision(F32)),)), "without a text form"),
         (lambda: Precision(overrides=(("a;b", Precision(F32)),)), "without a text form"),
         (
             lambda: Precision(overrides=(("*", Precision(overrides=(("*", Precision(F32)),))),)),
-            "no leaf",
+            "what a leaf does not have",
         ),
         (lambda: precision_of(F32), "precision: got dtype"),  # pyright: ignore
     ],
