@@ -1,12 +1,13 @@
-"""The autograd side of deferred parameters: what fetches forward, reduces backward.
+"""The autograd side of deferred parameters: made in forward, their gradients reduced in backward.
 
-[Note: join and fetch] The pieces of all buckets pass one `_Join` node and then a `_Fetch` node for
-each bucket, whose outputs are the deferred parameters. In backward each `_Fetch` runs as soon as
-the gradients of its bucket are complete, because its sequence number is the highest that autograd
-knows, and starts hop 1; what it passes on has no values yet. `_Join` runs when all of them have,
-reduces the buckets that got no gradient, waits, and passes everything on: nobody downstream ever
-sees a gradient that is not there. `_Start` and `_Wait` are these two halves as differentiable maps,
-so that second derivatives are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
+[Note: join and fetch] The pieces of all buckets pass through one `_Join` node, and then through one
+`_Fetch` node for each bucket, whose outputs are the deferred parameters. In backward each `_Fetch`
+runs as soon as the gradients of its bucket are complete, because its sequence number is the highest
+in the graph. It starts hop 1, and passes on pieces that have no values yet. `_Join` runs after all
+of them: it reduces the buckets that got no gradient, waits, and passes the pieces on. So nothing
+downstream ever sees a gradient without values. `_Start` and `_Wait` are these two halves as
+differentiable maps, so that second derivatives are those of the reduce-scatter; see [Note: adjoint]
+in `shards.linear`.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,18 @@ from mics_fn.shards import BucketUse, deal, in_front, linear_map, refuse_tracing
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 
 
-def _no_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
+def _refuse_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
+    """The vmap rule of nodes that have none."""
     text = "defer: shards are batched by vmap, and a schedule fetches one model at a time"
     raise LeafError(message(text, fix="use gather under vmap over shards"))
 
 
 class _Join(torch.autograd.Function):
-    """All pieces, as they are; in backward the end of hop 1. See [Note: join and fetch]."""
+    """The identity on all pieces; its backward ends hop 1. See [Note: join and fetch]."""
 
     @staticmethod
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        live.load(trained, pieces)  # here they are plain tensors, whatever torch.func does around
+        live.load(trained, pieces)  # here they are plain tensors, even inside torch.func
         return tuple(piece.view_as(piece) for piece in pieces)
 
     @staticmethod
@@ -47,7 +49,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
         live: LiveBuckets = ctx.live
-        if live.into is not None:  # gradients went there
+        if live.into is not None:  # it has taken the gradients
             return (None, None, *(None for _ in grads))
         live.run.end_pass(last=None)
         reduction, live.reduction = live.begin_pass(), None
@@ -64,7 +66,7 @@ class _Join(torch.autograd.Function):
         seen = _seen_together([ctx.live.uses[i] for i in ctx.trained], tangents)
         return tuple(None if t is None else t.view_as(t) for t in seen)
 
-    vmap = staticmethod(_no_batch)
+    vmap = staticmethod(_refuse_batch)
 
 
 class _Fetch(torch.autograd.Function):
@@ -91,16 +93,16 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        # Tangents are rare and used once: they are gathered at once. Views of a dual tensor want
-        # both its parts laid out alike, so each tangent gets memory of its own.
+        # Tangents are rare and used once, so they are gathered now. Views of a dual tensor need
+        # both of its parts in the same layout, so each tangent gets memory of its own.
         found = linear_map("gather", [ctx.live.uses[ctx.index]], *tangents)
         return tuple(tangent.clone() for tangent in found)
 
-    vmap = staticmethod(_no_batch)
+    vmap = staticmethod(_refuse_batch)
 
 
 class _Start(torch.autograd.Function):
-    """Hop 1 of one bucket, started: full gradients become pieces that have no values yet."""
+    """Starts hop 1 of one bucket: full gradients become pieces that have no values yet."""
 
     @staticmethod
     def forward(reduction: Reduction, index: int, *grads: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -130,7 +132,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Pieces, as they are, once all reductions of the pass are done."""
+    """The identity on pieces, which waits for all reductions of the pass."""
 
     @staticmethod
     def forward(reduction: Reduction, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -156,7 +158,10 @@ class _Wait(torch.autograd.Function):
 
 
 def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """(Co)tangents in parts as they are, one a member, once `check_rows` saw them all at once."""
+    """(Co)tangents in parts, unchanged, after `check_rows` has seen all of them together.
+
+    See [Note: rows of ranks] in `shards.rows`.
+    """
     if all(use.route.size == 1 for use in uses):
         return list(data)
     given = [
@@ -168,7 +173,7 @@ def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> 
 
 
 class _QuickJoin(torch.autograd.Function):
-    """`_Join` without torch.func's argument binding, which costs more than all the rest."""
+    """`_Join` without torch.func's argument binding, which takes most of the time of the call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -190,7 +195,7 @@ class _QuickFetch(torch.autograd.Function):
 
 
 def parameters(live: LiveBuckets, index: int) -> list[Deferred]:
-    """The leaves of a bucket as deferred tensors, one a member; nothing is fetched."""
+    """The leaves of a bucket as deferred tensors, one per member; nothing is fetched."""
     bucket, gathered = live.uses[index].bucket, live.buckets[index]
     like = (bucket.compute, live.device(index), None)
     made = [
@@ -211,23 +216,23 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
-    """Deferred parameters for every leaf of a tree, differentiable where the bucket is trained.
+    """Deferred parameters for all buckets, differentiable if a bucket is trained.
 
     Args:
-      live: new; its chunks are loaded here.
-      data: the pieces, by place in the tree.
+      live: a new one, whose chunks are loaded here.
+      data: the data of each leaf of the tree.
 
     Returns:
-      One deferred tensor a member of each bucket, by bucket.
+      One deferred tensor per member of each bucket, in the order of buckets.
 
     Raises:
-      LeafError: torch records ops to repeat them later.
+      LeafError: torch is recording ops in order to repeat them later.
     """
     refuse_tracing()
     uses: Sequence[BucketUse] = live.uses
     trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
     frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
-    with _torch.without_torch_func():  # else what is loaded has no memory to send
+    with _torch.without_torch_func():  # inside it the chunks would have no memory to send
         live.load(frozen, [data[i] for index in frozen for i in uses[index].members])
     pieces = [data[i] for index in trained for i in uses[index].members]
     inside = _torch.inside_torch_func()

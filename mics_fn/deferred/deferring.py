@@ -1,4 +1,4 @@
-"""`defer`: full parameters that are fetched where they are used, under a schedule."""
+"""`defer`: full parameters that are fetched at the ops that use them, under a schedule."""
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -29,7 +29,7 @@ class DeferredParams:
     Args:
       params: the tree of deferred tensors.
       live: the buckets behind it.
-      pending: whether a derivative is still to be taken where the `with` block ends.
+      pending: says whether a derivative is still to be taken when the `with` block ends.
     """
 
     def __init__(self, params: Tree, live: LiveBuckets, pending: Callable[[], bool]) -> None:
@@ -38,18 +38,18 @@ class DeferredParams:
 
     @property
     def following(self) -> bool:
-        """Whether this run does what its schedule foresaw, so far."""
+        """Whether this run has followed its schedule so far."""
         return self._live.run.following
 
     @property
     def record(self) -> Schedule:
-        """What this run used and reduced so far, in order, as a schedule without fetches."""
+        """What this run has used and reduced so far, in order, as a schedule without fetches."""
         return self._live.run.record
 
     def close(self) -> None:
-        """End the run: buckets are dropped, and using its tensors is an error from now on.
+        """End the run: its buckets are dropped, and using its tensors is an error from then on.
 
-        All ranks close the same runs in the same order. Closing again has no effect.
+        All ranks must close the same runs in the same order. A second call has no effect.
 
         Raises:
           DesyncError: another rank used other buckets in this run.
@@ -74,10 +74,10 @@ class DeferredParams:
 def defer(
     shards: Tree, groups: Any, schedule: Schedule | OnDemand, *, into: GradSum | None = None
 ) -> DeferredParams:
-    """Full parameters that are fetched at the op that uses them, in forward and in backward.
+    """Full parameters that are fetched at the ops that use them, in forward and in backward.
 
-    They are tensors without data. Autograd saves them and not the weights, so that nothing has to
-    hold a gathered weight from one use to the next.
+    They are tensors without data. Autograd saves them instead of the weights, so that nothing holds
+    a gathered weight from one use to the next.
 
     Args:
       shards: tree of shards.
@@ -85,28 +85,28 @@ def defer(
         `into` needs `Groups`.
       schedule: a policy (`on_demand`, `keep_all`), which remembers the order of use, or a fixed
         `Schedule`.
-      into: a `GradSum` that takes the gradients instead of the result of backward.
+      into: a `GradSum` that takes the gradients, which then are not in the result of backward.
 
     Returns:
       The run, a context manager whose value is the tree of deferred tensors: `with defer(shards,
-      groups, policy) as full:`. The run ends with the block, and with it the use of its tensors; or
-      call `close()`, where `.params` is the tree. Where a derivative is still to be taken when the
-      block ends, as inside a function that `torch.func.grad` differentiates, the run goes on until
-      the graph of that derivative is gone.
+      groups, policy) as full:`. The run ends with the block, and its tensors cannot be used any
+      more. Without a block, `.params` is the tree and `close()` ends the run. If a derivative is
+      still to be taken when the block ends, as inside a function that `torch.func.grad`
+      differentiates, the run goes on until the graph of that derivative is gone.
 
     Communication: each bucket is gathered as often as the schedule fetches it, and its
-      reduce-scatter starts when its gradients are complete. A tree or schedule that is new to the
-      groups is agreed on once (32 bytes). A fetch that no schedule foresaw sends one message of
-      about a hundred bytes to the store of torch.distributed.
+      reduce-scatter starts when its gradients are complete. The ranks compare a tree or schedule
+      that is new to the groups once (32 bytes). A fetch that is not in the schedule sends one
+      message of about a hundred bytes to the store of torch.distributed.
 
-    Memory: what the schedule keeps live.
+    Memory: the buckets that the schedule keeps live.
 
     Raises:
       PlanError: the groups are not those that the tree was sharded with, or the schedule does not
         fit the tree.
       DesyncError: ranks have different trees or schedules, or use buckets in different orders.
       LeafError: an op writes to a deferred parameter; `into` or `linearize` inside torch.func.
-      GroupsError: a deferred parameter is used after its run ended.
+      GroupsError: a deferred parameter is used after the end of its run.
       TreeError: `into` is in use by another run.
 
     Example:
@@ -138,14 +138,15 @@ def defer(
 
 
 def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
-    """Bytes that each bucket of a tree takes where it is live, by the numbers that schedules use.
+    """Bytes that each bucket of a tree takes while it is live, in the order of bucket numbers.
 
     Args:
       shards: tree of shards.
-      groups: as for `defer`; only those of a placement that keeps copies matter.
+      groups: as for `defer`; they matter only with a placement that keeps copies.
 
     Returns:
-      One number per bucket; 0 for one that is whole, in a group of one rank or as a kept copy.
+      One number per bucket; 0 if this rank holds it in full already, because the group has one rank
+      or the placement keeps a copy.
 
     Raises:
       LeafError: a leaf is not a shard.
@@ -162,7 +163,7 @@ def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
 
 
 def described(schedule: Any) -> str:
-    """The facts of a schedule or policy that must be the same on every rank.
+    """A schedule or policy as text, which must be the same on every rank.
 
     Raises:
       PlanError: it is neither.
@@ -178,10 +179,10 @@ def described(schedule: Any) -> str:
 def _memory_of(
     schedule: Schedule | OnDemand, opened: Opened, channel: Channel
 ) -> tuple[OnDemand, Learned]:
-    """The policy behind `schedule=`, and what it knows of a tree.
+    """The policy for `schedule=`, and what it has learned about this tree.
 
     Raises:
-      PlanError: it names buckets that the tree lacks, or uses one that is not live.
+      PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
     """
     uses: Sequence[Any] = opened.uses
     key = tuple((use.bucket, use.missing, use.route.hold) for use in uses)
@@ -190,7 +191,7 @@ def _memory_of(
     if (schedule, key) not in channel.fixed:
         sizes = sizes_of(uses)
         schedule.check(sizes)
-        # Where the model does otherwise, buckets are fetched on demand in as much memory.
+        # If the model uses other buckets, they are fetched on demand within the same memory.
         policy = OnDemand(schedule.peak_bytes(sizes), 0, lambda record, sizes: schedule)
         order = tuple(dict.fromkeys(schedule.reduces))
         whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]

@@ -1,4 +1,4 @@
-"""A bucket as deferred tensors see it, and who makes it live."""
+"""A bucket as deferred tensors see it, and the interface of what makes it live."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset;
 
 
 class GatheredBucket:
-    """One bucket as deferred tensors see it: here or not."""
+    """One bucket as deferred tensors see it: live or not."""
 
     __slots__ = ("_names", "full", "high", "ids", "low", "stays", "views")
 
@@ -19,21 +19,21 @@ class GatheredBucket:
         self.full: Tensor | None = None  # 1D, whole bucket; None where it is not live
         self.views: dict[Geometry, Tensor] = {}
         self.low, self.high = 1, 0  # addresses of `full`
-        self.stays = False  # once it is live it stays so: further uses need not be told
+        self.stays = False  # once live it stays live, so that further uses are not reported
 
     def fill(self, full: Tensor, *, has_data: bool) -> None:
-        """The bucket is here; views of what was here before are forgotten."""
+        """Make the bucket live; views of its previous buffer are dropped."""
         self.full, self.views = full, {}
         if has_data:
             self.low = full.data_ptr()
             self.high = self.low + full.nbytes
 
     def names(self) -> Sequence[str]:
-        """Names of its leaves, for people."""
+        """Names of its leaves, for error texts."""
         return self._names(self.ids[0])
 
     def clear(self) -> None:
-        """The bucket is gone."""
+        """Drop the bucket and its views."""
         self.full, self.views = None, {}
         self.low, self.high = 1, 0
 
@@ -41,8 +41,8 @@ class GatheredBucket:
 class Source(Protocol):
     """What makes buckets live."""
 
-    ids: tuple[int, ...]  # the buckets that the op before needed
+    ids: tuple[int, ...]  # the buckets that the previous op needed
 
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live, all at once."""
+        """Make these buckets live at the same time."""
         ...

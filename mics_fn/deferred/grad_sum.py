@@ -1,4 +1,4 @@
-"""`GradSum`: the gradients of a whole step, micro-step by micro-step."""
+"""`GradSum`: the gradients of a whole step, added up over its micro-steps."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class SumOfPasses(Reduction):
 
     Args:
       uses, order: as for `Reduction`.
-      micro_steps: passes of the step.
-      dtype: of the sum; default the bucket's `accumulate`, at least float32.
+      micro_steps: the number of passes in the step.
+      dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class SumOfPasses(Reduction):
         dtype: torch.dtype | None,
     ) -> None:
         self.micro_steps, self._sum_dtype = micro_steps, dtype
-        self.passes = 0  # that are over
-        self.totals: dict[int, list[Tensor]] = {}  # [chunk], or with one rank a piece per member
-        self._given: list[tuple[Buffers, Tensor]] = []  # what to give back in the end
+        self.passes = 0  # that have ended
+        self.totals: dict[int, list[Tensor]] = {}  # [chunk]; of one rank alone: pieces
+        self._given: list[tuple[Buffers, Tensor]] = []  # to give back at the end
         super().__init__(uses, order)
 
     @property
@@ -45,7 +45,7 @@ class SumOfPasses(Reduction):
         return self.passes == self.micro_steps - 1
 
     def end_pass(self) -> None:
-        """The pass is over, and nothing is missing."""
+        """Prepare for the next pass, once no bucket is missing."""
         super().end_pass()
         self.passes += 1
 
@@ -58,7 +58,7 @@ class SumOfPasses(Reduction):
         return use.by_member(split_chunk(use.bucket, use.route.chunk, total[0]))
 
     def release(self) -> None:
-        """Nobody reads the gradients any more: their memory serves the next step."""
+        """Give the memory of the gradients back, for the next step."""
         for buffers, tensor in self._given:
             buffers.give(tensor)
         self._given, self.totals = [], {}
@@ -66,7 +66,7 @@ class SumOfPasses(Reduction):
     def dtype_of(self, bucket: Bucket) -> torch.dtype:
         if self._sum_dtype is not None or self.micro_steps > 1:
             return self._sum_dtype or bucket.accumulate
-        return torch.promote_types(bucket.dtype, bucket.reduce)  # there is nothing to add
+        return torch.promote_types(bucket.dtype, bucket.reduce)  # nothing is added
 
     def levels_now(self, route: Route) -> Route:
         return route.split(route.late)[1]
@@ -82,7 +82,7 @@ class SumOfPasses(Reduction):
 
     def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
         use = self.uses[index]
-        # torch may hand out one tensor as two gradients: a sum needs memory of its own.
+        # torch may give one tensor as two gradients, so a sum needs memory of its own.
         written = self.micro_steps > 1 and not self.passes
         pieces = self.flat_pieces(use, values, copy=written or self._divisor(use) != 1)
         self._sum(index, pieces, self.last)
@@ -104,8 +104,8 @@ class SumOfPasses(Reduction):
         return [*comms, *hop_2], len(late.levels) + (len(hop_2) if copies else 0)
 
     def steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
-        """Hop 1, the sum over passes, and in the last pass what is late, and hop 2."""
-        use, last = self.uses[index], self.last  # as they are when this is started
+        """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
+        use, last = self.uses[index], self.last  # read now, since the steps run later
 
         def steps() -> Steps:
             yield from scatter_steps(self.levels_now(use.route), parts[0], out, parts[1])
@@ -130,12 +130,12 @@ class SumOfPasses(Reduction):
         full = total if total.dtype == bucket.reduce else full.copy_(total)
         mine = pools.chunks.take((bucket.chunk,), total.dtype, total.device, exact=True)
         yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
-        # Not before the end of the step, or how many chunks there are would depend on a clock.
+        # Given back at the end of the step: earlier, the number of chunks would depend on timing.
         self._given.append((pools.chunks, total))
         return mine
 
     def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
-        """Add to the total, or make it; in the last pass it becomes the mean over passes."""
+        """Add to a bucket's total; in the last pass it becomes the mean over passes."""
         divisor, total = self._divisor(self.uses[index]), self.totals.setdefault(index, values)
         if total is not values:
             _torch.foreach_add(total, values)
@@ -144,19 +144,19 @@ class SumOfPasses(Reduction):
         return total
 
     def _divisor(self, use: BucketUse) -> float:
-        """What the sum is divided by; see [Note: mean over more ranks] in `groups.hierarchy`."""
+        """The divisor of the sum; see [Note: mean over more ranks] in `groups.hierarchy`."""
         return self.micro_steps / use.route.grad_factor
 
 
 class GradSum:
     """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
 
-    Hop 1 of a bucket starts when its gradients are complete and overlaps the rest of backward; in
-    the last pass hop 2 of the bucket follows at once. Nothing waits before `grads`.
+    Hop 1 of a bucket starts when its gradients are complete, and overlaps the rest of backward. In
+    the last pass hop 2 of the bucket follows at once. Nothing waits before `grads` does.
 
     Args:
-      micro_steps: passes of the step.
-      dtype: of the sum over passes; default the bucket's `accumulate`, at least float32.
+      micro_steps: the number of backward passes in the step.
+      dtype: dtype of the sum over passes; default the bucket's `accumulate`, at least float32.
 
     Memory: this rank's shards of the gradients, and a few buckets in full.
 
@@ -181,10 +181,10 @@ class GradSum:
             raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
         self.micro_steps, self.dtype = micro_steps, dtype
         self._bound: _Bound | None = None
-        self._running = False  # a backward
+        self._running = False  # whether `backward` is running
 
     def expect(self, opened: Opened, run: Run) -> list[Tensor]:
-        """Called by `defer`: whose gradients will come, in which run.
+        """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
           The pieces of the tree as leaves of autograd.
@@ -200,7 +200,7 @@ class GradSum:
         return variables
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Run one pass of backward; its gradients are added to the sum.
+        """Run one backward pass and add its gradients to the sum.
 
         Args:
           loss: one number, of this rank's samples of the micro-step.
@@ -210,8 +210,9 @@ class GradSum:
           hop 2 as well.
 
         Raises:
-          TreeError: all passes are done, or there was no `defer` into this.
-          LeafError: gradients came in a way that only a first pass can learn of.
+          TreeError: all passes are done, or no `defer(into=)` has named this value.
+          LeafError: a block is recomputed by a backward of its own, unlike in the first step, so
+            that a bucket's gradients come in several parts.
         """
         refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         bound = self._bound
@@ -244,7 +245,7 @@ class GradSum:
             self._running = False
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Called by autograd: a bucket's full gradients are there, one per member.
+        """Called in backward with a bucket's full gradients, one per member.
 
         See [Note: a backward in backward] in `deferred.graph`.
         """
@@ -262,21 +263,21 @@ class GradSum:
             bound.reduction.add(index, grads)
 
     def wait(self) -> None:
-        """Wait for all reductions that were started; on CUDA the current stream does."""
+        """Wait for all reductions that were started; on CUDA the current stream waits for them."""
         if self._bound is not None:
             self._bound.reduction.wait()
 
     def grads(self) -> Tree:
-        """The gradient of the mean loss over passes and ranks, as a tree of shards.
+        """The gradient of the loss averaged over passes and ranks, as a tree of shards.
 
         Returns:
-          A tree for `opt_step`; valid until `release`.
+          A tree for `opt_step`, valid until `release`.
 
-        Communication: waits for what `backward` started.
+        Communication: it waits for the reductions that `backward` started.
 
         Raises:
-          TreeError: passes are missing.
-          LeafError: no parameter got a gradient in any of them, on any rank.
+          TreeError: fewer than `micro_steps` passes are done.
+          LeafError: no parameter got a gradient in any pass on any rank.
         """
         bound = self._bound
         if bound is None or bound.reduction.passes != self.micro_steps:
@@ -288,13 +289,13 @@ class GradSum:
         return bound.opened.rebuild({i: reduction.pieces(i) for i in reduction.totals})
 
     def release(self) -> None:
-        """Nobody reads the gradients any more: their memory serves the next step."""
+        """Give the memory of the gradients back, for the next step; nobody may read them then."""
         if self._bound is not None:
             self._bound.reduction.release()
 
 
 class _Bound(NamedTuple):
-    """What a `GradSum` knows once a run brings it gradients."""
+    """What belongs to the run whose gradients a `GradSum` takes."""
 
     opened: Opened
     run: Run

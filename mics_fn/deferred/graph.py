@@ -1,14 +1,15 @@
-"""Backward passes of a loss: how they must be run, and what it means if gradients stay away.
+"""Backward passes of a loss: how each must be run, and what missing gradients mean.
 
 [Note: a backward in backward] Reentrant checkpointing recomputes a block in backward and runs a
-backward of its own through it, which autograd allows only where no inputs are named. Gradients of a
-bucket then come in several parts, and none can be known to be the last. So they are added up, and
-reduced at the end of the pass.
+backward of its own through it, which autograd allows only if the outer backward names no inputs.
+Then the gradients of a bucket come in several parts, and it cannot be known which one is the last.
+So they are added up, and reduced at the end of the pass.
 
-[Note: no gradient] A rank whose loss uses no parameter is legal, as where all its labels are
-masked: its gradients are zeros. If that is so on every rank, the step would train nothing. Each
-such rank says so in the store before it ends the last pass. A rank's reductions are done only when
-all others have ended that pass, so by then it can read how many said so, and nobody waits.
+[Note: no gradient] The loss of a rank may use no parameter at all, for example if all its labels
+are masked: its gradients are zeros. But if that is so on every rank, the step would train nothing.
+Each such rank adds one to a count in the store before it ends the last pass. A rank's reductions
+are done only after all other ranks have ended that pass, so it can read the final count then
+without waiting for anyone.
 """
 
 import warnings
@@ -24,10 +25,10 @@ from mics_fn.shards import BucketUse
 
 
 class Graph(NamedTuple):
-    """What is seen in the graph of a loss."""
+    """What a walk through the graph of a loss has found."""
 
     recomputes: bool = False  # some node runs a backward of its own
-    strangers: tuple[Tensor, ...] = ()  # Parameters of modules, which nobody gathered
+    strangers: tuple[Tensor, ...] = ()  # Parameters of modules, which were not gathered
 
     @classmethod
     def of(cls, loss: Tensor) -> "Graph":
@@ -36,7 +37,7 @@ class Graph(NamedTuple):
         seen, recomputes, strangers = {None, *todo}, False, []
         while todo:
             node = todo.pop()
-            # `CheckpointFunction` is its name in torch, DeepSpeed, Megatron and fairscale.
+            # The node is called `CheckpointFunction` in torch, DeepSpeed, Megatron and fairscale.
             recomputes = recomputes or "Checkpoint" in node.name()
             variable = getattr(node, "variable", None)
             if isinstance(variable, nn.Parameter):
@@ -47,7 +48,7 @@ class Graph(NamedTuple):
                     todo.append(following)
         return cls(recomputes, tuple(strangers))
 
-    def strange(self) -> str:
+    def describe_strangers(self) -> str:
         """Its strangers in words."""
         shapes = ", ".join(str(tuple(p.shape)) for p in self.strangers[:3])
         more = ", ..." if len(self.strangers) > 3 else ""
@@ -57,7 +58,7 @@ class Graph(NamedTuple):
 def differentiate(
     loss: Tensor, variables: Sequence[Tensor], *, recomputes: bool, retain_graph: bool = False
 ) -> None:
-    """Run backward for what its nodes do; see [Note: a backward in backward]."""
+    """Run backward for its effects; see [Note: a backward in backward]."""
     if recomputes:
         torch.autograd.backward(loss, retain_graph=retain_graph)
     else:
@@ -65,18 +66,18 @@ def differentiate(
 
 
 class Passes:
-    """The backward passes of a step: how to run them, and what they left without a gradient.
+    """The backward passes of a step: how to run each, and what got no gradient in it.
 
     Args:
-      variables: what to differentiate by.
+      variables: the tensors to differentiate with respect to.
       uses: the buckets.
-      run: of the model.
+      run: the run of the model.
     """
 
     def __init__(self, variables: Sequence[Tensor], uses: Sequence[BucketUse], run: Run) -> None:
         self._variables, self._run = variables, run
         homes = [use.home for use in uses if use.bucket.trainable and use.bucket.numel]
-        # Those that reduce together.
+        # The ranks that reduce together.
         self._ranks: Sequence[int] = max((home.ranks for home in homes), key=len, default=())
         self._device = homes[0].device if homes else None
         self._reached: set[int] = set()
@@ -85,7 +86,7 @@ class Passes:
         self._cause = ""
 
     def differentiate(self, loss: Tensor, retain_graph: bool) -> dict[int, list[Tensor | None]]:
-        """Run one pass; returns the gradients that were kept back, by bucket."""
+        """Run one pass; returns the gradients that were held until its end, by bucket."""
         learned = self._run.learned
         if learned.recomputes is None:
             self._graph = Graph.of(loss)
@@ -98,7 +99,7 @@ class Passes:
         return held or {}
 
     def keeps(self, index: int, grads: Sequence[Tensor | None]) -> bool:
-        """A bucket's gradients are there; whether they are kept until the end of the pass."""
+        """Take note of a bucket's gradients; returns whether they are held until the pass ends."""
         if any(grad is not None for grad in grads):
             self._reached.add(index)
         if self._held is None:
@@ -111,10 +112,10 @@ class Passes:
         return True
 
     def end(self, loss: Tensor, missing: Sequence[int], *, last: bool) -> None:
-        """A pass has run, and these buckets got nothing in it.
+        """Take note of the end of a pass, in which the `missing` buckets got no gradient.
 
         Raises:
-          LeafError: a block was recomputed by a backward of its own, as in no pass before.
+          LeafError: a block was recomputed by a backward of its own, unlike in earlier passes.
         """
         learned = self._run.learned
         new = set(missing) - learned.missed
@@ -133,15 +134,15 @@ class Passes:
             graph = self._graph or Graph.of(loss)
             self._cause = "it requires a gradient, but depends on none of these parameters"
             if graph.strangers:
-                self._cause = f"it {graph.strange()}: it closes over another module"
+                self._cause = f"it {graph.describe_strangers()}: it closes over another module"
         if last and len(self._ranks) > 1:
             self._run.tally(self._event(), 1)
 
     def check(self) -> None:
-        """All reductions are done: whether this step trains something.
+        """Check, after all reductions, that this step trains something.
 
         Raises:
-          LeafError: on all ranks, if none of them had any gradient.
+          LeafError: on all ranks, if no parameter got a gradient on any of them.
         """
         if self._reached or not self._ranks:
             self._warn()
@@ -159,12 +160,12 @@ class Passes:
         return f"no gradient/{min(self._ranks)}"
 
     def _warn(self) -> None:
-        """Say once that the loss uses parameters which nobody trains here."""
+        """Warn once that the loss uses parameters which are not trained here."""
         learned = self._run.learned
         if self._graph is None or not self._graph.strangers or learned.said:
             return
         learned.said = True
         lines = ["they get no gradient here; this is said once"]
         fix = "use the model that the loss function is given, or detach what is not trained"
-        text = message(f"backward: the loss {self._graph.strange()}", lines, fix)
+        text = message(f"backward: the loss {self._graph.describe_strangers()}", lines, fix)
         warnings.warn(text, stacklevel=4)

@@ -1,4 +1,4 @@
-"""The buckets of one gathered tree: their chunks, what is live, and the memory they lie in."""
+"""The buckets of one run: their chunks, which of them are live, and the memory they lie in."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,15 +17,15 @@ from mics_fn.shards import BucketUse, deal, pack_chunk
 
 
 class GradSink(Protocol):
-    """What takes gradients instead of the result of backward."""
+    """What receives gradients, if they are not the result of backward."""
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """A bucket's full gradients are there, one per member."""
+        """Take a bucket's full gradients, one per member."""
         ...
 
 
 class Fetched(Protocol):
-    """A bucket on its way."""
+    """A bucket whose fetch was started."""
 
     def wait(self) -> Tensor:
         """The whole bucket, ready for the current stream."""
@@ -40,14 +40,14 @@ def _fetch(use: BucketUse, chunk: Tensor, held: Tensor | None, out: Tensor | Non
 
 
 class LiveBuckets:
-    """Makes buckets live, as the run of a schedule says, and gives their memory back.
+    """Makes buckets live and drops them, as the run of a schedule says.
 
     Args:
       uses: the buckets.
-      names: the names of each bucket's leaves, for people.
+      names: gives the names of a bucket's leaves, for error texts.
       learned, policy, channel: as for `Run`.
-      into: where gradients go; None if they are the result of backward.
-      fetch: starts the gather of a bucket, as `start_fetch` along its route.
+      into: receives the gradients; None if they are the result of backward.
+      fetch: starts the gather of a bucket; by default `start_fetch` along its route.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LiveBuckets:
         self.ids: tuple[int, ...] = ()
         self.buckets = [GatheredBucket(i, names) for i in range(len(uses))]
         self._channel, self._start_fetch = channel, fetch
-        # The run outlives these buckets, and must not keep their buffers.
+        # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
         for bucket in self.buckets:
             bucket.stays = policy.at_once
@@ -78,34 +78,34 @@ class LiveBuckets:
         self._closed = False
 
     def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
-        """Take the data of some buckets, one piece a member; copied unless they are one chunk."""
+        """Take the pieces of some buckets, one per member; copied unless they form a chunk."""
         for index, (use, data) in zip(
             indexes, deal([self.uses[i] for i in indexes], pieces), strict=True
         ):
             slots, device = use.by_slot(data), data[0].device
             chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
-            if not chunk.numel():  # nothing will be fetched, so nothing else would cast it
+            if not chunk.numel():  # it is never fetched, which would cast it
                 chunk = chunk.to(use.bucket.compute)
             self._chunks[index], self._versions[index] = chunk, _version(chunk)
 
     def device(self, index: int) -> torch.device:
-        """Where a bucket's tensors live."""
+        """The device of a bucket's tensors."""
         return self._chunks[index].device
 
     def start(self) -> None:
-        """All chunks are loaded: fetch what the policy wants before any use."""
+        """After all chunks are loaded: fetch what the policy wants before the first use."""
         with _torch.without_torch_func():
             for action in self.run.start():
                 self._fetch(action.buckets[0])
 
     def begin_pass(self) -> Reduction:
-        """Where this backward pass brings its gradients, if they are its result."""
+        """The reduction of this backward pass, if gradients are its result."""
         if self.reduction is None:
             self.reduction = Reduction(self.uses, self.run.order)
         return self.reduction
 
     def touch(self, ids: tuple[int, ...]) -> None:
-        """Make these buckets live, all at once; see `deferred.gathered.Source`."""
+        """Make these buckets live at the same time; see `deferred.gathered.Source`."""
         if self._closed:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(message(text, fix="call defer again"))
@@ -139,7 +139,7 @@ class LiveBuckets:
         self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out)
 
     def _needs(self, index: int) -> tuple[int, int]:
-        """Elements that a bucket's fetch writes: what is held for the run, and all of it."""
+        """Elements of the buffers that a fetch writes: one held for the run, one for the bucket."""
         use, chunk = self.uses[index], self._chunks[index]
         outer, inner = use.route.split(use.route.hold)
         held = use.bucket.numel // inner.size if outer.size > 1 else 0
@@ -156,7 +156,7 @@ class LiveBuckets:
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
-        if coming is not None:  # fetched for a use that did not come
+        if coming is not None:  # fetched for a use that did not happen
             coming.wait()
         self.buckets[index].clear()
         buffer = self._buffers.pop(index, None)
@@ -165,7 +165,7 @@ class LiveBuckets:
                 self.uses[index].hierarchy.pools.fetched.give(buffer)
 
     def close(self) -> None:
-        """The run is over: buckets are dropped, and using its tensors is an error from now on."""
+        """End the run: its buckets are dropped, and using its tensors is an error from then on."""
         if not self._closed:
             for action in self.run.end():
                 self._drop(action.buckets[0])
@@ -175,10 +175,11 @@ class LiveBuckets:
                 self._provide(schedule)
             self._give_held()
             if self._chunks and self.device(min(self._chunks)).type == "cuda":
-                self._channel.look()  # here no host waits for a collective, and would look then
+                # A host that waits for a collective looks meanwhile, but on CUDA none does.
+                self._channel.look()
 
     def abandon(self) -> None:
-        """Give the memory back that nothing writes to, and say nothing to the other ranks."""
+        """Give back the memory that no transfer writes to, and send nothing to other ranks."""
         self._closed, self.ids = True, ()
         for index in list(self._buffers):
             if index not in self._coming:
@@ -186,7 +187,7 @@ class LiveBuckets:
         self._give_held()
 
     def _provide(self, schedule: Schedule) -> None:
-        """Have the memory that a new schedule needs, so that no step has to make any."""
+        """Allocate the memory that a new schedule needs, so that later steps allocate none."""
         taken: dict[int, Tensor] = {}
         for action in schedule.actions:
             index = action.buckets[0]
@@ -200,8 +201,8 @@ class LiveBuckets:
                 self.uses[index].hierarchy.pools.fetched.give(taken.pop(index))
 
     def __del__(self) -> None:
-        if hasattr(self, "_held"):  # else it was never made
-            self.abandon()  # the tensors of the tree are gone
+        if hasattr(self, "_held"):  # else `__init__` has failed
+            self.abandon()  # no tensor of the tree is left
 
     def _give_held(self) -> None:
         for index in list(self._held):
@@ -210,7 +211,7 @@ class LiveBuckets:
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
-    """A bucket in words."""
+    """A bucket by its number and some of its leaves."""
     found = names(index)
     return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"
 
@@ -220,7 +221,7 @@ def _version(chunk: Tensor) -> int:
 
 
 def sizes_of(uses: Sequence[Any]) -> list[int]:
-    """Bytes that each bucket takes where it is live; none if it is a view of what is there."""
+    """Bytes that each bucket takes while it is live; 0 if it is a view of memory that is kept."""
     found = []
     for use in uses:
         bucket = use.bucket

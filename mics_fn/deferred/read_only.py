@@ -1,8 +1,8 @@
-"""What a tensor refuses whose memory is not its own: writes that no op does, and its address.
+"""What a tensor without memory of its own refuses: writes outside of ops, and its address.
 
-Ops that write are told by their schemas, in `deferred`. What is here gets to no op: torch answers
-in Python or C++ before, by writing to a value that nobody will see, by an error that speaks of fake
-tensors, or by reading an address that is none.
+`deferred.tensor` recognises ops that write by their schemas. The methods here never reach an op:
+torch would answer them in Python or C++, by writing to a value that is then lost, by an error about
+fake tensors, or by reading from an invalid address.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _ADDRESS = "pass a clone(), which has memory of its own"
 
 WRITES = (
     *("apply_", "map_", "map2_", "resize_", "resize_as_"),
-    # Of a view that a Function made autograd would say something else about an in-place change.
+    # For an in-place change of a view that a Function made, autograd has a less helpful error.
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
 )
@@ -29,21 +29,21 @@ ADDRESSES = (
 
 
 class ReadOnly(torch.Tensor):
-    """A tensor that is for reading, op by op."""
+    """A tensor that ops can read, and that nothing can write to."""
 
     __torch_function__ = _torch.no_torch_function
 
     def lies_in(self) -> str:
-        """Where, in words."""
+        """What and where it is, for error texts."""
         return f"shape {tuple(self.shape)}"
 
     def refusal(self, what: str, fix: str = _CHANGE) -> LeafError:
-        """The error that says why something can not be done with it."""
+        """The error for something that cannot be done with this tensor."""
         return LeafError(message(f"{what} a gathered parameter, {self.lies_in()}", fix=fix))
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same without a gradient."""
+        """The same tensor without a gradient."""
         return self.detach()
 
     @data.setter
@@ -52,7 +52,7 @@ class ReadOnly(torch.Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As torch has it: of what no leaf of autograd is, None unless `retain_grad` was called."""
+        """As for any tensor that is not a leaf of autograd: None unless it retains its gradient."""
         return torch.Tensor.grad.__get__(self)  # pyright: ignore
 
     @grad.setter
@@ -62,11 +62,11 @@ class ReadOnly(torch.Tensor):
             raise self.refusal(".grad = would be lost on", fix)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """There is no `grad` to accumulate in."""
+        """Raises LeafError, since no `grad` is accumulated."""
         raise self.refusal("no gradient is accumulated in", "use register_hook, on the full one")
 
     def is_shared(self) -> bool:
-        """Never with another process."""
+        """Whether other processes share its memory, which is never so."""
         return False
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -83,7 +83,7 @@ class ReadOnly(torch.Tensor):
         return format(self.detach().clone(), spec) if spec else repr(self)
 
     def __copy__(self) -> Tensor:
-        return self  # nobody can write to either
+        return self  # neither of them can be written to
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.detach().clone()

@@ -1,4 +1,4 @@
-"""`record`: the order in which a loss uses buckets, without data, or in a real step."""
+"""`record`: the order in which a loss uses buckets, found without data or in a real step."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,19 +40,19 @@ def record(
     Args:
       loss_fn: called with full parameters, which are deferred, and the batch; gives one number.
       shards: tree of shards.
-      batch: pytree; its tensors are moved to meta, unless some are fake: then all is recorded in
-        their fake mode.
-      groups: None records without data. Else a real step is taken with the values that there are,
-        as a model needs whose way depends on them.
+      batch: pytree. Its tensors are moved to meta, unless some of them are fake; then everything
+        is recorded in their fake mode.
+      groups: None records without data. With groups a real step is run on the actual values, which
+        a model needs whose control flow depends on them.
 
     Returns:
-      Uses and reductions in order; `plan` makes a schedule for `defer` of it.
+      Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it.
 
-    Communication: with `groups` that of a step.
+    Communication: none without `groups`; else that of a step.
 
-    Memory: with `groups` the full parameters.
+    Memory: none without `groups`; else the full parameters.
 
-    Raises: what the loss raises on tensors without data.
+    Raises: any error of the loss on tensors without data.
 
     Example:
       >>> groups = make_groups(1)
@@ -101,7 +101,7 @@ def _without_data(
 
 
 def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
-    """A leaf without values, as the rank with the first chunk would have it."""
+    """A leaf without values, of the size that it has on the rank with the first chunk."""
     if isinstance(leaf, Tied) or leaf.data is None:
         return leaf
     if leaf.bucket is None:
@@ -112,14 +112,14 @@ def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
 
 
 class _Nowhere:
-    """Takes gradients that nobody wants."""
+    """Receives gradients and drops them."""
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Forget them."""
+        """Do nothing."""
 
 
 class _AtOnce(NamedTuple):
-    """A bucket without data, which is there at once."""
+    """A bucket without data, whose fetch takes no time."""
 
     full: Tensor
 

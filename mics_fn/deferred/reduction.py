@@ -1,15 +1,15 @@
-"""Reductions that overlap backward: hop 1 when a bucket's gradients are there, then hop 2.
+"""Reductions that overlap backward: hop 1 once a bucket's gradients are complete, then hop 2.
 
-[Note: reduced in one order] Buckets become complete in an order that may differ between ranks, as
-when some use a parameter and others do not. They are reduced in one order that is the same
-everywhere: a bucket that is complete early waits for those before it, and what never becomes
+[Note: reduced in one order] The order in which buckets become complete may differ between ranks,
+for example if only some of them use a parameter. Buckets are reduced in one order that is the same
+everywhere: a bucket that is complete early waits for those before it, and one that never becomes
 complete is reduced as zeros at the end. So no rank can wait for a reduction that another one does
 not do.
 
-[Note: gradients in flight] A bucket's gradients are packed in one of a few slots of memory, where
-they stay until hop 1 is done, over the late levels too; whoever comes next to that slot waits. So
-full gradients take a few buckets' memory whatever the size of the model, and how much depends on no
-clock. Where hop 2 sends a copy in another dtype it counts as well.
+[Note: gradients in flight] A bucket's gradients are packed into one of a few slots of memory. They
+stay there until hop 1 is done, late levels included, and the next bucket in that slot waits until
+then. So full gradients take the memory of a few buckets, whatever the size of the model, and how
+much does not depend on timing. If hop 2 sends a copy in another dtype, the copy counts as well.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from mics_fn.collectives import (
 from mics_fn.groups import Hierarchy, Route
 from mics_fn.shards import Bucket, BucketUse, dense, pack_full, split_chunk
 
-_Complete = tuple[list[Tensor | None], Tensor | None]  # full gradients, and where the mean goes
+_Complete = tuple[list[Tensor | None], Tensor | None]  # full gradients, and memory for the mean
 _STARTED: _Complete = ([], None)
 
 
@@ -38,7 +38,7 @@ class Reduction:
 
     Args:
       uses: the buckets, frozen ones too.
-      order: of their reductions, all of them; the same on every rank.
+      order: the order of all their reductions, which is the same on every rank.
     """
 
     def __init__(self, uses: Sequence[BucketUse], order: Sequence[int]) -> None:
@@ -46,14 +46,14 @@ class Reduction:
         self.order = [i for i in order if uses[i].bucket.trainable]
         self._pendings: list[Pending] = []
         self._complete: dict[int, _Complete] = {}  # in this pass
-        self._place = 0  # in the order
+        self._next = 0  # index in the order
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """A bucket's full gradients are there, one per member.
+        """Take a bucket's full gradients, one per member, and start hop 1 when its turn has come.
 
         Returns:
-          Its pieces, one per member, unless they are added to a sum. They have values only after
-          `wait`.
+          Its pieces, one per member, which have values only after `wait`; nothing if they are
+          added to a sum.
         """
         use = self.uses[index]
         values = [None if grad is None else dense(grad) for grad in grads]
@@ -68,22 +68,22 @@ class Reduction:
         return self.handed_out(use, out)
 
     def has(self, index: int) -> bool:
-        """Whether a bucket got its gradients in this pass."""
+        """Whether a bucket has got its gradients in this pass."""
         return index in self._complete
 
     def missing(self) -> list[int]:
-        """Buckets that got no gradient in this pass, in the order of reductions."""
+        """Buckets that have got no gradient in this pass, in the order of reductions."""
         return [index for index in self.order if index not in self._complete]
 
     def fill_missing(self) -> None:
-        """Reduce what got no gradient in this pass as zeros."""
+        """Reduce the buckets that got no gradient in this pass as zeros."""
         for index in self.missing():
             self.add(index, [None] * len(self.uses[index].members))
 
     def end_pass(self) -> None:
-        """The pass is over, and nothing is missing."""
+        """Prepare for the next pass, once no bucket is missing."""
         self._complete = {}
-        self._place = 0
+        self._next = 0
 
     def skip(self, index: int) -> None:
         """Mark a bucket as reduced elsewhere (under vmap), so that those behind it can start."""
@@ -91,23 +91,23 @@ class Reduction:
         self._issue()
 
     def wait(self) -> None:
-        """Wait for everything that was started; on CUDA the current stream does."""
+        """Wait for everything that was started; on CUDA the current stream waits, not the host."""
         for pending in self._pendings:
             pending.wait()
         self._pendings = []
 
-    # What a sum over passes does in another way.
+    # Methods that `SumOfPasses` overrides.
 
     def dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """The dtype of what comes out of hop 1."""
+        """The dtype of the result of hop 1."""
         return bucket.dtype
 
     def levels_now(self, route: Route) -> Route:
-        """The levels that are reduced in this pass as soon as a bucket is complete."""
+        """The levels that are reduced in every pass, as soon as a bucket is complete."""
         return route
 
     def target(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
-        """Where the mean goes; None where it stays in the slot, to be added to a sum."""
+        """Memory for the mean; None if it stays in the slot until it is added to a sum."""
         device = next((v.device for v in values if v is not None), use.home.device)
         return torch.empty(use.bucket.chunk, dtype=use.bucket.dtype, device=device)
 
@@ -115,12 +115,12 @@ class Reduction:
         """The pieces that autograd passes on."""
         if out is None:
             return []
-        # Autograd, which may go through them, is not to take what is written later for a change.
+        # Through `.data`, autograd does not see that values are written later as a change.
         pieces = [piece.data for piece in split_chunk(use.bucket, use.route.chunk, out)]
         return use.by_member(pieces)
 
     def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
-        """The gradients of a group of one rank are their own mean, and nothing is packed."""
+        """Hop 1 of a bucket without other ranks: gradients are their own mean, and not packed."""
         use = self.uses[index]
         pieces = self.flat_pieces(use, values, copy=use.route.grad_factor != 1.0)
         if use.route.grad_factor != 1.0 and pieces:
@@ -139,19 +139,19 @@ class Reduction:
         ]
 
     def late_comms(self, use: BucketUse, out: Tensor, *, copies: bool) -> tuple[list, int]:
-        """What follows hop 1 of this pass: its communicators, and how many come before hop 2."""
+        """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""
         return [], 0
 
     def copies(self, use: BucketUse) -> bool:
-        """Whether hop 2 follows in another dtype: it sends a copy, one more buffer on its way."""
+        """Whether hop 2 follows in another dtype, so that it sends a copy."""
         return False
 
     def late_size(self, route: Route) -> int:
-        """Ranks of the levels that are reduced after those of `_now`."""
+        """The number of ranks in the levels that are reduced after `levels_now` in this pass."""
         return 1
 
     def steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
-        """What a bucket's reduction does, level by level."""
+        """The steps of a bucket's reduction, level by level."""
         use = self.uses[index]
         yield from scatter_steps(use.route, parts[0], out, parts[1])
         if use.route.grad_factor != 1.0:
@@ -165,16 +165,16 @@ class Reduction:
             use.hierarchy.pools.slots.users[slot] = event
 
     def _issue(self) -> None:
-        """Start what is next in the order, as long as it is complete."""
-        while self._place < len(self.order):
-            index = self.order[self._place]
+        """Start the next reductions in the order, up to the first bucket that is not complete."""
+        while self._next < len(self.order):
+            index = self.order[self._next]
             complete = self._complete.get(index)
             if complete is None:
                 return
-            self._complete[index] = _STARTED  # so that the full gradients are not kept
+            self._complete[index] = _STARTED  # lets go of the full gradients
             if complete is not _STARTED:
                 self._start(index, *complete)
-            self._place += 1
+            self._next += 1
 
     def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
         use = self.uses[index]
@@ -182,23 +182,23 @@ class Reduction:
         device, now = use.home.device if out is None else out.device, self.levels_now(use.route)
         push_all(use.home.life)
         copies = self.copies(use)
-        # Nothing is scattered: the gradients are packed where they stay.
+        # If nothing is scattered, the gradients are packed where the mean goes.
         stays = out is not None and now.size == 1 and self.late_size(use.route) == 1
-        slot = self._place % slots.count
+        slot = self._next % slots.count
         used = slot if copies or not stays else None
         if used is not None:
             _until_free(use.hierarchy, used)
         if out is not None and stays:
             pair = (out, out)
         else:
-            # What does not travel is not rounded.
+            # Gradients that are not sent need no rounding.
             dtype = bucket.reduce if now.size > 1 else self.dtype_of(bucket)
             pair = slots.pair(slot, (bucket.numel,), dtype, device)
         first = pair[0] if out is None or now.size > 1 else out
         pack_full(bucket, use.by_slot(values), device=device, out=first)
         parts = [buffer.view(now.size, -1) for buffer in (first, pair[1])]
         comms = scatter_comms(now, parts[0])
-        if out is None:  # NCCL reads one buffer of the pair and writes the other, in turns
+        if out is None:  # NCCL reads one buffer of the pair and writes the other, alternately
             at = len(comms) % 2 if device.type == "cuda" else 0
             out = pair[at][: bucket.numel // now.size]
         late, levels = self.late_comms(use, out, copies=copies)

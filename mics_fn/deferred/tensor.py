@@ -1,12 +1,12 @@
-"""Parameters without data: a tensor that asks for its bucket at the op that needs it.
+"""Parameters without data: tensors whose bucket is fetched at the op that needs it.
 
-[Note: deferred parameters] A `Deferred` is a wrapper subclass: shape, dtype, strides and device,
-and where in which bucket its elements lie. Autograd saves the wrapper and not the weight, so
-nothing holds a gathered weight between forward and backward; the backward op that needs it asks
-again. This happens below autograd, in `__torch_dispatch__`, so it needs no hooks and works under
-`torch.func`. A view of a deferred tensor is computed on its metadata alone and is deferred itself;
-so is a cast, which is repeated where it is needed instead of being kept. Any other op gets plain
-tensors, views of the bucket, and what it returns is plain.
+[Note: deferred parameters] A `Deferred` is a wrapper subclass with a shape, dtype, strides and
+device, which knows its bucket and where its elements lie in it. Autograd saves the wrapper instead
+of the weight, so nothing holds a gathered weight between forward and backward; the backward op that
+needs it makes the bucket live again. This happens below autograd, in `__torch_dispatch__`, so it
+needs no hooks and works under `torch.func`. A view of a deferred tensor is computed from metadata
+alone and is deferred itself. So is a cast, which is repeated at each use instead of being kept. Any
+other op gets plain tensors, which are views of the bucket, and returns plain tensors.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -25,16 +25,16 @@ aten = torch.ops.aten
 
 
 class Deferred(ReadOnly):
-    """A full parameter, or a view or cast of one, that is fetched where an op needs it.
+    """A full parameter, or a view or cast of one, which is fetched at an op that needs it.
 
-    Its shape, strides, dtype, device and text never communicate; ops on it do.
+    Reading its shape, strides, dtype, device or repr never communicates; ops on it do.
     """
 
     _source: Source
     _bucket: GatheredBucket
-    _leaf: tuple[int, int]  # where it begins in the bucket, and its elements
+    _leaf: tuple[int, int]  # where its leaf begins in the bucket, and how many elements it has
     _where: Geometry  # in the bucket
-    _cast: torch.dtype | None
+    _cast: torch.dtype | None  # None unless it is a cast
 
     @staticmethod
     def __new__(
@@ -58,16 +58,16 @@ class Deferred(ReadOnly):
         return f"Deferred(shape={tuple(self.shape)}, {dtype_name(self.dtype)}, {where})"
 
     def lies_in(self) -> str:
-        """Its shape, bucket and leaves, in words."""
+        """Its shape, and the bucket with some of its leaves, for error texts."""
         bucket, names = self._bucket, ", ".join(self._bucket.names()[:3])
         return (
             f"one of bucket {bucket.ids[0]}\n  shape {tuple(self.shape)}; the bucket holds {names}"
         )
 
     def __tensor_flatten__(self) -> Any:
-        """Asked by `torch.compile`, which would trace through the fetch."""
+        """Raises LeafError. torch.compile calls this, and would trace through the fetch."""
         text = "torch.compile: a deferred parameter enters a compiled region"
-        fix = "gather without schedule= around compiled code, or clone() parameters before it"
+        fix = "use gather around compiled code, or clone() parameters before it"
         raise LeafError(message(text, fix=fix))
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
@@ -86,7 +86,7 @@ _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, d
 
 
 def _plain(deferred: Deferred) -> Tensor:
-    """Its value; its bucket is live."""
+    """The value of a deferred tensor whose bucket is live."""
     bucket, where = deferred._bucket, deferred._where
     view = bucket.views.get(where)
     if view is None:
@@ -97,7 +97,7 @@ def _plain(deferred: Deferred) -> Tensor:
 
 
 def _bring(found: Sequence[Deferred]) -> None:
-    """Make all that an op needs live at once: fetching one bucket must not drop another."""
+    """Make all buckets of an op live together, so that fetching one does not drop another."""
     first = found[0]
     source, ids = first._source, first._bucket.ids
     if len(found) > 1 and any(d._bucket is not first._bucket for d in found):
@@ -112,6 +112,7 @@ def _bring(found: Sequence[Deferred]) -> None:
 
 
 def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
+    """Append the deferred tensors among the arguments of an op, also in lists, to `found`."""
     for value in values:
         kind = type(value)
         if kind is Deferred:
@@ -122,6 +123,7 @@ def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
 
 
 def _replace(value: Any) -> Any:
+    """An argument of an op with plain tensors in place of deferred ones."""
     kind = type(value)
     if kind is Deferred:
         return _plain(value)
@@ -143,7 +145,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
         elif kind is list and value and type(value[0]) is not int:
             break
     else:
-        if bucket is not None and source is not None and not kwargs:  # nearly always
+        if bucket is not None and source is not None and not kwargs:  # the most frequent case
             if source.ids != bucket.ids and not (bucket.stays and bucket.full is not None):
                 source.touch(bucket.ids)
             plain = [_plain(value) if type(value) is Deferred else value for value in args]
@@ -156,10 +158,10 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _own(out: Any, buckets: Iterable[GatheredBucket]) -> Any:
-    """What an op returns, in memory of its own: some ops return their input as it is."""
+    """The result of an op in memory of its own, since some ops return their input."""
     kind = type(out)
     if kind is Tensor:
-        if out.layout is not torch.strided:  # made of what it was given, perhaps in its memory
+        if out.layout is not torch.strided:  # its parts may lie in the memory of its inputs
             return out.clone()
         at = out.data_ptr()
         for bucket in buckets:
@@ -171,19 +173,19 @@ def _own(out: Any, buckets: Iterable[GatheredBucket]) -> Any:
 
 
 class _Views(NamedTuple):
-    """What a view op makes of a tensor, by metadata alone."""
+    """The results of a view op on a tensor, as metadata."""
 
-    several: bool  # it gives a list
+    several: bool  # whether it gives a list
     same_dtype: bool
     geometries: list[Geometry]
 
 
 _VIEWS: dict[Hashable, _Views] = {}
-_MOST_VIEWS = 20_000  # slices at changing places would grow it without end
+_MOST_VIEWS = 20_000  # slices at ever new offsets would make it grow without bound
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A view of a deferred tensor, by its metadata alone."""
+    """A view of a deferred tensor, computed from its metadata alone."""
     deferred = args[0]
     if type(deferred) is not Deferred:
         return _compute(func, args, kwargs)
@@ -214,7 +216,7 @@ def _views(out: Any, dtype: torch.dtype) -> _Views:
 
 
 def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
-    """As `_view`, within the leaf: next to it in the bucket lie others."""
+    """`_view` for `as_strided`, which must stay within the leaf, since others lie next to it."""
     made = _view(func, args, kwargs)
     if type(made) is Deferred and made.numel():
         size, stride, at = made._where
@@ -226,7 +228,7 @@ def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _set(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A tensor that takes another one's memory would keep it when the bucket is gone."""
+    """Refuse `set_` with the memory of a deferred tensor, which later holds other values."""
     source = _search((*args[1:], *kwargs.values()), [])
     if source:
         raise source[0].refusal("set_ takes the memory of", "use copy_")
@@ -234,7 +236,7 @@ def _set(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _transpose(func: Any, args: tuple, kwargs: dict) -> Any:
-    """As `_view`, for what every linear layer does, in both directions."""
+    """Fast path of `_view` for `t()`: every linear layer transposes its weight in both passes."""
     deferred: Deferred = args[0]
     size, stride, at = deferred._where
     if len(size) != 2:
@@ -243,7 +245,7 @@ def _transpose(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _like(deferred: Deferred, geometry: Geometry, cast: torch.dtype | None = None) -> Deferred:
-    """A deferred tensor elsewhere in the same bucket."""
+    """A deferred tensor of the same leaf with another geometry or dtype."""
     cast = cast or deferred._cast
     like = (cast or deferred.dtype, deferred.device, cast)
     return Deferred(deferred._source, deferred._bucket, geometry, deferred._leaf, like)
@@ -262,7 +264,7 @@ def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An op that writes: to other tensors it may."""
+    """An op that writes: refused for deferred tensors, computed for others."""
     targets = [
         kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
         for i, a in enumerate(func._schema.arguments)
@@ -274,7 +276,7 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
     return _compute(func, args, kwargs)
 
 
-# What is more than its schema tells.
+# Ops for which the schema is not enough to choose a handler.
 _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
     aten._unsafe_view.default: _view,
     aten._reshape_alias.default: _view,
@@ -283,8 +285,8 @@ _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
     aten.set_.source_Tensor_storage_offset: _set,
     aten._to_copy.default: _to_copy,
     aten.t.default: _transpose,
-    # Asked of the halves of a dual tensor, before anything is fetched: a deferred one stands for
-    # memory of its own.
+    # Called for the two parts of a dual tensor before anything is fetched. A deferred one counts as
+    # having memory of its own.
     aten._has_same_storage_numel.default: lambda func, args, kwargs: True,
     aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
 }
