@@ -1,4 +1,4 @@
-"""Batches: on the device, cut in micro-batches, counted."""
+"""Batches: moved to the device, cut into micro-batches, counted."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device.
 
     Raises:
-      TreeError: it holds an object that cannot be opened, and has no `.to` of its own.
+      TreeError: it holds an object that cannot be opened and has no `.to` of its own.
     """
 
     def moved(x: Any, path: str) -> Any:
@@ -32,29 +32,30 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
-    """A batch as equal micro-batches along dim 0.
+    """Cut a batch into equal micro-batches along dim 0.
 
-    Lists of strings, one a sample, are cut as well, as torch's loader makes them; any other thing
-    that holds no tensor goes to each.
+    Lists of strings with one string per sample, as torch's loader makes them, are cut as well.
+    Anything else that holds no tensor goes to each micro-batch.
 
     Raises:
-      TreeError: a tensor's dim 0 is no multiple of `parts`, or an object cannot be opened.
+      TreeError: a tensor's dim 0 is not a multiple of `parts`, or an object cannot be opened.
     """
     if parts == 1:
         return [batch]
     samples, _ = count(batch)
 
     def texts(x: Any) -> bool:
-        both = type(x) in (list, tuple) and len(x) == samples
-        return both and all(isinstance(each, str | bytes) for each in x)
+        fits = type(x) in (list, tuple) and len(x) == samples
+        return fits and all(isinstance(each, str | bytes) for each in x)
 
-    def check(x: Any, path: str) -> None:
+    def check(x: Any, path: str) -> Any:
         if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % parts):
             text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
             raise TreeError(message(text, fix="make dim 0 a multiple of accumulate"))
         if not isinstance(x, (Tensor, *PLAIN)) and not texts(x):
             text = f"Trainer.step: {path} is {type(x).__name__}, which cannot be cut in {parts}"
             raise TreeError(message(text, fix=f"use {_KINDS}, or accumulate=1"))
+        return x
 
     def part(x: Any, i: int) -> Any:
         if isinstance(x, Tensor):
@@ -62,17 +63,17 @@ def cut(batch: Any, parts: int) -> list[Any]:
         n = samples // parts
         return x[i * n : (i + 1) * n] if texts(x) else x
 
-    map_contents(lambda x, path: check(x, path) or x, batch, "batch", texts)
+    map_contents(check, batch, "batch", texts)
     return [map_contents(lambda x, _, i=i: part(x, i), batch, is_leaf=texts) for i in range(parts)]
 
 
 def count(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch."""
+    """The number of samples and of tokens in a batch; see `StepMetrics`."""
     tensors = [x for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
-    whole = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
-    return (tensors[0].shape[0] if tensors else 1), (0 if whole is None else whole.numel())
+    ints = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
+    return (tensors[0].shape[0] if tensors else 1), (0 if ints is None else ints.numel())
 
 
 def _is_numpy(x: Any) -> bool:
-    """Whether it is an array of numpy, which lies on no device."""
+    """Whether a value comes from numpy, so that it stays on the CPU."""
     return type(x).__module__ == "numpy"

@@ -1,9 +1,10 @@
 """The buffers of a module as values: copied at each step, averaged over ranks after it.
 
-[Note: shared buffers] A buffer that two modules hold is one tensor under two names, and others may
-be views of one memory: what one module writes, the other reads. A step begins with copies that
-share memory in the same way, also where the state has been copied tensor by tensor. A name to
-which a module assigned a new tensor is one of its own from then on, as in any module.
+[Note: shared buffers] A buffer that two modules hold is one tensor under two names, and several
+buffers may be views of the same memory, so that one module reads what the other writes. A step
+begins with copies that share memory in the same way, even if the state has been copied tensor by
+tensor. If a module assigns a new tensor to a name, that name no longer shares memory, as in any
+module.
 """
 
 from collections.abc import Mapping
@@ -19,13 +20,13 @@ from mics_fn.shards import Place, each_once, overlaps
 Values = dict[str, Tensor]
 
 
-class Buffers:
+class ModuleBuffers:
     """Which buffers of a module are averaged, and which share memory.
 
     Args:
       params: the module's parameters by name.
       buffers: its buffers by name.
-      saved: the names that a state dict has.
+      saved: its state dict, whose names tell which buffers are persistent.
 
     Raises:
       LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype.
@@ -70,14 +71,17 @@ class Buffers:
         return {name: found[name] if name in found else x.clone() for name, x in values.items()}
 
     def replaced(self, names: list[str]) -> None:
-        """Modules assigned new tensors to these."""
+        """Take note of buffers to which modules assigned new tensors."""
         for group in self.shared:
             for name in names:
                 group.pop(name, None)
         self.shared = [group for group in self.shared if len(group) > 1]
 
     def average(self, values: Values, home: Groups) -> Values:
-        """Persistent float buffers become their mean over the ranks of groups, by dtype."""
+        """The values with persistent float buffers averaged over ranks.
+
+        Communication: per dtype one mean of all of them, over each of the two groups.
+        """
         if home.world_size == 1:
             return values
         for dtype in dict.fromkeys(values[name].dtype for name in self._averaged):

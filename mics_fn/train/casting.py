@@ -1,4 +1,4 @@
-"""A stand-in for a model: its calls take the dtype to compute in, and give that of the output."""
+"""A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -11,16 +11,16 @@ from mics_fn.shards import Precision
 
 
 class Casting:
-    """Stands for a module in a loss: what is called on it is cast, all else is the module's own.
+    """Takes the place of a module in a loss: calls are cast, everything else reaches the module.
 
-    That holds for the module itself, for the methods that its class adds to `nn.Module`, and for
-    its parts, however they are reached: by name, index or iteration. Inside of a call nothing is
-    cast. To `isinstance` a stand-in is what it stands for.
+    The calls of the module itself are cast, those of the methods that its class adds to
+    `nn.Module`, and those of its submodules, whether they are reached by name, index or iteration.
+    Nothing is cast inside a call. For `isinstance` a stand-in has the class of its module.
 
     Args:
-      module: what it stands for, and what attributes are set on.
-      precision: float tensors among the arguments of a call become its `compute`, those of the
-        result its `output`.
+      module: the module, which also receives assignments to attributes.
+      precision: float tensors among the arguments of a call are cast to its `compute`, and those in
+        the result to its `output`.
 
     Example:
       >>> layers = nn.Sequential(nn.Linear(2, 2).bfloat16())
@@ -34,7 +34,7 @@ class Casting:
     __slots__ = ("_module", "_precision")
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
-        # Plain assignment would reach the module.
+        # Plain assignments would set attributes of the module.
         object.__setattr__(self, "_module", module)
         object.__setattr__(self, "_precision", precision)
 
@@ -76,7 +76,7 @@ class Casting:
         return repr(self._module)
 
     def _stand_in(self, value: Any, name: str = "") -> Any:
-        """What stands for a part or a method of the module; any other value as it is."""
+        """The stand-in for a submodule or a method; any other value as it is."""
         if isinstance(value, nn.Module):
             return Casting(value, self._precision)
         added = isinstance(value, MethodType) and not hasattr(nn.Module, name)

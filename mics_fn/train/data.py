@@ -1,6 +1,6 @@
-"""Which samples a rank takes, and passes over a loader in an order of their own.
+"""Which samples a rank takes, and passes over a loader, each in an order of its own.
 
-The sampler is torch's; so is every loader that takes one.
+The sampler is torch's `DistributedSampler`, so any loader that accepts one can be used.
 """
 
 from collections.abc import Generator, Iterable, Sized
@@ -17,37 +17,38 @@ from mics_fn.shards import require_groups
 def sampler(
     dataset: Sized, groups: Groups, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler:
-    """torch's `DistributedSampler` for the ranks of these groups: each takes samples of its own.
+    """torch's `DistributedSampler` for the ranks of these groups, each with samples of its own.
 
-    Pass it to a loader: `DataLoader(dataset, batch_size=8, sampler=sampler(dataset, groups))`. It
-    goes in the same way to torchdata's `StatefulDataLoader`, whose `state_dict` knows how far a
-    pass has come, not which pass: save the sampler's `epoch` next to it, and `set_epoch` it again
-    before you resume.
+    Pass it to a loader: `DataLoader(dataset, batch_size=8, sampler=sampler(dataset, groups))`.
+    torchdata's `StatefulDataLoader` takes it in the same way. Its `state_dict` says how far a pass
+    has come, but not which pass it is: save the sampler's `epoch` next to it, and call `set_epoch`
+    again before you resume.
 
     Args:
-      dataset: anything with a length and an index; as long on every rank.
-      groups: who shares the samples. A rank's share follows from its position in them, not from its
-        global rank: where they cover the data-parallel part of a mesh, tensor parallel ranks of
-        equal position draw the same samples.
-      shuffle: another order in each epoch. `Trainer.fit` says which one it is; in a loop of your
-        own call `set_epoch(epoch)` before each pass, or every pass has the same order.
-      seed: of the order; equal on every rank.
-      drop_last: where the ranks do not divide the length n, leave out the last n % world_size
-        samples of the order, instead of taking its first ones again until they do.
+      dataset: anything with a length and an index; equally long on every rank.
+      groups: the groups whose ranks share the samples. A rank's share follows from its position in
+        them, not from its global rank. So if they cover the data-parallel part of a mesh, tensor
+        parallel ranks of equal position draw the same samples.
+      shuffle: use another order in each epoch. `Trainer.fit` tells the sampler which epoch it is.
+        In a loop of your own call `set_epoch(epoch)` before each pass, or every pass has the same
+        order.
+      seed: seed of the order; equal on every rank.
+      drop_last: if the length n is not a multiple of the number of ranks, leave out the last
+        n % world_size samples of the order, instead of repeating its first ones.
 
     Returns:
       The sampler. Every rank gets equally many samples, so that means over ranks are means over
-      samples; without `drop_last` up to world_size - 1 of an epoch come twice.
+      samples. Without `drop_last` up to world_size - 1 samples of an epoch occur twice.
 
     Communication: two small all-gathers over each of the two groups, to compare the arguments. All
       ranks of the groups must call it.
 
-    Memory: an epoch's order (8 bytes a sample) while it is gone through.
+    Memory: the order of an epoch (8 bytes per sample) during its pass.
 
     Raises:
-      GroupsError: `groups` are no `Groups`; a tree of them has no one answer.
+      GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: the dataset has no length.
-      TreeError: not a single sample is left for each rank.
+      TreeError: there is not one sample for each rank.
       DesyncError: ranks differ in the length of the dataset or in an argument.
 
     Example:
@@ -67,7 +68,7 @@ def sampler(
         error = LeafError(message(f"sampler: {type(dataset).__name__} has no length", fix=fix))
     elif size == 0 or (drop_last and size < ranks):
         text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
-        error = TreeError(message(text, fix="give each rank a sample at least"))
+        error = TreeError(message(text, fix="give each rank at least one sample"))
     about = f"{size} samples, shuffle={shuffle}, seed={seed}, drop_last={drop_last}"
     same_call("sampler", [groups], about, error)
     if error is not None:
@@ -83,24 +84,24 @@ def sampler(
 
 
 class Epochs:
-    """Goes through loaders again and again, and tells those that shuffle by epoch which one it is.
+    """Passes over loaders without end, and tells those that shuffle by epoch which epoch it is.
 
-    The first pass has the epoch at which the sampler is, so that a resumed run can set it.
+    The first pass has the epoch that the sampler is set to, so that a resumed run can choose it.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, int] = (None, 0)  # who was told last, and what
+        self._last: tuple[Any, int] = (None, 0)  # the last sampler and its epoch
 
     def batches(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        """Batches of pass after pass, without end.
+        """The batches of one pass after another, without end.
 
         Raises:
           ValueError: a pass gave no batch.
         """
-        shuffler, (told, epoch) = _shuffler(loader), self._last
-        now = getattr(shuffler, "epoch", epoch if shuffler is told else 0)
-        # Left in the middle of a pass, it would give the beginning of the same order again.
-        epoch = now + 1 if shuffler is told and now == epoch else now
+        shuffler, (last, epoch) = _shuffler(loader), self._last
+        now = getattr(shuffler, "epoch", epoch if shuffler is last else 0)
+        # A pass that was left in the middle is not repeated: its first samples have been used.
+        epoch = now + 1 if shuffler is last and now == epoch else now
         while True:
             if shuffler is not None:
                 shuffler.set_epoch(epoch)
@@ -115,7 +116,7 @@ class Epochs:
 
 
 def _shuffler(loader: Any) -> Any:
-    """What of a loader has an order for each epoch: itself or one of its samplers; or None."""
+    """The object that shuffles by epoch: a loader or one of its samplers; None if there is none."""
     batches = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     return next((part for part in parts if callable(getattr(part, "set_epoch", None))), None)

@@ -1,4 +1,4 @@
-"""What `Trainer` chooses where it is not told: the size of buckets, how many stay gathered."""
+"""Defaults of `Trainer`: the size of buckets, and the schedules for its memory budget."""
 
 import os
 
@@ -16,7 +16,7 @@ from mics_fn.tree import Tree
 def schedules_for(
     live_bytes: int | str | None, prefetch: int, full_bytes: int, home: Groups
 ) -> tuple[OnDemand, OnDemand]:
-    """A policy for training and one for evaluation, which uses parameters in another order."""
+    """A policy for training, and one for evaluation, which uses parameters in another order."""
     if live_bytes == "auto":
         live_bytes = _quarter_of_memory(home)
     if live_bytes is None or int(live_bytes) >= full_bytes:
@@ -27,7 +27,7 @@ def schedules_for(
 
 
 def bucket_bytes_for(params: Tree, home: Groups) -> int:
-    """Small enough that a model has buckets to overlap, large enough for the network."""
+    """A size that gives a model several buckets to overlap, each large enough for the network."""
     if home.world_size == 1:
         return BUCKET_BYTES
     leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
@@ -36,7 +36,7 @@ def bucket_bytes_for(params: Tree, home: Groups) -> int:
 
 
 def _quarter_of_memory(home: Groups) -> int:
-    """A quarter of the memory that a rank has, the same number on all ranks."""
+    """A quarter of the memory of the rank that has least; the same number on all ranks."""
     if home.device.type == "cuda":
         found = torch.cuda.get_device_properties(home.device).total_memory
     else:

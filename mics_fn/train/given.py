@@ -1,4 +1,4 @@
-"""What a `Trainer` is given, checked before anything trains: parameters become shards that fit."""
+"""The arguments of a `Trainer`, checked before anything trains; parameters become shards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from mics_fn.shards import (
 from mics_fn.train.defaults import bucket_bytes_for
 from mics_fn.tree import Tree
 
-_SAME = "pass the shards that init or load_shards made for this very model"
+_SAME = "pass the shards that init_model or load_shards made for this model"
 
 
 def as_shards(
@@ -32,21 +32,22 @@ def as_shards(
     precision: Precision | None,
     options: dict[str, Any],
 ) -> Tree:
-    """The shards that are trained.
+    """The shards to train.
 
     Args:
       own: the module's parameters by name; None for a function.
-      given: `params=`: shards, or full tensors; None takes the module's own.
-      groups, home: as for `shard`, and the first of them.
-      precision: None if it was not said.
-      options: of `shard`, as far as they were said.
+      given: the argument `params`: shards or full tensors; None takes the module's own.
+      groups: as for `shard`.
+      home: the first of these groups.
+      precision: the argument `precision`; None if it was not given.
+      options: the options of `shard` that were given; defaults are added here.
 
-    Communication: as `shard`; none if shards are given.
+    Communication: as for `shard`; none if shards are given.
 
     Raises:
-      TreeError: the parameters are not the model's: names, shapes, which are tied.
-      LeafError: one has no value, or another dtype or device than it should.
-      PlanError: shards were cut for other groups or another precision, or an option is of no use.
+      TreeError: names, shapes or ties of the parameters differ from those of the model.
+      LeafError: a parameter has no value, or another dtype or device than the model or its groups.
+      PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
     params = own if given is None else given
     leaves, _ = tree.flatten(params, is_leaf)
@@ -60,30 +61,28 @@ def as_shards(
         return params
     for path, leaf in zip(tree.paths(params, "params", is_leaf), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_meta:
-            fix = "pass params=: the shards that init gave with this model, or full tensors"
+            fix = "pass params=: the shards that init_model gave with this model, or full tensors"
             raise LeafError(message(f"Trainer: {path} is on meta, without a value", fix=fix))
     if own is not None:
-        place = {f"[{name!r}]": i for i, name in enumerate(own)}
-        options.setdefault("order", place.__getitem__)
+        options.setdefault("order", tree.own_order(own))
     options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
     return shard(params, groups, precision=precision, **options)
 
 
 def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
-    """Buffers have values, and lie where the groups do.
-
-    Raises:
-      LeafError: one does not.
-    """
+    """Raise LeafError unless all buffers have values and are on the device of the groups."""
     for name, value in buffers.items():
         if value.device != home.device:
             where = "on meta, without a value" if value.is_meta else f"on {value.device}"
             text = f"Trainer: buffer {name!r} is {where}; the groups are on {home.device}"
-            fix = "move the model to the device of its groups before"
-            raise LeafError(message(text, fix="make it with init" if value.is_meta else fix))
+            fix = "move the model to the device of its groups first"
+            if value.is_meta:
+                fix = "make the model with init_model, or give the buffer a value"
+            raise LeafError(message(text, fix=fix))
 
 
 def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
+    """Raise unless parameters have the names, shapes, kinds of dtypes and ties of the model's."""
     text = "Trainer: params= are not those of the model"
     if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
         found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", is_leaf)
@@ -107,14 +106,14 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
 
 
 def _owners(values: Mapping[str, Any]) -> dict[str, str]:
-    """For each float leaf the first that is the same tensor."""
+    """For each float leaf, by name, the first one that is the same tensor."""
     names = [name for name in sorted(values) if values[name].dtype.is_floating_point]
     if all(isinstance(values[name], Tensor) for name in names):
         owners = owners_of([values[name] for name in names])
         return {name: names[i] for name, i in zip(names, owners, strict=True)}
     first: dict[Any, str] = {}
-    places = {name: (values[name].bucket, values[name].slot) for name in names}
-    return {name: first.setdefault(places[name], name) for name in names}
+    slots = {name: (values[name].bucket, values[name].slot) for name in names}
+    return {name: first.setdefault(slots[name], name) for name in names}
 
 
 def _check_shards(
@@ -123,9 +122,11 @@ def _check_shards(
     precision: Precision | None,
     options: dict[str, Any],
 ) -> None:
+    """Raise unless shards are on their groups' device, have this precision, and need no options."""
     if options:
         text = f"Trainer: {', '.join(f'{name}=' for name in options)}: params= are shards already"
-        raise PlanError(message(text, fix="give them to what made the shards: shard, init, ..."))
+        fix = "give them to what made the shards: shard, init_model or load_shards"
+        raise PlanError(message(text, fix=fix))
     opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
         data, bucket = getattr(leaf, "data", None), leaf.bucket
@@ -138,7 +139,7 @@ def _check_shards(
             if want != got:
                 lines = [f"{word} {_names(x)}" for word, x in (("expected", want), ("got", got))]
                 text = f"Trainer: params{path} was not made with this precision="
-                fix = "give what made the shards the same precision"
+                fix = "make the shards with the same precision"
                 raise PlanError(message(text, [*lines, "param/compute/reduce/accumulate"], fix))
 
 
@@ -147,7 +148,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
-    """The groups of a tree, in fixed order if asked for; and the first of them."""
+    """The groups of a tree, reducing in fixed order if `deterministic`; and the first of them."""
     found = tree.spread(
         groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
     )

@@ -1,4 +1,4 @@
-"""What a training loop does around its steps: equal bits, a progress bar."""
+"""What a training loop needs around its steps: reproducible numbers, and a progress bar."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch.utils import deterministic as torch_deterministic
 
 @contextmanager
 def reproducible(on: bool) -> Iterator[None]:
-    """Inside, torch uses deterministic algorithms only, if `on`; afterwards all is as before."""
+    """A block in which torch uses deterministic algorithms only, if `on`."""
     if not on:
         yield
         return
@@ -19,7 +19,7 @@ def reproducible(on: bool) -> Iterator[None]:
     tuned = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # That mode would also write to all new memory, to show who reads it unset.
+    # That mode would also write to all new memory, to reveal code that reads it uninitialised.
     torch_deterministic.fill_uninitialized_memory = False  # pyright: ignore
     try:
         yield
@@ -35,7 +35,7 @@ def fills_memory() -> bool:
 
 
 class Progress:
-    """A progress bar where tqdm is installed and one is wanted, else nothing."""
+    """A progress bar if one is wanted and tqdm is installed; else nothing."""
 
     def __init__(self, steps: int, log_every: int, *, shown: bool) -> None:
         self._steps, self._log_every, self._started = steps, log_every, time.perf_counter()
@@ -48,7 +48,7 @@ class Progress:
             self._bar = tqdm(total=steps, unit="step")
 
     def update(self, metrics: list[Any]) -> None:
-        """One more step is done; the loss is read only every `log_every` steps."""
+        """Count one more step. The loss is read only every `log_every` steps."""
         if self._bar is None:
             return
         self._bar.update()
@@ -60,6 +60,6 @@ class Progress:
             self._bar.set_postfix_str(f"loss {loss:.3f}, {rate / seconds:,.0f} {unit}/s")
 
     def close(self) -> None:
-        """The bar stays where it is."""
+        """End the bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.close()

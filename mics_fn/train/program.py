@@ -1,6 +1,6 @@
-"""A model, or a loss function, as one call from full parameters to loss and backward.
+"""A model or a loss function as one call, from full parameters to the loss and its backward.
 
-Modules are read, never changed: parameters are swapped into a copy on meta by `functional_call`.
+Modules are read and never changed: `functional_call` swaps parameters into a copy on meta.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from torch.func import functional_call
 from mics_fn.errors import LeafError, message
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import Precision
-from mics_fn.train.buffers import Buffers, Values
+from mics_fn.train.buffers import ModuleBuffers, Values
 from mics_fn.train.casting import Casting
 from mics_fn.tree import Tree
 
@@ -21,14 +21,14 @@ Backward = Callable[[Tensor], None]
 
 
 class Result(NamedTuple):
-    """What a call gives."""
+    """What a call of a program gives."""
 
     loss: Tensor  # 0-dim, detached
-    buffers: Values  # the next ones
+    buffers: Values  # those after the call
 
 
 class FunctionProgram:
-    """A pure `loss_fn(params, batch)`; it has no buffers and no modes.
+    """A pure `loss_fn(params, batch)`, which has no buffers and no modes.
 
     Args:
       loss_fn: the function.
@@ -37,18 +37,18 @@ class FunctionProgram:
 
     def __init__(self, loss_fn: Callable[[Tree, Any], Tensor], precision: Precision) -> None:
         self.loss_fn, self.precision = loss_fn, precision
-        self.buffers = Buffers({}, {}, {})
+        self.buffers = ModuleBuffers({}, {}, {})
 
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
-        """Loss of a batch, after `backward` of it."""
+        """The loss of a batch, after `backward` was called with it."""
         loss = self.loss_fn(params, self.precision.cast_inputs(batch))
         return Result(_finished(self.precision.cast_output(loss), backward), buffers)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, which a function does not have."""
+        """A block in evaluation mode, which a function does not have."""
         yield
 
 
@@ -56,9 +56,10 @@ class ModuleProgram:
     """A module and a `loss(model, batch)`.
 
     Args:
-      model: read once: its parameters and buffers become values, its structure a skeleton on meta.
+      model: read once. Its parameters and buffers become values, and its structure a skeleton on
+        meta.
       loss: called with the skeleton while the given values are swapped in.
-      precision: of each call of the skeleton inputs are cast to its `compute`, outputs to its
+      precision: at each call of the skeleton inputs are cast to its `compute`, and outputs to its
         `output`.
     """
 
@@ -71,7 +72,7 @@ class ModuleProgram:
         refuse_lazy(model)
         params: Values = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.buffers = Buffers(params, buffers, model.state_dict(keep_vars=True))
+        self.buffers = ModuleBuffers(params, buffers, model.state_dict(keep_vars=True))
         self.skeleton = on_meta_copy(model, [*params.values(), *buffers.values()])
         self._values = params, self.buffers.copies({k: x.detach() for k, x in buffers.items()})
         self._step = _Step(self.skeleton, loss or _own_loss, precision)
@@ -79,23 +80,23 @@ class ModuleProgram:
     def __call__(
         self, params: Tree, buffers: Values, batch: Any, backward: Backward | None = None
     ) -> Result:
-        """Loss of a batch, after `backward` of it while the parameters are swapped in."""
+        """The loss of a batch, after `backward` was called with it inside the swap."""
         given = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
-        # All names are given; to check that again (strict=True) walks the module at every call.
+        # All names are given. strict=True would check that by walking the module at every call.
         loss = functional_call(self._step, given, (batch, backward), tie_weights=False)
-        # A module that replaces a buffer, instead of writing to it, leaves the new one in the dict.
+        # If a module replaces a buffer instead of writing to it, the new one is in the dict.
         if backward is not None and self.buffers.shared:
             self.buffers.replaced([k for k, x in buffers.items() if given[f"model.{k}"] is not x])
         return Result(loss, {k: given[f"model.{k}"].detach() for k in buffers})
 
     def take(self) -> tuple[Values, Values]:
-        """Parameters and buffers by name, once: nothing here keeps them alive afterwards."""
+        """Parameters and buffers by name, once: nothing here refers to them afterwards."""
         values, self._values = self._values, ({}, {})
         return values
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode; afterwards every module is in the mode it was in."""
+        """A block in evaluation mode; afterwards every module is in its previous mode again."""
         modes = [(module, module.training) for module in self.skeleton.modules()]
         try:
             self.skeleton.eval()
@@ -108,7 +109,7 @@ class ModuleProgram:
 class _Step(nn.Module):
     """Model, loss and backward as one module, so that backward runs while values are swapped in.
 
-    A model that recomputes activations in backward would otherwise recompute on meta.
+    Otherwise a model that recomputes activations in backward would do so on meta.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class _Step(nn.Module):
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """What the model itself returns for the batch, or the `.loss` of that."""
+    """The result of the model for a batch, or the `.loss` of that result."""
     if isinstance(batch, Mapping):
         out = model(**batch)
     else:
@@ -134,6 +135,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _finished(loss: Any, backward: Backward | None) -> Tensor:
+    """The loss as a detached number, after a check of its shape and `backward` of it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         text = f"Trainer: the loss has {got}, expected one number"

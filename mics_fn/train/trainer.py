@@ -1,4 +1,4 @@
-"""A short stateful loop around the verbs; all that it does, a hand-written step can do."""
+"""A short stateful loop around the verbs; a hand-written step can do everything that it does."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +21,8 @@ from mics_fn.train.defaults import schedules_for
 from mics_fn.train.given import as_shards, check_buffers, homes_for
 from mics_fn.train.loop import Progress, reproducible
 from mics_fn.train.program import FunctionProgram, ModuleProgram
-from mics_fn.train.replicas import ReplicaSync, every_step
+from mics_fn.train.replicas import every_step
+from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
 
 
@@ -29,16 +30,17 @@ class StepMetrics(NamedTuple):
     """What a step reports.
 
     Args:
-      step: optimizer steps done after it.
-      loss: 0-dim tensor on the device; this rank's mean over micro-steps (`fit` averages it over
-        ranks).
-      samples: on all ranks together.
-      tokens: elements of the batch's first integer tensor, on all ranks together; 0 if it has none.
+      step: the number of optimizer steps after it.
+      loss: 0-dim tensor on the device: this rank's mean over micro-steps, which `fit` averages over
+        ranks.
+      samples: samples on all ranks together.
+      tokens: elements of the batch's first integer tensor with two or more dims, on all ranks
+        together; 0 if there is none.
       seconds: host time of the call.
-      grad_norm: 0-dim float64 tensor, of the gradient before it was clipped; None where the guard
-        needs none.
-      scale: what the loss was scaled by.
-      accepted: whether the step was taken; if not, nothing changed but the guard.
+      grad_norm: 0-dim float64 tensor, the norm of the gradient before clipping; None if the guard
+        does not need it.
+      scale: the factor that the loss was multiplied by.
+      accepted: whether the step was taken; if not, only the guard has changed.
       spike: whether the norm was a spike.
     """
 
@@ -54,52 +56,55 @@ class StepMetrics(NamedTuple):
 
 
 class Trainer:
-    """Trains a model whose states are sharded, one call a step.
+    """Trains a model whose states are sharded, one call per step.
 
     Args:
-      model: an `nn.Module` (it is read once, never changed; parameters, buffers and tied weights
-        are found in it), or a pure `loss_fn(params, batch) -> scalar`.
-      optimizer: a `Transform`, or anything of `init` and `update`.
-      groups: as for `shard`, with a placement or without; buffers and metrics use the first groups
+      model: an `nn.Module`, which is read once and never changed (its parameters, buffers and tied
+        weights are found); or a pure `loss_fn(params, batch) -> scalar`.
+      optimizer: a `Transform`, or any object with `init` and `update`.
+      groups: as for `shard`, with or without a placement. Buffers and metrics use the first groups
         in it.
-      loss: `loss(model, batch) -> scalar`; default calls the model with the batch (a tuple or dict
-        is spread) and takes the result, or its `.loss`.
-      params: pytree of tensors, with a `loss_fn`; or shards that `init` gave, with its skeleton.
-      accumulate: micro-steps a step; every tensor of a batch, and every list of strings with one a
-        sample, is cut in that many along dim 0.
-      precision: a `Precision` or its text. Inputs of the model are cast to `compute` and what it
-        returns to `output` at each call; `loss` gets a stand-in for the model that does so.
-      guard: scale of the loss, clipping, and which steps are refused.
-      replica_sync: when replicas become one; default hop 2 in every step.
-      deterministic: equal runs give equal bits: torch uses deterministic algorithms in a step, and
-        reductions add up in the order of ranks.
-      live_bytes: budget for gathered parameters, as for `on_demand`; "auto" is a quarter of the
-        device's memory (of the smallest device; on the CPU a rank's share of it). If all fit, or
-        with None, it is as `keep_all`.
+      loss: `loss(model, batch) -> scalar`. By default the model is called with the batch (a tuple
+        or dict is unpacked), and the loss is its result, or the `.loss` of that.
+      params: a pytree of tensors, for a `loss_fn`; or the shards that `init_model` gave with this
+        skeleton.
+      accumulate: the number of micro-steps per step. Every tensor of a batch, and every list of
+        strings with one per sample, is cut into so many parts along dim 0.
+      precision: a `Precision` or its text. At each call of the model its inputs are cast to
+        `compute` and its result to `output`; `loss` gets a stand-in for the model that does this.
+      guard: scales the loss, clips gradients, and decides which steps are refused.
+      replica_sync: when replicas are merged; by default hop 2 in every step.
+      deterministic: make equal runs give equal bits. In a step torch then uses deterministic
+        algorithms, and reductions add up in the order of ranks.
+      live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
+        memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
+        all parameters fit, it is as with `keep_all`.
       prefetch: as for `on_demand`.
-      schedule: a `Schedule` or policy of your own, instead of these two.
-      grad_dtype: of the sum of gradients over micro-steps; default that of the policy, at least
-        float32.
-      replicas, source_rank, frozen: as for `shard`; these and the next two not with shards.
-      bucket_bytes: as for `shard`; default a sixteenth of the parameters, 1 to 25 MiB.
+      schedule: a `Schedule` or a policy, used instead of `live_bytes` and `prefetch`.
+      grad_dtype: dtype of the sum of gradients over micro-steps; default that of the precision, at
+        least float32.
+      replicas, source_rank, frozen: as for `shard`. These and the next two cannot be given with
+        shards.
+      bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
       order: as for `shard`; default the module's own order.
 
-    Communication: building it as `shard`. A step: each bucket is gathered once if all fit the
-      budget, else again when it is needed again; hop 1 each micro-step, one hop 2; what the guard
-      needs; persistent float buffers are averaged at the end over all ranks, or over those of a
-      replica while replicas are apart (integer and non-persistent ones stay as this rank computed
-      them).
+    Communication: that of `shard` when it is made. In a step each bucket is gathered once if all
+      fit the budget, else each time that it is needed again. There is one hop 1 per micro-step, one
+      hop 2, and what the guard needs. At the end persistent float buffers are averaged over all
+      ranks, or over those of a replica while replicas are apart; integer and non-persistent buffers
+      stay as this rank computed them.
 
-    Memory: states of 1/p; within a step `live_bytes` and a bucket of gathered parameters, 1/p of
-      the gradients and a few buckets of them in full. A placement keeps more.
+    Memory: 1/p of the states. Within a step also `live_bytes` and one bucket of gathered
+      parameters, 1/p of the gradients, and a few buckets of them in full. Placements keep more.
 
     Raises:
-      TreeError: `params` are not those of the model: names, shapes, which are tied.
+      TreeError: names, shapes or ties of `params` differ from those of the model.
       LeafError: a parameter or buffer has no value, is on another device than the groups, or
-        overlaps with another in memory.
-      PlanError: shards were cut for other groups or another precision, or an option has no effect.
+        overlaps with another one in memory.
+      PlanError: shards were made for other groups or another precision, or an option has no effect.
 
     Example:
+      >>> from mics_fn.optim import sgd
       >>> groups = make_groups(1)
       >>> loss = lambda model, x: model(x).square().mean()
       >>> trainer = Trainer(torch.nn.Linear(2, 1), sgd(0.1), groups, loss=loss)
@@ -165,23 +170,23 @@ class Trainer:
         self._epochs = Epochs()
 
     def step(self, batch: Any) -> StepMetrics:
-        """One optimizer step on this rank's samples of it.
+        """One optimizer step.
 
         Args:
-          batch: tensors in tuples, lists, mappings, dataclasses or pytree nodes, this rank's
-            samples of the whole step along dim 0; with a module, what `loss` takes.
+          batch: this rank's samples of the whole step, along dim 0 of tensors, in tuples, lists,
+            mappings, dataclasses or pytree nodes.
 
         Returns:
           `StepMetrics`; the new state is `self.state`.
 
-        Communication: gathers, hop 1 each micro-step, one hop 2, what the guard needs, and the mean
-          of the buffers.
+        Communication: gathers, hop 1 in each micro-step, one hop 2, what the guard needs, and the
+          mean of the buffers.
 
         Raises:
-          TreeError: a tensor's dim 0 can not be cut in `accumulate` equal parts, or an object can
-            not be opened that has to be cut or moved.
-          LeafError: on no rank did the loss give any parameter a gradient; or inside torch.func: a
-            step has no derivative.
+          TreeError: dim 0 of a tensor is not a multiple of `accumulate`, or an object that has to
+            be cut or moved cannot be opened.
+          LeafError: the loss gave no parameter a gradient on any rank; or it is called inside
+            torch.func, where a step has no derivative.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
         started, guard = time.perf_counter(), self.guard
@@ -214,7 +219,7 @@ class Trainer:
 
     @torch.no_grad()
     def _update(self, grads: Tree, buffers: Values) -> Verdict:
-        """The optimizer's step, if the guard accepts it; and what the replicas do together."""
+        """The optimizer's step if the guard accepts it, and the merge of replicas if it is due."""
         verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
         if verdict.accept:
             home = self._home
@@ -229,7 +234,7 @@ class Trainer:
         return verdict
 
     def eval(self, batch: Any) -> Tensor:
-        """The loss of a batch in evaluation mode, averaged over all ranks; nothing changes.
+        """The loss of a batch in evaluation mode, averaged over all ranks; no state changes.
 
         Args:
           batch: this rank's samples.
@@ -237,10 +242,11 @@ class Trainer:
         Returns:
           0-dim tensor on the device.
 
-        Communication: one gather, and an all-reduce of one number over each of the two groups.
+        Communication: the gathers of one forward, and an all-reduce of one number over each of the
+          two groups.
 
         Raises:
-          LeafError: inside torch.func: the result has no derivative.
+          LeafError: it is called inside torch.func, where the result has no derivative.
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         batch = to_device(batch, self._home.device)
@@ -257,10 +263,10 @@ class Trainer:
         """Full parameters as plain tensors, on every rank, for export.
 
         Returns:
-          The tree that was sharded; for a module a dict from name to tensor. Where replicas are
-          apart, those of this rank's replica.
+          The tree that was sharded; for a module a dict from name to tensor. While replicas are
+          apart they are those of this rank's replica.
 
-        Communication: as `unshard`.
+        Communication: as for `unshard`.
         """
         return unshard(self.state.params, self.groups)
 
@@ -270,18 +276,18 @@ class Trainer:
         """Train for a number of steps; the first rank shows a progress bar where tqdm is installed.
 
         Args:
-          loader: gives this rank's batches; it is started again when it ends. Its sampler (or the
-            loader) is told the epoch, if it has `set_epoch`, so that each pass has another order.
-            A later `fit` goes on with the next epoch.
-          steps: optimizer steps to take.
+          loader: gives this rank's batches, and is started again when it ends. If it or its sampler
+            has `set_epoch`, that is called before each pass, so that each has another order. A
+            later `fit` goes on with the next epoch.
+          steps: the number of optimizer steps.
           log_every: steps between updates of the bar's loss and rate.
           progress: whether to show the bar.
 
         Returns:
-          Metrics of each step, with losses averaged over ranks.
+          The metrics of each step, with losses averaged over ranks.
 
-        Communication: that of the steps; one small all-reduce over each of the two groups at the
-          end.
+        Communication: that of the steps, and one small all-reduce over each of the two groups at
+          the end.
 
         Raises:
           ValueError: the loader is empty.

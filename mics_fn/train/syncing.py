@@ -1,0 +1,175 @@
+"""`ReplicaSync`: a policy that says when replicas are merged, and how; and what it carries."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mics_fn import tree
+from mics_fn.collectives import check_same
+from mics_fn.errors import GroupsError, message
+from mics_fn.groups import Groups
+from mics_fn.shards import check_equal, open_shards, refuse_derivative
+from mics_fn.tree import Tree
+
+
+@tree.node
+@dataclass(frozen=True)
+class SyncState:
+    """What a `ReplicaSync` carries from step to step.
+
+    Args:
+      step: the number of steps, including those whose update was skipped. It is the same on all
+        ranks, so that they agree on when to merge.
+      outer: the state of the policy. For `diloco` it is a `TrainState`: its `params` are the
+        anchor, which is equal on all replicas at all times, and its `opt` is the state of the outer
+        optimizer.
+    """
+
+    step: int
+    outer: Any = ()
+
+
+@dataclass(frozen=True, repr=False)
+class ReplicaSync:
+    """When and how replicas are merged; made by `every_step`, `local_sgd` or `diloco`.
+
+    Args:
+      name: how it was made, such as "local_sgd(8)"; ranks compare it.
+      every: the number of steps from one merge to the next.
+      apart: whether replicas step on gradients of their own in between. If not, every step does
+        hop 2, and nothing is left to merge.
+      begin: `begin(params) -> outer`, the first `outer` of a `SyncState`.
+      merge: `merge(params, outer, groups, donate) -> (params, outer)`, after which all replicas
+        hold the same bits.
+
+    Example:
+      >>> from mics_fn.optim import sgd
+      >>> from mics_fn.train.replicas import local_sgd
+      >>> groups = make_groups(1)
+      >>> sync = local_sgd(every=2)
+      >>> inner = sync.groups(groups)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1))
+      >>> sync_state = sync.init(state.params, groups)
+      >>> for _ in range(4):
+      ...     grads = torch.func.grad(lambda s: gather(s, inner)["w"].sum())(state.params)
+      ...     state = opt_step(state, reduce_grads(grads, inner))
+      ...     params, sync_state = sync.after(state.params, sync_state, groups)
+      ...     state = replace(state, params=params)
+    """
+
+    name: str
+    every: int
+    apart: bool
+    begin: Callable[[Tree], Any]
+    merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
+
+    def groups(self, groups: Any) -> Any:
+        """The groups for the steps: those given, or one replica's if replicas are apart.
+
+        Args:
+          groups: as for `shard`.
+
+        Returns:
+          `Groups`, a prefix pytree of them, or a function from path to groups, in the form in which
+          they were given. Equal arguments give the same objects, which share the life and the
+          ledger of those given. (Steps may also use other groups with equal partition groups: those
+          of one region keep the replicas of the region equal, and `after` merges regions.)
+
+        Raises:
+          GroupsError: there are no groups, or a hierarchy is given, which has no replicas.
+        """
+        if not self.apart:
+            return groups
+        if callable(groups):
+            return lambda path: _replica(groups(path))
+        return _replica(None) if groups is None else tree.map_leaves(_replica, groups)
+
+    def init(self, params: Tree, groups: Any) -> SyncState:
+        """The state before the first step.
+
+        Args:
+          params: tree of shards, equal on all replicas.
+          groups: those that it was sharded with.
+
+        Returns:
+          A `SyncState` at step 0.
+
+        Communication: the name of the policy; if replicas go apart, also 8 bytes per leaf to check
+          that they start equal. Both go over the partition group and over the replication group.
+
+        Memory: for `diloco` a copy of the shards and the state of the outer optimizer.
+
+        Raises:
+          DesyncError: ranks have different policies, or replicas differ.
+          PlanError: `groups` are not those of the tree.
+          LeafError: replicas go apart, and a derivative would be needed; see `after`.
+        """
+        self._refuse_derivative("init", params)
+        opened = open_shards("ReplicaSync.init", params, groups, root="params").require_replicas()
+        text = "ReplicaSync.init: ranks have different policies"
+        check_same(text, self.name, opened.homes, "make the same one on every rank")
+        if self.apart:
+            check_equal(opened)
+        return SyncState(0, self.begin(params))
+
+    def due(self, state: SyncState) -> bool:
+        """Whether the next `after` leaves replicas equal; the same on every rank."""
+        return (state.step + 1) % self.every == 0
+
+    def after(
+        self, params: Tree, state: SyncState, groups: Any, *, donate: bool = False
+    ) -> tuple[Tree, SyncState]:
+        """Merge the replicas at every H-th call; to be called once after each step.
+
+        Args:
+          params: tree of shards, after the optimizer's step (unless that was skipped).
+          state: the result of `init` or of the last `after`.
+          groups: those that the tree was sharded with, not those of the steps.
+          donate: merge in the buffers of `params` and `state`, which cannot be used again.
+
+        Returns:
+          The parameters for the next step, and the next state. Between merges the parameters are
+          the same object.
+
+        Communication: at every H-th step one all-reduce per bucket over r replicas, 2(r - 1)/r of
+          the shards' bytes. None at other steps, or if r = 1.
+
+        Memory: at a merge a copy of the shards and of `state`; none with `donate`.
+
+        Raises:
+          PlanError: `groups` are those of the steps, which contain no other replica.
+          TreeError: `state` belongs to another tree or policy.
+          LeafError: replicas go apart, and this is called inside torch.func, or a parameter
+            requires a gradient: a merge has no derivative.
+          CollectiveError: the merge failed. With `donate` the parameters are lost then, but the
+            anchor is not.
+        """
+        later = replace(state, step=state.step + 1)
+        if not self.apart:
+            return params, later
+        self._refuse_derivative("after", params)
+        if state.step == 0 or self.due(state):  # show mistakes before H steps are done
+            open_shards("ReplicaSync.after", params, groups, root="params").require_replicas()
+        if not self.due(state):
+            return params, later
+        with torch.no_grad():
+            merged, outer = self.merge(params, state.outer, groups, donate)
+        return merged, replace(later, outer=outer)
+
+    def _refuse_derivative(self, verb: str, params: Tree) -> None:
+        if self.apart:
+            fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
+            refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _replica(groups: Any) -> Groups:
+    """The groups of this rank's replica alone."""
+    if isinstance(groups, Groups):
+        return groups.replica
+    text = f"ReplicaSync.groups: got {type(groups).__name__}, expected Groups"
+    raise GroupsError(message(text, fix="pass what make_groups gave"))
