@@ -1,4 +1,54 @@
-"""Parameters fetched at the op that needs them, gradients reduced during backward."""
+"""Parameters that are fetched at the ops that need them, and gradients reduced during backward.
+
+`defer` gives *deferred* parameters: tensors without data, each of which fetches its bucket at the
+op that needs it, in forward and again in backward. Autograd saves them instead of the weights, so
+nothing holds a gathered weight from one use to the next. There are no hooks. A step with two
+micro-steps:
+
+  >>> groups = make_groups(1)
+  >>> shards = shard({"w": torch.ones(2)}, groups)
+  >>> policy = on_demand(live_bytes=0)  # remembers the order of use, so keep one for each program
+  >>> total = GradSum(micro_steps=2)
+  >>> with defer(shards, groups, policy, into=total) as full:
+  ...     for x in (1.0, 3.0):
+  ...         total.backward((full["w"] * x).sum())  # hop 1; in the last pass hop 2 begins too
+  >>> total.grads()["w"].data
+  tensor([2., 2.])
+  >>> total.release()  # its memory serves the next step
+
+Without `into=`, `torch.func.grad` and the other transforms work on a function that calls `defer`:
+hop 1 overlaps backward, and `reduce_grads` does hop 2. Between steps a rank holds 1/p of parameters
+and optimizer state. Within a step it also holds `live_bytes` and one bucket of gathered parameters,
+1/p of the gradients, and a few buckets of them in full.
+
+Its words: a bucket is *live* while its full buffer is in memory. A *run* is one use of a tree under
+a schedule, from `defer` to the end of its block. A *pass* is one backward. The *late* levels are
+those of hop 1 that a placement leaves to the last pass. A *slot* is memory for one bucket's
+gradients in flight.
+
+Limits:
+
+- Writing to a deferred parameter raises LeafError. Views of one and casts of contiguous ones are
+  deferred too, but what an op copies from it, such as a transposed `contiguous()`, is an ordinary
+  tensor, which stays until backward if autograd saves it.
+- Kernels that read raw pointers (Triton, DLPack, C++ that is not an op to torch) need
+  `weight.clone()`, and asking for an address raises. `other.data = weight` cannot be refused and
+  has no memory to take: use `other.copy_(weight)`.
+- A deferred parameter that enters a region of `torch.compile` raises. Use `gather` around the
+  region, or a `clone()` of each parameter at its edge, which counts as one use.
+- `vmap` over shards raises LeafError; `vmap` inside the loss works.
+- Both forms of `torch.utils.checkpoint` work with `GradSum`. With `use_reentrant=True` gradients
+  are held in full until the pass ends, since they come in parts of which none is known to be the
+  last. Run backward inside the `functional_call`, as `Trainer` does; outside of it the module would
+  recompute with parameters of its own.
+- An op on a deferred weight costs 12 us of host time, or 28 us if each op changes the bucket
+  (`python -m mics_fn bench touch`).
+
+Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
+and fetch] in `autograd`. `live` fetches and drops, `reduction` and `grad_sum` do both hops, and
+`graph` examines backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to
+change when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
+"""
 
 from mics_fn.deferred.deferring import bucket_sizes, defer
 from mics_fn.deferred.grad_sum import GradSum

@@ -1,4 +1,53 @@
-"""What a rank holds: leaves in flat buckets; shard, gather, unshard, both hops of gradients."""
+"""What a rank holds: a tree of shards, and the verbs that make, gather and reduce it.
+
+A sharded model is a pytree, and every verb takes values and returns values. So all of it composes
+with `torch.func`, and the gradient of a gather is hop 1:
+
+  >>> groups = make_groups(1)
+  >>> shards = shard({"w": torch.ones(2, 3), "steps": torch.tensor(7)}, groups)
+  >>> shards["w"]
+  Sharded(shape=(2, 3), float32, here 6 of 6)
+  >>> loss_fn = lambda s, x: (gather(s, groups)["w"] @ x).sum()
+  >>> grads = torch.func.grad(loss_fn)(shards, torch.arange(3.0))
+  >>> grads = reduce_grads(grads, groups)  # hop 1 is done, so this is hop 2
+  >>> unshard(grads, groups)["w"]
+  tensor([[0., 1., 2.],
+          [0., 1., 2.]])
+
+Such a step holds all parameters in full, and in backward all gradients. `defer`, in the wing
+`deferred`, gives the same numbers in less memory.
+
+Its words:
+
+- A *bucket* is the leaves that travel in one collective. They lie in one padded flat buffer, which
+  is cut into p *chunks*, one per rank. A leaf's *piece* is the part of it in this rank's chunk, and
+  its *slot* is its number in the bucket. A leaf is never cut between buckets, so no memory budget
+  can be smaller than the largest leaf, which often is the embedding. Leaves that are used together
+  should be near each other in `order=` of `shard`, or one op needs many buckets.
+- *Frozen* leaves (`requires_grad=False`, or chosen by `frozen=`) are sharded and gathered, but
+  never reduced or updated. Integer and boolean leaves are replicated. Both are `Fixed`.
+- A *tied* leaf is a tensor that occurs twice. It stays one shard: it is gathered as one tensor, the
+  gradients of its uses are added, and it counts once in a norm.
+- A *missing* leaf: a tree may hold only some of the leaves that were sharded together. Those in
+  other trees stay as they are.
+- To *donate* a value is to let a verb write into its memory. Using it afterwards raises
+  `DonatedError`, which names it. Nothing is ever overwritten without `donate=True`.
+
+A parameter that the loss does not use gets a gradient of zeros, the same on all ranks, and weight
+decay and momentum apply to it. (`torch.optim` skips parameters whose gradient is None.) Sparse
+gradients become dense; in a group of one rank they need `defer`.
+
+Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
+(shard), `opened` (what every verb does first), `gathering` and `reducing` (the other verbs); `pack`
+and `memory` are about buffers, `rows` about vmap, `contents` about batches, and `precision` about
+dtypes.
+
+To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
+leaves by bucket, and end it with `build` or `rebuild`. If it moves data differentiably, add its map
+and its transpose to the tables in `linear`; `tests/rules/test_derivatives.py` then holds it to
+every composition of transforms. To add an option to the layout, give `Bucket` a field, so that
+ranks compare it.
+"""
 
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Piece, pieces
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents

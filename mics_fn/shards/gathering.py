@@ -25,11 +25,14 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
         these, or a function from path to one.
 
     Returns:
-      The tree with tensors of the full shapes. Those of one bucket are views of one buffer, and
-      tied leaves are one tensor. The gradient of a function of them is a tree of shards, averaged
-      over the partition group. No raw collective is left to differentiate, so grad, vjp, jvp, vmap,
-      jacrev of full values and their compositions work. If p > 1, `jacfwd`, `hessian` and `jacrev`
-      of shards do not: they differentiate along directions that lie in one rank's piece alone.
+      The tree with tensors of the full shapes, which are for reading. Those of one bucket are views
+      of one buffer, and tied leaves are one tensor. The gradient of a function of them is a tree of
+      shards, averaged over the partition group. No raw collective is left to differentiate, so
+      grad, vjp, jvp, vmap(grad), jacrev of full values and their compositions work. If p > 1,
+      `jacfwd` and `hessian` over shards and `jacrev` of shards do not: they differentiate along
+      directions that lie in one rank's piece alone. A Hessian is
+      `vmap(lambda v: jvp(grad(loss), (shards,), (v,))[1])` over a stack of directions, each of
+      which was cut by `shard`. Instead of `linearize` use `jvp`.
 
     Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
       full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks

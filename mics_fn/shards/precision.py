@@ -43,9 +43,13 @@ class Dtypes(NamedTuple):
 class Precision:
     """The dtypes of training. `str` gives a canonical text, which `parse` reads.
 
+    `shard` writes them into the layout of the shards, and every verb follows it. Shards in bfloat16
+    are rounded to nearest in an update: there is no stochastic rounding and no Kahan summation.
+
     Args:
       param: dtype of shards and of the optimizer's state; None means that of each tensor.
-      compute: dtype of gathered parameters and of a model's inputs; None means `param`.
+      compute: dtype of gathered parameters, which are cast before they are sent, and of a model's
+        inputs; None means `param`.
       reduce: dtype of gradients in hop 1 and hop 2; None means `param`.
       output: dtype of what a model returns; None leaves it as it is.
       accumulate: dtype of the sum of gradients over micro-steps; None means the wider of float32
@@ -53,7 +57,7 @@ class Precision:
       overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
         above for leaves whose whole path matches; if several patterns match, the last one counts.
         In a pattern `*` stands for any characters and `?` for one. Brackets are literal, since
-        paths contain them.
+        paths contain them. `shard` warns about a pattern that matches no leaf.
 
     Raises:
       PlanError: a dtype is not float32, bfloat16, float16 or float64; an override sets no field, or
