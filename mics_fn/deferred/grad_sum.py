@@ -289,7 +289,7 @@ class GradSum:
         return bound.opened.rebuild({i: reduction.pieces(i) for i in reduction.totals})
 
     def release(self) -> None:
-        """Give the memory of the gradients back, for the next step; nobody may read them then."""
+        """Give the memory of the gradients back, for the next step; they must not be read then."""
         if self._bound is not None:
             self._bound.reduction.release()
 

@@ -68,7 +68,7 @@ class Sharded:
 
     def _story(self) -> str:
         spec, root, to = self.__dict__["_donated"]
-        path = tree.spec_paths(spec)[self.__dict__["_place"]]
+        path = tree.spec_paths(spec)[self.__dict__["_number"]]
         return f"{root}{path} was donated to {to}"
 
     def __repr__(self) -> str:
@@ -181,7 +181,7 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
             held = leaf.__dict__
-            held["_donated"], held["_place"] = story, i
+            held["_donated"], held["_number"] = story, i
             del held["data"]
 
 

@@ -101,12 +101,13 @@ def _reduce_scatter_in_turns(
 def replica_mean(
     uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, in_place: bool = False
 ) -> Started:
+    """Hop 2; `in_place` writes the means into the chunks that the pieces are views of."""
     pendings, like = [], _like(uses, data, full=False)
     for use, given in deal(uses, data):
-        pieces, place = use.by_slot(given), use.route.chunk
-        chunk = whole_chunk(use.bucket, place, pieces)
+        pieces, number = use.by_slot(given), use.route.chunk
+        chunk = whole_chunk(use.bucket, number, pieces)
         if chunk is None:
-            chunk = pack_chunk(use.bucket, place, pieces, **like)
+            chunk = pack_chunk(use.bucket, number, pieces, **like)
         elif not in_place or use.missing:  # leaves that the tree lacks must not change
             chunk = chunk.clone()
         pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce))

@@ -288,8 +288,8 @@ def check_equal(opened: Opened) -> None:
         found = collect_all(home, torch.stack([checksum(piece) for piece in pieces.values()]))
         p = home.partition_size
         differs = {
-            rank: (found[rank] != found[home.ranks[place % p]]).nonzero().flatten().tolist()
-            for place, rank in enumerate(home.ranks)
+            rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
+            for position, rank in enumerate(home.ranks)
         }
         odd = [rank for rank, at in differs.items() if at]
         if odd:

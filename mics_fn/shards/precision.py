@@ -44,7 +44,8 @@ class Precision:
     """The dtypes of training. `str` gives a canonical text, which `parse` reads.
 
     `shard` writes them into the layout of the shards, and every verb follows it. Shards in bfloat16
-    are rounded to nearest in an update: there is no stochastic rounding and no Kahan summation.
+    are rounded to nearest in an update, without stochastic rounding or Kahan summation: torch has
+    neither, and torchao's rounding is private and compiles each parameter.
 
     Args:
       param: dtype of shards and of the optimizer's state; None means that of each tensor.

@@ -9,8 +9,7 @@ a module and never changes it. One call is one step, with `accumulate` micro-ste
   >>> model = torch.nn.Linear(1, 1)
   >>> trainer = Trainer(model, sgd(0.3), groups, loss=loss, accumulate=2)
   >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
-  >>> data = [((x, 2 * x + 1))]
-  >>> metrics = trainer.fit(data, steps=60, progress=False)
+  >>> metrics = trainer.fit([(x, 2 * x + 1)], steps=60, progress=False)
   >>> round(trainer.params()["weight"].item(), 2), round(metrics[-1].loss.item(), 4)
   (2.0, 0.0)
 

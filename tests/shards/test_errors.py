@@ -239,7 +239,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     )
     expect(
         mf.errors.LeafError,
-        "gather: shards['w'] is Tensor, no shard\n  fix: make shards with shard(params, groups)",
+        "gather: shards['w'] is Tensor, not a shard\n  fix: make shards with shard(params, groups)",
         lambda: mf.gather({"w": torch.zeros(2)}, groups),
     )
     with pytest.raises(mf.errors.TreeError, match="groups: not a prefix of the tree it goes with"):

@@ -56,7 +56,7 @@ def wrong(layout: Layout) -> None:
          {"params": of_untied}),
         (LeafError, names + r"params\['b.bias'\]: expected float32, got int64",
          {"params": counts}),
-        (LeafError, r"shards\['a.weight'\] is Tensor, no shard",
+        (LeafError, r"params\['a.weight'\] is Tensor, not a shard",
          {"params": {**shards, "a.weight": torch.ones(4, 3)}}),
         (PlanError, r"params\['a.bias'\] was not made with this precision=\n"
          "  expected float32/float32/float32/float32\n  got float32/bfloat16/float32/float32",

@@ -796,7 +796,7 @@ REFUSED = {
     "a function of none": ("GroupsError", "ReplicaSync.groups: got int, expected Groups"),
     "a hierarchy at init": ("GroupsError", "hop 2 needs groups, got a hierarchy"),
     "a hierarchy when due": ("GroupsError", "hop 2 needs groups, got a hierarchy"),
-    "no shards": ("LeafError", "ReplicaSync.init: shards['v'][0] is Tensor, no shard"),
+    "no shards": ("LeafError", "ReplicaSync.init: params['v'][0] is Tensor, not a shard"),
     "another policy's state": (
         "TreeError",
         f"ReplicaSync.after: the state does not fit\n  it was made by another policy{STATE}",
