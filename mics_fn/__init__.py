@@ -1,4 +1,135 @@
-"""MiCS sharded data-parallel training as plain functions on values."""
+"""MiCS sharded data-parallel training as plain functions on values.
+
+A model is a pytree of *shards*: of every tensor each rank keeps a piece, 1/p of it. A verb takes
+values and returns values, so that all of it composes with `torch.func`. There are no hooks and no
+wrapped modules.
+
+n ranks form n/p *partition groups* of p ranks, each of which holds the model once. Ranks with the
+same place in each of them form a *replication group* of r = n/p ranks. M is the size in bytes of
+the full parameters. A gather of parameters stays inside a partition group, level by level, and so
+does *hop 1*, which reduce-scatters gradients in every micro-step. *Hop 2* averages the shards of
+gradients over the replication group, once per step.
+
+Example:
+  >>> groups = make_groups()  # without a launcher a world of one rank
+  >>> state = init_state(shard({"w": torch.ones(3)}, groups), optim.sgd(0.1))
+  >>> loss = lambda shards: gather(shards, groups)["w"].square().sum()
+  >>> grads = torch.func.grad(loss)(state.params)
+  >>> state = opt_step(state, reduce_grads(grads, groups))
+  >>> unshard(state.params, groups)
+  {'w': tensor([0.8000, 0.8000, 0.8000])}
+
+All names follow, as `name` - what it is - what a rank sends. Where the last part is missing it
+sends nothing. `from mics_fn import *` takes all those without a dot but `set`, which would hide
+Python's own. "Digests" are tens of bytes per leaf, once for a new tree.
+
+Ranks and groups:
+  `init_distributed` - starts torch.distributed as the launcher says, chooses the device - its start
+  `make_groups` - makes the process groups of this rank - small messages through torch's store
+  `Groups` - this rank's process groups; a `with` block closes them
+  `groups` - the namespace of who takes part
+  `groups.plan_groups` - which ranks form which group, for any world, without processes
+  `groups.Topology` - how ranks are wired: sizes, slowest link first
+  `groups.Plan` - all groups of a world, as arithmetic
+  `groups.Hierarchy` - a partition group as verbs need it: the route of a gather, and its memory
+  `groups.Route` - the levels that data crosses, and this rank's place on them
+  `placement` - the namespace of where parameters, gradients and states live
+  `placement.place` - cuts parameters and gradients over fewer ranks: "zero2", "hpz", or your own
+  `placement.fixed_order` - groups whose reductions add up in the order of ranks
+
+Models as shards:
+  `shard` - pytree of tensors to pytree of shards - digests; M once with replicas="broadcast"
+  `init_model` - a model made as shards, bit for bit as in full, never held in full - digests
+  `load_shards` - shards from files, of which a rank reads its own part - digests
+  `Precision` - which dtype parameters, computation and gradients have, by path; has a text
+  `shards` - the namespace of what a rank holds
+  `shards.Sharded` - a leaf: this rank's piece of a trained tensor
+  `shards.Fixed` - a leaf that is not trained: frozen, or not float
+  `shards.Tied` - a leaf that is the same tensor as an earlier one
+
+Full parameters:
+  `gather` - shards to full tensors; its gradient is hop 1 - (p-1)/p M, and as much for the gradient
+  `unshard` - gathers to plain tensors of their own memory - (p-1)/p M
+  `defer` - full parameters that are fetched at the op that uses them - (p-1)/p M per fetch of all
+  `shards.start_gather` - a gather under way while the program goes on - (p-1)/p M
+  `shards.PendingTree` - a tree under way; `wait()` gives it - what was started
+
+Schedules of fetches:
+  `on_demand` - a policy: fetch what an op needs, then ahead - about 100 bytes per unforeseen fetch
+  `keep_all` - a policy: fetch everything at once and keep it - each bucket once per run
+  `record` - the order in which a loss uses buckets, without data - with groups= that of a step
+  `bucket_sizes` - bytes of each bucket, by the numbers that schedules use
+  `schedules` - the namespace of when buckets are fetched
+  `schedules.Schedule` - fetches, uses, drops and reductions in order, as a value with a text
+  `schedules.Action` - one of them
+  `schedules.plan` - adds fetches and drops to a record, for a budget
+  `schedules.first_difference` - where the schedules of ranks first differ, in words
+  `schedules.OnDemand` - a policy and what it remembers
+
+Gradients:
+  `GradSum` - gradients of a step, reduced while backward runs - hop 1 per pass, hop 2 in the last
+  `reduce_grads` - the hops that a gradient still owes - hop 1, hop 2, or both
+  `scatter_grads` - hop 1: full gradients to shards - (p-1)/p M
+  `sync_replicas` - hop 2: averages shards over replicas - 2(r-1)/r M/p
+  `shards.start_scatter_grads` - hop 1 under way while the next micro-step runs - (p-1)/p M
+
+Steps:
+  `TrainState` - step, parameters, optimizer state and buffers as one value
+  `init_state` - the state before the first step
+  `opt_step` - state and gradients to the next state - what a transform in it sends
+  `optim` - the namespace of what is done with gradients
+  `optim.Transform` - an optimizer as pure functions
+  `optim.sgd` - stochastic gradient descent
+  `optim.adam` - Adam with an L2 penalty
+  `optim.adamw` - Adam with decoupled weight decay
+  `optim.lion` - Lion
+  `optim.from_torch` - any elementwise torch.optim class as a `Transform`
+  `optim.chain` - transforms one after the other - what its parts send
+  `optim.clip_by_global_norm` - scales gradients to a norm, in a chain - 8 bytes per step
+  `optim.clip_by_value` - clamps gradients, in a chain
+  `optim.global_norm` - L2 norm of a whole tree, each element once - 8 bytes
+  `optim.warmup_cosine` - a learning rate as a function of the step
+  `optim.Guard` - before the update: unscale, refuse a step, clip - `judge` at most 16 bytes
+  `optim.Verdict` - what a guard found, and the guard of the next step
+  `optim.norm_spike` - a watch for gradients far above those before
+  `optim.LossScale` - what a loss is multiplied by; `adjust` gives that of the next step
+  `optim.no_scale` - a scale of 1 that never changes
+  `optim.static_scale` - a scale that stays
+  `optim.dynamic_scale` - a scale that falls at overflows and grows again, for float16
+
+Training loops:
+  `Trainer` - a short loop around the verbs - a step: gathers by schedule, hop 1s, one hop 2
+  `StepMetrics` - what a step reports
+  `sampler` - torch's `DistributedSampler` over the ranks of groups - small messages
+  `replicas` - the namespace of when replicas become one
+  `replicas.every_step` - a policy: hop 2 in every step, as in MiCS - a run with it: hop 2 per step
+  `replicas.local_sgd` - parameters averaged every H steps - a run with it: hop 2 every H steps
+  `replicas.diloco` - an outer optimizer every H steps - a run with it: hop 2 every H steps
+  `replicas.ReplicaSync` - such a policy - `init` 8 bytes per leaf; `after` as the policy says
+  `replicas.SyncState` - what it carries from step to step
+
+Looking inside:
+  `get` - one leaf in full, by path - small messages, p-1 times its largest piece
+  `set` - the same tree or state with one leaf replaced - small messages and a digest
+  `summary` - what a tree or state holds, leaf by leaf
+  `inspection` - the namespace of what people at a prompt ask
+  `inspection.Summary` - a summary as a value, which prints as a table
+  `tree` - the namespace of pytrees
+  `tree.node` - makes a dataclass a pytree node, for optree and torch
+
+Errors:
+  `MicsError` - base of every error here
+  `errors` - the namespace of all errors
+  `errors.PlanError` - sizes that do not fit together
+  `errors.TreeError` - a tree that does not match another
+  `errors.LeafError` - a leaf of the wrong kind
+  `errors.DesyncError` - ranks that should agree do not
+  `errors.DonatedError` - a value used after it was given away
+  `errors.GroupsError` - groups used before they exist or after they closed
+  `errors.CollectiveError` - a collective that failed
+  `errors.CollectiveTimeoutError` - a collective that did not finish in time
+  `errors.OptimizerError` - an optimizer that cannot work on shards
+"""
 
 from mics_fn import errors, groups, inspection, optim, schedules, shards, tree
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record

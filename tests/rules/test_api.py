@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +14,6 @@ import mics_fn
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mics_fn"
-README = (ROOT / "README.md").read_text()
 FILES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix(): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -25,20 +24,20 @@ MAX_FUNCTION_LINES = 60  # without its docstring
 USUAL_FUNCTION_LINES = 35
 
 
+def table() -> dict[str, str]:
+    """What each name in the package's docstring sends, in words; empty where it sends nothing.
+
+    This table says which names of the namespaces are public.
+    """
+    rows = re.findall(r"^  `([\w.]+)` - (.*)$", mics_fn.__doc__ or "", flags=re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a name is listed twice"
+    return {name: " ".join(text.split(" - ")[1:]) for name, text in rows}
+
+
 def public_names() -> dict[str, object]:
-    """What `import mics_fn` offers; of submodules only the placements are part of that."""
-    found: dict[str, object] = {
-        name: value
-        for name, value in vars(mics_fn).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-    placements = vars(mics_fn.placement)
-    functions = {name: value for name, value in placements.items() if inspect.isfunction(value)}
-    mine = {
-        name: fn for name, fn in functions.items() if fn.__module__ == "mics_fn.groups.placement"
-    }
-    found.update({f"placement.{name}": fn for name, fn in mine.items() if name[0] != "_"})
-    return found
+    """What the table lists, namespaces aside."""
+    found = {name: reduce(getattr, name.split("."), mics_fn) for name in table()}
+    return {name: x for name, x in found.items() if not isinstance(x, ModuleType)}
 
 
 def public_functions() -> dict[str, Callable]:
@@ -50,17 +49,6 @@ def trainer_methods() -> dict[str, Callable]:
     return {f"Trainer.{k}": v for k, v in methods if inspect.isfunction(v) and k[0] != "_"}
 
 
-def readme_table(title: str) -> list[list[str]]:
-    """The rows of a section's table, without its head."""
-    section = README.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows[2:]]
-
-
-def quoted(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
 def refuse(wrong: list[str]) -> None:
     """Fail with all that is wrong, a line each."""
     assert not wrong, "\n".join(["", *wrong])
@@ -69,19 +57,35 @@ def refuse(wrong: list[str]) -> None:
 # Names and docstrings
 
 
-def test_readme_lists_the_public_names_and_no_others():
-    listed = [name for row in readme_table("Public names") for name in quoted(row[0])]
-    assert sorted(listed) == sorted(public_names())
+def test_the_table_lists_the_names_of_the_package():
+    names = [name for name in table() if "." not in name]
+    assert sorted(names) == dir(mics_fn)
+
+
+def test_the_table_lists_names_that_namespaces_show():
+    wrong = []
+    for name in table():
+        space, _, inner = name.rpartition(".")
+        if space and inner not in shown(getattr(mics_fn, space)):
+            wrong.append(name)
+    errors = shown(mics_fn.errors) - {name.rpartition(".")[2] for name in table()}
+    refuse([*wrong, *(name for name in errors if name.endswith("Error"))])
+
+
+def shown(module: ModuleType) -> set[str]:
+    """A face's `__all__`; of a file, what is defined in it."""
+    own = (name for name, x in vars(module).items() if inspect.getmodule(x) is module)
+    return set(getattr(module, "__all__", own))
 
 
 def test_every_public_name_has_a_docstring_and_so_have_its_methods():
-    shown = dict(public_names())
+    every = dict(public_names())
     for name, value in public_names().items():
         for key, item in vars(value).items() if inspect.isclass(value) else ():
             item = item.__func__ if isinstance(item, classmethod | staticmethod) else item
             if key[0] != "_" and (inspect.isfunction(item) or isinstance(item, property)):
-                shown[f"{name}.{key}"] = item
-    docs = {name: f"{value.__doc__ or ''}" for name, value in shown.items()}
+                every[f"{name}.{key}"] = item
+    docs = {name: f"{value.__doc__ or ''}" for name, value in every.items()}
     # Python writes a signature where a dataclass or a NamedTuple has no text of its own.
     refuse([name for name, doc in docs.items() if not doc or doc.startswith(f"{name}(")])
 
@@ -122,35 +126,39 @@ def missing_sections(fn: Callable) -> list[str]:
     raises = any(isinstance(part, ast.Raise) for part in ast.walk(parsed(fn)))
     if raises and "Raises" not in found:
         missing.append("Raises")
-    if "Communication" not in found:
-        missing.append("Communication")
     return list(dict.fromkeys(missing))
 
 
-def test_public_functions_say_what_they_take_give_send_and_keep():
+def test_public_functions_say_what_they_take_and_give():
     wrong = []
     for name, fn in public_functions().items():
-        found = sections(fn)
-        missing = missing_sections(fn) + [k for k in ("Memory", "Example") if k not in found]
-        if ">>>" not in found.get("Example", ">>>"):
+        missing = missing_sections(fn)
+        if ">>>" not in sections(fn).get("Example", ""):
             missing.append("Example: >>>")
-        wrong += [f"{name}: no {', '.join(missing)}"] * bool(missing)
+        wrong += [f"{name}: no {', '.join(missing)}"] if missing else []
     refuse(wrong)
 
 
-def test_methods_of_trainer_say_what_they_take_give_and_send():
+def test_methods_of_trainer_say_what_they_take_and_give():
     missing = {name: missing_sections(fn) for name, fn in trainer_methods().items()}
     refuse([f"{name}: no {', '.join(what)}" for name, what in missing.items() if what])
 
 
-def test_readme_and_docstrings_agree_on_what_does_not_communicate():
-    silent = {
-        name: row[2] == "none" for row in readme_table("Public names") for name in quoted(row[0])
-    }
-    for name, fn in public_functions().items():
-        said = sections(fn).get("Communication")
-        if said is not None and name in silent:
-            assert silent[name] == (re.match(r"\s*none\.?\s*$", said) is not None), name
+def test_what_sends_says_so_and_nothing_else_does():
+    """In the table and in a section of its docstring; no section says that there is nothing."""
+    wrong = []
+    for name, fn in (public_functions() | trainer_methods()).items():
+        found = sections(fn)
+        nothing = [k for k in ("Communication", "Memory") if is_nothing(found.get(k, ""))]
+        wrong += [f"{name}: {k}: none; leave the section out" for k in nothing]
+        if not nothing and name in table() and bool(table()[name]) != ("Communication" in found):
+            said = "has no section" if table()[name] else "has a section Communication"
+            wrong.append(f"{name}: the table has {table()[name] or 'nothing'!r}, the text {said}")
+    refuse(wrong)
+
+
+def is_nothing(text: str) -> bool:
+    return re.fullmatch(r"none( here)?\.?", text.strip()) is not None
 
 
 @cache

@@ -8,7 +8,6 @@ import importlib
 import io
 import pkgutil
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,20 +15,17 @@ import torch
 import mics_fn
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-PUBLIC = {
-    name: value
-    for name, value in vars(mics_fn).items()
-    if not name.startswith("_") and not isinstance(value, ModuleType)
-}
+PUBLIC = {name: getattr(mics_fn, name) for name in mics_fn.__all__}  # and so the namespaces
 
 
 def examples() -> Iterator[doctest.DocTest]:
     """All docstrings with examples; names of their own module go before public ones."""
     finder = doctest.DocTestFinder()
-    for found in pkgutil.walk_packages(mics_fn.__path__, "mics_fn."):
-        module = importlib.import_module(found.name)
+    inner = [found.name for found in pkgutil.walk_packages(mics_fn.__path__, "mics_fn.")]
+    for name in ["mics_fn", *inner]:
+        module = importlib.import_module(name)
         names = {**PUBLIC, "torch": torch, **vars(module)}
-        yield from (test for test in finder.find(module, found.name, globs=names) if test.examples)
+        yield from (test for test in finder.find(module, name, globs=names) if test.examples)
 
 
 @pytest.mark.parametrize("example", list(examples()), ids=lambda example: example.name)
