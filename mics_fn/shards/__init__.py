@@ -43,10 +43,10 @@ and `memory` are about buffers, `rows` about vmap, `contents` about batches, and
 dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
-leaves by bucket, and end it with `build` or `rebuild`. If it moves data differentiably, add its map
-and its transpose to the tables in `linear`; `tests/rules/test_derivatives.py` then holds it to
-every composition of transforms. To add an option to the layout, give `Bucket` a field, so that
-ranks compare it.
+leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
+transpose of that to the tables in `linear`. `tests/rules/test_derivatives.py` asks of every public
+verb for its derivative, or for the reason why it has none. To add a property of the layout, give
+`Bucket` a field, and name it in `_agree_on` in `sharding`, so that ranks compare it.
 """
 
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Piece, pieces

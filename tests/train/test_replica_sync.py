@@ -790,7 +790,11 @@ REFUSED = {
     "inner at init": ("PlanError", f"ReplicaSync.init: {STEPS_GROUPS}"),
     "inner at step 0": ("PlanError", f"ReplicaSync.after: {STEPS_GROUPS}"),
     "inner when due": ("PlanError", f"ReplicaSync.after: {STEPS_GROUPS}"),
-    "inner of a part": ("PlanError", f"ReplicaSync.init: {STEPS_GROUPS}"),
+    "inner of a part": (
+        "PlanError",
+        "ReplicaSync.init: leaves of bucket 0 are given different groups\n"
+        "  fix: pass the groups that the tree was sharded with",
+    ),
     "no groups": ("GroupsError", "ReplicaSync.groups: got NoneType, expected Groups"),
     "a hierarchy": ("GroupsError", "ReplicaSync.groups: got Hierarchy, expected Groups"),
     "a function of none": ("GroupsError", "ReplicaSync.groups: got int, expected Groups"),
