@@ -255,12 +255,9 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         fix = "pass like=state.params for gradients that are partly reduced"
         raise LeafError(message(f"{verb}: {where} is sharded already: {leaf}", fix=fix))
     if not isinstance(leaf, Tensor):
-        raise LeafError(
-            message(
-                f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor",
-                fix="convert it with torch.as_tensor, or leave it out of the tree",
-            )
-        )
+        text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
+        fix = "convert it with torch.as_tensor, or leave it out of the tree"
+        raise LeafError(message(text, fix=fix))
     if leaf.layout != torch.strided or leaf.is_complex() or leaf.is_nested or leaf.is_quantized:
         kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
         raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
@@ -280,10 +277,6 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
         raise LeafError(message(text, fix=fix))
     if not leaf.is_meta and leaf.device != device:
-        raise LeafError(
-            message(
-                f"{verb}: {where} is on {leaf.device}, its groups are on {device}",
-                fix=f"move it with .to({str(device)!r}), "
-                f"or make groups with device={str(leaf.device)!r}",
-            )
-        )
+        text = f"{verb}: {where} is on {leaf.device}, its groups are on {device}"
+        fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
+        raise LeafError(message(text, fix=fix))

@@ -161,27 +161,15 @@ class _Layout(NamedTuple):
     slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
 
 
-def _lay_out(
-    verb: str,
-    root: str,
-    params: Tree,
-    groups: Any,
-    options: _Options,
-) -> _Layout:
+def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: _Options) -> _Layout:
+    """Check the tensors of a tree, and decide where each of them will lie."""
     leaves, spec = tree.flatten(params, is_leaf)
     bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
     for pattern in options.precision.unmatched(bare):
         text = f"{verb}: precision: the pattern {pattern!r} matches no leaf"
         warnings.warn(text, stacklevel=4)
-    homes: list[Groups] = tree.spread(
-        groups,
-        params,
-        what="groups",
-        is_leaf=is_leaf,
-        is_value=lambda value: isinstance(value, Groups),
-    )
+    homes = _groups_of(params, groups)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
-        home.partition.check_open()
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)
     _check_ties(verb, owners, paths, homes)
@@ -205,7 +193,18 @@ def _lay_out(
     return _Layout(verb, spec, leaves, paths, homes, owners, by_leaf)
 
 
+def _groups_of(params: Tree, groups: Any) -> list[Groups]:
+    """The groups of each leaf; raises if any are closed."""
+    found = tree.spread(
+        groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
+    )
+    for home in dict.fromkeys(found):
+        home.partition.check_open()
+    return found
+
+
 def _check_values(layout: _Layout) -> None:
+    """Raise DesyncError unless ranks hold the same values; see `check_replicas`."""
     for home in dict.fromkeys(layout.homes):
         mine = [
             i

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import Precision
 from mics_fn.train.buffers import ModuleBuffers, Values
@@ -50,6 +50,10 @@ class FunctionProgram:
     def evaluating(self) -> Iterator[None]:
         """A block in evaluation mode, which a function does not have."""
         yield
+
+    def take(self) -> tuple[None, Values]:
+        """Parameters and buffers, of which a function has none of its own."""
+        return None, {}
 
 
 class ModuleProgram:
@@ -123,6 +127,26 @@ class _Step(nn.Module):
         if self.precision.casts:
             model = Casting(model, self.precision)
         return _finished(self.loss(model, batch), backward)
+
+
+def program_of(
+    model: nn.Module | Callable[[Tree, Any], Tensor],
+    loss: Callable[[nn.Module, Any], Tensor] | None,
+    params: Tree,
+    precision: Precision,
+) -> ModuleProgram | FunctionProgram:
+    """The program of a model with its loss, or of a loss function.
+
+    Raises:
+      TreeError: a loss function comes without `params`, or with another `loss`.
+    """
+    if isinstance(model, nn.Module):
+        return ModuleProgram(model, loss, precision)
+    if params is None or loss is not None:
+        text = "needs params=" if params is None else "takes no loss="
+        fix = "pass the pytree that it is called with; it gives the loss itself"
+        raise TreeError(message(f"Trainer: a loss_fn {text}", fix=fix))
+    return FunctionProgram(model, precision)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import GradSum, bucket_sizes, defer
-from mics_fn.errors import TreeError, message
 from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import Precision, precision_of, refuse_derivative, unshard
@@ -20,7 +19,7 @@ from mics_fn.train.data import Epochs
 from mics_fn.train.defaults import schedules_for
 from mics_fn.train.given import as_shards, check_buffers, homes_for
 from mics_fn.train.loop import Progress, reproducible
-from mics_fn.train.program import FunctionProgram, ModuleProgram
+from mics_fn.train.program import program_of
 from mics_fn.train.replicas import every_step
 from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
@@ -140,17 +139,8 @@ class Trainer:
         self.accumulate, self.deterministic = accumulate, deterministic
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
-        self._program: ModuleProgram | FunctionProgram
-        own, buffers = None, {}
-        if isinstance(model, nn.Module):
-            self._program = ModuleProgram(model, loss, self.precision)
-            own, buffers = self._program.take()
-        else:
-            self._program = FunctionProgram(model, self.precision)
-            if params is None or loss is not None:
-                text = "needs params=" if params is None else "takes no loss="
-                fix = "pass the pytree that it is called with; it gives the loss itself"
-                raise TreeError(message(f"Trainer: a loss_fn {text}", fix=fix))
+        self._program = program_of(model, loss, params, self.precision)
+        own, buffers = self._program.take()
         groups, self._home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, self._step_groups = groups, self.replica_sync.groups(groups)
         check_buffers(buffers, self._home)
@@ -159,8 +149,8 @@ class Trainer:
             "bucket_bytes": bucket_bytes, "order": order,
         }  # fmt: skip
         options = {name: value for name, value in options.items() if value is not None}
-        policy = None if precision is None else self.precision
-        params = as_shards(own, params, groups, self._home, policy, options)
+        wanted = None if precision is None else self.precision
+        params = as_shards(own, params, groups, self._home, wanted, options)
         self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
         chosen, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
