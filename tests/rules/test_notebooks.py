@@ -40,7 +40,7 @@ EXPECTED = {
         "rank 1: use 2 of run 1 is of bucket 3",
     ],
     "3_placements.ipynb": [
-        "levels kept for a step: 1, reduced once a step: 1  as named: True",
+        "levels kept for a step: 1, reduced once per step: 1  as named: True",
         "hpz     parameters within 1e-5 of the single process, on every rank: True",
         "mics                          812,976   812,976      1,683,008",
         "ddp     replicas 812,976; as the formulas: True",
