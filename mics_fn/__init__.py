@@ -35,7 +35,7 @@ Ranks and groups:
   `groups.Route` - the levels that data crosses, and this rank's place on them
   `placement` - the namespace of where parameters, gradients and states live
   `placement.place` - cuts parameters and gradients over fewer ranks: "zero2", "hpz", or your own
-  `placement.fixed_order` - groups whose reductions add up in the order of ranks
+  `placement.fixed_order` - reductions that add up in the order of ranks - hop 2 in two collectives
 
 Models as shards:
   `shard` - pytree of tensors to pytree of shards - digests; M once with replicas="broadcast"
@@ -84,11 +84,12 @@ Steps:
   `optim.adamw` - Adam with decoupled weight decay
   `optim.lion` - Lion
   `optim.from_torch` - any elementwise torch.optim class as a `Transform`
-  `optim.chain` - transforms one after the other - what its parts send
+  `optim.chain` - transforms one after the other
   `optim.clip_by_global_norm` - scales gradients to a norm, in a chain - 8 bytes per step
   `optim.clip_by_value` - clamps gradients, in a chain
   `optim.global_norm` - L2 norm of a whole tree, each element once - 8 bytes
-  `optim.warmup_cosine` - a learning rate as a function of the step
+  `optim.Rate` - a learning rate: a number, a tensor, or a function of the step
+  `optim.warmup_cosine` - such a function: a linear warmup, then half a cosine
   `optim.Guard` - before the update: unscale, refuse a step, clip - `judge` at most 16 bytes
   `optim.Verdict` - what a guard found, and the guard of the next step
   `optim.norm_spike` - a watch for gradients far above those before
@@ -102,7 +103,7 @@ Training loops:
   `StepMetrics` - what a step reports
   `sampler` - torch's `DistributedSampler` over the ranks of groups - small messages
   `replicas` - the namespace of when replicas become one
-  `replicas.every_step` - a policy: hop 2 in every step, as in MiCS - a run with it: hop 2 per step
+  `replicas.every_step` - a policy: hop 2 in every step, as in MiCS
   `replicas.local_sgd` - parameters averaged every H steps - a run with it: hop 2 every H steps
   `replicas.diloco` - an outer optimizer every H steps - a run with it: hop 2 every H steps
   `replicas.ReplicaSync` - such a policy - `init` 8 bytes per leaf; `after` as the policy says
