@@ -63,7 +63,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
 
     Example:
       >>> groups = make_groups(1)
-      >>> state = init_state(shard({"h.0.w": torch.ones(2)}, groups), adam(0.1))
+      >>> state = init_state(shard({"h.0.w": torch.ones(2)}, groups), optim.adam(0.1))
       >>> get(state, "h.0.w", groups), get(state, "opt.moments['exp_avg']['h.0.w']", groups)
       (tensor([1., 1.]), tensor([0., 0.]))
     """

@@ -30,6 +30,29 @@ Its words:
 - A *guard* stands between reduction and update: it divides by the scale of the loss, looks whether
   the gradient is finite and its norm usual, and clips. Its *verdict* says whether to step at all.
 
+Rules:
+
+- An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
+  classes of torch and refuses `Adafactor`, `Muon`, `LBFGS` and `SparseAdam` by name. The
+  arithmetic is torch's; that of lion alone is written here.
+- With a scale, a watch or `check=True` a gradient that is not finite, in any dtype, refuses the
+  step on all ranks: nothing changes but the scale and its counts, and the host reads two numbers
+  per step. A guard that only clips never makes the host wait. `Trainer(guard=)` does all this, and
+  its `StepMetrics` has `grad_norm`, `scale`, `accepted` and `spike`.
+- A guard is a value and does not change under a step, so that a gradient is always divided by the
+  scale that its loss was multiplied by.
+- A norm needs groups of all ranks that hold a part of the model. Where groups cover a part of the
+  world, as with tensor or pipeline parallelism, or leaves live on groups of different ranks, as
+  experts do, `global_norm`, `clip_by_global_norm` and a `Guard` with `max_norm` or a watch raise
+  `PlanError`; so does one that decides, unless some of the groups reach all ranks. What other ranks
+  do in a job of their own does not count: say `make_groups(whole=True)`.
+- `opt_step` with `sgd`, `adam`, `adamw`, `lion` or an optimizer of your own is differentiable, by a
+  tensor `lr` too, as unrolled inner loops need it. Each rank gets the derivative by the rate
+  through its own shards: add them up over the partition group. `from_torch` with other classes, and
+  `donate=True`, raise `OptimizerError` where a derivative is asked for. Outside `torch.func`,
+  parameters that are leaves are constants unless their gradients were taken with
+  `create_graph=True`. Under `torch.no_grad()` nothing is tracked, as in `Trainer`.
+
 Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
 `optimizers` for a whole optimizer; then `runs`, `flat` and `columns` for
 memory, `torch_optim` for torch's

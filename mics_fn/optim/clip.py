@@ -239,7 +239,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
     Example:
       >>> groups = make_groups(1)
-      >>> optimizer = chain(clip_by_global_norm(1.0, groups), sgd(0.1))
+      >>> optimizer = optim.chain(clip_by_global_norm(1.0, groups), optim.sgd(0.1))
     """
     check_limit("clip_by_global_norm", "max_norm", max_norm)
     homes = [x for x in tree.flatten(groups)[0] if isinstance(x, Groups | Hierarchy)]
@@ -285,7 +285,7 @@ def clip_by_value(max_value: float) -> Transform:
       OptimizerError: `max_value` is not above 0.
 
     Example:
-      >>> optimizer = chain(clip_by_value(0.5), sgd(0.1))
+      >>> optimizer = optim.chain(clip_by_value(0.5), optim.sgd(0.1))
     """
     check_limit("clip_by_value", "max_value", max_value)
 

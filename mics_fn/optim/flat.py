@@ -42,7 +42,7 @@ class FlatShards:
     Example:
       >>> groups = make_groups(1)
       >>> params = shard({"b": torch.ones(4), "w": torch.ones(2, 2)}, groups)
-      >>> mean = init_state(params, lion(0.1)).opt.mean
+      >>> mean = init_state(params, optim.lion(0.1)).opt.mean
       >>> mean.runs
       [Sharded(shape=(8,), float32, here 8 of 8)]
       >>> mean["w"]

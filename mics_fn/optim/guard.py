@@ -136,8 +136,8 @@ class Guard:
       OptimizerError: a limit is not above 0, or `scale` or `spike` is something else.
 
     Example:
-      >>> groups, guard = make_groups(1), Guard(dynamic_scale(8.0), max_norm=1.0)
-      >>> state = init_state(shard({"w": torch.ones(2)}, groups), sgd(0.5))
+      >>> groups, guard = make_groups(1), Guard(optim.dynamic_scale(8.0), max_norm=1.0)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.5))
       >>> def loss_fn(shards):
       ...     return guard.scale.scale(gather(shards, groups)["w"].sum())
       >>> grads = reduce_grads(torch.func.grad(loss_fn)(state.params), groups)

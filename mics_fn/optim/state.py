@@ -57,7 +57,7 @@ def init_state(
 
     Example:
       >>> groups = make_groups(1)
-      >>> init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1)).step
+      >>> init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1)).step
       0
     """
     transform = as_transform(optimizer)
@@ -93,7 +93,7 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
 
     Example:
       >>> groups = make_groups(1)
-      >>> state = init_state(shard({"w": torch.ones(2)}, groups), sgd(0.1))
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
       >>> grads = reduce_grads({"w": torch.ones(2)}, groups)
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])

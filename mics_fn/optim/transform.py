@@ -74,7 +74,7 @@ def chain(*transforms: Any) -> Transform:
 
     Example:
       >>> groups = make_groups(1)
-      >>> optimizer = chain(clip_by_global_norm(1.0, groups), adamw(1e-3))
+      >>> optimizer = chain(optim.clip_by_global_norm(1.0, groups), optim.adamw(1e-3))
     """
     parts = [as_transform(part) for part in transforms]
     if not parts:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cases import (
     ODD_MEMORY,
     Layout,
+    full_of,
     groups_of,
     in_odd_memory,
     in_own_memory,
@@ -419,11 +420,11 @@ def trained_by_torch(weights, loss_of, name):
     return [w.detach() for w in twin]
 
 
-def trained_alone(weights, loss_of, name, ways, donate):
+def trained_alone(weights, loss_of, name, schedule, donate):
     groups, (make, _, options) = mf.make_groups(1), WITH_TORCH[name]
     state = mf.init_state(mf.shard(weights, groups), make(0.05, **options))
     for _ in range(STEPS):
-        grads = torch.func.grad(lambda s: loss_of(mf.gather(s, groups, **ways)))(state.params)
+        grads = torch.func.grad(lambda s: loss_of(full_of(s, groups, schedule)))(state.params)
         state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=donate)
     return mf.unshard(state.params, groups)
 
@@ -432,11 +433,11 @@ def trained_alone(weights, loss_of, name, ways, donate):
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=4),
     name=st.sampled_from(sorted(WITH_TORCH)),
-    ways=st.sampled_from([{}, {"schedule": mf.keep_all()}]),
+    schedule=st.sampled_from([None, mf.keep_all()]),
     flags=st.tuples(st.booleans(), st.booleans()),
     data=st.data(),
 )
-def test_random_models_on_one_rank_equal_torch(shapes, name, ways, flags, data):
+def test_random_models_on_one_rank_equal_torch(shapes, name, schedule, flags, data):
     """Their gradients are views of all sorts, which torch's own plain optimizers take as they are.
 
     As in `test_zoo` the bound is measured: how far a relative error of 100 roundings at the start
@@ -455,7 +456,7 @@ def test_random_models_on_one_rank_equal_torch(shapes, name, ways, flags, data):
 
     error = 100 * unit_roundoff(torch.float64)
     off = [w * (1 + error * random(9, *w.shape, dtype=w.dtype).sign()) for w in weights]
-    got = trained_alone(weights, loss_of, name, ways, donate)
+    got = trained_alone(weights, loss_of, name, schedule, donate)
     want, shifted = (trained_by_torch(start, loss_of, name) for start in (weights, off))
     carried = max((a - b).abs().max() for a, b in zip(want, shifted, strict=True))
     size = max(w.abs().max() for w in want)
