@@ -126,7 +126,7 @@ def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:
         match = re.fullmatch(rf"({AS_IS}|unshaped|\d+(?:\.\d+)?[kmg]bit)(?::([1-9]\d*))?", word)
         if match is None:
             fix = f"write 200mbit, 1gbit, unshaped or {AS_IS}, followed by :3 for turns of 3 steps"
-            raise PlanError(message(f"{text}: {word} is no rate", fix=fix))
+            raise PlanError(message(f"{text}: {word} is not a rate", fix=fix))
         found.append(Rate(match[1], int(match[2] or steps)))
     names = [rate.name for rate in found]
     if AS_IS in names and len(names) > 1:

@@ -192,7 +192,9 @@ def _where(folder: Path, rank: int, n: int) -> list[str]:
     trace = folder / f"trace{rank}.txt"
     full = trace.exists() and trace.stat().st_size > 0
     lines = [f"full traceback: {trace}" if full else f"output of the ranks: {folder}"]
-    return lines + ["the other ranks were stopped"] * (n > 1)
+    if n > 1:
+        lines = [*lines, "the other ranks were stopped"]
+    return lines
 
 
 def work(folder: Path) -> None:
