@@ -47,7 +47,7 @@ from mics_fn.groups.buffers import Buffers
 from mics_fn.groups.communicator import Comm, Life
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
-from mics_fn.groups.groups import Groups, Home
+from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import MOST_FULL, Hierarchy, Route
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
@@ -69,5 +69,6 @@ __all__ = [
     "placement",
     "plan_groups",
     "read_launch",
+    "require_replicas",
     "valid_partition_sizes",
 ]

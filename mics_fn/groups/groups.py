@@ -1,13 +1,14 @@
 """`Groups`: the ranks that share a replica, and those that hold the same shard, as one value."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
 
 import torch
 
-from mics_fn.errors import message
+from mics_fn.errors import GroupsError, message
 from mics_fn.groups.communicator import Comm, Life, Traffic
 from mics_fn.groups.hierarchy import Hierarchy
 from mics_fn.groups.topology import Plan, Topology, fold_ranks
@@ -135,6 +136,13 @@ class Groups:
         state = ", closed" if self.closed else ""
         head = f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}"
         return message(head, lines)
+
+
+def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:
+    """Raise GroupsError unless all of these know the other replicas, which hierarchies do not."""
+    if any(isinstance(home, Hierarchy) for home in homes):
+        fix = "pass groups, which know the other replicas"
+        raise GroupsError(message(f"{verb}: got a hierarchy, needs groups", fix=fix))
 
 
 Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

@@ -158,10 +158,8 @@ class Hierarchy:
         """Number of ranks that share one replica."""
         return self.route.size
 
-    @property
-    def num_replicas(self) -> int:
-        """1, because it does not know the others."""
-        return 1
+    num_replicas = 1  # of others it does not know
+    apart = False
 
     @cached_property
     def replicas(self) -> Comm:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import checksum, start_all_gather
-from mics_fn.errors import GroupsError, LeafError, PlanError, message
-from mics_fn.groups import Hierarchy, Route
+from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.groups import Route, require_replicas
 from mics_fn.inspection.paths import Leaves, leaves_of
 from mics_fn.optim import replaced
 from mics_fn.shards import (
@@ -118,9 +118,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
       (tensor([3., 4.]), tensor([1., 1.]))
     """
     found = leaves_of("set", shards, groups)
-    if any(isinstance(home, Hierarchy) for home in found.groups):
-        fix = "pass groups, so that replicas are compared too"
-        raise GroupsError(message("set: got a hierarchy", fix=fix))
+    require_replicas("set", found.groups)
 
     def look() -> tuple[str, int, Any]:
         at = found.find(path)

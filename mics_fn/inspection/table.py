@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mics_fn.errors import TreeError, human_bytes
-from mics_fn.groups import Groups
 from mics_fn.inspection.paths import Leaves, leaves_of
 from mics_fn.shards import Fixed, Nothing, Sharded, Tied, dtype_name, grouped
 from mics_fn.tree import Tree
@@ -185,7 +184,7 @@ def _kind(leaf: Any) -> str:
 
 def _short(home: Any, parts: int) -> str:
     """Groups in a few words."""
-    return home.describe() if isinstance(home, Groups) else f"p={parts}"
+    return f"p={parts}" if home is None else home.describe()
 
 
 def _padding(found: Leaves) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.collectives import agree, checksum, collect_all
 from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement, message
-from mics_fn.groups import Comm, Groups, Hierarchy, Home, Route
+from mics_fn.groups import Comm, Hierarchy, Home, Route, require_replicas
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
 from mics_fn.tree import Tree
@@ -42,8 +42,7 @@ class BucketUse:
         Raises:
           GroupsError: a hierarchy is given, which does not know other replicas.
         """
-        if isinstance(self.home, Hierarchy):
-            raise GroupsError(message("hop 2 needs groups, got a hierarchy", fix="pass groups"))
+        require_replicas("hop 2", [self.home])
         return self.home.replicas
 
     @property
@@ -160,11 +159,10 @@ class Opened:
           PlanError: they are the groups for steps that each replica takes alone.
           GroupsError: they are hierarchies.
         """
-        if any(isinstance(home, Groups) and home.apart for home in dict.fromkeys(self.homes)):
+        if any(home.apart for home in dict.fromkeys(self.homes)):
             text = f"{self.verb}: these are the groups of the steps, in which no other replica is"
             raise PlanError(message(text, fix=_OWN_GROUPS))
-        for use in self.uses:
-            _ = use.replicas
+        require_replicas(self.verb, self.homes)
         return self
 
 

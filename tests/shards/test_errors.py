@@ -234,7 +234,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     )
     expect(
         mf.errors.GroupsError,
-        "hop 2 needs groups, got a hierarchy\n  fix: pass groups",
+        "hop 2: got a hierarchy, needs groups\n  fix: pass groups, which know the other replicas",
         lambda: mf.reduce_grads(shards, groups.hierarchy),
     )
     expect(

@@ -798,8 +798,8 @@ REFUSED = {
     "no groups": ("GroupsError", "ReplicaSync.groups: got NoneType, expected Groups"),
     "a hierarchy": ("GroupsError", "ReplicaSync.groups: got Hierarchy, expected Groups"),
     "a function of none": ("GroupsError", "ReplicaSync.groups: got int, expected Groups"),
-    "a hierarchy at init": ("GroupsError", "hop 2 needs groups, got a hierarchy"),
-    "a hierarchy when due": ("GroupsError", "hop 2 needs groups, got a hierarchy"),
+    "a hierarchy at init": ("GroupsError", "ReplicaSync.init: got a hierarchy, needs groups"),
+    "a hierarchy when due": ("GroupsError", "ReplicaSync.after: got a hierarchy, needs groups"),
     "no shards": ("LeafError", "ReplicaSync.init: params['v'][0] is Tensor, not a shard"),
     "another policy's state": (
         "TreeError",
