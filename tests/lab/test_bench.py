@@ -138,23 +138,25 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
         assert peer["over_first"] is None
 
 
-def test_step_with_policies(forked_bench: Callable) -> None:
+def test_step_with_precisions(forked_bench: Callable) -> None:
     f32, bf16 = "f32", "compute=bf16,reduce=bf16"
     argv = ["step", "--skip-alone", "--rounds", "2", "--steps", "1"]
-    argv += ["--peers", "keep", "hpz", "fsdp2", "ddp", "--policy", f32, bf16]
+    argv += ["--peers", "keep", "hpz", "fsdp2", "ddp", "--precision", f32, bf16]
     figures, printed = forked_bench(*argv, *TINY)
     part = figures["together"]
     peers = {peer["name"]: peer for peer in part["rates"][0]["peers"]}
-    mixed = [f"{name}@{policy}" for name in ("keep", "hpz", "fsdp2") for policy in (f32, bf16)]
+    mixed = [
+        f"{name}@{precision}" for name in ("keep", "hpz", "fsdp2") for precision in (f32, bf16)
+    ]
     assert list(peers) == [*mixed, "ddp"]
     assert part["ours"] == ["keep", "hpz"]
     for label, peer in peers.items():
-        name, _, policy = label.partition("@")
+        name, _, precision = label.partition("@")
         seconds = peer["seconds_by_round"]
-        others = [f"{x}@{policy}" for x in part["ours"] if x != name]
-        over = [ratio(peers[x]["seconds_by_round"], seconds)._asdict() for x in others if policy]
+        others = [f"{x}@{precision}" for x in part["ours"] if x != name]
+        over = [ratio(peers[x]["seconds_by_round"], seconds)._asdict() for x in others if precision]
         assert list(peer["over_it"].values()) == over, "peers are compared in one precision"
-        first = peers[f"{name}@{f32}"]["seconds_by_round"] if policy == bf16 else None
+        first = peers[f"{name}@{f32}"]["seconds_by_round"] if precision == bf16 else None
         assert peer["over_first"] == (first and ratio(seconds, first)._asdict())
     losses = {peer["name"]: peer["losses"] for peer in part["peers"]}
     for label, found in losses.items():
@@ -301,11 +303,14 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
             ["step", "--peers", "ddp", "--ranks", "1"],
             "choose from keep zero3 fsdp2 fsdp2-keep plain",
         ),
-        (["step", "--policy", "compute=bf17"], "'bf17' is not a dtype"),
-        (["step", "--policy", "f32", "compute=fp32"], "one of them is given twice"),
-        (["step", "--policy", "bf16; *norm*: f32"], "fsdp2 has one policy for all parameters"),
+        (["step", "--precision", "compute=bf17"], "'bf17' is not a dtype"),
+        (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),
+        (
+            ["step", "--precision", "bf16; *norm*: f32"],
+            "fsdp2 has one precision for all parameters",
+        ),
         (["memory", "--placement", "zero3,zero4"], "there is no placement zero4\n  fix: choose"),
-        (["memory", "--policy", "bf17"], "'bf17' is not a dtype"),
+        (["memory", "--precision", "bf17"], "'bf17' is not a dtype"),
         (["memory", "--ranks", "4", "--node-size", "3"], "3"),
         (["step", "--rates", "200mbits"], "200mbits is not a rate"),
         (["step", "--rates", "1gbit:0"], "1gbit:0 is not a rate"),

@@ -90,8 +90,8 @@ def test_deferred_parameters_count_where_they_are_live():
 # The formulas.
 
 
-def buckets_of(policy: str, count: int = 8, numel: int = 100, parts: int = 4) -> list[Any]:
-    dtypes = mf.Precision.parse(policy).dtypes("", F32)
+def buckets_of(precision: str, count: int = 8, numel: int = 100, parts: int = 4) -> list[Any]:
+    dtypes = mf.Precision.parse(precision).dtypes("", F32)
     leaves = [
         LeafSpec(f"w{i}", (numel,), dtypes.param, parts, True, None, dtypes[1:])
         for i in range(count)
@@ -105,7 +105,7 @@ E16 = 8 * 128  # the same where some have two bytes
 
 
 @pytest.mark.parametrize(
-    ("policy", "cut", "live", "micro_steps", "want"),
+    ("precision", "cut", "live", "micro_steps", "want"),
     [
         # states, parameters, sums, in full
         ("", Cut(4, 4, 4), None, 1, (3 * E, 4 * E, E, (6 + 2) * 448)),
@@ -124,11 +124,11 @@ E16 = 8 * 128  # the same where some have two bytes
         ("bf16,param=bf16,reduce=bf16", Cut(4, 4, 4), 0, 2, (1.5, 2 / 8, 1, 8 * 2 / 8)),
     ],
 )
-def test_the_formula_of_memory_by_hand(policy, cut, live, micro_steps, want):
-    buckets = buckets_of(policy)
-    assert sum(bucket.numel for bucket in buckets) == (E16 if "bf16" in policy else E)
+def test_the_formula_of_memory_by_hand(precision, cut, live, micro_steps, want):
+    buckets = buckets_of(precision)
+    assert sum(bucket.numel for bucket in buckets) == (E16 if "bf16" in precision else E)
     found = memory_formula(buckets, cut, live_bytes=live, micro_steps=micro_steps)
-    scale = E16 if "bf16" in policy else 1
+    scale = E16 if "bf16" in precision else 1
     assert list(found.values()) == pytest.approx([scale * part for part in want])
 
 
@@ -140,7 +140,7 @@ def test_every_placement_cuts_as_its_formula_says():
             assert groups.partition_size == cut.states == 1
 
 
-def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
+def traffic_of(name: str, precision: str, accumulate: int) -> dict[str, Any]:
     """A rank's ledger of a step, and the formula, in one placement."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
@@ -158,9 +158,9 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
             accumulate=accumulate,
             live_bytes=0,
             bucket_bytes=1100,
-            precision=policy,
+            precision=precision,
         )
-        dtypes = mf.Precision.parse(policy).dtypes("", F32)
+        dtypes = mf.Precision.parse(precision).dtypes("", F32)
         for _ in range(3):
             groups.traffic.clear()
             trainer.step(torch.ones(4, 16))
@@ -181,13 +181,13 @@ def traffic_of(name: str, policy: str, accumulate: int) -> dict[str, Any]:
         return {"ledger": dict(groups.traffic.sent_bytes), "formula": formula, "n": len(fetched)}
 
 
-@pytest.mark.parametrize("policy", ["f32", "compute=bf16,reduce=bf16", "bf16"])
+@pytest.mark.parametrize("precision", ["f32", "compute=bf16,reduce=bf16", "bf16"])
 @pytest.mark.parametrize("name", PLACES)
-def test_the_ledger_of_a_step_equals_the_formula(name, policy, ranks):
-    for found in ranks(4).run(traffic_of, name, policy, 2):
+def test_the_ledger_of_a_step_equals_the_formula(name, precision, ranks):
+    for found in ranks(4).run(traffic_of, name, precision, 2):
         assert found["ledger"] == {k: v for k, v in found["formula"].items() if v}
         again = name in ("zero3", "mics", "fsdp", "hpz", "hybrid")
-        cast = name == "ddp" and policy != "f32"
+        cast = name == "ddp" and precision != "f32"
         assert (found["n"] > 6) == (again or cast)
 
 
@@ -205,13 +205,13 @@ KINDS = ("ddp", "mics", "hpz")
     "name",
     [pytest.param(name, marks=() if name in KINDS else pytest.mark.thorough) for name in PLACES],
 )
-@pytest.mark.parametrize("policy", ["f32", "compute=bf16,reduce=bf16"])
+@pytest.mark.parametrize("precision", ["f32", "compute=bf16,reduce=bf16"])
 @pytest.mark.covering
-def test_memory_of_every_placement(name: str, policy: str, forked_bench: Callable):
-    argv = ["memory", "--placement", name, "--policy", policy]
+def test_memory_of_every_placement(name: str, precision: str, forked_bench: Callable):
+    argv = ["memory", "--placement", name, "--precision", precision]
     figures, printed = forked_bench(*argv, *SMALL)
     (row,) = figures["rows"]
-    assert (row["placement"], row["policy"]) == (name, policy)
+    assert (row["placement"], row["precision"]) == (name, precision)
     assert row["between"]["ratio"] == pytest.approx(1, abs=1e-3), row
     assert row["within"]["close"], row
     assert row["bucket_bytes"] < 0.09 * 4 * figures["params"], "the tolerance is small"
@@ -223,12 +223,12 @@ def test_memory_of_every_placement(name: str, policy: str, forked_bench: Callabl
 
 
 def test_memory_while_a_model_is_made(forked_bench: Callable):
-    argv = ["memory", "--init", "--ranks", "2", "--policy", "f32", "param=bf16"]
+    argv = ["memory", "--init", "--ranks", "2", "--precision", "f32", "param=bf16"]
     figures, printed = forked_bench(*argv, *SMALL)
-    rows = {(row["way"], row["policy"]): row for row in figures["rows"]}
+    rows = {(row["way"], row["precision"]): row for row in figures["rows"]}
     full = 4 * figures["params"]
-    for (way, policy), row in rows.items():
-        share = full / 2 if policy == "f32" else full / 4
+    for (way, precision), row in rows.items():
+        share = full / 2 if precision == "f32" else full / 4
         assert share <= row["shards"] == pytest.approx(row["left"], abs=100)
         assert row["shards"] < 1.02 * share
         assert row["peak"]["close"], row
@@ -242,7 +242,7 @@ def test_what_is_far_from_the_formula_is_named():
     near, far = ({**bench_states.against(100.0, measured, 5)} for measured in (106, 108))
     assert (near["close"], far["close"]) == (True, False)
     assert bench_states.against(100.0, 92, 5)["close"] is False
-    row = {"placement": "hpz", "policy": "f32", "waiting_bytes": 1, "formula": {"states": 1.0}}
+    row = {"placement": "hpz", "precision": "f32", "waiting_bytes": 1, "formula": {"states": 1.0}}
     figures = {"params": 1, "rows": [{**row, "between": near, "within": far}]}
     text = bench_states.render_states(figures, bench_states.StatesConfig(node_size=2))
     assert "NOT within 2% and one bucket of the formula: hpz f32" in text

@@ -46,7 +46,7 @@ of two buckets; FSDP2 has a bucket per block, on a (replicate, shard) mesh, or o
 In `compute=bf16,reduce=bf16` a step at 200 Mbit/s takes 0.50 (0.50 to 0.51) of its time in
 float32, at p = 2 and with all kept: 1.24 s against 2.47, with 27.5 MB per node (FSDP2: 1.40
 against 2.81). At p = 4 on a budget, `hpz` takes 0.75 (0.71 to 1.01) of the time of `zero3` there,
-with 54.9 MB per node against 77.1. The flags are `--policy f32 compute=bf16,reduce=bf16`, and
+with 54.9 MB per node against 77.1. The flags are `--precision f32 compute=bf16,reduce=bf16`, and
 peers `wide-zero3 hpz hybrid zero1`.
 
 The command on each rank of such nodes is `python -m mics_fn bench step --skip-alone --rounds 3

@@ -96,9 +96,9 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
     text = f"of {' '.join(PLACES)} (default all)"
     lists: dict[str, Any] = {"nargs": "+", "type": _names}
     add("--placement", default=[tuple(PLACES)], help=text, metavar="NAME", **lists)
-    default = " ".join(StatesConfig.policies)
-    text = f"precision policies, each a text such as compute=bf16 (default {default})"
-    add("--policy", default=StatesConfig.policies, help=text, metavar="TEXT", nargs="+")
+    default = " ".join(StatesConfig.precisions)
+    text = f"precisions, each a text such as compute=bf16 (default {default})"
+    add("--precision", default=StatesConfig.precisions, help=text, metavar="TEXT", nargs="+")
     text = "measure instead while a model becomes shards over all ranks"
     add("--init", action="store_true", help=text)
 
@@ -114,9 +114,9 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     )
     text += f"the first also for warm-up. A module that {LINKS} names sets them (default {AS_IS})"
     add("--rates", default=[(AS_IS,)], help=text, metavar="RATE", **lists)
-    text = "precision policies, each a text such as compute=bf16,reduce=bf16: every peer that takes"
+    text = "precisions, each a text such as compute=bf16,reduce=bf16: every peer that takes"
     text += " them is measured with each, and compared with itself under the first"
-    add("--policy", default=[], help=text, metavar="TEXT", nargs="+")
+    add("--precision", default=[], help=text, metavar="TEXT", nargs="+")
     add("--skip-alone", action="store_true", help="do not compare in a world of one")
     text = "measure memory instead of time, with each peer in new processes"
     add("--rss", action="store_true", help=text)
@@ -184,7 +184,7 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
         partition_size=partition_size,
         turns=Turns(args.rounds, args.steps, args.warmup),
         peers=tuple(itertools.chain(*args.peers)),
-        policies=_policies(args),
+        precisions=_precisions(args),
         rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
         alone=not (args.skip_alone or args.rss),
         accumulate=args.accumulate,
@@ -198,12 +198,12 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     return config
 
 
-def _policies(args: argparse.Namespace) -> tuple[str, ...]:
-    """The texts of the policies, after a check that no policy is given twice."""
-    if len(set(map(Precision.parse, args.policy))) < len(args.policy):
-        text = f"--policy {' '.join(map(repr, args.policy))}: one of them is given twice"
+def _precisions(args: argparse.Namespace) -> tuple[str, ...]:
+    """The texts of the precisions, after a check that no precision is given twice."""
+    if len(set(map(Precision.parse, args.precision))) < len(args.precision):
+        text = f"--precision {' '.join(map(repr, args.precision))}: one of them is given twice"
         raise PlanError(message(text, fix="give each once"))
-    return tuple(args.policy)
+    return tuple(args.precision)
 
 
 def _states_config(args: argparse.Namespace, ranks: int) -> StatesConfig:
@@ -214,7 +214,7 @@ def _states_config(args: argparse.Namespace, ranks: int) -> StatesConfig:
     return StatesConfig(
         node_size=node_size,
         placements=placements,
-        policies=_policies(args),
+        precisions=_precisions(args),
         steps=args.steps,
         warmup=args.warmup,
         accumulate=args.accumulate,

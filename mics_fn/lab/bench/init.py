@@ -71,14 +71,19 @@ def measure_init(config: StatesConfig) -> dict[str, Any]:
         # A small model first, so that memory which a process takes only once does not count.
         tiny = replace(config, model=gpt.GPTConfig(256, 4, dim=16, num_heads=2, num_blocks=1))
         for name, way in WAYS.items():
-            for policy in config.policies:
-                say(f"{name}, {policy}: counting ...")
-                options = {"precision": policy, "bucket_bytes": sum(sizes) // BUCKETS}
+            for precision in config.precisions:
+                say(f"{name}, {precision}: counting ...")
+                options = {"precision": precision, "bucket_bytes": sum(sizes) // BUCKETS}
                 init_peak(way.make, tiny, groups, options)
                 peak, left, buckets = init_peak(way.make, config, groups, options)
                 shards = sum(b.chunk * b.dtype.itemsize for b in buckets)
                 bucket = max(map(_full, buckets))
-                row = {"way": name, "policy": policy, "shards": shards, "bucket_bytes": bucket}
+                row = {
+                    "way": name,
+                    "precision": precision,
+                    "shards": shards,
+                    "bucket_bytes": bucket,
+                }
                 row["left"] = max(of_all_ranks(left))
                 formula = way.formula(shards, buckets, sizes)
                 row["peak"] = against(formula, max(of_all_ranks(peak)), bucket)
@@ -102,7 +107,7 @@ def init_peak(
 def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
     """The figures as a table."""
     rows: list[tuple[str, ...]] = [
-        ("", "policy", "at most", "formula", "ratio", "gap", "left", "shards")
+        ("", "precision", "at most", "formula", "ratio", "gap", "left", "shards")
     ]
     far = []
     for row in figures["rows"]:
@@ -110,7 +115,7 @@ def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
         rows.append(
             (
                 row["way"],
-                row["policy"],
+                row["precision"],
                 *(human_bytes(peak[key]) for key in ("measured", "formula")),
                 f"{peak['ratio']:.4f}",
                 f"{peak['gap_buckets']:+.2f}",
@@ -118,7 +123,7 @@ def render_init(figures: dict[str, Any], config: StatesConfig) -> str:
             )
         )
         if not peak["close"]:
-            far.append(f"{row['way']} {row['policy']}")
+            far.append(f"{row['way']} {row['precision']}")
     title = f"memory of a rank that makes {figures['params']:,} parameters, p = {figures['ranks']}"
     close = f"within {TOLERANCE:.0%} and one bucket of the formula"
     verdict = f"  NOT {close}: {', '.join(far)}" if far else f"  all {close}"

@@ -42,7 +42,7 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
     model = make_model(config, stage.device)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
-    largest *= stage.policy.dtypes("", torch.float32).compute.itemsize
+    largest *= stage.precision.dtypes("", torch.float32).compute.itemsize
     trainer = mf.Trainer(
         model,
         mf.optim.adamw(config.lr),
@@ -50,7 +50,7 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
         loss=gpt.loss,
         accumulate=config.accumulate,
         live_bytes=None if keep else 2 * largest,
-        precision=stage.policy,
+        precision=stage.precision,
     )
     del model
     joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
@@ -87,7 +87,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     With `keep` parameters are gathered once per step, otherwise again for backward.
     """
     config, p = stage.config, stage.world_size if full else stage.partition_size
-    dtypes = stage.policy.dtypes("", torch.float32)
+    dtypes = stage.precision.dtypes("", torch.float32)
     model = make_model(config, stage.device).to(dtypes.param)
     options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
@@ -188,7 +188,7 @@ class Kind(NamedTuple):
     ours: bool = False
     alone: bool = True  # in a world of one
     together: bool = True
-    mixed: bool = True  # takes precision policies
+    mixed: bool = True  # takes precisions
 
 
 def _placed(place: str) -> Kind:
@@ -211,33 +211,33 @@ PEERS = {
 
 
 def kind_of(label: str) -> Kind:
-    """The way to train of a peer, by its label: a name, or a name and a policy as in `phases`."""
+    """A peer by its label: a name, or a name and a precision as in `phases`."""
     return PEERS[label.partition("@")[0]]
 
 
 def build(stage: Stage, label: str) -> Peer:
     """The peer with a label."""
-    return kind_of(label).build(stage._replace(policy=Precision.parse(label.partition("@")[2])))
+    return kind_of(label).build(stage._replace(precision=Precision.parse(label.partition("@")[2])))
 
 
 def phases(config: StepConfig, world_size: int) -> dict[int, list[str]]:
     """The world sizes to measure in, each with the labels of the peers that make sense there.
 
-    With policies, a peer that takes them is there once per policy, as "name@policy".
+    With precisions, a peer that takes them is there once per precision, as "name@precision".
     """
     found = {}
     if config.alone or world_size == 1:
         found[1] = [name for name in config.peers if PEERS[name].alone]
     if world_size > 1:
         found[world_size] = [name for name in config.peers if PEERS[name].together]
-    return {size: _with_policies(config, names) for size, names in found.items() if names}
+    return {size: _with_precisions(config, names) for size, names in found.items() if names}
 
 
-def _with_policies(config: StepConfig, names: Iterable[str]) -> list[str]:
+def _with_precisions(config: StepConfig, names: Iterable[str]) -> list[str]:
     found = []
     for name in names:
-        mixed = PEERS[name].mixed and config.policies
-        found += [f"{name}@{policy}" for policy in config.policies] if mixed else [name]
+        mixed = PEERS[name].mixed and config.precisions
+        found += [f"{name}@{precision}" for precision in config.precisions] if mixed else [name]
     return found
 
 
@@ -251,12 +251,12 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if len(set(config.peers)) < len(config.peers):
         raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
     if not phases(config, world_size):
-        every = replace(config, peers=tuple(PEERS), policies=())
+        every = replace(config, peers=tuple(PEERS), precisions=())
         fits = " ".join(phases(every, world_size)[world_size])
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(message(what, fix=f"choose from {fits}"))
     others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
-    own = [text for text in config.policies if Precision.parse(text).overrides]
+    own = [text for text in config.precisions if Precision.parse(text).overrides]
     if own and others:
-        what = f"--policy {own[0]!r}: {others[0]} has one policy for all parameters"
+        what = f"--precision {own[0]!r}: {others[0]} has one precision for all parameters"
         raise PlanError(message(what, fix="leave the overrides out, or that peer"))

@@ -27,7 +27,7 @@ class StepConfig:
         node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
         turns: how many steps.
         peers: names from `PEERS`.
-        policies: texts of precision policies; each peer that takes policies is built with each. ()
+        precisions: texts of precisions; each peer that takes one is built with each of them. ()
             means float32, which is then not part of a name.
         rates: rates of the links between nodes, which are all measured in one run.
         alone: whether to compare peers also in a world of one, if they make sense there.
@@ -43,7 +43,7 @@ class StepConfig:
     partition_size: int
     turns: Turns = field(default_factory=Turns)
     peers: tuple[str, ...] = DEFAULT_PEERS
-    policies: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
     rates: tuple[Rate, ...] = (Rate(AS_IS, Turns.steps),)
     alone: bool = True
     accumulate: int = 1
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
     own: Any  # the process group of this rank alone; None in a world of all ranks
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
-    policy: Precision = Precision()  # for the next peer
+    precision: Precision = Precision()  # for the next peer
 
 
 def make_stage(

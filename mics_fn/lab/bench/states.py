@@ -41,7 +41,7 @@ class StatesConfig:
     Args:
         node_size: ranks of a node.
         placements: names from `PLACES`.
-        policies: texts of precision policies.
+        precisions: their texts.
         steps: measured steps.
         warmup: steps before them; the first one records the order of use.
         accumulate: micro-steps in a step.
@@ -51,7 +51,7 @@ class StatesConfig:
 
     node_size: int
     placements: tuple[str, ...] = tuple(PLACES)
-    policies: tuple[str, ...] = ("f32", "compute=bf16,reduce=bf16")
+    precisions: tuple[str, ...] = ("f32", "compute=bf16,reduce=bf16")
     steps: int = 2
     warmup: int = 3
     accumulate: int = 1
@@ -69,7 +69,7 @@ class Held(NamedTuple):
 
 
 def measure_states(config: StatesConfig) -> dict[str, Any]:
-    """Count the bytes under each placement with each policy, as one rank of a job.
+    """Count the bytes under each placement with each precision, as one rank of a job.
 
     Returns:
         On rank 0 the figures; {} on the others.
@@ -78,18 +78,20 @@ def measure_states(config: StatesConfig) -> dict[str, Any]:
     checksum(torch.zeros(1, device=device))  # the first call in a process makes a table of 8 MiB
     rows = []
     for name in config.placements:
-        for policy in config.policies:
-            say(f"{name}, {policy}: counting ...")
-            rows.append(_measure(config, name, policy, device))
+        for precision in config.precisions:
+            say(f"{name}, {precision}: counting ...")
+            rows.append(_measure(config, name, precision, device))
     return {"params": gpt.num_params(config.model), "rows": rows} if is_first() else {}
 
 
-def _measure(config: StatesConfig, name: str, policy: str, device: torch.device) -> dict[str, Any]:
-    """One placement with one policy, on all ranks."""
+def _measure(
+    config: StatesConfig, name: str, precision: str, device: torch.device
+) -> dict[str, Any]:
+    """One placement with one precision, on all ranks."""
     n = world_size()
     cut = cut_of(name, n, config.node_size)
     with make_place(name, n, config.node_size, device=device) as groups:
-        buckets, live, mine = _run(config, groups, policy)
+        buckets, live, mine = _run(config, groups, precision)
     every: list[Held] = of_all_ranks(mine)
     parts = memory_formula(buckets, cut, live_bytes=live, micro_steps=config.accumulate)
     bucket = max(b.numel * max(b.dtype.itemsize, b.accumulate.itemsize) for b in buckets)
@@ -97,7 +99,7 @@ def _measure(config: StatesConfig, name: str, policy: str, device: torch.device)
     within = against(sum(parts.values()), max(held.within for held in every), bucket)
     return {
         "placement": name,
-        "policy": policy,
+        "precision": precision,
         "cut": cut._asdict(),
         "buckets": len(buckets),
         "bucket_bytes": bucket,
@@ -111,15 +113,15 @@ def _measure(config: StatesConfig, name: str, policy: str, device: torch.device)
     }
 
 
-def _run(config: StatesConfig, groups: mf.Groups, policy: str) -> tuple[list[Bucket], int, Held]:
+def _run(config: StatesConfig, groups: mf.Groups, precision: str) -> tuple[list[Bucket], int, Held]:
     """The buckets of the model, the budget in bytes, and what this rank held."""
     text, context = load_text(TEXT_BYTES), config.model.context
     batch = text.batch("train", step=0, rank=groups.rank, size=config.accumulate, context=context)
-    precision = Precision.parse(policy)
+    dtypes = Precision.parse(precision).dtypes("", torch.float32)
     with count_on(groups.device) as count:
         model = gpt.seeded(config.model, groups.device)
         sizes = [p.numel() for p in model.parameters()]
-        live = LIVE_BUCKETS * max(sizes) * precision.dtypes("", torch.float32).compute.itemsize
+        live = LIVE_BUCKETS * max(sizes) * dtypes.compute.itemsize
         trainer = mf.Trainer(
             model,
             mf.optim.adamw(3e-4),
@@ -156,12 +158,12 @@ def against(formula: float, measured: int, bucket: int) -> dict[str, Any]:
 def render_states(figures: dict[str, Any], config: StatesConfig) -> str:
     """The figures as tables."""
     heads = ("between steps", "formula", "ratio", "waiting", "in a step", "formula", "ratio", "gap")
-    rows: list[tuple[str, ...]] = [("placement", "policy", *heads)]
-    parts = [("placement", "policy", *figures["rows"][0]["formula"])]
+    rows: list[tuple[str, ...]] = [("placement", "precision", *heads)]
+    parts = [("placement", "precision", *figures["rows"][0]["formula"])]
     far = []
     for row in figures["rows"]:
         between, within = row["between"], row["within"]
-        label = (row["placement"], row["policy"])
+        label = (row["placement"], row["precision"])
         rows.append(
             (
                 *label,

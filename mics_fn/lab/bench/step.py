@@ -33,7 +33,7 @@ the largest relative difference from the loss of {first} at any of these steps. 
 and optimizer state of the fullest rank. in a step: by how much memory grows beyond them while the
 other peers exist too."""
 OVER_FIRST = """
-x/it compares peers of one policy; over {first}: a peer's time over its own with that policy."""
+x/it compares peers of one precision; over {first}: a peer's time over its own with that one."""
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) 
     seconds, cpu_seconds, sent = lap.seconds[at], lap.cpu_seconds[at], lap.sent_bytes[at]
     known = [nbytes for nbytes in sent if nbytes is not None]
     # Peers are compared in one precision, and each peer with itself in the first precision.
-    others = {_base(x): x for x in ours if x != name and _policy(x) == _policy(name)}
+    others = {_base(x): x for x in ours if x != name and _precision(x) == _precision(name)}
     first = next(x for x in by_name if _base(x) == _base(name))
     over_first = ratio(seconds, by_name[first].seconds[at])._asdict() if first != name else None
     return {
@@ -184,11 +184,11 @@ def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) 
 
 
 def _base(label: str) -> str:
-    """A peer's name without its policy."""
+    """A peer's name without its precision."""
     return label.partition("@")[0]
 
 
-def _policy(label: str) -> str:
+def _precision(label: str) -> str:
     return label.partition("@")[2]
 
 
@@ -203,23 +203,28 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
         for found in part["rates"]:
             links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
             title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
-            policies = config.policies[:1] if len(config.policies) > 1 else ()
-            blocks.append(_times(title, found, part["ours"], policies, alone=alone))
+            precisions = config.precisions[:1] if len(config.precisions) > 1 else ()
+            blocks.append(_times(title, found, part["ours"], precisions, alone=alone))
         blocks.append(_memory(f"world {part['ranks']}, the whole run", part["peers"]))
         legend = LEGEND.format(first=part["first"])
-        if len(config.policies) > 1:
-            legend += OVER_FIRST.format(first=config.policies[0])
+        if len(config.precisions) > 1:
+            legend += OVER_FIRST.format(first=config.precisions[0])
     return "\n\n".join([*blocks, legend])
 
 
 def _times(
-    title: str, found: dict[str, Any], ours: Sequence[str], policies: Sequence[str], *, alone: bool
+    title: str,
+    found: dict[str, Any],
+    ours: Sequence[str],
+    precisions: Sequence[str],
+    *,
+    alone: bool,
 ) -> str:
     """The times at one rate; a rank alone has no links, so its table shows CPU times instead."""
     over = [f"{name}/it" for name in ours]
     wire = [] if alone else ["a node sends"]
     cpu_over = [f"CPU {text}" for text in over] if alone else []
-    first = [f"over {policy}" for policy in policies]
+    first = [f"over {precision}" for precision in precisions]
     rows = [("", "seconds per step", *over, *first, "CPU", *cpu_over, *wire, "gap")]
     for peer in found["peers"]:
         ratios, cpu, over_first = peer["over_it"], peer["cpu_over_it"], peer["over_first"]
