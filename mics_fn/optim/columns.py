@@ -47,12 +47,13 @@ class Columns(NamedTuple):
       found: the columns; the tensors of each are those of the targets and then of the reads. They
         cover every element once, and apart from that only padding between pieces.
       live: whether derivatives may be asked of what is written.
-      trees: gives the targets in new nodes, once the columns are written.
+      targets: gives the targets in new nodes, once the columns are written: `Opened` trees, and
+        `FlatShards`.
     """
 
     found: list[Column]
     live: bool
-    trees: Callable[[], list[Tree]]
+    targets: Callable[[], list[Any]]
 
 
 def columns(
@@ -66,7 +67,8 @@ def columns(
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
 
     Args:
-      targets: trees of shards, or `FlatShards`; columns are to be written to, and are copies.
+      targets: trees of shards, `Opened` or not, or `FlatShards`; columns are to be written to, and
+        are copies.
       reads: trees that are only read. All trees have the leaves of the first one, in its order.
       keys: one per piece; only neighbours with equal keys are joined. Default: all are equal.
       by: what else results depend on and may be differentiated by, such as a learning rate.
@@ -98,7 +100,7 @@ def columns(
         done = _in_place(held[:n]) if donate else [each.change(copied) for each in held[:n]]
         every = [*done, *_readable(held[n:], done)]
         found = [x for r in range(len(held[0].runs)) for x in _columns_of_run(every, r, keys)]
-    return Columns(found, live, lambda: [each.tree() for each in done])
+    return Columns(found, live, lambda: [each.renewed() for each in done])
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -119,7 +121,7 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     work = columns([target], rest, donate=donate)
     for column in work.found:
         fn(*column.tensors)
-    return work.trees()[0]
+    return _closed(work.targets()[0])
 
 
 def fresh(shards: Tree) -> Tree:
@@ -131,7 +133,7 @@ def fresh(shards: Tree) -> Tree:
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
     (held,) = _held([shards])
-    return held.look().change(copied).tree()
+    return _closed(held.look().change(copied).renewed())
 
 
 def in_chunks(shards: Tree) -> Tree:
@@ -140,7 +142,12 @@ def in_chunks(shards: Tree) -> Tree:
     In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
     (held,) = _held([shards])
-    return held.look().change(lambda run, x: x if is_in_chunk(run, x) else copied(run, x)).tree()
+    held = held.look().change(lambda run, x: x if is_in_chunk(run, x) else copied(run, x))
+    return _closed(held.renewed())
+
+
+def _closed(value: Opened | FlatShards) -> Tree:
+    return value.closed() if isinstance(value, Opened) else value
 
 
 class _Held(NamedTuple):
@@ -199,10 +206,10 @@ class _Held(NamedTuple):
                     pieces[i] = piece
         return self._replace(pieces=pieces, wholes=wholes)
 
-    def tree(self) -> Tree:
+    def renewed(self) -> Opened | FlatShards:
         """What it holds, in new nodes."""
         if isinstance(self.given, Opened):
-            return self.given.tree(self.pieces)
+            return self.given.with_pieces(self.pieces)
         pairs = zip(self.runs, self.wholes, strict=True)
         return with_wholes(
             self.given.layout,

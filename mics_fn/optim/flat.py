@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.errors import TreeError, message
 from mics_fn.optim.runs import Place, Run, all_rows, joined, runs_of, split
-from mics_fn.shards import Nothing, Sharded, Tied, is_leaf
+from mics_fn.shards import Bucket, Nothing, Sharded, Tied, is_leaf
 from mics_fn.tree import Tree
 
 
@@ -125,29 +126,37 @@ def _is_node(value: Any) -> bool:
     return is_leaf(value) or isinstance(value, FlatShards)
 
 
-class Opened(NamedTuple):
-    """A tree of shards, taken apart."""
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A tree of shards, taken apart. What is read off it is read once in a step."""
 
     leaves: list[Any]
     spec: Any
     pieces: list[Tensor]
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """The place of each piece."""
+    @cached_property
+    def places(self) -> tuple[tuple[Bucket | None, ...], tuple[int, ...]]:
+        """The buckets of the pieces, None for plain tensors, and their slots."""
         held = [leaf for leaf in self.leaves if isinstance(leaf, _HELD)]
-        return tuple([(x.bucket, x.slot) if isinstance(x, Sharded) else None for x in held])
+        buckets = [x.bucket if isinstance(x, Sharded) else None for x in held]
+        return tuple(buckets), tuple([x.slot if isinstance(x, Sharded) else 0 for x in held])
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Elements of each piece (*batch, length), without the batch."""
         if all_rows(self.pieces):
             return tuple(map(Tensor.numel, self.pieces))
         return tuple([x.shape[-1] if x.ndim else 1 for x in self.pieces])
 
+    @property
+    def paths(self) -> list[str]:
+        """The path of each piece's leaf."""
+        pairs = zip(tree.spec_paths(self.spec), self.leaves, strict=True)
+        return [path for path, leaf in pairs if isinstance(leaf, _HELD)]
+
     def runs(self) -> tuple[Run, ...]:
         """Where the pieces lie in their buckets."""
-        return runs_of(self.places, self.lengths)
+        return runs_of(*self.places, self.lengths)
 
     def layout(self) -> Layout:
         """What `FlatShards` for this tree remember of it."""
@@ -160,7 +169,7 @@ class Opened(NamedTuple):
                 places.append(None if isinstance(leaf, Tensor) else kept)
         return Layout(self.spec, tuple(places), self.runs())
 
-    def tree(self, pieces: Sequence[Tensor]) -> Tree:
+    def with_pieces(self, pieces: Sequence[Tensor]) -> "Opened":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
         given, leaves = iter(pieces), []
         for leaf in self.leaves:
@@ -168,14 +177,20 @@ class Opened(NamedTuple):
                 leaves.append(Sharded(next(given), leaf.bucket, leaf.slot))
             else:
                 leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
-        return self.spec.unflatten(leaves)
+        return Opened(leaves, self.spec, list(pieces))
+
+    def closed(self) -> Tree:
+        """The tree itself."""
+        return self.spec.unflatten(self.leaves)
 
 
 def opened(shards: Tree) -> Opened:
-    """Take a tree of shards apart."""
+    """Take a tree of shards apart, unless it is already."""
+    if isinstance(shards, Opened):
+        return shards
     leaves, spec = tree.flatten(shards, is_leaf)
-    held = [leaf for leaf in leaves if isinstance(leaf, _HELD)]
-    return Opened(leaves, spec, [x.data if isinstance(x, Sharded) else x for x in held])
+    pieces = [x.data if isinstance(x, Sharded) else x for x in leaves if isinstance(x, _HELD)]
+    return Opened(leaves, spec, pieces)
 
 
 def zeros(shards: Tree) -> FlatShards:

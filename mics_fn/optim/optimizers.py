@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mics_fn.optim.columns import columns
-from mics_fn.optim.flat import FlatShards, zeros
+from mics_fn.optim.flat import FlatShards, Opened, zeros
 from mics_fn.optim.torch_optim import from_torch
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -135,7 +135,9 @@ def lion(
     def init(params: Tree) -> LionState:
         return LionState(0, zeros(params))
 
-    def step(grads: Tree, state: LionState, params: Tree, donate: bool) -> tuple[Tree, LionState]:
+    def step(
+        grads: Opened, state: LionState, params: Opened, donate: bool
+    ) -> tuple[Opened, LionState]:
         rate, keys = rate_at(lr, state.count), decay_keys(decay_mask, params)
         work = columns([params, state.mean], [grads], keys, by=[rate], donate=donate)
         for decays, (p, m, g) in work.found:
@@ -143,7 +145,7 @@ def lion(
                 p.mul_(1 - rate * weight_decay)
             p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
             m.lerp_(g, 1 - betas[1])
-        params, mean = work.trees()
+        params, mean = work.targets()
         return params, LionState(state.count + 1, mean)
 
     return from_step(init, step)

@@ -100,15 +100,16 @@ def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 @lru_cache(maxsize=64)
-def runs_of(places: tuple[Place, ...], lengths: tuple[int, ...]) -> tuple[Run, ...]:
+def runs_of(
+    buckets: tuple[Bucket | None, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[Run, ...]:
     """The runs of pieces of these lengths; of leaves that occur again, others than the first."""
-    seen: Counter[Place] = Counter()
+    seen: Counter[tuple] = Counter()
     by_bucket: dict[tuple, dict[int, int]] = {}
-    for i, place in enumerate(places):
-        bucket, slot = place or (None, 0)
-        key = (bucket, i if place is None else seen[place])
+    for i, (bucket, slot) in enumerate(zip(buckets, slots, strict=True)):
+        key = (bucket, i if bucket is None else seen[bucket, slot])
         by_bucket.setdefault(key, {})[slot] = i
-        seen[place] += 1
+        seen[bucket, slot] += 1
     found = []
     for (bucket, _), by_slot in by_bucket.items():
         if bucket is None:
@@ -116,13 +117,13 @@ def runs_of(places: tuple[Place, ...], lengths: tuple[int, ...]) -> tuple[Run, .
             laid = (Laid(i, 0, n),) if n else ()
             found.append(Run(None, (i,), laid, (0, n), n, complete=False))
             continue
-        slots: list[int] = []
+        near: list[int] = []
         for slot in sorted(by_slot):
-            if slots and any(bucket.numels[slots[-1] + 1 : slot]):
-                found.append(_run(bucket, slots, by_slot, lengths))
-                slots = []
-            slots.append(slot)
-        found.append(_run(bucket, slots, by_slot, lengths))
+            if near and any(bucket.numels[near[-1] + 1 : slot]):
+                found.append(_run(bucket, near, by_slot, lengths))
+                near = []
+            near.append(slot)
+        found.append(_run(bucket, near, by_slot, lengths))
     return tuple(found)
 
 

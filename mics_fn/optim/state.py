@@ -11,7 +11,7 @@ from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.optim.flat import Opened, opened
 from mics_fn.optim.runs import all_rows, any_requires_grad, devices
 from mics_fn.optim.transform import Transform, as_transform
-from mics_fn.shards import Sharded, dtype_name, is_leaf
+from mics_fn.shards import Sharded, dtype_name, give_away, is_leaf
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
@@ -98,27 +98,33 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    variables = _check_grads(state.params, grads)
+    before, ahead = opened(state.params), opened(grads)
+    variables = _check_grads(before, ahead)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
-    start = tree.map_leaves(Tensor.detach, state.params) if variables else state.params
-    params, opt = state.transform.step(grads, state.opt, start, donate)
+    start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
+    if state.transform.of_opened is not None:
+        after, opt = state.transform.of_opened(ahead, state.opt, start, donate)
+        params = after.closed()
+    else:
+        given = start.closed() if variables else state.params
+        params, opt = state.transform.step(grads, state.opt, given, donate)
+        after = opened(params) if donate else start
     if donate:
         to = f"opt_step at step {state.step}"
-        mark_donated(state.params, "params", to, keep=params)
+        give_away(before.leaves, (before.spec, "params", to), keep=after.leaves)
         mark_donated(state.opt, "opt", to, keep=opt)
         # torch's optimizers write through tensors that count versions separately; autograd must
         # notice if somebody saved or gathered the old values.
-        increment_version(opened(params).pieces)
+        increment_version(after.pieces)
         if variables:
             params = tree.map_leaves(Tensor.requires_grad_, params)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _check_grads(params: Tree, grads: Tree) -> bool:
+def _check_grads(want: Opened, got: Opened) -> bool:
     """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives."""
-    want, got = opened(params), opened(grads)
     if want.spec != got.spec:
-        where = tree.first_mismatch(params, grads, "grads", is_leaf)
+        where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
         fix = "differentiate with respect to state.params"
         raise TreeError(
             message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
@@ -126,18 +132,18 @@ def _check_grads(params: Tree, grads: Tree) -> bool:
     if _facts(want) != _facts(got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
             if _facts(opened(a)) != _facts(opened(b)):
-                raise _mismatch(tree.paths(params, "grads", is_leaf)[i], a, b)
+                raise _mismatch("grads" + tree.spec_paths(want.spec)[i], a, b)
     if any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
     variables = [x for x in want.pieces if x.requires_grad]
     return bool(variables) and all(x.is_leaf for x in variables)
 
 
-def _facts(found: Opened) -> tuple[list, ...]:
+def _facts(found: Opened) -> tuple[Any, ...]:
     """What a gradient has in common with its parameter, piece by piece."""
     rows = all_rows(found.pieces)  # shapes of tensors take long to read
-    shapes = list(map(Tensor.numel, found.pieces)) if rows else [x.shape for x in found.pieces]
-    return [*found.places], shapes, devices(found.pieces)
+    shapes = found.lengths if rows else [x.shape for x in found.pieces]
+    return found.places, shapes, devices(found.pieces)
 
 
 def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:

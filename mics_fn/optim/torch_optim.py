@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _torch
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import columns
-from mics_fn.optim.flat import FlatShards, opened, with_wholes, zeros
+from mics_fn.optim.flat import FlatShards, Opened, opened, with_wholes, zeros
 from mics_fn.optim.runs import joined, whole_run
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -91,7 +91,9 @@ def from_torch(
         with torch.no_grad():
             return _init(cls, _without_rate(at(0)), kind, params)
 
-    def step(grads: Tree, state: TorchState, params: Tree, donate: bool) -> tuple[Tree, TorchState]:
+    def step(
+        grads: Opened, state: TorchState, params: Opened, donate: bool
+    ) -> tuple[Opened, TorchState]:
         targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
         now = at(state.count)
         by = [now.get("lr")]
@@ -104,7 +106,7 @@ def from_torch(
             given = {**now, "weight_decay": 0.0} if decays is False else now
             mine = mine or [_nothing(params, kind)]
             scalars = (_live_step if work.live else _step)(cls, given, kind, mine, state)
-        params, *kept = work.trees()
+        params, *kept = work.targets()
         moments = dict(zip(state.moments, kept, strict=True))
         return params, TorchState(state.count + 1, moments, scalars)
 
@@ -262,10 +264,9 @@ def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-2} if live else options
 
 
-def _nothing(params: Tree, kind: _Kind) -> tuple[Tensor, ...]:
+def _nothing(params: Opened, kind: _Kind) -> tuple[Tensor, ...]:
     """A column for a rank that holds no element, and has to count steps nevertheless."""
-    pieces, _ = tree.flatten(params)
-    device = pieces[0].device if pieces else torch.device("cpu")
+    device = params.pieces[0].device if params.pieces else torch.device("cpu")
     return (torch.zeros(1, device=device),) * (2 + len(kind.moments))
 
 

@@ -61,18 +61,18 @@ class Sharded:
 
     def __getattr__(self, name: str) -> Any:
         # Called only for an attribute that is missing, such as the data of a donated leaf.
-        if name == "data" and "_donated" in self.__dict__:
+        if name == "data" and hasattr(self, "_donated"):
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(message(self._story(), fix=fix))
         raise AttributeError(f"Sharded has no attribute {name!r}")
 
     def _story(self) -> str:
-        spec, root, to = self.__dict__["_donated"]
-        path = tree.spec_paths(spec)[self.__dict__["_number"]]
+        spec, root, to = self._donated
+        path = tree.spec_paths(spec)[self._number]
         return f"{root}{path} was donated to {to}"
 
     def __repr__(self) -> str:
-        if "_donated" in self.__dict__:
+        if hasattr(self, "_donated"):
             return f"Sharded({self._story()})"
         here, full = self.data.shape[-1], self.bucket.numels[self.slot]
         return f"Sharded(shape={self.shape}, {dtype_name(self.dtype)}, here {here} of {full})"
@@ -175,14 +175,21 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
       to: the verb that took it.
       keep: a tree whose leaves stay usable even if they are the same objects.
     """
-    kept = {id(leaf) for leaf in tree.flatten(keep, is_leaf)[0]}
     leaves, spec = tree.flatten(shards, is_leaf)
-    story = (spec, root, to)  # paths are computed only for an error
+    give_away(leaves, (spec, root, to), keep=tree.flatten(keep, is_leaf)[0])
+
+
+def give_away(leaves: Sequence[Any], story: tuple, *, keep: Sequence[Any] = ()) -> None:
+    """`donate` for the leaves of a tree; the story is its structure, `root` and `to`."""
+    kept = set(map(id, keep))
+    # Leaves are frozen. Asking for their `__dict__` would make one for each, and Python would have
+    # as many more objects to search for garbage.
+    put, drop = object.__setattr__, object.__delattr__
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            held = leaf.__dict__
-            held["_donated"], held["_number"] = story, i
-            del held["data"]
+            put(leaf, "_donated", story)
+            put(leaf, "_number", i)  # paths are computed only for an error
+            drop(leaf, "data")
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:

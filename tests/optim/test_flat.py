@@ -173,3 +173,80 @@ def test_a_moment_that_was_given_away_says_so():
     for use in (lambda m: m["w"], lambda m: m.by_leaf(), lambda m: tree.flatten(m)):
         with pytest.raises(DonatedError, match=pinned):
             use(state.opt.moments["exp_avg"])
+
+
+def test_a_step_takes_each_tree_apart_once(monkeypatch):
+    groups, seen = mf.make_groups(1), []
+    flatten = tree.flatten
+    monkeypatch.setattr(tree, "flatten", lambda *args: seen.append(args[0]) or flatten(*args))
+    for donate in (False, True):
+        params, grads = (mf.shard({"w": random(k, 3), "b": random(k, 2)}, groups) for k in (0, 1))
+        state = mf.init_state(params, mf.optim.adamw(0.1, decay_mask=lambda path: "w" in path))
+        seen.clear()
+        new = mf.opt_step(state, grads, donate=donate)
+        for mine, times in ((params, 1), (grads, 1), (new.params, 0)):
+            assert sum(x is mine for x in seen) == times
+
+
+def test_a_transform_of_ones_own_gets_the_trees_themselves():
+    """It may change the gradients' dict in place: only those of this library never look again."""
+    groups = mf.make_groups(1)
+    params, grads, zero = (mf.shard({"w": torch.full((3,), x)}, groups) for x in (1.0, 2.0, 0.0))
+
+    def update(got, state, held):
+        assert got is grads
+        assert held is params
+        got["w"] = zero["w"]
+        return got, state
+
+    own = mf.optim.Transform(lambda params: (), update, lambda *_: pytest.fail("not by chain"))
+    optimizer = mf.optim.chain(own, mf.optim.sgd(0.1))
+    new = mf.opt_step(mf.init_state(params, optimizer), grads, donate=True)
+    same_bits(mf.unshard(new.params, groups), {"w": torch.ones(3)})
+
+
+def changed_between(params, way, groups):
+    w = mf.shard({"w": torch.full((3,), 5.0), "b": torch.full((2,), 6.0)}, groups)
+    if way == "by hand":
+        return {**params, "w": w["w"]}
+    if way == "by set":
+        return mf.set(params, "w", 5.0, groups)
+    if way == "by map":
+        return tree.map_leaves(lambda x: x + 1, params)
+    if way == "its memory":
+        params["w"].data.data = torch.full((3,), 5.0)
+    return params
+
+
+@pytest.mark.parametrize("way", ["by hand", "by set", "by map", "its memory"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_is_changed_between_steps_counts(way, donate):
+    """Nothing that a step knew of its trees is taken for granted in the next."""
+    groups, found = mf.make_groups(1), []
+    grads = {"w": torch.tensor([1.0, 2.0, 3.0]), "b": torch.ones(2)}
+    for fresh_state in (False, True):
+        params = mf.shard({"w": torch.ones(3), "b": torch.zeros(2)}, groups)
+        state = mf.opt_step(
+            mf.init_state(params, mf.optim.sgd(0.1)), mf.shard(grads, groups), donate=donate
+        )
+        params = changed_between(state.params, way, groups)
+        if fresh_state:
+            params = mf.shard(mf.unshard(params, groups), groups)
+        state = mf.TrainState(1, params, state.opt, {}, state.transform)
+        state = mf.opt_step(state, mf.shard(grads, groups), donate=donate)
+        found.append(mf.unshard(state.params, groups))
+    same_bits(*found)
+
+
+def test_an_exception_in_the_middle_of_a_step_gives_nothing_away():
+    groups, rate = mf.make_groups(1), [0.1]
+    state = mf.init_state(mf.shard({"w": torch.ones(3)}, groups), mf.optim.adamw(lambda _: rate[0]))
+    grads = mf.shard({"w": torch.ones(3)}, groups)
+    state = mf.opt_step(state, grads, donate=True)
+    before = mf.unshard(state.params, groups)["w"].clone()
+    rate[0] = -1.0
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        mf.opt_step(state, grads, donate=True)
+    rate[0] = 0.1
+    same_bits(mf.unshard(state.params, groups), {"w": before})
+    assert mf.opt_step(state, grads, donate=True).step == 2
