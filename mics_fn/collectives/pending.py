@@ -117,9 +117,9 @@ class Pending:
         if device.type == "cuda":
             self._run_on_stream(_side_stream(device, purpose))
             return
-        if comms:
-            comms[0].life.active.append(self)
         self.push()
+        if not self.finished:  # else nobody would look at it again, and its result would stay
+            comms[0].life.active.append(self)
 
     def _run_on_stream(self, side: Any) -> None:
         # The inputs must be complete, and earlier readers of the output done.

@@ -9,7 +9,7 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import LeafError, OptimizerError, PlanError, message
-from mics_fn.groups import Groups, Hierarchy, fold_ranks
+from mics_fn.groups import Groups, Home, fold_ranks
 from mics_fn.optim.columns import in_chunks, map_columns
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.transform import Transform, from_update
@@ -62,7 +62,7 @@ def global_norm(grads: Tree, groups: Any) -> Tensor:
     return norm_here(grads, groups)
 
 
-def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Groups | Hierarchy]:
+def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
     """The groups of the leaves that count in a norm."""
     leaves, _ = tree.flatten(grads, is_leaf)
     homes = homes_of(verb, groups, grads)
@@ -142,7 +142,7 @@ def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     return every.sum()
 
 
-def norm_problem(verb: str, homes: Iterable[Groups | Hierarchy]) -> PlanError | None:
+def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
     """Why the norm of a whole tree cannot be known on these groups; None if it can.
 
     [Note: parts of a model] Groups of the data-parallel part of a mesh hold one tensor-parallel
@@ -242,7 +242,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
       >>> optimizer = optim.chain(clip_by_global_norm(1.0, groups), optim.sgd(0.1))
     """
     check_limit("clip_by_global_norm", "max_norm", max_norm)
-    homes = [x for x in tree.flatten(groups)[0] if isinstance(x, Groups | Hierarchy)]
+    homes = [x for x in tree.flatten(groups)[0] if isinstance(x, Home)]
     problem = norm_problem("clip_by_global_norm", homes)
     if problem is not None:
         raise problem
@@ -256,7 +256,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     return from_update(lambda params: (), update)
 
 
-def _for_parts(factor: Tensor, homes: Sequence[Groups | Hierarchy]) -> Tensor:
+def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     """A full value as a factor for shards: its derivative is the sum over their parts."""
     sizes = {home.partition_size for home in homes}
     if len(sizes) > 1:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.collectives import collect
-from mics_fn.errors import GroupsError, OptimizerError, PlanError, message
-from mics_fn.groups import Groups, Hierarchy
+from mics_fn.errors import OptimizerError, PlanError, message
+from mics_fn.groups import Home, require_replicas
 from mics_fn.optim.clip import (
     check_limit,
     clip_factor,
@@ -253,13 +253,11 @@ class Guard:
         return out
 
 
-def _highest(norm: Tensor, homes: Iterable[Groups | Hierarchy]) -> Tensor:
+def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
     """The highest norm of any rank; infinite if one is not finite."""
     highest, homes = torch.where(norm.isfinite(), norm, math.inf), list(homes)
+    require_replicas("Guard.judge", homes)
     for home in homes:
-        if not isinstance(home, Groups):
-            fix = "pass groups"
-            raise GroupsError(message("Guard.judge: got a hierarchy, needs groups", fix=fix))
         # With one set of groups, all ranks of a partition group have the same norm already.
         for comm in (home.partition, home.replicas) if len(homes) > 1 else (home.replicas,):
             highest = collect(comm, highest).amax()
