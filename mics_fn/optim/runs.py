@@ -81,20 +81,23 @@ def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
     """
     if not run.laid:
         return None
-    mine = [pieces[i] for i, _, _ in run.laid]
+    index, starts, lengths = zip(*run.laid, strict=True)
+    mine = [pieces[i] for i in index]
     first = mine[0].detach()
     begin = int(first.storage_offset())
-    at = [begin + start for _, start, _ in run.laid]
-    if list(map(Tensor.storage_offset, mine)) != at or not all_rows(mine):
+    at = map(begin.__add__, starts)
+    if list(map(Tensor.storage_offset, mine)) != list(at) or not all_rows(mine):
         return None
-    if list(map(Tensor.numel, mine)) != [length for _, _, length in run.laid]:
+    if tuple(map(Tensor.numel, mine)) != lengths:
         return None
     if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
         return None
     # Most pieces are views of one base, which is quicker to see than their storage.
-    bases = {id(base): x for base, x in zip(map(attrgetter("_base"), mine), mine, strict=True)}
-    alone = mine if id(None) in bases else bases.values()
-    if len(set(map(_torch.storage_id, alone))) > 1 or len({x.dtype for x in mine}) > 1:
+    bases = list(map(attrgetter("_base"), mine))
+    of_one = bases[0] is not None and len(set(map(id, bases))) == 1
+    if not of_one and len(set(map(_torch.storage_id, mine))) > 1:
+        return None
+    if len(set(map(attrgetter("dtype"), mine))) > 1:
         return None
     return first if len(run.laid) == 1 else first.as_strided((run.numel,), (1,), begin)
 

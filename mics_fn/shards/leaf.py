@@ -67,8 +67,8 @@ class Sharded:
         raise AttributeError(f"Sharded has no attribute {name!r}")
 
     def _story(self) -> str:
-        spec, root, to = self._donated
-        path = tree.spec_paths(spec)[self._number]
+        (spec, root, to), number = self._donated
+        path = tree.spec_paths(spec)[number]
         return f"{root}{path} was donated to {to}"
 
     def __repr__(self) -> str:
@@ -182,13 +182,12 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
 def give_away(leaves: Sequence[Any], story: tuple, *, keep: Sequence[Any] = ()) -> None:
     """`donate` for the leaves of a tree; the story is its structure, `root` and `to`."""
     kept = set(map(id, keep))
-    # Leaves are frozen. Asking for their `__dict__` would make one for each, and Python would have
-    # as many more objects to search for garbage.
+    # Leaves are frozen. A second new attribute, or asking for their `__dict__`, would make a dict
+    # for each, and Python would have as many more objects to search for garbage.
     put, drop = object.__setattr__, object.__delattr__
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            put(leaf, "_donated", story)
-            put(leaf, "_number", i)  # paths are computed only for an error
+            put(leaf, "_donated", (story, i))  # paths are computed only for an error
             drop(leaf, "data")
 
 
