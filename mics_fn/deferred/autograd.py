@@ -12,17 +12,19 @@ in `shards.linear`.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.deferred.gathered import Geometry
 from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError, message
-from mics_fn.shards import BucketUse, deal, in_front, linear_map, refuse_tracing
+from mics_fn.shards import Bucket, BucketUse, deal, in_front, linear_map, refuse_tracing
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 
@@ -196,15 +198,19 @@ class _QuickFetch(torch.autograd.Function):
 
 def parameters(live: LiveBuckets, index: int) -> list[Deferred]:
     """The leaves of a bucket as deferred tensors, one per member; nothing is fetched."""
-    bucket, gathered = live.uses[index].bucket, live.buckets[index]
-    like = (bucket.compute, live.device(index), None)
-    made = [
-        Deferred(live, gathered, (shape, _dense_strides(shape), 0), leaf, like)
-        for shape, leaf in zip(
-            bucket.shapes, zip(bucket.offsets, bucket.numels, strict=True), strict=True
-        )
+    use, gathered = live.uses[index], live.buckets[index]
+    like = (use.bucket.compute, live.device(index), None)
+    return [
+        Deferred(live, gathered, geometry, leaf, like)
+        for geometry, leaf in use.by_member(_leaves(use.bucket))
     ]
-    return live.uses[index].by_member(made)
+
+
+@lru_cache(maxsize=4096)
+def _leaves(bucket: Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
+    """The geometry of each leaf of a bucket, and where in the bucket it lies."""
+    places = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
+    return [((shape, _dense_strides(shape), 0), (offset, numel)) for shape, offset, numel in places]
 
 
 def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
