@@ -5,14 +5,15 @@ two shared cores, torch 2.13.0; a figure on GPUs does not exist yet. Ratios are 
 rounds, with the least and the most; below 1 is in favour of this library. The model is a GPT of
 13.7 M float32 parameters in 53 leaves.
 
-- `Trainer` over a plain torch loop, world of 1: 1.13 (1.00 to 1.32) keeping all, 1.13 (1.07 to
-  1.16) on a budget of two buckets; that is host time at ops of 1 ms and less. The same over FSDP2
-  in a world of 1: 0.72 (0.62 to 0.86); 0.72 (0.67 to 0.75). `python -m mics_fn bench step --ranks
+- `Trainer` over a plain torch loop, world of 1: 1.10 (1.08 to 1.16) keeping all, 1.10 (1.05 to
+  1.17) on a budget of two buckets; that is host time at ops of 1 ms and less. The same over FSDP2
+  in a world of 1: 0.70 (0.63 to 0.76); 0.70 (0.62 to 0.76). `python -m mics_fn bench step --ranks
   1 --peers keep zero3 plain fsdp2`
-- A deferred weight at an op, host time: 12 us; 28 us where each op changes the bucket. `python -m
+- A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
   mics_fn bench touch`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.13 (1.02 to 1.24); 4.5
-  with 2,000 leaves of 400 elements, which is host time per leaf. `python -m mics_fn bench opt`
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.08 (1.01 to 1.44) with 53
+  leaves, 1.04 (0.54 to 2.37) with 2,000 leaves of 400 elements; the medians of five runs, and the
+  least and the most of any round. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks. p = 2: 1.0000; on the wire 1.0014,
   TCP headers included, where nodes have network interfaces of their own. p = 4: 1.0000; on the
   wire 1.0013. `python -m mics_fn bench bytes --ranks 4 --node-size 2 --partition-size 2` (or 4)
