@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, TreeError, message
-from mics_fn.optim.flat import FlatShards, Opened, opened, with_wholes
+from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes
 from mics_fn.optim.runs import (
     Run,
     any_requires_grad,
@@ -47,7 +47,7 @@ class Columns(NamedTuple):
       found: the columns; the tensors of each are those of the targets and then of the reads. They
         cover every element once, and apart from that only padding between pieces.
       live: whether derivatives may be asked of what is written.
-      targets: gives the targets in new nodes, once the columns are written: `Opened` trees, and
+      targets: gives the targets in new nodes, once the columns are written: `Unpacked` trees, and
         `FlatShards`.
     """
 
@@ -67,8 +67,8 @@ def columns(
     """Corresponding pieces of several trees, joined to as few long tensors as their memory allows.
 
     Args:
-      targets: trees of shards, `Opened` or not, or `FlatShards`; columns are to be written to, and
-        are copies.
+      targets: trees of shards, `Unpacked` or not, or `FlatShards`; columns are to be written to,
+        and are copies.
       reads: trees that are only read. All trees have the leaves of the first one, in its order.
       keys: one per piece; only neighbours with equal keys are joined. Default: all are equal.
       by: what else results depend on and may be differentiated by, such as a learning rate.
@@ -146,14 +146,14 @@ def in_chunks(shards: Tree) -> Tree:
     return _closed(held.renewed())
 
 
-def _closed(value: Opened | FlatShards) -> Tree:
-    return value.closed() if isinstance(value, Opened) else value
+def _closed(value: Unpacked | FlatShards) -> Tree:
+    return value.closed() if isinstance(value, Unpacked) else value
 
 
 class _Held(NamedTuple):
     """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
 
-    given: Opened | FlatShards
+    given: Unpacked | FlatShards
     runs: tuple[Run, ...]
     pieces: list[Tensor]  # all of the tree; none where it is kept as runs
     wholes: list[Tensor | None]  # by run
@@ -206,9 +206,9 @@ class _Held(NamedTuple):
                     pieces[i] = piece
         return self._replace(pieces=pieces, wholes=wholes)
 
-    def renewed(self) -> Opened | FlatShards:
+    def renewed(self) -> Unpacked | FlatShards:
         """What it holds, in new nodes."""
-        if isinstance(self.given, Opened):
+        if isinstance(self.given, Unpacked):
             return self.given.with_pieces(self.pieces)
         pairs = zip(self.runs, self.wholes, strict=True)
         return with_wholes(
@@ -230,7 +230,7 @@ def _held(trees: Sequence[Tree]) -> list[_Held]:
                 raise TreeError(message("opt_step: the state is of another tree", fix=fix))
             found.append(_Held(shards, runs, [], list(shards.wholes)))
             continue
-        given = opened(shards)
+        given = unpacked(shards)
         runs = found[0].runs if found else given.runs()
         if len(given.pieces) != sum(len(run.members) for run in runs):
             raise TreeError(message("opt_step: trees of different numbers of leaves"))

@@ -76,7 +76,7 @@ class FlatShards:
 
         Memory: a copy of the runs that have such a leaf; the others are the same objects.
         """
-        old, new, runs = opened(before), opened(after), list(self.runs)
+        old, new, runs = unpacked(before), unpacked(after), list(self.runs)
         same = [a is b for a, b in zip(old.leaves, new.leaves, strict=True) if isinstance(a, _HELD)]
         for r, run in enumerate(self.layout.runs):
             if not all(same[i] for i in run.members):
@@ -86,7 +86,7 @@ class FlatShards:
 
     def pieces(self) -> list[Tensor]:
         """The pieces of the tree, as views."""
-        return opened(self.by_leaf()).pieces
+        return unpacked(self.by_leaf()).pieces
 
     def __getitem__(self, key: Any) -> Any:
         return self.by_leaf()[key]
@@ -127,7 +127,7 @@ def _is_node(value: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class Unpacked:
     """A tree of shards, taken apart. What is read off it is read once in a step."""
 
     leaves: list[Any]
@@ -169,7 +169,7 @@ class Opened:
                 places.append(None if isinstance(leaf, Tensor) else kept)
         return Layout(self.spec, tuple(places), self.runs())
 
-    def with_pieces(self, pieces: Sequence[Tensor]) -> "Opened":
+    def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
         given, leaves = iter(pieces), []
         for leaf in self.leaves:
@@ -177,20 +177,20 @@ class Opened:
                 leaves.append(Sharded(next(given), leaf.bucket, leaf.slot))
             else:
                 leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
-        return Opened(leaves, self.spec, list(pieces))
+        return Unpacked(leaves, self.spec, list(pieces))
 
     def closed(self) -> Tree:
         """The tree itself."""
         return self.spec.unflatten(self.leaves)
 
 
-def opened(shards: Tree) -> Opened:
+def unpacked(shards: Tree) -> Unpacked:
     """Take a tree of shards apart, unless it is already."""
-    if isinstance(shards, Opened):
+    if isinstance(shards, Unpacked):
         return shards
     leaves, spec = tree.flatten(shards, is_leaf)
     pieces = [x.data if isinstance(x, Sharded) else x for x in leaves if isinstance(x, _HELD)]
-    return Opened(leaves, spec, pieces)
+    return Unpacked(leaves, spec, pieces)
 
 
 def zeros(shards: Tree) -> FlatShards:
@@ -198,7 +198,7 @@ def zeros(shards: Tree) -> FlatShards:
 
     Memory: the trained shards' once more.
     """
-    found = opened(shards)
+    found = unpacked(shards)
     layout = found.layout()
     return with_wholes(layout, [_zeros(run, found.pieces) for run in layout.runs])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mics_fn.optim.columns import columns
-from mics_fn.optim.flat import FlatShards, Opened, zeros
+from mics_fn.optim.flat import FlatShards, Unpacked, zeros
 from mics_fn.optim.torch_optim import from_torch
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -136,8 +136,8 @@ def lion(
         return LionState(0, zeros(params))
 
     def step(
-        grads: Opened, state: LionState, params: Opened, donate: bool
-    ) -> tuple[Opened, LionState]:
+        grads: Unpacked, state: LionState, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, LionState]:
         rate, keys = rate_at(lr, state.count), decay_keys(decay_mask, params)
         work = columns([params, state.mean], [grads], keys, by=[rate], donate=donate)
         for decays, (p, m, g) in work.found:

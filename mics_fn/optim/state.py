@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, TreeError, message
-from mics_fn.optim.flat import Opened, opened
+from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.runs import all_rows, any_requires_grad, devices
 from mics_fn.optim.transform import Transform, as_transform
 from mics_fn.shards import Sharded, dtype_name, give_away, is_leaf
@@ -98,17 +98,17 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    before, ahead = opened(state.params), opened(grads)
+    before, ahead = unpacked(state.params), unpacked(grads)
     variables = _check_grads(before, ahead)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
-    if state.transform.of_opened is not None:
-        after, opt = state.transform.of_opened(ahead, state.opt, start, donate)
+    if state.transform.step_unpacked is not None:
+        after, opt = state.transform.step_unpacked(ahead, state.opt, start, donate)
         params = after.closed()
     else:
         given = start.closed() if variables else state.params
         params, opt = state.transform.step(grads, state.opt, given, donate)
-        after = opened(params) if donate else start
+        after = unpacked(params) if donate else start
     if donate:
         to = f"opt_step at step {state.step}"
         give_away(before.leaves, (before.spec, "params", to), keep=after.leaves)
@@ -121,7 +121,7 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _check_grads(want: Opened, got: Opened) -> bool:
+def _check_grads(want: Unpacked, got: Unpacked) -> bool:
     """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives."""
     if want.spec != got.spec:
         where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
@@ -131,7 +131,7 @@ def _check_grads(want: Opened, got: Opened) -> bool:
         )
     if _facts(want) != _facts(got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
-            if _facts(opened(a)) != _facts(opened(b)):
+            if _facts(unpacked(a)) != _facts(unpacked(b)):
                 raise _mismatch("grads" + tree.spec_paths(want.spec)[i], a, b)
     if any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
@@ -139,7 +139,7 @@ def _check_grads(want: Opened, got: Opened) -> bool:
     return bool(variables) and all(x.is_leaf for x in variables)
 
 
-def _facts(found: Opened) -> tuple[Any, ...]:
+def _facts(found: Unpacked) -> tuple[Any, ...]:
     """What a gradient has in common with its parameter, piece by piece."""
     rows = all_rows(found.pieces)  # shapes of tensors take long to read
     shapes = found.lengths if rows else [x.shape for x in found.pieces]

@@ -14,7 +14,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import columns
-from mics_fn.optim.flat import FlatShards, Opened, opened, with_wholes, zeros
+from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes, zeros
 from mics_fn.optim.runs import joined, whole_run
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -92,8 +92,8 @@ def from_torch(
             return _init(cls, _without_rate(at(0)), kind, params)
 
     def step(
-        grads: Opened, state: TorchState, params: Opened, donate: bool
-    ) -> tuple[Opened, TorchState]:
+        grads: Unpacked, state: TorchState, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, TorchState]:
         targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
         now = at(state.count)
         by = [now.get("lr")]
@@ -163,7 +163,7 @@ def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
 
 
 def _init(cls: Any, options: dict[str, Any], kind: _Kind, params: Tree) -> TorchState:
-    found = opened(params)
+    found = unpacked(params)
     layout = found.layout()
     hollow = not found.pieces or found.pieces[0].is_meta
     home = torch.device("cpu") if hollow else found.pieces[0].device
@@ -264,7 +264,7 @@ def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-2} if live else options
 
 
-def _nothing(params: Opened, kind: _Kind) -> tuple[Tensor, ...]:
+def _nothing(params: Unpacked, kind: _Kind) -> tuple[Tensor, ...]:
     """A column for a rank that holds no element, and has to count steps nevertheless."""
     device = params.pieces[0].device if params.pieces else torch.device("cpu")
     return (torch.zeros(1, device=device),) * (2 + len(kind.moments))

@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import map_columns
-from mics_fn.optim.flat import Opened, opened
+from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.shards import names, needs_derivative
 from mics_fn.tree import Tree
 
@@ -29,14 +29,14 @@ class Transform(NamedTuple):
         parameters.
       step: `step(grads, state, params, donate) -> (params, state)`, which adds the updates itself;
         with `donate` it may write into the memory of `state` and `params`.
-      of_opened: `step` from `Opened` gradients and parameters to `Opened` parameters, if it has
-        one, for a caller who has taken the trees apart already.
+      step_unpacked: `step` from `Unpacked` gradients and parameters to `Unpacked` parameters, if it
+        has one, for a caller who has taken the trees apart already.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
     step: Callable[[Tree, Any, Tree, bool], tuple[Tree, Any]]
-    of_opened: Callable[[Opened, Any, Opened, bool], tuple[Opened, Any]] | None = None
+    step_unpacked: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]] | None = None
 
 
 def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]]) -> Transform:
@@ -54,12 +54,12 @@ def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, A
 
 
 def from_step(
-    init: Callable[[Tree], Any], of_opened: Callable[..., tuple[Opened, Any]]
+    init: Callable[[Tree], Any], step_unpacked: Callable[..., tuple[Unpacked, Any]]
 ) -> Transform:
-    """A `Transform` from its `init` and `of_opened`; its updates are new minus old parameters."""
+    """A `Transform` from its `init` and `step_unpacked`; its updates are new minus old parameters."""
 
     def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
-        new, state = of_opened(opened(grads), state, opened(params), donate)
+        new, state = step_unpacked(unpacked(grads), state, unpacked(params), donate)
         return new.closed(), state
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -67,7 +67,7 @@ def from_step(
         own = not needs_derivative(tree.flatten((new, params))[0])
         return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
-    return Transform(init, update, step, of_opened)
+    return Transform(init, update, step, step_unpacked)
 
 
 def chain(*transforms: Any) -> Transform:
@@ -118,7 +118,7 @@ def rate_at(lr: Rate, step: int) -> float | Tensor:
     return lr(step) if callable(lr) else lr
 
 
-def decay_keys(mask: Mask | None, params: Opened) -> list[bool] | None:
+def decay_keys(mask: Mask | None, params: Unpacked) -> list[bool] | None:
     """Whether each piece decays, in the order of the tree; None if all do."""
     return None if mask is None else [bool(mask(path)) for path in params.paths]
 
