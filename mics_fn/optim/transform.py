@@ -56,7 +56,7 @@ def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, A
 def from_step(
     init: Callable[[Tree], Any], step_unpacked: Callable[..., tuple[Unpacked, Any]]
 ) -> Transform:
-    """A `Transform` from its `init` and `step_unpacked`; its updates are new minus old parameters."""
+    """A `Transform` whose updates are the new parameters minus the old ones."""
 
     def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
         new, state = step_unpacked(unpacked(grads), state, unpacked(params), donate)
