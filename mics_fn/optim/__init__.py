@@ -54,9 +54,8 @@ Rules:
   `create_graph=True`. Under `torch.no_grad()` nothing is tracked, as in `Trainer`.
 
 Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
-`optimizers` for a whole optimizer; then `runs`, `flat` and `columns` for
-memory, `torch_optim` for torch's
-own classes, `clip`, `loss_scale` and `guard`.
+`optimizers` for a whole optimizer; then `runs`, `flat` and `columns` for memory, `torch_optim` for
+torch's own classes, `clip`, `loss_scale` and `guard`.
 
 To add an optimizer: if torch has the class, `from_torch(cls, lr=..., **options)` is enough.
 Otherwise write a function that returns `from_step(init, step)`, as `lion` does: `init` makes
