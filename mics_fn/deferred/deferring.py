@@ -9,6 +9,7 @@ from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.grad_sum import GradSum
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.errors import PlanError, message
+from mics_fn.groups import require_replicas
 from mics_fn.schedules import Channel, Learned, OnDemand, Schedule, joined
 from mics_fn.shards import (
     Opened,
@@ -106,7 +107,7 @@ def defer(
         fit the tree.
       DesyncError: ranks have different trees or schedules, or use buckets in different orders.
       LeafError: an op writes to a deferred parameter; `into` or `linearize` inside torch.func.
-      GroupsError: a deferred parameter is used after the end of its run.
+      GroupsError: a deferred parameter is used after the end of its run; `into` with a hierarchy.
       TreeError: `into` is in use by another run.
 
     Example:
@@ -122,6 +123,8 @@ def defer(
     """
     text = described(schedule)
     opened = open_shards("defer", shards, groups)
+    if into is not None:  # a hierarchy would leave out hop 2
+        require_replicas("defer(into=)", opened.homes)
     opened.agree(text)
     channel = joined([use.hierarchy.channel for use in opened.uses])
     policy, learned = _memory_of(schedule, opened, channel)

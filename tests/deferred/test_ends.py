@@ -110,6 +110,19 @@ def failing(layout):
     assert made[1] == made[2], "memory of a run that failed is used again"
 
 
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 1), PAIR], ids=str)
+def test_a_sum_of_gradients_needs_groups_that_know_the_replicas(ranks, layout):
+    ranks(layout.world_size).run(into_a_hierarchy, layout)
+
+
+def into_a_hierarchy(layout):
+    groups = groups_of(layout)
+    _, shards = make(groups)
+    for route in (groups.hierarchy, groups.flat):
+        with pytest.raises(GroupsError, match=r"defer\(into=\): got a hierarchy, needs groups"):
+            mf.defer(shards, route, mf.keep_all(), into=mf.GradSum())
+
+
 @pytest.mark.parametrize("what", [blocks, derivatives, errors])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_where_a_run_ends(ranks, layout, what):
