@@ -40,9 +40,9 @@ NCCL's watchdog. All this is tested on Linux with Python 3.11.
 
 Start reading at `pending.py`, with its two notes, then `hierarchical.py`, the only file that calls
 collectives on data; `means.py` has the arithmetic, and `agreement.py` what ranks compare. To add a
-collective, write a generator that yields one `Issued` per level with the bytes that it sends, list
-its communicators in the same order, and give both to a `Pending`. To compare something new between
-ranks, use `agree` for a tree and `same_call` for a call.
+collective, write a generator that yields one `Collective` per level with the bytes that it sends,
+list its communicators in the same order, and give both to a `Pending`. To compare something new
+between ranks, use `agree` for a tree and `same_call` for a call.
 """
 
 from mics_fn.collectives.agreement import (

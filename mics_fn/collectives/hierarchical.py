@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
-from mics_fn.collectives.pending import Issued, Pending, Steps
+from mics_fn.collectives.pending import Collective, Pending, Steps
 from mics_fn.groups import Buffers, Comm, Groups, Route
 
 
@@ -42,7 +42,7 @@ def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> 
         out = chunk.new_empty(route.size, *chunk.shape)
     comms = gather_comms(route, chunk)
     steps = gather_steps(route, chunk, out)
-    return Pending(steps, comms, keep=(chunk, out), device=chunk.device, purpose="gather")
+    return Pending(steps, comms, keep=(chunk, out), device=chunk.device)
 
 
 def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Pending:
@@ -77,7 +77,7 @@ def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | 
         return mine
 
     keep = (chunk, *(target for _, target in parts))
-    return Pending(steps(), comms, keep=keep, device=chunk.device, purpose="gather")
+    return Pending(steps(), comms, keep=keep, device=chunk.device)
 
 
 def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:
@@ -95,7 +95,7 @@ def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
             run = out.narrow(0, start, level.gather.size * count)
             nbytes = (level.gather.size - 1) * mine.nbytes
             call = partial(_torch.all_gather_single, run.view(-1), mine.reshape(-1))
-            yield Issued(level.gather, "all-gather", nbytes, call)
+            yield Collective(level.gather, "all-gather", nbytes, call)
             mine = run
     return out
 
@@ -122,16 +122,17 @@ def start_reduce_scatter(
     """
     comms = scatter_comms(route, full)
     spare = buffers.take(full.shape, full.dtype, full.device) if comms else full
+    # On the stream of the caller, who frees it there.
+    out = full.new_empty(full.shape[1:], dtype=dtype) if comms else full[0]
 
     def steps() -> Steps:
-        out = full.new_empty(full.shape[1:], dtype=dtype) if comms else full[0]
         yield from scatter_steps(route, full, out, spare)
         if comms:
             buffers.give(spare)
-        out, factor = out.to(dtype or full.dtype), route.grad_factor
-        return out if factor == 1.0 else out * factor
+        mean, factor = out.to(dtype or full.dtype), route.grad_factor
+        return mean if factor == 1.0 else mean * factor
 
-    return Pending(steps(), comms, keep=(full, spare), device=full.device, purpose="reduce")
+    return Pending(steps(), comms, keep=(full, spare, out), device=full.device)
 
 
 def scatter_comms(route: Route, full: Tensor) -> list[Comm]:
@@ -141,7 +142,7 @@ def scatter_comms(route: Route, full: Tensor) -> list[Comm]:
 
 def scatter_steps(
     route: Route, full: Tensor, out: Tensor, spare: Tensor
-) -> Generator[Issued, None, None]:
+) -> Generator[Collective, None, None]:
     """Average `full` (p, *chunk shape) over a partition group; this rank's chunk goes to `out`.
 
     Args:
@@ -177,7 +178,7 @@ def scatter_steps(
 
 def _exchange(
     comm: Comm, parts: Tensor, received: Tensor, mean: Tensor
-) -> Generator[Issued, None, None]:
+) -> Generator[Collective, None, None]:
     """Send part j to the rank at place j, and average what arrives into `mean`.
 
     `mean` may share memory with part 0.
@@ -190,16 +191,16 @@ def _exchange(
     own, other = comm.rank, 1 - comm.rank
     sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
     call = partial(dist.all_to_all_single, received[other], parts[other], sizes, sizes)
-    yield Issued(comm, "reduce-scatter", parts[other].nbytes, call)
+    yield Collective(comm, "reduce-scatter", parts[other].nbytes, call)
     halves = (parts[0], received[1]) if own == 0 else (received[0], parts[1])
     mean_of_two(*halves, mean)
     return None
 
 
-def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Issued:
+def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Collective:
     """Issue one level of a reduce-scatter: part j of `full` goes to the rank at place j."""
     nbytes = (comm.size - 1) * (full.nbytes // comm.size)
-    return Issued(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
+    return Collective(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
 
 def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Pending:
@@ -214,7 +215,7 @@ def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> P
       in `wire`.
     """
     comms, steps = mean_comms(comm, tensor), mean_steps(comm, tensor, wire)
-    return Pending(steps, comms, keep=(tensor,), device=tensor.device, purpose="reduce")
+    return Pending(steps, comms, keep=(tensor,), device=tensor.device)
 
 
 def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
@@ -236,7 +237,7 @@ def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> S
         else:
             sent, op = (tensor * before).to(wire), dist.ReduceOp.SUM
         nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
-        yield Issued(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
+        yield Collective(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
         if sent is not tensor:
             tensor.copy_(sent)
         if before != 1.0:
@@ -244,7 +245,9 @@ def mean_steps(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> S
     return tensor
 
 
-def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[Issued, None, None]:
+def _mean_in_order(
+    comm: Comm, tensor: Tensor, wire: torch.dtype
+) -> Generator[Collective, None, None]:
     """An all-reduce made of an exchange of parts, local sums in rank order, and an all-gather."""
     numel = tensor.numel()
     parts = tensor.new_zeros((comm.size, -(-numel // comm.size)), dtype=wire)
@@ -252,7 +255,7 @@ def _mean_in_order(comm: Comm, tensor: Tensor, wire: torch.dtype) -> Generator[I
     received, mean = torch.empty_like(parts), parts.new_empty(parts.shape[1])
     yield from _exchange(comm, parts, received, mean)
     call = partial(_torch.all_gather_single, received.view(-1), mean)
-    yield Issued(comm, "all-gather", (comm.size - 1) * mean.nbytes, call)
+    yield Collective(comm, "all-gather", (comm.size - 1) * mean.nbytes, call)
     tensor.view(-1).copy_(received.view(-1)[:numel])
 
 
@@ -272,18 +275,18 @@ def collect(comm: Comm, tensor: Tensor) -> Tensor:
     out = flat.new_empty(comm.size * flat.numel())
     call = partial(_torch.all_gather_single, out, flat)
     nbytes = (comm.size - 1) * flat.nbytes
-    _one(comm, lambda: Issued(comm, "all-gather", nbytes, call), (flat, out))
+    _one(Collective(comm, "all-gather", nbytes, call), (flat, out))
     return out.view(comm.size, *tensor.shape)
 
 
-def _one(comm: Comm, issue: Callable[[], Issued], keep: tuple[Tensor, ...]) -> None:
+def _one(collective: Collective, keep: tuple[Tensor, ...]) -> None:
     """Issue a single collective when it is first in its queue, and wait for it."""
 
     def steps() -> Steps:
-        yield issue()
+        yield collective
         return keep[-1]
 
-    Pending(steps(), [comm], keep=keep, device=keep[-1].device, purpose="reduce").wait()
+    Pending(steps(), [collective.comm], keep=keep, device=keep[-1].device).wait()
 
 
 def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
@@ -297,7 +300,7 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
         if comm.size > 1:
             call = partial(dist.broadcast, tensor, src=source)
             nbytes = tensor.nbytes if comm.rank == 0 else 0
-            _one(comm, partial(Issued, comm, "broadcast", nbytes, call), (tensor,))
+            _one(Collective(comm, "broadcast", nbytes, call), (tensor,))
 
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:

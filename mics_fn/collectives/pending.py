@@ -6,42 +6,56 @@ started, and issues a level only when it is the first in that queue. So the orde
 communicator is the order in which collectives were started, which the program decides. *When* a
 level is issued may depend on timing: a wait for any collective advances all of them.
 
-[Note: buffers in flight] On CUDA each collective runs on a side stream, which first waits for the
-current stream; `wait` makes the current stream wait for the side stream, and the host does not
-wait. Until then the `Pending` references every tensor that its collectives read or write, so that
-no allocator hands out their memory too early, and `record_stream` is not needed.
+[Note: streams] On an accelerator the host issues all levels at once and never waits. Each
+communicator has a stream of its own, so that only what the program orders is in order: hop 1 of one
+bucket runs beside hop 2 of another. The first stream waits for the stream of the caller, each
+further one for that of the level before; what a collective computes between two levels runs on the
+stream of the level before. `wait` makes the current stream wait for the last one. Until then the
+`Pending` references every tensor that its collectives read or write, so that no allocator hands out
+their memory too early, and `record_stream` is not needed.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mics_fn import _device
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
 from mics_fn.groups import Comm, Life
 from mics_fn.schedules import Stuck
 
-Steps = Generator["Issued", None, Tensor]
+Steps = Generator["Collective", None, Tensor]
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
 _STALL_S = 1.0  # a wait without progress reads what other ranks wrote each time this has passed
 _ISSUED: Counter[str] = Counter()  # collectives by process group; see [Note: waiting in two places]
 
 
-class Issued:
-    """One collective on one communicator, in flight."""
+class Collective:
+    """One collective on one communicator: what a step of a `Pending` yields, to have it issued.
+
+    Args:
+      comm: the communicator.
+      op: its name, for error texts.
+      nbytes_sent: what this rank sends.
+      call: issues it; takes `group` and `async_op` as torch.distributed does.
+    """
 
     def __init__(self, comm: Comm, op: str, nbytes_sent: int, call: Callable[..., Any]) -> None:
         self.comm, self.op = comm, op
-        comm.traffic.add(comm.name, nbytes_sent)
-        group = comm.process_group()
+        self._nbytes_sent, self._call = nbytes_sent, call
+
+    def issue(self, *, async_op: bool) -> None:
+        """Issue it; without `async_op` it is queued on the current stream as any other op."""
+        self.comm.traffic.add(self.comm.name, self._nbytes_sent)
+        group = self.comm.process_group()
         try:
-            self.work = call(group=group, async_op=True)
+            self.work = self._call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
             raise self._failed(error) from error
         self._group = group.group_name
@@ -57,8 +71,8 @@ class Issued:
         """Whether it has finished (or failed), without waiting."""
         return self.work.is_completed()
 
-    def order(self) -> None:
-        """Make the current stream wait for it (on CUDA), or raise if it failed (on the host)."""
+    def finish(self) -> None:
+        """Let go of one that is done, or raise if it failed."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -93,7 +107,6 @@ class Pending:
       comms: the communicator of each collective that `steps` will issue, in order.
       keep: every tensor that these read or write.
       device: where the tensors live.
-      purpose: 'gather' or 'reduce'; each has its own stream on CUDA.
     """
 
     def __init__(
@@ -103,33 +116,32 @@ class Pending:
         *,
         keep: Sequence[Tensor],
         device: torch.device,
-        purpose: str,
     ) -> None:
-        self._steps, self._comms, self._keep = steps, comms, keep
-        self._issued: Issued | None = None
+        self._steps, self._comms = steps, comms
+        self._keep: list[Any] = [*keep]
+        self._issued: Collective | None = None
         self._result: Tensor | None = None
-        self._event: Any = None
+        self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
         self._device = device
         self.finished = False  # whether the host has nothing left to issue or to wait for
         self.level = 0  # number of collectives issued so far
         for comm in comms:
             comm.queue.append(self)
-        if device.type == "cuda":
-            self._run_on_stream(_side_stream(device, purpose))
+        if _device.is_async(device):
+            self._run_on_streams()
             return
         self.push()
         if not self.finished:  # else nobody would look at it again, and its result would stay
             comms[0].life.active.append(self)
 
-    def _run_on_stream(self, side: Any) -> None:
-        # The inputs must be complete, and earlier readers of the output done.
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+    def _run_on_streams(self) -> None:
+        """See [Note: streams]."""
+        with _device.keep_stream(self._device):
+            if self._comms:
+                _device.follow(self._comms[0].stream(self._device), self._device)
             while not self.finished:
-                if self._issued is not None:
-                    self._issued.order()
                 self._advance()
-            self._event = side.record_event()
+            self.ready = _device.record(self._device)
 
     def push(self) -> bool:
         """Advance as far as possible without waiting; returns whether anything changed."""
@@ -139,7 +151,7 @@ class Pending:
                 break  # see [Note: order on a communicator]
             if self._issued is not None:
                 issued, self._issued = self._issued, None
-                self._guard(issued.order)
+                self._guard(issued.finish)
             self._advance()
             moved = True
         return moved
@@ -147,12 +159,22 @@ class Pending:
     def _advance(self) -> None:
         """Issue the next level, or finish."""
         try:
-            self._issued = self._guard(self._steps.__next__)
+            self._issued = self._guard(self._issue_next)
             self._comms[self.level].queue.popleft()
             self.level += 1
         except StopIteration as stop:
             self._result = stop.value
             self.finished = True
+
+    def _issue_next(self) -> Collective:
+        collective = next(self._steps)
+        if _device.is_async(self._device):
+            _device.follow(collective.comm.stream(self._device), self._device)
+            self._keep.append(collective)  # with the tensors that only it refers to
+            collective.issue(async_op=False)
+        else:
+            collective.issue(async_op=True)
+        return collective
 
     def _guard(self, step: Callable[[], Any]) -> Any:
         """Run a step; if it fails, leave every queue, so that no other collective waits for it."""
@@ -190,18 +212,17 @@ class Pending:
         """Wait for the result, ready for the current stream; a second call returns it again."""
         if not self.finished:
             wait_until(self._comms[0].life, lambda: self.finished)
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-            self._event = None
-        self._keep = ()
+        if self.ready is not None:
+            _device.wait(self._device, self.ready)
+        self._keep.clear()
         if self._result is None:
             raise CollectiveError("this collective failed before; its result does not exist")
         return self._result
 
     def __del__(self) -> None:
         # Buffers must outlive the transfer even if nobody waits for the result.
-        if getattr(self, "_event", None) is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if getattr(self, "_keep", None) and self.ready is not None:
+            _device.wait(self._device, self.ready)
 
 
 def push_all(life: Life) -> bool:
@@ -248,9 +269,3 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
     """Wait for several collectives, whose levels overlap; returns their results in order."""
     return [pending.wait() for pending in pendings]
-
-
-@cache
-def _side_stream(device: torch.device, purpose: str) -> Any:
-    # The next step waits for reductions, so they have priority on the device.
-    return torch.cuda.Stream(device, priority=-1 if purpose == "reduce" else 0)

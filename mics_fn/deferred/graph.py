@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mics_fn import _device
 from mics_fn.errors import LeafError, message
 from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse
@@ -147,8 +148,8 @@ class Passes:
         if self._reached or not self._ranks:
             self._warn()
             return
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # reductions only wait there
+        if self._device is not None:
+            _device.synchronize(self._device)  # reductions are only waited for on its stream
         n = len(self._ranks)
         if n == 1 or self._run.tally(self._event(), 0) == n:
             who = f", on any of {n} ranks" if n > 1 else ""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 from mics_fn.collectives import (
     Pending,
     Steps,
@@ -91,7 +91,7 @@ class Reduction:
         self._issue()
 
     def wait(self) -> None:
-        """Wait for everything that was started; on CUDA the current stream waits, not the host."""
+        """Wait for all that was started; on an accelerator its stream waits, and not the host."""
         for pending in self._pendings:
             pending.wait()
         self._pendings = []
@@ -160,9 +160,8 @@ class Reduction:
         return out
 
     def free_slot(self, use: BucketUse, out: Tensor, slot: int | None) -> None:
-        if out.is_cuda and slot is not None:
-            event = torch.cuda.current_stream(out.device).record_event()
-            use.hierarchy.pools.slots.users[slot] = event
+        if _device.is_async(out.device) and slot is not None:
+            use.hierarchy.pools.slots.users[slot] = _device.record(out.device)
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
@@ -199,14 +198,14 @@ class Reduction:
         parts = [buffer.view(now.size, -1) for buffer in (first, pair[1])]
         comms = scatter_comms(now, parts[0])
         if out is None:  # NCCL reads one buffer of the pair and writes the other, alternately
-            at = len(comms) % 2 if device.type == "cuda" else 0
+            at = len(comms) % 2 if _device.is_async(device) else 0
             out = pair[at][: bucket.numel // now.size]
         late, levels = self.late_comms(use, out, copies=copies)
         steps = self.steps(index, parts, out, used)
         keep = (*pair, out)
-        pending = Pending(steps, [*comms, *late], keep=keep, device=device, purpose="reduce")
+        pending = Pending(steps, [*comms, *late], keep=keep, device=device)
         self._pendings.append(pending)
-        if used is not None and device.type != "cuda":
+        if used is not None and not _device.is_async(device):
             slots.users[used] = pending, len(now.levels) + levels
 
 
@@ -218,4 +217,4 @@ def _until_free(home: Hierarchy, slot: int) -> None:
         if not pending.passed(levels):
             wait_until(home.life, lambda: pending.passed(levels))
     elif user is not None:
-        torch.cuda.current_stream(home.device).wait_event(user)
+        _device.wait(home.device, user)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 
 _PATIENCE = 16  # a buffer that stayed free during `_PATIENCE * made` takes is let go
 
@@ -16,8 +16,8 @@ class Buffers:
     """A pool of memory that collectives take and give back, so that every step uses the same.
 
     The system would map fresh memory of this size page by page each time. A free buffer serves any
-    dtype and shape that needs at most its bytes. On CUDA, the next user of a buffer waits for the
-    work that was queued on the current stream when the buffer was given back.
+    dtype and shape that needs at most its bytes. On an accelerator, the next user of a buffer waits
+    for the work that was queued on the current stream when the buffer was given back.
 
     Args:
       keep: how many free buffers to keep; None for all.
@@ -62,7 +62,7 @@ class Buffers:
             return torch.empty(shape, dtype=dtype, device=device)
         raw, event, _ = self._free.pop(min(fits)[2])
         if event is not None:
-            torch.cuda.current_stream(device).wait_event(event)
+            _device.wait(device, event)
         return raw[:nbytes].view(dtype).view(shape)
 
     def _free_unused(self) -> None:
@@ -80,12 +80,12 @@ class Buffers:
         return sum(raw.nbytes for raw, _, _ in self._free)
 
     def give(self, tensor: Tensor) -> None:
-        """Give back a tensor that nobody uses any more; queued work on CUDA may still use it."""
+        """Give back a tensor that nobody uses any more; queued work may still use it."""
         if not tensor.numel() or _torch.has_no_data(tensor):
             return
         storage = tensor.untyped_storage()
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        event = _device.record(tensor.device) if _device.is_async(tensor.device) else None
         self._free.append((raw, event, self._takes))
         if self.keep is not None and len(self._free) > self.keep:
             self._free.sort(key=lambda waiting: -waiting[0].nbytes)

@@ -7,9 +7,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Stuck
@@ -91,6 +92,7 @@ class Comm:
     # `Pending`s that will issue a collective on it, in the order in which they must do so.
     queue: deque[Any] = field(default_factory=deque, repr=False)
     fixed_order: bool = False  # reductions add up in the order of `ranks` on every backend
+    _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_one(cls, name: str, rank: int, life: "Life | None" = None) -> "Comm":
@@ -113,6 +115,12 @@ class Comm:
             what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups were"
             fix = "keep them open, or call make_groups again"
             raise GroupsError(message(f"{what} closed", fix=fix))
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """The stream of all its collectives on an accelerator, in the order they are issued in."""
+        if device not in self._streams:
+            self._streams[device] = _device.own_stream(device)
+        return self._streams[device]
 
     def process_group(self) -> dist.ProcessGroup:
         """The process group to communicate over.

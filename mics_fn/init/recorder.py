@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _device, _torch, tree
 from mics_fn.collectives import checksum
 from mics_fn.init.replay import Memory, Replay
 from mics_fn.init.rng import default_generator, start_of, with_index
@@ -275,9 +275,7 @@ class Recorder(_torch.DispatchMode):
         """Where an op puts its results."""
         if named.get("device") is not None:
             device = torch.device(named["device"])
-            if device.type == "cuda" and device.index is None:
-                device = torch.device("cuda", torch.cuda.current_device())
-            return device
+            return _device.with_index(device)
         given = sorted(recorded_in(named), key=lambda x: x.ndim == 0)  # a number may lie on the CPU
         return self.device_of(given[0]) if given else torch.device("cpu")
 

@@ -9,6 +9,7 @@ restored the state in between; or, if the state holds no index, in that state, w
 import torch
 from torch import Tensor
 
+from mics_fn import _device
 from mics_fn.errors import LeafError, message
 
 MARK = 0x6D694353  # tells a state with an index from a real one
@@ -55,8 +56,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     Raises:
       LeafError: for such devices torch keeps no generator, or one whose state is not known here.
     """
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    raise LeafError(message(f"{device}: random numbers on this device cannot be replayed"))
+    found = _device.default_generator(device)
+    if found is None or device.type not in ("cpu", "cuda"):
+        raise LeafError(message(f"{device}: random numbers on this device cannot be replayed"))
+    return found

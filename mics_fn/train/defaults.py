@@ -1,11 +1,9 @@
 """Defaults of `Trainer`: the size of buckets, and the schedules for its memory budget."""
 
-import os
-
 import torch
 from torch import Tensor
 
-from mics_fn import tree
+from mics_fn import _device, tree
 from mics_fn.collectives import collect_all
 from mics_fn.groups import Groups
 from mics_fn.schedules import OnDemand, keep_all, on_demand
@@ -37,10 +35,8 @@ def bucket_bytes_for(params: Tree, home: Groups) -> int:
 
 def _quarter_of_memory(home: Groups) -> int:
     """A quarter of the memory of the rank that has least; the same number on all ranks."""
-    if home.device.type == "cuda":
-        found = torch.cuda.get_device_properties(home.device).total_memory
-    else:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = _device.total_memory(home.device)
+    if not _device.is_async(home.device):  # the ranks of a machine share its memory
         found //= home.plan.topology.sizes[-1]
     mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
     return int(min(other.item() for other in collect_all(home, mine).values()))

@@ -31,7 +31,7 @@ FLOORS = [
     ["lab"],
 ]
 WINGS = [wing for row in FLOORS for wing in row]
-GROUND = ["errors", "tree", "store", "_torch"]  # files, which import only each other
+GROUND = ["errors", "tree", "store", "_torch", "_device"]  # files, which import only each other
 DOORS = ["__init__", "__main__"]  # what users see; nothing imports them
 
 # What a wing or a file imports from outside, Python's own library aside.
@@ -40,6 +40,7 @@ OUTSIDE = {
     "store": [],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
+    "_device": ["torch", "torch.distributed"],
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
     "collectives": ["torch", "torch.distributed"],
