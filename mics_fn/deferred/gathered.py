@@ -1,9 +1,17 @@
-"""A bucket as deferred tensors see it, and the interface of what makes it live."""
+"""A bucket as deferred tensors see it, and the interface of what makes it live.
+
+[Note: several streams] A model may compute on several streams of an accelerator, and a bucket is
+fetched for the first op that needs it. So each stream that reads a bucket waits for its gather, and
+whoever drops the bucket, after which another one may use its memory, waits for all of them.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from mics_fn import _device
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset; in elements
 
@@ -11,7 +19,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset;
 class GatheredBucket:
     """One bucket as deferred tensors see it: live or not."""
 
-    __slots__ = ("_names", "full", "high", "ids", "low", "stays", "views")
+    __slots__ = ("_names", "_readers", "_ready", "full", "high", "ids", "low", "stays", "views")
 
     def __init__(self, index: int, names: Callable[[int], Sequence[str]]) -> None:
         self.ids = (index,)
@@ -20,10 +28,19 @@ class GatheredBucket:
         self.views: dict[Geometry, Tensor] = {}
         self.low, self.high = 1, 0  # addresses of `full`
         self.stays = False  # once live it stays live, so that further uses are not reported
+        # See [Note: several streams]; no event where work is done when a call returns.
+        self._ready: torch.Event | None = None
+        self._readers: set[torch.Stream] = set()
 
-    def fill(self, full: Tensor, *, has_data: bool) -> None:
-        """Make the bucket live; views of its previous buffer are dropped."""
-        self.full, self.views = full, {}
+    def fill(self, full: Tensor, ready: torch.Event | None, *, has_data: bool) -> None:
+        """Make the bucket live; views of its previous buffer are dropped.
+
+        Args:
+          full: the whole bucket.
+          ready: what a stream waits for before it reads it.
+          has_data: whether it has memory.
+        """
+        self.full, self.views, self._ready = full, {}, ready
         if has_data:
             self.low = full.data_ptr()
             self.high = self.low + full.nbytes
@@ -32,9 +49,27 @@ class GatheredBucket:
         """Names of its leaves, for error texts."""
         return self._names(self.ids[0])
 
+    def read(self, where: Geometry) -> Tensor:
+        """A view of the bucket, for an op on the current stream; see [Note: several streams]."""
+        if self.full is None:
+            raise RuntimeError("a bucket is not live where an op needs it")
+        if self._ready is not None:
+            stream = _device.current_stream(self.full.device)
+            if stream not in self._readers:
+                stream.wait_event(self._ready)
+                self._readers.add(stream)
+        view = self.views.get(where)
+        if view is None:
+            view = self.views[where] = self.full.as_strided(*where)
+        return view
+
     def clear(self) -> None:
-        """Drop the bucket and its views."""
-        self.full, self.views = None, {}
+        """Drop the bucket and its views; the current stream waits for all that have read it."""
+        if self.full is not None:
+            for stream in self._readers:
+                _device.current_stream(self.full.device).wait_stream(stream)
+        self._readers.clear()
+        self.full, self.views, self._ready = None, {}, None
         self.low, self.high = 1, 0
 
 

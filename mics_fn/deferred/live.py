@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 from mics_fn.collectives import push_all, start_fetch
 from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
@@ -26,6 +26,11 @@ class GradSink(Protocol):
 
 class Fetched(Protocol):
     """A bucket whose fetch was started."""
+
+    @property
+    def ready(self) -> torch.Event | None:
+        """An event that is over once the bucket is there; None where `wait` waits for that."""
+        ...
 
     def wait(self) -> Tensor:
         """The whole bucket, ready for the current stream."""
@@ -122,8 +127,10 @@ class LiveBuckets:
                     self._drop(index)
             for i in ids:
                 if self.buckets[i].full is None:
-                    full = self._coming.pop(i).wait().view(-1)
-                    self.buckets[i].fill(full, has_data=not _torch.has_no_data(full))
+                    coming = self._coming.pop(i)
+                    full = coming.wait().view(-1)
+                    has_data = not _torch.has_no_data(full)
+                    self.buckets[i].fill(full, coming.ready, has_data=has_data)
         self.ids = ids
         push_all(self.uses[ids[0]].home.life)
 
@@ -174,8 +181,8 @@ class LiveBuckets:
             if schedule is not None:
                 self._provide(schedule)
             self._give_held()
-            if self._chunks and self.device(min(self._chunks)).type == "cuda":
-                # A host that waits for a collective looks meanwhile, but on CUDA none does.
+            if self._chunks and _device.is_async(self.device(min(self._chunks))):
+                # A host that waits for a collective looks meanwhile; here it never waits.
                 self._channel.look()
 
     def abandon(self) -> None:

@@ -122,6 +122,7 @@ class _AtOnce(NamedTuple):
     """A bucket without data, whose fetch takes no time."""
 
     full: Tensor
+    ready: None = None
 
     def wait(self) -> Tensor:
         """The bucket."""

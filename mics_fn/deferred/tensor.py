@@ -87,12 +87,7 @@ _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, d
 
 def _plain(deferred: Deferred) -> Tensor:
     """The value of a deferred tensor whose bucket is live."""
-    bucket, where = deferred._bucket, deferred._where
-    view = bucket.views.get(where)
-    if view is None:
-        if bucket.full is None:
-            raise RuntimeError("a bucket is not live where an op needs it")
-        view = bucket.views[where] = bucket.full.as_strided(*where)
+    view = deferred._bucket.read(deferred._where)
     return view if deferred._cast is None else view.to(deferred._cast)
 
 
