@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class FlatShards:
 
 
 _HELD = (Sharded, Tensor)
+_DATA, _BUCKET, _SLOT = attrgetter("data"), attrgetter("bucket"), attrgetter("slot")
 
 
 def by_leaf(value: Tree) -> Tree:
@@ -135,8 +137,20 @@ class Unpacked:
     pieces: list[Tensor]
 
     @cached_property
+    def only_shards(self) -> bool:
+        """Whether all leaves are `Sharded`, which many loops need not ask of each."""
+        return set(map(type, self.leaves)) == {Sharded}
+
+    @cached_property
+    def in_rows(self) -> bool:
+        """Whether all pieces have one dimension."""
+        return all_rows(self.pieces)
+
+    @cached_property
     def places(self) -> tuple[tuple[Bucket | None, ...], tuple[int, ...]]:
         """The buckets of the pieces, None for plain tensors, and their slots."""
+        if self.only_shards:
+            return tuple(map(_BUCKET, self.leaves)), tuple(map(_SLOT, self.leaves))
         held = [leaf for leaf in self.leaves if isinstance(leaf, _HELD)]
         buckets = [x.bucket if isinstance(x, Sharded) else None for x in held]
         return tuple(buckets), tuple([x.slot if isinstance(x, Sharded) else 0 for x in held])
@@ -144,7 +158,7 @@ class Unpacked:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Elements of each piece (*batch, length), without the batch."""
-        if all_rows(self.pieces):
+        if self.in_rows:
             return tuple(map(Tensor.numel, self.pieces))
         return tuple([x.shape[-1] if x.ndim else 1 for x in self.pieces])
 
@@ -171,6 +185,9 @@ class Unpacked:
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
+        if self.only_shards:
+            leaves = list(map(Sharded, pieces, *self.places))  # pyright: ignore
+            return Unpacked(leaves, self.spec, list(pieces))
         given, leaves = iter(pieces), []
         for leaf in self.leaves:
             if isinstance(leaf, Sharded):
@@ -189,8 +206,13 @@ def unpacked(shards: Tree) -> Unpacked:
     if isinstance(shards, Unpacked):
         return shards
     leaves, spec = tree.flatten(shards, is_leaf)
-    pieces = [x.data if isinstance(x, Sharded) else x for x in leaves if isinstance(x, _HELD)]
-    return Unpacked(leaves, spec, pieces)
+    found = Unpacked(leaves, spec, [])
+    if found.only_shards:
+        found.pieces.extend(map(_DATA, leaves))
+    else:
+        held = (x for x in leaves if isinstance(x, _HELD))
+        found.pieces.extend(x.data if isinstance(x, Sharded) else x for x in held)
+    return found
 
 
 def zeros(shards: Tree) -> FlatShards:

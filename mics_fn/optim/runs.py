@@ -13,8 +13,8 @@ its pieces begin does.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -35,7 +35,8 @@ class Laid(NamedTuple):
     length: int
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """Leaves of one bucket, in its order, between which nothing but padding lies.
 
     Args:
@@ -53,6 +54,11 @@ class Run(NamedTuple):
     sizes: tuple[int, ...]
     numel: int
     complete: bool
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """`laid` by column: the leaves' numbers, their starts and their lengths."""
+        return tuple(zip(*self.laid, strict=True))
 
 
 def split(run: Run, whole: Tensor) -> list[Tensor]:
@@ -81,25 +87,22 @@ def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
     """
     if not run.laid:
         return None
-    index, starts, lengths = zip(*run.laid, strict=True)
+    index, starts, lengths = run.columns
     mine = [pieces[i] for i in index]
     first = mine[0].detach()
-    begin = int(first.storage_offset())
-    at = map(begin.__add__, starts)
-    if list(map(Tensor.storage_offset, mine)) != list(at) or not all_rows(mine):
-        return None
-    if tuple(map(Tensor.numel, mine)) != lengths:
+    if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
         return None
     if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
         return None
-    # Most pieces are views of one base, which is quicker to see than their storage.
-    bases = list(map(attrgetter("_base"), mine))
-    of_one = bases[0] is not None and len(set(map(id, bases))) == 1
-    if not of_one and len(set(map(_torch.storage_id, mine))) > 1:
+    if not all_rows(mine) or len(set(map(attrgetter("dtype"), mine))) > 1:
         return None
-    if len(set(map(attrgetter("dtype"), mine))) > 1:
+    # Addresses in one stretch within the first piece's storage are of that storage.
+    address, size, begin = first.data_ptr(), first.itemsize, int(first.storage_offset())
+    if list(map(Tensor.data_ptr, mine)) != [address + start * size for start in starts]:
         return None
-    return first if len(run.laid) == 1 else first.as_strided((run.numel,), (1,), begin)
+    if first.untyped_storage().nbytes() < (begin + run.numel) * size:
+        return None
+    return first if len(mine) == 1 else first.as_strided((run.numel,), (1,), begin)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.optim.flat import Unpacked, unpacked
-from mics_fn.optim.runs import all_rows, any_requires_grad, devices
+from mics_fn.optim.runs import any_requires_grad, devices
 from mics_fn.optim.transform import Transform, as_transform
 from mics_fn.shards import Sharded, dtype_name, give_away, is_leaf
 from mics_fn.shards import donate as mark_donated
@@ -141,8 +141,8 @@ def _check_grads(want: Unpacked, got: Unpacked) -> bool:
 
 def _facts(found: Unpacked) -> tuple[Any, ...]:
     """What a gradient has in common with its parameter, piece by piece."""
-    rows = all_rows(found.pieces)  # shapes of tensors take long to read
-    shapes = found.lengths if rows else [x.shape for x in found.pieces]
+    # Shapes of tensors take long to read.
+    shapes = found.lengths if found.in_rows else [x.shape for x in found.pieces]
     return found.places, shapes, devices(found.pieces)
 
 
