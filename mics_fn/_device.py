@@ -51,11 +51,12 @@ def own_stream(device: torch.device) -> torch.Stream:
 @contextmanager
 def keep_stream(device: torch.device) -> Iterator[torch.Stream]:
     """A block that may queue work on other streams; its value is the stream before and after it."""
-    before = current_stream(device)
-    try:
-        yield before
-    finally:
-        torch.accelerator.set_stream(before)
+    with torch.accelerator.device_index(device.index):  # `set_stream` changes the current device
+        before = current_stream(device)
+        try:
+            yield before
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def follow(stream: torch.Stream, device: torch.device) -> None:
