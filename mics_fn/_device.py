@@ -83,6 +83,12 @@ def synchronize(device: torch.device) -> None:
         current_stream(device).synchronize()
 
 
+def finish(device: torch.device) -> None:
+    """Make the host wait for all work that is queued on a device, on any stream."""
+    if is_async(device):
+        torch.accelerator.synchronize(device)
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of memory of a device; of the machine for the CPU."""
     if not is_async(device):

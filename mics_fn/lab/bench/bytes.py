@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mics_fn as mf
+from mics_fn import _device
 from mics_fn.groups import Comm, Topology, valid_partition_sizes
 from mics_fn.lab.bench.links import HEADER_BYTES, Counters, count_wire, node_interface
 from mics_fn.lab.bench.turns import (
@@ -14,7 +15,6 @@ from mics_fn.lab.bench.turns import (
     say,
     spread,
     start,
-    synchronize,
     world_size,
 )
 from mics_fn.lab.models import gpt
@@ -99,7 +99,7 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
             groups.traffic.clear()
             started = time.perf_counter()
             trainer.step(batch)
-            synchronize(groups.device)
+            _device.finish(groups.device)
             seconds.append(time.perf_counter() - started)
             ledger.append(groups.traffic.snapshot())
 

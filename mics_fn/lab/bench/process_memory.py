@@ -1,6 +1,6 @@
 """How much memory this process has, and the most that it had since a moment.
 
-On a GPU this is the memory that torch allocated. On the CPU it is resident memory, which includes
+On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which includes
 code and what the allocator keeps for later.
 """
 
@@ -12,29 +12,31 @@ from typing import Any
 
 import torch
 
+from mics_fn import _device
+
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_bytes(device: torch.device) -> int | None:
     """Bytes in use now; None if they cannot be read."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if _device.is_async(device):
+        return torch.accelerator.memory_allocated(device)
     return _status_bytes("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """The most bytes since `reset_peak`, or ever; None if they cannot be read."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if _device.is_async(device):
+        return torch.accelerator.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
 def reset_peak(device: torch.device) -> int | None:
     """Set the peak to the bytes in use now, and return them; None if that is not possible."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
+    if _device.is_async(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+        return torch.accelerator.memory_allocated(device)
     trim()
     try:
         CLEAR_REFS.write_text("5")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, reset_peak
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,10 +65,10 @@ class StorageCount(_torch.DispatchMode):
 
 
 class DeviceCount:
-    """The same for a GPU, by torch's allocator, counted from the beginning of the `with` block.
+    """The same for an accelerator, by torch's allocator, counted from the beginning of the `with` block.
 
     Args:
-        device: a CUDA device.
+        device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class DeviceCount:
     @property
     def now(self) -> int:
         """Bytes beyond those at the beginning."""
-        torch.cuda.synchronize(self.device)
+        _device.finish(self.device)
         return (memory_bytes(self.device) or 0) - self._before
 
     @property
@@ -99,4 +99,4 @@ class DeviceCount:
 
 def count_on(device: torch.device) -> Any:
     """A `with` block that counts the memory of tensors on a device, as `now` and `peak`."""
-    return DeviceCount(device) if device.type == "cuda" else StorageCount()
+    return DeviceCount(device) if _device.is_async(device) else StorageCount()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn import _device, tree
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.lab.bench.process_memory import peak_growth
@@ -207,20 +207,14 @@ def timed(
         return seen
 
     before = look()
-    synchronize(device)
+    _device.finish(device)
     started, cpu_started = time.perf_counter(), time.process_time()
     work()
-    synchronize(device)
+    _device.finish(device)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     after = look()
     sent = None if before is None or after is None else after - before
     return Timed(seconds, cpu_seconds, sent)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def nbytes(values: Any) -> int:

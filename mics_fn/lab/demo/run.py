@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import mics_fn as mf
+from mics_fn import _device
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import Text, load_text
@@ -165,8 +166,7 @@ def _batches(
         groups.traffic.clear()
         started = time.perf_counter()
         yield batch
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _device.finish(device)
         record.seconds.append(time.perf_counter() - started)
         record.sent = {what: sent for what, (_, sent) in groups.traffic.snapshot().items()}
 
