@@ -1,7 +1,7 @@
 """How much memory this process has, and the most that it had since a moment.
 
-On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which includes
-code and what the allocator keeps for later.
+On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which
+includes code and what the allocator keeps for later.
 """
 
 import contextlib

@@ -65,7 +65,7 @@ class StorageCount(_torch.DispatchMode):
 
 
 class DeviceCount:
-    """The same for an accelerator, by torch's allocator, counted from the beginning of the `with` block.
+    """The same for an accelerator, by torch's allocator, since the beginning of the `with` block.
 
     Args:
         device: the accelerator.
