@@ -4,9 +4,9 @@ It is written for torch 2.11 and newer. Where a release renames or hides somethi
 place to look for the difference.
 """
 
+import ctypes
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,26 +26,56 @@ reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# `new_group(sort_ranks=False)` keeps the given order of ranks; 2.11 always sorts.
-keeps_rank_order: bool = "sort_ranks" in inspect.signature(dist.new_group).parameters
-
 
 def new_group(
-    ranks: Sequence[int], *, timeout_s: float, backend: str | None, name: str
+    ranks: Sequence[int], *, timeout_s: float, backend: str, name: str, purpose: str
 ) -> dist.ProcessGroup:
-    """A process group that only its members create; in the given order if torch can keep it."""
-    order = {"sort_ranks": False} if keeps_rank_order else {}
-    group = dist.new_group(
+    """A process group that only its members create, in the order given.
+
+    `dist.new_group` names a group after its ranks and the number of groups that are alive. Ranks
+    that made other groups before would disagree on such a name, and after some groups were closed
+    a living group may have it already. Here the caller names it.
+
+    Args:
+      ranks: global ranks, this one among them.
+      timeout_s: bound in seconds of its collectives.
+      backend: such as "gloo".
+      name: equal on its ranks, and never given to another group of the job.
+      purpose: for people.
+    """
+    default = c10d._get_default_group()
+    _, store = c10d._world.pg_map[default]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(default.rank()),
         list(ranks),
+        c10d.Backend(backend),
+        store,
+        name,  # pyright: ignore[reportArgumentType]
         timeout=timedelta(seconds=timeout_s),
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=name,
-        **order,  # pyright: ignore[reportArgumentType]
+        device_id=default.bound_device_id,
+        group_desc=purpose,
     )
     if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError(f"new_group({list(ranks)}) made no group on rank {dist.get_rank()}")
+        raise RuntimeError(f"torch made no group of {list(ranks)} on rank {default.rank()}")
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Give up a process group without its other members; NCCL may wait for them all the same."""
+    never_destruct(group)
+    c10d._abort_process_group(group)
+
+
+def never_destruct(group: dist.ProcessGroup) -> None:
+    """Keep a process group until the process is gone: gloo's destructor waits for its members."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the members of a group on an accelerator now; returns when all have come."""
+    dist.barrier(group, device_ids=[device.index])
 
 
 def default_store() -> Any:
@@ -54,7 +84,7 @@ def default_store() -> Any:
 
 
 def num_process_groups() -> int:
-    """How many process groups are alive here; torch names a new group after this number."""
+    """How many process groups are alive here."""
     return len(c10d._world.pg_names)
 
 
@@ -173,24 +203,6 @@ def hooks_of(tensor: torch.Tensor) -> list[str]:
         "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
     }
     return [method for method, kept in kinds.items() if getattr(tensor, kept, None)]
-
-
-@contextmanager
-def new_groups_meet_at(prefix: str) -> Iterator[None]:
-    """A block in which new groups exchange addresses under `prefix` in the default store.
-
-    Torch names a group after its ranks and the number of live groups. A group that is made after
-    others were destroyed can therefore get an old name, find stale addresses in the store, and fail
-    to connect.
-    """
-    group = c10d._get_default_group()
-    backend, store = c10d._world.pg_map[group]
-    own = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
-    c10d._world.pg_map[group] = (backend, own)
-    try:
-        yield
-    finally:
-        c10d._world.pg_map[group] = (backend, store)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

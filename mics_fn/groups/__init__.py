@@ -35,20 +35,22 @@ rank's place in each), `Pools` of memory that is reused, and a `Channel` for mes
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
-`communicator.py` and `buffers.py` are the values; `make.py` makes them, with `distributed.py`
-(device and backend), `environment.py` (launchers) and `rendezvous.py` (ranks compare arguments
-before any group exists). To add a launcher, add a row to `_MPI` in `environment.py`, or a reader
-beside `_slurm`, and its cases to `tests/groups/test_launcher.py`. To add a placement, add a row to
-`PLACEMENTS` in `placement.py`, and its formula to `tests/deferred/test_placement.py`.
+`communicator.py`, `life.py` and `buffers.py` are the values; `make.py` makes them, with
+`distributed.py` (device and backend), `environment.py` (launchers) and `rendezvous.py` (ranks
+compare arguments before any group exists). To add a launcher, add a row to `_MPI` in
+`environment.py`, or a reader beside `_slurm`, and its cases to `tests/groups/test_launcher.py`. To
+add a placement, add a row to `PLACEMENTS` in `placement.py`, and its formula to
+`tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import Buffers
-from mics_fn.groups.communicator import Comm, Life
+from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import MOST_FULL, Hierarchy, Route
+from mics_fn.groups.life import Life
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 

@@ -2,9 +2,10 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.groups.life import Life
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.schedules import Stuck
 from mics_fn.store import poll
 
 
@@ -55,29 +56,6 @@ class Traffic:
         return "\n".join(lines) or "nothing sent"
 
 
-@dataclass(eq=False)
-class Life:
-    """State shared by all communicators of one `Groups`: what is in flight, and what to destroy."""
-
-    ranks: tuple[int, ...] = ()  # global ranks of the job
-    whole: bool = True  # False if ranks outside the job may hold parts of the same model
-    closed: bool = False
-    owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
-    active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
-    # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
-    look: Callable[[Sequence[Stuck], Counter[str]], None] = lambda stuck, issued: None
-    moved: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        """Destroy the owned process groups, newest first; a second call has no effect."""
-        self.closed = True
-        self.active.clear()
-        while self.owned:
-            group = self.owned.pop()
-            if _torch.is_alive(group):
-                dist.destroy_process_group(group)
-
-
 @dataclass(frozen=True, eq=False)
 class Comm:
     """One communicator, as this rank sees it. With one rank it has no process group."""
@@ -85,7 +63,7 @@ class Comm:
     name: str  # its purpose, such as "gather node" or "replicas"
     ranks: tuple[int, ...]  # global ranks, in the order of the group
     rank: int  # this rank's place in `ranks`
-    group: dist.ProcessGroup | None = field(repr=False)
+    group: Callable[[], dist.ProcessGroup] | None = field(repr=False)  # makes it at the first call
     timeout_s: float
     traffic: Traffic = field(repr=False)
     life: Life = field(repr=False)
@@ -132,11 +110,12 @@ class Comm:
         if self.group is None:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
             raise GroupsError(message(what, fix="skip communication where size is 1"))
-        if not _torch.is_alive(self.group):
+        group = self.group()
+        if not _torch.is_alive(group):
             what = f"'{self.name}' is used after torch.distributed was shut down"
             fix = "close the groups before destroy_process_group(), make new ones after init"
             raise GroupsError(message(what, fix=fix))
-        return self.group
+        return group
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,32 +160,63 @@ class Maker:
             if what:
                 fix = "look at these ranks' own errors, then call make_groups again on all"
                 raise GroupsError(message(f"make_groups: {what}", fix=fix))
-        except BaseException:
+        except BaseException as error:
             with suppress(RuntimeError):  # if the store is gone too, show the first error
                 store.compare_set(failed, "", f"rank {self.rank} could not make its groups")
-            self.life.close()
+            self.life.abandon(error)
             raise
 
-    def comm(self, name: str, positions: Sequence[int]) -> Comm:
+    def comm(self, name: str, positions: Sequence[int], *, late: bool = False) -> Comm:
         """A communicator of these positions; all of its members call this with equal arguments.
+
+        Args:
+          name: its purpose.
+          positions: of its members, in its order.
+          late: whether its process group is made when they first communicate, and not now.
 
         Raises:
           GroupsError: torch cannot make the process group.
         """
         members = tuple(self.ranks[position] for position in positions)
-        group = self._group(name, members) if len(members) > 1 else None
+        group = cache(partial(self._group, name, members)) if len(members) > 1 else None
+        if group is not None and not late:
+            group()
         place = members.index(self.rank)
         return Comm(name, members, place, group, self.timeout_s, self.traffic, self.life)
 
     def _group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
-        options = {"timeout_s": self.timeout_s, "backend": self.backend, "name": f"mics_fn {name}"}
+        # Groups of one purpose are disjoint, so one member tells them apart.
+        unique = f"{self.key}/{name}/{members[0]}"
+        options = {"timeout_s": self.timeout_s, "backend": self.backend, "name": unique}
         try:
-            with _torch.new_groups_meet_at(self.key):
-                group = _torch.new_group(members, **options)
+            group = _torch.new_group(members, **options, purpose=f"mics_fn {name}")
         except (RuntimeError, ValueError) as error:
-            what = f"make_groups: rank {self.rank} cannot make '{name}' of {name_ranks(members)}"
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            fix = "look at these ranks' own errors, then call make_groups again on all"
-            raise GroupsError(message(what, [first], fix)) from error
-        self.life.owned.append(group)
+            raise self._failed("make", name, members, error) from error
+        self.life.own(group)
         return group
+
+    def warm_up(self, comms: Iterable[Comm], device: torch.device) -> None:
+        """Connect the members of these communicators now, and not inside the first backward.
+
+        Every rank passes them in the order in which they were made. The groups of one purpose are
+        disjoint, so each rank is in one group at a time, and the one that is furthest behind never
+        waits for a rank that is behind it.
+
+        Raises:
+          GroupsError: the backend cannot connect them.
+        """
+        for comm in comms:
+            if comm.size > 1:
+                try:
+                    _torch.warm_up(comm.process_group(), device)
+                except RuntimeError as error:
+                    self.life.abandon(error)
+                    raise self._failed("connect", comm.name, comm.ranks, error) from error
+
+    def _failed(
+        self, did: str, name: str, members: tuple[int, ...], error: Exception
+    ) -> GroupsError:
+        what = f"make_groups: rank {self.rank} cannot {did} '{name}' of {name_ranks(members)}"
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fix = "look at these ranks' own errors, then call make_groups again on all"
+        return GroupsError(message(what, [first], fix))

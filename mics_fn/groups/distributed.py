@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _torch
 from mics_fn.errors import GroupsError, PlanError, message
 from mics_fn.groups.environment import Launch, launched_world_size, read_launch
 from mics_fn.groups.topology import fold_ranks
@@ -128,9 +127,6 @@ def universe_of(
         what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found) or []}"
         fix = "pass on each rank the ranks that it shares groups with, itself included"
         raise PlanError(message(what, fix=fix))
-    if not _torch.keeps_rank_order and list(found) != sorted(found):
-        what = f"make_groups: {given}{list(found)} do not ascend, but this torch sorts ranks"
-        raise PlanError(message(what, fix="pass them in ascending order, or use a newer torch"))
     return found
 
 

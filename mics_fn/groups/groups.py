@@ -9,8 +9,9 @@ from types import TracebackType
 import torch
 
 from mics_fn.errors import GroupsError, message
-from mics_fn.groups.communicator import Comm, Life, Traffic
+from mics_fn.groups.communicator import Comm, Traffic
 from mics_fn.groups.hierarchy import Hierarchy
+from mics_fn.groups.life import Life
 from mics_fn.groups.topology import Plan, Topology, fold_ranks
 
 
@@ -18,8 +19,9 @@ from mics_fn.groups.topology import Plan, Topology, fold_ranks
 class Groups:
     """The process groups of one data-parallel job, as this rank sees them; made by `make_groups`.
 
-    It is a context manager, which closes the groups at its end. Printing, comparing and closing
-    never communicate.
+    It is a context manager. At its end it closes the groups; left by an exception it abandons them,
+    which does not wait for the other ranks, and these hear of it where they wait for this one.
+    Printing and comparing never communicate.
     """
 
     plan: Plan  # in positions
@@ -90,7 +92,10 @@ class Groups:
         return self.life.closed
 
     def close(self) -> None:
-        """Destroy the process groups, whose later use raises GroupsError. Closing twice is fine."""
+        """Destroy the process groups, whose later use raises GroupsError. Closing twice is fine.
+
+        Communication: on NCCL, all ranks of a group wait for each other and for what is under way.
+        """
         self.life.close()
 
     def __enter__(self) -> "Groups":
@@ -102,7 +107,10 @@ class Groups:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self.life.abandon(error)
 
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""

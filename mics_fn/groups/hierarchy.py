@@ -18,7 +18,8 @@ from math import prod
 import torch
 
 from mics_fn.groups.buffers import Buffers, Slots
-from mics_fn.groups.communicator import Comm, Life
+from mics_fn.groups.communicator import Comm
+from mics_fn.groups.life import Life
 from mics_fn.groups.topology import chunk_of
 from mics_fn.schedules import Channel
 

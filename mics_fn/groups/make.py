@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 from mics_fn.errors import PlanError, message
-from mics_fn.groups.communicator import Comm, Life, Maker
+from mics_fn.groups.communicator import Comm, Maker
 from mics_fn.groups.distributed import device_and_backend, require_distributed, universe_of
 from mics_fn.groups.environment import node_of
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
+from mics_fn.groups.life import Life
 from mics_fn.groups.rendezvous import Fact, Location, meet
 from mics_fn.groups.topology import Plan, Topology, plan_groups
 from mics_fn.schedules import Channel
@@ -111,7 +112,7 @@ def make_groups(
         raise problem
     wired = topology or Topology.of(len(universe), found, nodes_per_rack)
     plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
-    life = Life(universe, whole=whole or len(universe) == world_size)
+    life = Life(universe, rank, whole=whole or len(universe) == world_size)
     maker = Maker(universe, rank, served_by, timeout_s, key, life=life)
     return _create(plan, maker, chosen, mean_over)
 
@@ -179,10 +180,7 @@ def _facts(common: dict[str, object], here: Location) -> list[Fact]:
         fix = "launch all ranks in the same way, or pass the same node_size= on every rank"
         found = Fact("node_size", f"found by {here.source}", fix)
         facts = [found if fact.name == "node_size" else fact for fact in facts]
-    # Torch names a group after this number, and ranks with different names never connect.
-    fix = "make and close the same groups in the same order on all of these ranks"
-    num_groups = str(_torch.num_process_groups())
-    return [*facts, Fact("the number of process groups so far", num_groups, fix)]
+    return facts
 
 
 def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | None) -> Groups:
@@ -196,13 +194,14 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
             for i, name in enumerate(plan.level_names)
         )
         one_level = levels
-        if len(levels) > 1 and _torch.keeps_rank_order:
-            one_level = (_level(maker, "flat", order),)
-        if len(one_level) == 1:  # share the process group, under another name in the ledger
-            partition = replace(one_level[0].reduce, name="partition")
-        else:
-            partition = maker.comm("partition", sorted(order))
+        if len(levels) > 1:
+            one_level = (_level(maker, "flat", order, late=True),)
+        partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
+        partition = replace(partition, name="partition")  # in the ledger
         replicas = maker.comm("replicas", plan.replication_group(position))
+    if _device.is_async(device):
+        inside = [comm for level in levels for comm in (level.gather, level.reduce)]
+        maker.warm_up([*inside, *([] if one_level is levels else [partition]), replicas], device)
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     route = Route(levels, coords, chunk, grad_factor=factor)
     hierarchy = flat = Hierarchy(route, device, partition, _channel(maker, partition))
@@ -226,9 +225,9 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     )
 
 
-def _level(maker: Maker, name: str, positions: Sequence[int]) -> Level:
-    """A level over these positions, ordered by coordinate."""
-    gather = maker.comm(f"gather {name}", positions)
+def _level(maker: Maker, name: str, positions: Sequence[int], *, late: bool = False) -> Level:
+    """A level over these positions, ordered by coordinate; `late` is for gathers."""
+    gather = maker.comm(f"gather {name}", positions, late=late)
     return Level(name, gather, maker.comm(f"reduce {name}", positions))
 
 
@@ -238,5 +237,6 @@ def _channel(maker: Maker, partition: Comm) -> Channel:
     channel = Channel(
         store, maker.key, partition.ranks, maker.rank, maker.timeout_s, len(maker.ranks)
     )
-    maker.life.look, maker.life.moved = channel.look, channel.moved
+    life = maker.life
+    life.look, life.moved, life.report = channel.look, channel.moved, channel.report
     return channel

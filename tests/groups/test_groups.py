@@ -117,7 +117,7 @@ def made_groups(kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     made, new_group = [], _torch.new_group
 
     def record(ranks: Any, **options: Any) -> Any:
-        made.append((options["name"], tuple(ranks)))
+        made.append((options["purpose"], tuple(ranks)))
         return new_group(ranks, **options)
 
     with mock.patch.object(_torch, "new_group", record):
@@ -132,7 +132,6 @@ def test_a_rank_makes_its_own_groups_in_one_order(ranks: Pools) -> None:
         ("mics_fn reduce node", (4, 6)),
         ("mics_fn gather rank", (6, 7)),
         ("mics_fn reduce rank", (6, 7)),
-        ("mics_fn gather flat", (4, 6, 5, 7)),
         ("mics_fn reduce flat", (4, 6, 5, 7)),
         ("mics_fn replicas", (2, 6)),
     ]
@@ -259,6 +258,34 @@ def test_two_groups_side_by_side(ranks: Pools) -> None:
     assert ranks(4).run(two_at_a_time)[3] == [(2, 3), (0, 2, 1, 3), (1, 3)]
 
 
+def closed_in_another_order(partition_size: int) -> list[tuple[int, ...]]:
+    def made() -> Groups:
+        return make_groups(partition_size, node_size=1, timeout_s=20)
+
+    first, second = made(), made()
+    first.close()
+    with second, made() as third:
+        return [heard(third.partition), heard(second.replicas)]
+
+
+def test_groups_may_be_closed_before_later_ones(ranks: Pools) -> None:
+    assert ranks(2).run(closed_in_another_order, 2) == [[(0, 1), (rank,)] for rank in range(2)]
+
+
+def after_a_group_of_some() -> Any:
+    mine = [2, 3] if dist.get_rank() > 1 else None
+    extra: Any = mine and dist.new_group(mine, use_local_synchronization=True)
+    with make_groups(2, node_size=2, timeout_s=20) as groups:
+        seen = [heard(groups.partition), heard(groups.replicas)]
+    if extra is not None:
+        dist.destroy_process_group(extra)
+    return seen
+
+
+def test_ranks_may_have_made_other_groups_before(ranks: Pools) -> None:
+    assert ranks(4).run(after_a_group_of_some)[3] == [(2, 3), (1, 3)]
+
+
 def fail_at(number: int) -> Any:
     new_group, calls = _torch.new_group, []
 
@@ -289,7 +316,7 @@ def one_makes(how: str) -> Any:
 
     def last(*args: Any, **kwargs: Any) -> Any:
         group = new_group(*args, **kwargs)
-        if dist.get_rank() == 1 and kwargs["name"] == "mics_fn replicas":
+        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn replicas":
             time.sleep(3 if how == "too late" else 0.3)
             if how == "fails":
                 dist.destroy_process_group(group)

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from mics_fn import _torch
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, MicsError, PlanError
 from mics_fn.groups import rendezvous
 from mics_fn.groups.make import make_groups
@@ -242,28 +241,6 @@ def test_ranks_that_disagree_on_several_things(ranks: Pools) -> None:
 def test_equal_numbers_of_different_types_agree(ranks: Pools) -> None:
     given = [{"timeout_s": 20}, {"timeout_s": 20.0}]
     assert [result[0] for result in ranks(2).run(attempt, given)] == [None] * 2
-
-
-def after_a_group_of_some() -> Any:
-    rank = dist.get_rank()
-    extra = None
-    if rank > 1:
-        extra = _torch.new_group([2, 3], timeout_s=20, backend="gloo", name="extra")
-    results = attempt([{}] * 4)
-    if extra is not None:
-        dist.destroy_process_group(extra)
-    return *results, _torch.num_process_groups()
-
-
-def test_ranks_that_made_other_groups_before(ranks: Pools) -> None:
-    results = ranks(4).run(after_a_group_of_some)
-    count = results[0][3]
-    assert same_error([result[:3] for result in results]) == (
-        DesyncError,
-        "make_groups: ranks disagree on the number of process groups so far\n"
-        f"  the number of process groups so far: {count} on ranks 0, 1; {count + 1} on ranks 2, 3\n"
-        "  fix: make and close the same groups in the same order on all of these ranks",
-    )
 
 
 @pytest.mark.parametrize("others", [[0, 1], [1, 0]], ids=str)
