@@ -83,6 +83,11 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
+def apart(store: Any, prefix: str) -> Any:
+    """The part of a store whose keys have a prefix, so that other users of it are not met."""
+    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def num_process_groups() -> int:
     """How many process groups are alive here."""
     return len(c10d._world.pg_names)

@@ -1,20 +1,38 @@
 """Start torch.distributed, and choose the ranks, the device and the backend of the groups."""
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
-from mics_fn.errors import GroupsError, PlanError, message
+from mics_fn import _device, _torch
+from mics_fn.errors import (
+    GroupsError,
+    MicsError,
+    PlanError,
+    disagreement,
+    message,
+    rank_lines,
+)
+from mics_fn.groups import devices
+from mics_fn.groups.devices import Spot, check_distinct, spot_of
 from mics_fn.groups.environment import Launch, launched_world_size, read_launch
+from mics_fn.groups.rendezvous import meet
 from mics_fn.groups.topology import fold_ranks
+from mics_fn.store import poll
+
+_LINGER_S = 5.0  # how long a rank that fails keeps the store for others to read why
 
 
 def init_distributed(
-    *, device: str | torch.device = "auto", timeout_s: float = 300.0
+    *, device: str | torch.device = "auto", cpu_groups: bool = False, timeout_s: float = 600.0
 ) -> torch.device:
     """Start torch.distributed from the launcher's environment, and choose this rank's device.
 
@@ -27,38 +45,43 @@ def init_distributed(
     the device.
 
     Args:
-      device: "auto" takes CUDA if every rank of the node has a GPU, else the CPU. Pass "cuda" if
-        the launcher shows each process only its own GPU.
+      device: "auto" takes an accelerator if this process sees one, else the CPU. Of several that it
+        sees, it takes the one with its number on the node; all ranks must get different ones.
+      cpu_groups: whether the default group also has gloo, for tensors on the CPU. Otherwise it has
+        only the backend of the device.
       timeout_s: bound in seconds of the start, and of collectives on the default group.
 
     Returns:
-      The device, which is also made the current one if it is CUDA.
+      The device, which is also made the current one if it is an accelerator.
 
-    Communication: the start of torch.distributed, with NCCL and gloo on CUDA, gloo on the CPU.
+    Communication: the start of torch.distributed, and a few small messages through its store.
 
     Raises:
-      GroupsError: some of the launcher's variables are missing; the text names what to add.
+      GroupsError: some of the launcher's variables are missing, a rank does not have its device, or
+        several ranks have the same; the text names the ranks and the fix.
+      DesyncError: some ranks would use the CPU and others would not.
+      CollectiveTimeoutError: some rank did not call it in time.
 
     Example:
       >>> init_distributed(device="cpu")
       device(type='cpu')
     """
     launch = None if dist.is_initialized() else read_launch(os.environ)
-    chosen = _own_device(torch.device("cuda") if device == "auto" else torch.device(device), launch)
-    if device == "auto" and not _has_gpus(launch):
-        chosen = torch.device("cpu")
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            fix = "pass device='auto' or 'cpu', or install a torch with CUDA"
-            raise GroupsError(message("init_distributed: device='cuda' finds no CUDA", fix=fix))
-        torch.cuda.set_device(chosen)
+    chosen, problem = _choose(device, launch)
+    own = _device.backend(chosen)
+    mine = {"asked": str(device), "problem": problem, "spot": spot_of(chosen, alone=not problem)}
+    if launch is None:
+        _judge_devices({0: mine})
+    else:
+        store = _agreed_store(launch, mine, timeout_s)
+    if _device.is_async(chosen):
+        devices.machine.use(chosen)
     if launch is None:
         return chosen
-    # env:// also finds the store of torchrun's agent; other launchers have no such store.
-    address = f"tcp://{launch.master_addr}:{launch.master_port}"
+    order_launches(own)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        init_method="env://" if launch.source == "torchrun" else address,
+        f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own,
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -66,22 +89,82 @@ def init_distributed(
     return chosen
 
 
-def _own_device(device: torch.device, launch: Launch | None) -> torch.device:
-    """The device; a CUDA device without an index gets that of this process."""
-    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
-        return device
-    if launch is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.device, str]:
+    """This rank's device, and what is wrong with it."""
+    if device == "auto" and dist.is_initialized():
+        device = _served_kind(dist.get_backend_config())
+    wanted = torch.device(devices.machine.kind() if device == "auto" else device)
+    if not _device.is_async(wanted):
+        return wanted, ""
+    count = devices.machine.count() if devices.machine.kind() == wanted.type else 0
+    chosen = wanted
+    if wanted.index is None and count:
+        near = launch and torch.device(wanted.type, launch.local_rank % count)
+        chosen = near or devices.machine.with_index(wanted)
+    if (chosen.index or 0) < count:
+        return chosen, ""
+    return chosen, f"{chosen} is asked for, and this process sees {count} devices of its kind"
 
 
-def _has_gpus(launch: Launch | None) -> bool:
-    """Whether each rank of this node has a GPU; all ranks of the node get the same answer."""
-    if not torch.cuda.is_available():
-        return False
-    if launch is None:
-        return not dist.is_initialized() or "nccl" in dist.get_backend_config()
-    return (launch.node_size or launch.world_size) <= torch.cuda.device_count()
+def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float) -> Any:
+    """The store of the launch, once all ranks found their devices fit for a start."""
+    # env:// also finds the store of torchrun's agent; other launchers have no such store.
+    address = f"tcp://{launch.master_addr}:{launch.master_port}"
+    address = "env://" if launch.source == "torchrun" else address
+    rank, size = launch.rank, launch.world_size
+    shared, _, _ = next(rendezvous(address, rank, size, timeout=timedelta(seconds=timeout_s)))
+    store = _torch.apart(shared, "mics_fn")
+    try:
+        wait = {"verb": "init_distributed", "timeout_s": timeout_s}
+        meet(store, range(size), rank, mine, _judge_devices, **wait)
+    except MicsError:
+        with suppress(RuntimeError):
+            # Rank 0 may serve the store from its process: it leaves after the others have read.
+            store.add("left", 1)
+            if rank == 0:
+                poll(lambda: store.add("left", 0) >= size, 1, time.monotonic() + _LINGER_S)
+        raise
+    return store
+
+
+def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:
+    """Raise if the devices of all ranks do not fit together."""
+    spots = {rank: Spot(*mine["spot"]) for rank, mine in found.items()}
+    wrong = {
+        rank: f"{mine['problem']}, on {spots[rank].host}"
+        for rank, mine in found.items()
+        if mine["problem"]
+    }
+    if wrong:
+        what = "init_distributed: a rank does not have the device that was asked for"
+        fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
+        raise GroupsError(message(what, rank_lines(wrong), fix))
+    if len({spot.device.partition(":")[0] for spot in spots.values()}) > 1:
+        texts = {
+            rank: f"{spot.device.partition(':')[0]} on {spot.host} (device={found[rank]['asked']})"
+            for rank, spot in spots.items()
+        }
+        fix = "look why some ranks see no accelerator, or pass the same device= on all of them"
+        raise disagreement("init_distributed: ranks use different kinds of devices", texts, fix)
+    check_distinct("init_distributed", spots)
+
+
+def order_launches(backend: str) -> None:
+    """Let NCCL start kernels of different communicators in the order of the calls on this rank."""
+    # Gathers and reductions are in flight at once, on communicators of their own. If two ranks
+    # start them in different orders, each can fill its GPU with a kernel that waits for the other.
+    # All ranks call them in one order, which NCCL (2.26 or newer) keeps if this is set; from CUDA
+    # 12.3 on they still overlap. It is read when the first communicator is made.
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+def _served_kind(config: str) -> str:
+    """The accelerator that a backend config serves with its own backend, else the CPU."""
+    kind = devices.machine.kind()
+    served = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    own = devices.machine.backends().get(kind)
+    return kind if own in (config, served.get(kind)) else "cpu"
 
 
 def require_distributed() -> bool:
@@ -140,13 +223,11 @@ def device_and_backend(
     """
     if not dist.is_initialized():
         own = torch.get_default_device() if device is None else torch.device(device)
-        return _own_device(own, None), ""
+        return devices.machine.with_index(own), ""
     config = backend or dist.get_backend_config()
-    if device is None and mesh is not None:
-        device = mesh.device_type
     if device is None:
-        device = "cuda" if "nccl" in config and torch.cuda.is_available() else "cpu"
-    chosen = _own_device(torch.device(device), None)
+        device = _served_kind(config) if mesh is None else mesh.device_type
+    chosen = devices.machine.with_index(torch.device(device))
     if backend is not None:
         return chosen, backend
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
@@ -154,6 +235,6 @@ def device_and_backend(
     of_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if chosen.type not in of_device:
         what = f"make_groups: the default group serves {config}, not {chosen.type}"
-        fix = "pass device= or backend=, or init with 'cpu:gloo,cuda:nccl'"
-        raise GroupsError(message(what, fix=fix))
+        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        raise GroupsError(message(what, fix=f"{fix}init_distributed(cpu_groups=True)"))
     return chosen, of_device[chosen.type]

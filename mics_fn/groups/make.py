@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from mics_fn import _device, _torch
 from mics_fn.errors import PlanError, message
 from mics_fn.groups.communicator import Comm, Maker
-from mics_fn.groups.distributed import device_and_backend, require_distributed, universe_of
+from mics_fn.groups.devices import spot_of
+from mics_fn.groups.distributed import (
+    device_and_backend,
+    order_launches,
+    require_distributed,
+    universe_of,
+)
 from mics_fn.groups.environment import node_of
+from mics_fn.groups.facts import Fact, Location, judged, told
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.life import Life
-from mics_fn.groups.rendezvous import Fact, Location, meet
+from mics_fn.groups.rendezvous import meet
 from mics_fn.groups.topology import Plan, Topology, plan_groups
 from mics_fn.schedules import Channel
 
@@ -36,7 +44,7 @@ def make_groups(
     ranks: Sequence[int] | None = None,
     device: str | torch.device | None = None,
     backend: str | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
     mean_over: int | None = None,
     whole: bool = False,
 ) -> Groups:
@@ -54,10 +62,12 @@ def make_groups(
       mesh: a `DeviceMesh`, or its data-parallel part: `mesh["dp"]`, `mesh["replicate", "shard"]`.
         The groups cover its ranks only, and never those of tensor or pipeline parallelism.
       ranks: global ranks of the job by position, instead of `mesh`; None takes all.
-      device: where tensors live. None takes that of `mesh`, else the current CUDA device if the
-        default group has NCCL, else the CPU; in a world of one, torch's default device.
+      device: where tensors live. None takes that of `mesh`, else the current accelerator if the
+        default group has its backend, else the CPU; in a world of one, torch's default device.
       backend: of the new groups; None takes that of the default group for `device`.
-      timeout_s: bound in seconds of this call, and later of every wait on these groups.
+      timeout_s: bound in seconds of this call, and later of every wait on these groups: on the CPU
+        the host raises after it; on accelerators it is the limit of the backend's watchdog, which
+        ends the process. The slowest rank may load data or write files for that long.
       mean_over: number of ranks that gradients are averaged over; None takes those of these groups.
         Expert leaves live on fewer ranks than there are losses: their gradient on a rank is a sum
         over tokens that other ranks sent, while the loss is a mean over all data-parallel ranks.
@@ -70,16 +80,19 @@ def make_groups(
     Returns:
       Frozen `Groups`, which a `with` block closes at its end.
 
-    Communication: a few small messages through the store of torch.distributed; no collectives. If
-      the default group is bound to a device (`device_id=`), NCCL splits it: then all ranks of the
-      world must make their groups at the same time.
+    Communication: a few small messages through the store of torch.distributed. On an accelerator a
+      barrier on each communicator, which connects its ranks; the gathers of `Groups.flat` are
+      connected at their first use, by all ranks of a partition group. If the default group is bound
+      to a device (`device_id=`), NCCL splits it: then all ranks of the world must make their groups
+      at the same time, and use `flat` for the first time together.
 
-    Memory: nothing here; NCCL allocates buffers for each communicator at its first use.
+    Memory: the buffers of NCCL, for each communicator.
 
     Raises:
       PlanError: sizes do not fit together; the text lists sizes that would.
       DesyncError: ranks disagree on an argument or on what they found; names ranks and values.
-      GroupsError: torch.distributed is not initialised, or some rank cannot create a group.
+      GroupsError: torch.distributed is not initialised, some rank cannot create a group, or several
+        ranks use one accelerator without gloo, and with the same NCCL_HOSTID or none.
       CollectiveTimeoutError: some rank of the job did not call it in time.
 
     Example:
@@ -95,6 +108,7 @@ def make_groups(
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
     chosen, served_by = device_and_backend(device, mesh, backend)
+    order_launches(served_by)
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
     sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
     problem = _problem(timeout_s, **wiring, **sizes)
@@ -104,10 +118,10 @@ def make_groups(
     common |= {"backend": served_by, "timeout_s": seconds, "mean_over": mean_over, "whole": whole}
     key, found = "", 1
     if len(universe) > 1:
-        store = _torch.default_store()
-        facts = _facts(common, here)
-        wait_s = 300.0 if problem else timeout_s
-        key, found = meet(store, universe, rank, facts, here, timeout_s=wait_s)
+        facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
+        wait = {"verb": "make_groups", "timeout_s": 600.0 if problem else timeout_s}
+        mine, judge = told(facts, here, spot), partial(judged, facts)
+        key, found = meet(_torch.default_store(), universe, rank, mine, judge, **wait)
     if problem is not None:  # raised only now, so that ranks with other arguments raise as well
         raise problem
     wired = topology or Topology.of(len(universe), found, nodes_per_rack)

@@ -1,7 +1,7 @@
-"""Compare arguments between ranks through a key-value store, before any process group exists.
+"""Compare facts between ranks through a key-value store, before any process group exists.
 
 Ranks that create different groups would hang without any error. So every rank writes its facts to
-the store, the first rank compares them all and publishes one verdict, and all ranks read it: n
+the store, the first rank judges them all and publishes one verdict, and all ranks read it: n
 small writes, n small reads by one rank, and n reads of one key.
 
 [Note: waiting for each other] Ranks meet under a key that depends on `ranks=`, so a rank that was
@@ -12,80 +12,74 @@ meeting, then neither meeting can succeed, and the same verdict is published to 
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from mics_fn.errors import CollectiveTimeoutError, DesyncError, PlanError, message, name_ranks
+from mics_fn.errors import (
+    CollectiveTimeoutError,
+    DesyncError,
+    GroupsError,
+    PlanError,
+    message,
+    name_ranks,
+)
 from mics_fn.store import Store, poll
 
-_KINDS = {"desync": DesyncError, "plan": PlanError, "timeout": CollectiveTimeoutError}
+_JUDGED = {kind.__name__: kind for kind in (DesyncError, GroupsError, PlanError)}
+_KINDS = _JUDGED | {"CollectiveTimeoutError": CollectiveTimeoutError}
 
-
-class Fact(NamedTuple):
-    """What must be equal on all ranks, as text for people."""
-
-    name: str
-    value: str
-    fix: str  # what to do if ranks differ
-
-
-class Location(NamedTuple):
-    """The node that a rank runs on."""
-
-    node: str  # equal on ranks that share a node
-    source: str  # what `node` follows from, for errors
-    host: str  # empty if the user defines what a node is
+Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
 
 
 class Meeting(NamedTuple):
     """What the ranks agreed on."""
 
     key: str  # not used by an earlier meeting
-    node_size: int  # number of these ranks on one node
+    verdict: Any  # of the judge
 
 
 def meet(
     store: Store,
     ranks: Sequence[int],
     rank: int,
-    facts: Sequence[Fact],
-    location: Location,
+    mine: Any,
+    judge: Judge,
     *,
+    verb: str,
     timeout_s: float,
 ) -> Meeting:
-    """Compare facts between `ranks`; each of them calls this the same number of times.
+    """Judge the facts of `ranks`; each of them calls this the same number of times for a verb.
 
     Args:
       store: shared by all ranks.
       ranks: global ranks that meet, in the order of their positions.
       rank: this rank.
-      facts: what must be equal on all ranks.
-      location: this rank's node, which may differ.
+      mine: the facts of this rank, in a form that JSON keeps.
+      judge: gets those of all ranks by rank; what it returns or raises comes to all of them.
+      verb: who calls, for errors.
       timeout_s: bound in seconds of the wait for the others.
 
     Returns:
-      A key that is new and the same on all ranks, and the number of ranks on one node.
+      A key that is new and the same on all ranks, and what the judge returned.
 
     Communication: O(n) small messages in all, through the store only.
 
     Raises:
-      DesyncError: facts differ; every rank raises, with the values and who has them.
-      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+      DesyncError, GroupsError, PlanError: what the judge raised, on every rank.
       CollectiveTimeoutError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s
-    here = _enter(store, ranks, rank)
+    here = _enter(store, ranks, rank, verb)
     here["timeout_s"] = timeout_s
     waits = f"mics_fn/waits/{rank}"
     try:
         store.set(waits, json.dumps(here))
-        mine = {"facts": [fact.value for fact in facts], "location": location}
         store.set(f"{here['key']}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
-            _compare_all(store, ranks, here, facts, deadline)
+            _judge_all(store, ranks, here, judge, deadline)
         key = f"{here['key']}/verdict"
         if not poll(lambda: store.check([key]), len(ranks), deadline):
             _publish(store, [here["key"]], _absence(store, here, ranks))
@@ -101,27 +95,24 @@ def meet(
             store.set(waits, "{}")
     if "error" in verdict:
         raise _KINDS[verdict["error"]](verdict["text"])
-    return Meeting(here["key"], verdict["node_size"])
+    return Meeting(here["key"], verdict["found"])
 
 
-def _enter(store: Store, ranks: Sequence[int], rank: int) -> dict[str, Any]:
+def _enter(store: Store, ranks: Sequence[int], rank: int, verb: str) -> dict[str, Any]:
     """A new meeting: the n-th of these ranks, where n is this rank's own count of calls."""
-    digest = sha256(json.dumps(list(ranks)).encode()).hexdigest()[:16]
+    digest = sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]
     while True:
         call = store.add(_calls(digest, rank), 1)
         key = f"mics_fn/{digest}/{call}"
         # If the others gave up waiting for this rank in that meeting, their count is one ahead.
         missed = store.check([f"{key}/verdict"]) and json.loads(store.get(f"{key}/verdict"))
         if not missed or rank not in missed.get("absent", ()):
-            return {"key": key, "digest": digest, "call": call, "rank": rank, "ranks": _runs(ranks)}
+            mine = {"key": key, "digest": digest, "call": call, "verb": verb}
+            return mine | {"rank": rank, "ranks": _runs(ranks)}
 
 
-def _compare_all(
-    store: Store,
-    ranks: Sequence[int],
-    here: dict[str, Any],
-    facts: Sequence[Fact],
-    deadline: float,
+def _judge_all(
+    store: Store, ranks: Sequence[int], here: dict[str, Any], judge: Judge, deadline: float
 ) -> None:
     """On the first rank: read what all ranks wrote, and publish the verdict."""
     key, found = here["key"], {}
@@ -135,12 +126,9 @@ def _compare_all(
             return None
         found[other] = json.loads(store.get(mine))
     try:
-        _compare(facts, {other: written["facts"] for other, written in found.items()})
-        nodes = {other: Location(*written["location"]) for other, written in found.items()}
-        verdict: dict[str, Any] = {"node_size": node_size_of(nodes)}
-    except (DesyncError, PlanError) as error:
-        kind = "desync" if isinstance(error, DesyncError) else "plan"
-        verdict = {"error": kind, "text": str(error)}
+        verdict = {"found": judge(found)}
+    except tuple(_JUDGED.values()) as error:
+        verdict = {"error": type(error).__name__, "text": str(error)}
     return _publish(store, [key], verdict)
 
 
@@ -206,62 +194,9 @@ def _conflict(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, An
     both = sorted((here, there), key=lambda meeting: meeting["rank"])
     lines = [f"rank {at['rank']}: ranks {_expanded(at['ranks'])}" for at in both]
     fix = "pass the same ranks= or mesh= on all of these ranks"
-    text = message("make_groups: ranks disagree on which ranks share the groups", lines, fix)
-    return {"error": "desync", "text": text, "absent": [at["rank"] for at in both]}
-
-
-def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
-    """Raise DesyncError if a fact differs between ranks."""
-    names, lines, fixes = [], [], []
-    for i, fact in enumerate(facts):
-        holders: dict[str, list[int]] = {}
-        for rank, values in found.items():
-            holders.setdefault(values[i], []).append(rank)
-        if len(holders) > 1:
-            held = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items()]
-            names.append(fact.name)
-            lines.append(f"{fact.name}: {'; '.join(held)}")
-            fixes.append(fact.fix)
-    if names:
-        what = f"make_groups: ranks disagree on {', '.join(names)}"
-        raise DesyncError(message(what, lines, "; ".join(fixes)))
-
-
-def node_size_of(locations: Mapping[int, Location]) -> int:
-    """The number of these ranks on each node.
-
-    Raises:
-      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
-
-    >>> node_size_of({rank: Location(str(rank // 2), "node_size=2", "") for rank in range(4)})
-    2
-    """
-    nodes: dict[str, list[int]] = {}
-    hosts: dict[str, set[str]] = {}
-    last = None
-    for rank, (node, source, host) in locations.items():
-        if node in nodes and node != last:
-            lines = [f"one node, by {source}: {name_ranks([*nodes[node], rank])}"]
-            fix = "order ranks= by node, or pass node_size= or topology="
-            raise PlanError(
-                message("make_groups: ranks of one node are not next to each other", lines, fix)
-            )
-        nodes.setdefault(node, []).append(rank)
-        hosts.setdefault(node, set()).add(host)
-        last = node
-    source = next(iter(locations.values())).source
-    for node, names in hosts.items():
-        if len(names) > 1:
-            what = f"make_groups: {source} puts {name_ranks(nodes[node])} on one node"
-            fix = "start ranks node by node (Slurm: --distribution=block), or pass node_size="
-            raise PlanError(message(what, [f"but they run on {', '.join(sorted(names))}"], fix))
-    if len({len(ranks) for ranks in nodes.values()}) > 1:
-        what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
-        lines = [f"{len(ranks)} on one node: {name_ranks(ranks)}" for ranks in nodes.values()]
-        fix = "use equally many ranks of every node, or pass node_size= or topology="
-        shown = lines if len(lines) <= 8 else [*lines[:8], "..."]
-        raise PlanError(message(what, shown, fix))
-    return len(nodes[last or ""])
+    what = f"{here['verb']}: ranks disagree on which ranks share the groups"
+    text = message(what, lines, fix)
+    return {"error": "DesyncError", "text": text, "absent": [at["rank"] for at in both]}
 
 
 def _absence(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
@@ -269,6 +204,6 @@ def _absence(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dic
     late = [rank for rank in ranks[:1024] if not store.check([f"{here['key']}/{rank}"])]
     who = f"{name_ranks(late)} did not call it" if late else f"rank {ranks[0]} did not answer"
     who = f"{who} within {here['timeout_s']:g} s"
-    fix = "call make_groups on all of these ranks, equally often and in the same order"
-    text = message(f"make_groups: {who}", [f"expected: {name_ranks(ranks)}"], fix)
-    return {"error": "timeout", "text": text, "absent": late}
+    fix = f"call {here['verb']} on all of these ranks, equally often and in the same order"
+    text = message(f"{here['verb']}: {who}", [f"expected: {name_ranks(ranks)}"], fix)
+    return {"error": "CollectiveTimeoutError", "text": text, "absent": late}

@@ -34,7 +34,8 @@ def test_a_device_that_the_default_group_does_not_serve(monkeypatch: pytest.Monk
         device_and_backend("cpu", None, None)
     assert str(caught.value) == (
         "make_groups: the default group serves cuda:nccl, not cpu\n"
-        "  fix: pass device= or backend=, or init with 'cpu:gloo,cuda:nccl'"
+        "  fix: pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        "init_distributed(cpu_groups=True)"
     )
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert device_and_backend("cpu", None, None) == (torch.device("cpu"), "gloo")

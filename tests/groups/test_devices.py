@@ -1,0 +1,252 @@
+"""Which device each rank takes, with hardware that is made up: `Fake` in place of `machine`."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_world import free_port
+
+from mics_fn import _torch
+from mics_fn.errors import DesyncError, GroupsError, MicsError
+from mics_fn.groups import devices, make_groups
+from mics_fn.groups.devices import Machine, spot_of
+from mics_fn.groups.distributed import _choose, device_and_backend, init_distributed, order_launches
+from mics_fn.groups.environment import Launch
+from mics_fn.groups.topology import Topology
+from mics_fn.lab.ranks.pool import RankPool, run_ranks
+
+Pools = Callable[[int], RankPool]
+
+
+class Fake(Machine):
+    """A process that sees as many devices as it has uuids."""
+
+    def __init__(self, kind: str, *uuids: str) -> None:
+        self._kind, self.uuids, self.used = kind, uuids, -1
+
+    def kind(self) -> str:
+        return self._kind
+
+    def count(self) -> int:
+        return len(self.uuids)
+
+    def with_index(self, device: torch.device) -> torch.device:
+        bare = device.type != "cpu" and device.index is None
+        return torch.device(device.type, 0) if bare else device
+
+    def use(self, device: torch.device) -> None:
+        self.used = device.index
+
+    def uuid(self, device: torch.device) -> str:
+        return self.uuids[device.index]
+
+
+NONE = Fake("cpu")
+
+
+@contextmanager
+def machine(fake: Fake, **env: str) -> Iterator[Fake]:
+    with mock.patch.object(devices, "machine", fake), mock.patch.dict(os.environ, env):
+        yield fake
+
+
+@pytest.mark.parametrize(
+    ("asked", "fake", "want"),
+    [
+        ("auto", Fake("cuda", "G"), "cuda:0"),  # the launcher shows each process its own
+        ("auto", Fake("cuda", "G", "H", "I", "J"), "cuda:3"),
+        ("auto", Fake("cuda", "G", "H"), "cuda:1"),
+        ("auto", Fake("xpu", "G"), "xpu:0"),
+        ("auto", NONE, "cpu"),
+        ("cpu", Fake("cuda", "G"), "cpu"),
+        ("cuda", Fake("cuda", "G", "H", "I", "J"), "cuda:3"),
+        ("cuda:1", Fake("cuda", "G", "H"), "cuda:1"),
+    ],
+)
+def test_the_fourth_rank_of_a_node_takes(asked: str, fake: Fake, want: str) -> None:
+    with machine(fake):
+        assert _choose(asked, Launch("Slurm", 3, 4, 3, 4, "a", 1)) == (torch.device(want), "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "fake", "what"),
+    [
+        ("cuda", NONE, "cuda is asked for, and this process sees 0 devices of its kind"),
+        ("cuda:2", Fake("cuda", "G", "H"), "cuda:2 is asked for, and this process sees 2 devices"),
+        ("cuda", Fake("xpu", "G"), "cuda is asked for, and this process sees 0 devices"),
+    ],
+)
+def test_a_device_that_is_not_there(asked: str, fake: Fake, what: str) -> None:
+    with machine(fake), pytest.raises(GroupsError, match=what):
+        init_distributed(device=asked)
+
+
+def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with machine(Fake("xpu", "G", "H")) as fake:
+        assert init_distributed(device="xpu:1") == torch.device("xpu", 1)
+    assert fake.used == 1
+
+
+def start(port: str, seen: list[tuple[str, ...]], hostid: str, options: dict[str, Any]) -> Any:
+    """What `init_distributed` answers on a rank that sees these GPUs, or its error."""
+    rank, started = dist.get_rank(), mock.Mock()
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"{hostid}{rank}"}
+    fake = Fake("cuda" if seen[rank] else "cpu", *seen[rank])
+    with (
+        machine(fake, **(env if hostid else env | {"NCCL_HOSTID": ""})),
+        mock.patch("socket.gethostname", return_value="here"),
+        mock.patch.object(dist, "is_initialized", return_value=False),
+        mock.patch.object(dist, "init_process_group", started),
+    ):
+        try:
+            chosen = init_distributed(**options)
+        except MicsError as error:
+            return type(error), str(error)
+        given = started.call_args
+        assert given.kwargs["rank"] == rank
+        order = os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", "")
+        return str(chosen), fake.used, given.args[0], given.kwargs["timeout"].seconds, order
+
+
+ONE_EACH, ONE_FOR_ALL = [("G",), ("H",)], [("G",), ("G",)]
+SHARED = """init_distributed: several ranks use one device
+  ranks 0, 1 on here: cuda:0, G
+  fix: start one rank per device, show each rank one of its own (srun --gpus-per-task=1), \
+or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"""
+MIXED = """init_distributed: ranks use different kinds of devices
+  rank 0: cuda on here (device=auto)
+  rank 1: cpu on here (device=auto)
+  fix: look why some ranks see no accelerator, or pass the same device= on all of them"""
+MISSING = """init_distributed: a rank does not have the device that was asked for
+  rank 1: cuda is asked for, and this process sees 0 devices of its kind, on here
+  fix: pass device='auto' or 'cpu', or use a torch and a driver for this device"""
+
+
+@pytest.mark.parametrize(
+    ("seen", "hostid", "options", "want"),
+    [
+        (ONE_EACH, "", {}, [("cuda:0", 0, "nccl", 600, "1")] * 2),
+        ([("G", "H")] * 2, "", {}, [(f"cuda:{i}", i, "nccl", 600, "1") for i in range(2)]),
+        (
+            ONE_EACH,
+            "",
+            {"cpu_groups": True, "timeout_s": 700},
+            [("cuda:0", 0, "cpu:gloo,cuda:nccl", 700, "1")] * 2,
+        ),
+        (ONE_FOR_ALL, "host", {}, [("cuda:0", 0, "nccl", 600, "1")] * 2),
+        (ONE_FOR_ALL, "", {"device": "cpu"}, [("cpu", -1, "gloo", 600, "")] * 2),
+        ([()] * 2, "", {}, [("cpu", -1, "gloo", 600, "")] * 2),
+        (ONE_FOR_ALL, "", {}, [(GroupsError, SHARED)] * 2),
+        ([("G",), ()], "", {}, [(DesyncError, MIXED)] * 2),
+        ([("G",), ()], "", {"device": "cuda"}, [(GroupsError, MISSING)] * 2),
+    ],
+)
+def test_ranks_agree_on_devices_before_they_start(
+    ranks: Pools, seen: Any, hostid: str, options: dict[str, Any], want: list[Any]
+) -> None:
+    assert ranks(2).run(start, free_port(), seen, hostid, options) == want
+
+
+def shared_in_groups(hostids: list[str]) -> str:
+    with (
+        machine(Fake("cuda", "G"), NCCL_HOSTID=hostids[dist.get_rank()]),
+        mock.patch("socket.gethostname", return_value="here"),
+        pytest.raises(GroupsError) as caught,
+    ):
+        make_groups(backend="nccl", timeout_s=20)
+    return str(caught.value)
+
+
+def test_groups_refuse_ranks_on_one_device(ranks: Pools) -> None:
+    """Also where the user starts torch.distributed. (Here torch has no NCCL, which comes later.)"""
+    text = SHARED.replace("init_distributed", "make_groups")
+    assert ranks(2).run(shared_in_groups, ["", ""]) == [text] * 2
+    for found in ranks(2).run(shared_in_groups, ["a", "b"]):
+        assert "cannot make" in found
+
+
+def test_a_device_without_a_uuid_is_known_by_what_the_process_sees() -> None:
+    def unit(device: str, visible: str) -> str:
+        with machine(Fake("npu", "", ""), ASCEND_RT_VISIBLE_DEVICES=visible):
+            return spot_of(torch.device(device), alone=True).unit
+
+    first = unit("xpu:0", "0,1")
+    assert unit("xpu:0", "0,1") == first
+    assert len({first, unit("xpu:1", "0,1"), unit("xpu:0", "1,0")}) == 3
+    with machine(Fake("xpu", "G")):
+        assert not spot_of(torch.device("xpu:0"), alone=False).unit
+        assert not spot_of(torch.device("cpu"), alone=True).unit
+
+
+@pytest.mark.parametrize(
+    ("config", "fake", "want"),
+    [
+        ("cuda:nccl", Fake("cuda", "G"), ("cuda:0", "nccl")),
+        ("cpu:gloo,cuda:nccl", Fake("cuda", "G"), ("cuda:0", "nccl")),
+        ("xpu:xccl", Fake("xpu", "G"), ("xpu:0", "xccl")),
+        ("cpu:gloo,cuda:gloo", Fake("cuda", "G"), ("cpu", "gloo")),
+        ("cpu:gloo,cuda:nccl", NONE, ("cpu", "gloo")),
+    ],
+)
+def test_groups_take_the_device_that_the_default_group_serves(
+    monkeypatch: pytest.MonkeyPatch, config: str, fake: Fake, want: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    with machine(fake):
+        device, backend = device_and_backend(None, None, None)
+    assert (str(device), backend) == want
+
+
+def test_nccl_starts_kernels_in_the_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, backend, after in (("", "gloo", ""), ("", "nccl", "1"), ("0", "nccl", "0")):
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", before)
+        if not before:
+            monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+        order_launches(backend)
+        assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "") == after
+
+
+def connected(fails_on: int) -> Any:
+    """Which groups a rank connects as on an accelerator, although they are gloo's."""
+    seen: list[tuple[str, int]] = []
+    warm_up = _torch.warm_up
+
+    def record(group: Any, device: torch.device) -> None:
+        if dist.get_rank() == fails_on:
+            raise RuntimeError("no route\nmore")
+        warm_up(group, device)
+        seen.append((group.group_desc.removeprefix("mics_fn "), group.size()))
+
+    before = _torch.num_process_groups()
+    with machine(Fake("cuda", "G")), mock.patch.object(_torch, "warm_up", record):
+        options: Any = {"topology": Topology((2, 2, 2)), "device": "cuda", "backend": "gloo"}
+        try:
+            with make_groups(4, timeout_s=2 if fails_on >= 0 else 20, **options):
+                made = _torch.num_process_groups() - before
+        except GroupsError as error:
+            return str(error), _torch.num_process_groups() - before
+    return seen, made
+
+
+def test_communicators_are_connected_in_one_order(ranks: Pools) -> None:
+    purposes = ["gather node", "reduce node", "gather rank", "reduce rank"]
+    want = [(purpose, 2) for purpose in purposes] + [("reduce flat", 4), ("replicas", 2)]
+    assert ranks(8).run(connected, -1) == [(want, 6)] * 8
+
+
+def test_a_rank_that_cannot_connect_says_so() -> None:
+    text = (
+        "make_groups: rank 2 cannot connect 'gather node' of ranks 0, 2\n"
+        "  no route\n"
+        "  fix: look at these ranks' own errors, then call make_groups again on all"
+    )
+    assert run_ranks(connected, 8, 2)[2] == (text, 0)
