@@ -14,7 +14,9 @@ numbers and a `Topology`, without processes:
     replication groups (4 of 2): 0, 4 | 1, 5 | 2, 6 | 3, 7
 
 `init_distributed` starts torch.distributed from what the launcher wrote into the environment, and
-chooses the device; without a launcher, every verb works on one rank. `make_groups` then creates the
+chooses the device: an accelerator where the process sees one. Ranks compare the UUIDs of what they
+chose, so that two on one GPU, or one without any, are named before anything waits for them.
+Without a launcher, every verb works on one rank. `make_groups` then creates the
 process groups of such a plan. It takes the size of a node from the launcher (or `node_size=`), and
 every rank checks that all found the same. A partition group is a node unless `partition_size=` says
 otherwise: on four machines with 8 GPUs, `make_groups(partition_size=16)` makes two replicas of two
@@ -23,6 +25,11 @@ nodes each. The result is a frozen `Groups`, a value that every verb takes:
   >>> with make_groups() as groups:
   ...     groups.hierarchy
   Hierarchy(one rank, chunk 0 of 1)
+
+A block that ends closes its groups, which on NCCL all ranks do together. One that an exception
+leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
+[Note: leaving by an error] in `life`. So a rank must not leave the block by an exception that is
+no failure.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
 In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
@@ -36,11 +43,11 @@ says over how many ranks of it parameters and gradients stay sharded; see `place
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
 `communicator.py`, `life.py` and `buffers.py` are the values; `make.py` makes them, with
-`distributed.py` (device and backend), `environment.py` (launchers) and `rendezvous.py` (ranks
-compare arguments before any group exists). To add a launcher, add a row to `_MPI` in
-`environment.py`, or a reader beside `_slurm`, and its cases to `tests/groups/test_launcher.py`. To
-add a placement, add a row to `PLACEMENTS` in `placement.py`, and its formula to
-`tests/deferred/test_placement.py`.
+`distributed.py` (device and backend), `devices.py` (which GPU), `environment.py` (launchers),
+`rendezvous.py` (ranks meet before any group exists) and `facts.py` (what they compare). To add a
+launcher, add a row to `_MPI` in `environment.py`, or a reader beside `_slurm`, and its cases to
+`tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,
+and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement

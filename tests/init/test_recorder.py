@@ -3,6 +3,7 @@
 import copy
 import math
 
+import pytest
 import torch
 from cases import same_bits
 from hypothesis import given, settings
@@ -196,3 +197,26 @@ def test_the_end_of_a_stream_is_what_code_has_set():
     recorder.replay.finish()
     state = torch.get_rng_state()
     assert torch.equal(state, torch.manual_seed(5).get_state())
+
+
+class Uninitialised:
+    """`torch.cuda` before its first use: generators exist only from `init` on."""
+
+    default_generators: tuple[torch.Generator, ...] = ()
+
+    def init(self) -> None:
+        made = tuple(torch.Generator().manual_seed(i) for i in range(2))
+        self.default_generators = self.default_generators or made
+
+
+def test_draws_are_recorded_before_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch):
+    module = Uninitialised()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)  # there is no CUDA here
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    with Recorder() as recorder:
+        for device in ("cuda:0", "cuda"):
+            assert torch.empty(4, device=device).normal_().device.type == "cuda"
+        torch.rand(2)
+    draws = [op.generator for op in recorder.tape.ops if op.generator is not None]
+    assert [*map(id, draws)] == [*map(id, (*module.default_generators, torch.default_generator))]
