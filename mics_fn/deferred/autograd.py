@@ -87,7 +87,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
         live: LiveBuckets = ctx.live
-        live.run.reduce(ctx.index)
+        live.run.complete(ctx.index)
         if live.into is not None:
             live.into.add(ctx.index, grads)
             return (None, None, *(None for _ in grads))

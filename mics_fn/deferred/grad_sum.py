@@ -21,7 +21,7 @@ class SumOfPasses(Reduction):
     """The gradients of all backward passes of a step: hop 1 of each, their mean, then hop 2.
 
     Args:
-      uses, order: as for `Reduction`.
+      uses, run: as for `Reduction`.
       micro_steps: the number of passes in the step.
       dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
     """
@@ -29,7 +29,7 @@ class SumOfPasses(Reduction):
     def __init__(
         self,
         uses: Sequence[BucketUse],
-        order: Sequence[int],
+        run: Run,
         micro_steps: int,
         dtype: torch.dtype | None,
     ) -> None:
@@ -37,7 +37,7 @@ class SumOfPasses(Reduction):
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk]; of one rank alone: pieces
         self._given: list[tuple[Buffers, Tensor]] = []  # to give back at the end
-        super().__init__(uses, order)
+        super().__init__(uses, run)
 
     @property
     def last(self) -> bool:
@@ -194,7 +194,7 @@ class GradSum:
             text = "defer: into= is in use by another run"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
-        reduction = SumOfPasses(opened.uses, run.order, self.micro_steps, self.dtype)
+        reduction = SumOfPasses(opened.uses, run, self.micro_steps, self.dtype)
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
         return variables

@@ -106,7 +106,7 @@ class LiveBuckets:
     def begin_pass(self) -> Reduction:
         """The reduction of this backward pass, if gradients are its result."""
         if self.reduction is None:
-            self.reduction = Reduction(self.uses, self.run.order)
+            self.reduction = Reduction(self.uses, self.run)
         return self.reduction
 
     def touch(self, ids: tuple[int, ...]) -> None:

@@ -4,7 +4,8 @@
 for example if only some of them use a parameter. Buckets are reduced in one order that is the same
 everywhere: a bucket that is complete early waits for those before it, and one that never becomes
 complete is reduced as zeros at the end. So no rank can wait for a reduction that another one does
-not do.
+not do. Where these reductions come between fetches is a part of the run, which compares it: see
+[Note: reductions between fetches] in `schedules.run`.
 
 [Note: gradients in flight] A bucket's gradients are packed into one of a few slots of memory. They
 stay there until hop 1 is done, late levels included, and the next bucket in that slot waits until
@@ -27,6 +28,7 @@ from mics_fn.collectives import (
     wait_until,
 )
 from mics_fn.groups import Hierarchy, Route
+from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, dense, pack_full, split_chunk
 
 _Complete = tuple[list[Tensor | None], Tensor | None]  # full gradients, and memory for the mean
@@ -38,12 +40,12 @@ class Reduction:
 
     Args:
       uses: the buckets, frozen ones too.
-      order: the order of all their reductions, which is the same on every rank.
+      run: has the order of all their reductions, and hears of each before it starts.
     """
 
-    def __init__(self, uses: Sequence[BucketUse], order: Sequence[int]) -> None:
-        self.uses = uses
-        self.order = [i for i in order if uses[i].bucket.trainable]
+    def __init__(self, uses: Sequence[BucketUse], run: Run) -> None:
+        self.uses, self._run = uses, run
+        self.order = [i for i in run.order if uses[i].bucket.trainable]
         self._pendings: list[Pending] = []
         self._complete: dict[int, _Complete] = {}  # in this pass
         self._next = 0  # index in the order
@@ -172,6 +174,7 @@ class Reduction:
                 return
             self._complete[index] = _STARTED  # lets go of the full gradients
             if complete is not _STARTED:
+                self._run.reduce(index)
                 self._start(index, *complete)
             self._next += 1
 

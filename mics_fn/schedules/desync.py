@@ -41,14 +41,18 @@ _STUCK = (
 )
 _RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
 
+# Where a rank leaves a schedule: the number of the use that it does otherwise; and the number of
+# reductions that it starts before it, if it does that use but these are what differs.
+Step = tuple[int, int | None]
+
 
 class Progress(Protocol):
     """How far this rank is in one run of the model; shown to the other ranks."""
 
     number: int  # of the run
 
-    def step_text(self, k: int) -> str | None:
-        """What this rank did at step k; None if it is not there yet or left the schedule there."""
+    def step_text(self, k: int, reduced: int | None) -> str | None:
+        """What this rank did at a `Step`; None if it is not there yet or left the schedule."""
         ...
 
     def last_step(self) -> str:
@@ -88,6 +92,11 @@ class Channel:
         self._events = 0
         self._note = ""  # what this rank wrote down about its wait
         self._written: deque[list[str]] = deque([[]], maxlen=_RUNS_KEPT)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank in the partition group."""
+        return self._store is None
 
     def begin_run(self, progress: Progress, number: int | None = None) -> int:
         """Begin a run and return its number; the n-th run is the same on all ranks."""
@@ -131,20 +140,20 @@ class Channel:
         self._written[-1].append(key)
         return self._shared.add(key, amount)
 
-    def leave(self, number: int, k: int, text: str) -> None:
-        """Leave a schedule at step k; returns when all ranks have left it at the same step.
+    def leave(self, number: int, step: Step, text: str) -> None:
+        """Leave a schedule at a step; returns when all ranks have left it at the same step.
 
         Raises:
           DesyncError: other ranks left it at another step, or not at all.
           CollectiveTimeoutError: some rank neither left it nor noticed in time that it should.
         """
-        self.announce_leave(number, k, text)
+        self.announce_leave(number, step, text)
         self.await_leave(number, text)
 
-    def announce_leave(self, number: int, k: int, text: str) -> None:
-        """Write down that this rank left the schedule at step k."""
+    def announce_leave(self, number: int, step: Step, text: str) -> None:
+        """Write down that this rank left the schedule at a step."""
         if self._store is not None:
-            self._store.set(self._left(number, self._rank), json.dumps([k, text]))
+            self._store.set(self._left(number, self._rank), json.dumps([*step, text]))
             self._written[-1].append(self._left(number, self._rank))
 
     def await_leave(self, number: int, text: str) -> None:
@@ -165,7 +174,7 @@ class Channel:
             raise CollectiveTimeoutError(message(what, lines, fix))
         found = {rank: json.loads(store.get(key)) for rank, key in others.items()}
         if len({tuple(left) for left in found.values()}) > 1:
-            self._raise_everywhere({rank: left[1] for rank, left in found.items()})
+            self._raise_everywhere({rank: left[2] for rank, left in found.items()})
 
     def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
         """Raise the error that explains a wait without progress, if the others wrote down why.
@@ -214,8 +223,8 @@ class Channel:
             for other in self._ranks:
                 key = self._left(progress.number, other)
                 if other != self._rank and self._store.check([key]):
-                    k, text = json.loads(self._store.get(key))
-                    mine = progress.step_text(k)
+                    *step, text = json.loads(self._store.get(key))
+                    mine = progress.step_text(*step)
                     if mine is not None:
                         self._raise_everywhere({other: text, self._rank: mine})
 
@@ -245,6 +254,11 @@ class Channels(Channel):
         self._parts = parts
         self._widest = max(parts, key=lambda part: part.job_size)
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank in any of the partition groups."""
+        return all(part.alone for part in self._parts)
+
     def begin_run(self, progress: Progress, number: int | None = None) -> int:
         """Begin a run with the same number in every group."""
         number = number or 1 + max(part.runs for part in self._parts)
@@ -254,12 +268,12 @@ class Channels(Channel):
         """Compare the text in every group of the tree."""
         self._in_each(lambda part: part.compare(text))
 
-    def leave(self, number: int, k: int, text: str) -> None:
+    def leave(self, number: int, step: Step, text: str) -> None:
         """Leave the schedule in every group.
 
         Ranks may wait in any of them, so this rank announces it in all before it waits in one.
         """
-        self._in_each(lambda part: part.announce_leave(number, k, text))
+        self._in_each(lambda part: part.announce_leave(number, step, text))
         self._in_each(lambda part: part.await_leave(number, text))
 
     def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:

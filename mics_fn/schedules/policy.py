@@ -19,6 +19,9 @@ class Learned:
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
     firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
     passes: int | None = None  # number of backward passes in a run
+    # Of each use that fetches, how many reductions start before it; None before the first run that
+    # follows the schedule. See [Note: reductions between fetches] in `run`.
+    before: tuple[tuple[int, int], ...] | None = None
     last: Any = None  # the last `Run`, from which `settle` has perhaps not learned yet
     warned: bool = False  # the warning was given that the order of use changed
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
@@ -81,8 +84,8 @@ def on_demand(
     Returns:
       An `OnDemand`, for `defer` and `Trainer`. It remembers what it learned.
 
-    Communication: in a run without a schedule, one message of about a hundred bytes to the store of
-      torch.distributed before each fetch.
+    Communication: in a run without a schedule and in the first that follows one, a message of about
+      a hundred bytes to the store of torch.distributed before each fetch.
 
     Raises:
       PlanError: a number is negative.

@@ -4,6 +4,14 @@
 recently used one if the budget requires it, and records the order of use. The next run follows the
 schedule that was planned from this record, as long as the model does the same again. If it does
 not, the run continues like a first run from there, and its record replaces the old one.
+
+[Note: reductions between fetches] Ranks must start fetches and reductions in one order. Else one
+waits for the memory of a reduction that the other starts after a fetch, while the other waits for
+that fetch. Reductions come in one order on all ranks, so it is enough that each fetch comes after
+equally many. A rank starts fewer before a fetch if a bucket got no gradient there: nobody can know
+yet that none will come. In the first run that follows a schedule, ranks compare these numbers
+before each fetch, and later runs follow them as they follow the uses. Nothing is compared after the
+last fetch, so under `keep_all`, or if everything stays, ranks may differ in what gets a gradient.
 """
 
 import warnings
@@ -37,7 +45,10 @@ class Run:
         settle(learned, policy, sizes, channel)
         self.learned, self.policy, self.sizes = learned, policy, sizes
         self.uses: list[tuple[int, ...]] = []
-        self.events: list[Action] = []  # uses and reductions as they happened
+        self.events: list[Action] = []  # uses and complete gradients as they happened
+        self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
+        # Of each use that fetches: its number, and how many reductions have started before it.
+        self._before: list[tuple[int, int]] = []
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = self.peak_bytes = 0
         self.following = learned.schedule is not None
@@ -72,9 +83,12 @@ class Run:
             return []
         if self.following:
             found = self._until(ids)
-            if found is not None:
+            if found is None:
+                self._leave(k, self.use_text(k))
+            elif any(a.kind == "fetch" for a in found) and not self._fetches_after_the_same(k):
+                self._leave(k, self._fetch_text(k), len(self._reduced))
+            else:
                 return [self._apply(action) for action in found]
-            self._leave(k, self.use_text(k))
         self._digest.update(repr(ids).encode())
         for i in ids:
             if i in self.live:
@@ -82,9 +96,38 @@ class Run:
                 self.live[i] = None
         return self._on_demand(k, ids)
 
-    def reduce(self, index: int) -> None:
+    def complete(self, index: int) -> None:
         """Record that a bucket's gradients are complete."""
         self.events.append(Action("reduce", (index,)))
+
+    def reduce(self, index: int) -> None:
+        """A bucket's reduction is about to start; see [Note: reductions between fetches]."""
+        n = len(self._reduced)
+        self._reduced.append(index)
+        known, at = self.learned.before or (), len(self._before)
+        if self.following and not self.ended and at < len(known) and not self._channel.alone:
+            k, most = known[at]
+            if n >= most:
+                self._leave(k, self._reduction_text(k, n), n)
+
+    def _fetches_after_the_same(self, k: int) -> bool:
+        """Whether as many reductions have come before these fetches as on the other ranks."""
+        known, at = self.learned.before, len(self._before)
+        self._before.append((k, len(self._reduced)))
+        if known is None:
+            self._channel.compare(self._fetch_text(k))
+            return True
+        return self._channel.alone or known[at] == self._before[at]
+
+    def _fetch_text(self, k: int) -> str:
+        """Use k, which fetches, as text with the reductions that have started before it."""
+        n = dict(self._before).get(k, len(self._reduced))
+        last = f", the last of {self.name(self._reduced[n - 1])}" if n else ""
+        return f"{self.use_text(k)}; reductions before it: {n}{last}"
+
+    def _reduction_text(self, k: int, n: int) -> str:
+        name = self.name(self._reduced[n])
+        return f"reduction {n} of run {self.number} is of {name}, before use {k}"
 
     def end_pass(self, last: bool | None) -> None:
         """Compare the end of a backward pass; buckets without gradients will be reduced as zeros.
@@ -155,7 +198,7 @@ class Run:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
             # See [Note: the same order of use] in `schedules.desync`.
-            self._channel.compare(self._so_far(self.use_text(k)))
+            self._channel.compare(self._so_far(self._fetch_text(k)))
             done.append(self._apply(Action("fetch", (i,))))
         return done
 
@@ -166,10 +209,14 @@ class Run:
         named = " and ".join(map(self.name, self.uses[k]))
         return f"use {k} of run {self.number} is of {named}"
 
-    def step_text(self, k: int) -> str | None:
-        """What this rank did at step k; None if it is not there yet or left the schedule."""
+    def step_text(self, k: int, reduced: int | None) -> str | None:
+        """What this rank did at a step; see `schedules.desync.Progress`."""
         if self.left:
             return None
+        if reduced is not None and len(self.uses) <= k and len(self._reduced) > reduced:
+            return self._reduction_text(k, reduced)
+        if reduced is not None and len(self.uses) > k:
+            return self._fetch_text(k)
         if len(self.uses) == k == self._end and not self.ended:
             return self._pass_end()
         return self.use_text(k) if len(self.uses) > k or self.ended else None
@@ -182,10 +229,10 @@ class Run:
             return f"run {self.number} began"
         return self.use_text(len(self.uses) - (0 if self.ended else 1))
 
-    def _leave(self, k: int, text: str) -> None:
-        """Stop following the schedule at step k, on all ranks, and warn the first time."""
+    def _leave(self, k: int, text: str, reduced: int | None = None) -> None:
+        """Stop following the schedule at a step, on all ranks, and warn the first time."""
         self.left = True
-        self._channel.leave(self.number, k, text)
+        self._channel.leave(self.number, (k, reduced), text)
         self.following = False
         for used in self.uses[: k + 1]:
             self._digest.update(repr(used).encode())
@@ -222,7 +269,9 @@ def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Ch
     last.settled = True
     if last.following:
         learned.passes = learned.passes or last.passes or None
+        learned.before = tuple(last._before)
         return
+    learned.before = None
     if not policy.at_once:
         uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
         channel.compare(f"{last.use_text(len(last.uses))} (digest of its uses: {uses})")

@@ -1,0 +1,174 @@
+"""Buckets that get no gradient on some ranks: right, or refused by name before anything hangs."""
+
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, forget_groups, groups_of, random
+
+import mics_fn as mf
+from mics_fn.collectives import pending
+from mics_fn.errors import DesyncError
+
+PAIR, WIDE, REPLICAS = Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)
+BUCKETS, SIZE = 9, 6  # more than there are slots for reductions in flight
+END, MIDDLE, BEGINNING = 1, BUCKETS // 2, BUCKETS - 1  # of the backward pass
+
+
+def weights():
+    return [random(i, SIZE) for i in range(BUCKETS)]
+
+
+def loss_of(full, rank, without):
+    """Each bucket is used in forward and in backward, also one that gets no gradient."""
+    x = random(rank, SIZE) * full[0]
+    for i, w in enumerate(full[1:], 1):
+        x = torch.tanh(x * (w.detach() if i == without else w))
+    return x.square().sum()
+
+
+def make_run(layout):
+    """A function that runs a step of some passes, and gives its gradients and its run."""
+    groups, rank = groups_of(layout, timeout_s=30.0), dist.get_rank()
+    shards = mf.shard(weights(), groups, bucket_bytes=8)
+
+    def run(schedule, withouts):
+        total = mf.GradSum(len(withouts))
+        with (here := mf.defer(shards, groups, schedule, into=total)) as full:
+            for without in withouts:
+                total.backward(loss_of(full, rank, without))
+        grads = mf.unshard(total.grads(), groups)
+        total.release()
+        return grads, here
+
+    return run
+
+
+def twin(ranks, withouts_of):
+    """The mean of all ranks' gradients in one process; `withouts_of(rank)` has one per pass."""
+    params = [w.requires_grad_() for w in weights()]
+    losses = [loss_of(params, r, without) for r in range(ranks) for without in withouts_of(r)]
+    return torch.autograd.grad(torch.stack(losses).mean(), params, allow_unused=True)
+
+
+def same_gradients(got, want):
+    # gradients of order one: some tens of roundings in sums that are associated differently
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, torch.zeros(()) if b is None else b, rtol=0, atol=1e-5)
+
+
+def schedule_of(run, kind, live, passes):
+    """A policy that has learned the order, or the fixed schedule that it made."""
+    if kind == "keep_all":
+        return mf.keep_all()
+    policy = mf.on_demand(live_bytes=live, prefetch=0)
+    if kind == "fixed":
+        run(policy, [None] * passes)
+        return mf.schedules.Schedule.parse(str(policy.schedule))
+    return policy
+
+
+def right(layout, kind, live, without, passes):
+    """The last rank has no gradient for a bucket in one pass of each second step."""
+    run, last = make_run(layout), layout.world_size - 1
+    schedule = schedule_of(run, kind, live, passes)
+    run(schedule, [None] * passes)
+    for step in range(4):
+        odd = [without if step % 2 and i == passes - 1 else None for i in range(passes)]
+        plain = [None] * passes
+        got, here = run(schedule, odd if dist.get_rank() == last else plain)
+        same_gradients(got, twin(layout.world_size, lambda r: odd if r == last else plain))  # noqa: B023
+        assert here.following == (kind != "keep_all")
+
+
+# Nothing is fetched after these reductions.
+RIGHT = [
+    *(("keep_all", None, without) for without in (BEGINNING, MIDDLE, END)),
+    *((kind, None, without) for kind in ("fixed", "learned") for without in (BEGINNING, MIDDLE)),
+    *((kind, 0, END) for kind in ("fixed", "learned")),
+]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("kind", "live", "without"), RIGHT)
+@pytest.mark.parametrize("layout", [PAIR, WIDE, REPLICAS], ids=str)
+@pytest.mark.covering("kind", "without")
+def test_a_bucket_without_gradient_on_one_rank_is_right(ranks, layout, kind, live, without, passes):
+    ranks(layout.world_size).run(right, layout, kind, live, without, passes)
+
+
+def refused(layout, kind, without, passes, before):
+    forget_groups(layout)
+    run, last = make_run(layout), layout.world_size - 1
+    plain = [None] * passes
+    schedule = schedule_of(run, kind, 0, passes)
+    for _ in range(before):
+        run(schedule, plain)
+    odd = [*plain[1:], without]
+    started = time.monotonic()
+    try:
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pending, "_STALL_S", 0.3)
+            warnings.simplefilter("ignore")  # that a rank leaves its schedule
+            run(schedule, odd if dist.get_rank() == last else plain)
+    except DesyncError as error:
+        return str(error), time.monotonic() - started
+    finally:
+        forget_groups(layout)
+    return "no error", 0.0
+
+
+STEADY = {"fixed": 1, "learned": 2}  # runs before one that compares nothing
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("without", [BEGINNING, MIDDLE])
+@pytest.mark.parametrize(
+    ("kind", "before"), [(kind, n) for kind, most in STEADY.items() for n in range(most + 1)]
+)
+@pytest.mark.parametrize("layout", [PAIR, WIDE], ids=str)
+@pytest.mark.covering
+def test_a_fetch_after_a_reduction_that_a_rank_lacks_is_refused(
+    ranks, layout, kind, without, passes, before
+):
+    found = ranks(layout.world_size).run(refused, layout, kind, without, passes, before)
+    last = layout.world_size - 1
+    for text, seconds in found:
+        lines = text.splitlines()
+        assert any(line.startswith(f"  rank {last}: ") for line in lines), text
+        assert seconds < 6, "and not 30"
+        # Before that both may wait already: one for a fetch, the other for the reduction.
+        if before == STEADY[kind] or not text.startswith("ranks wait for"):
+            assert lines[0] == "defer: ranks use parameters in different orders"
+            odd = next(line for line in lines if line.startswith(f"  rank {last}: "))
+            done = without + 1
+            want = f", the last of bucket {done} ([{done}])" if done < BUCKETS else ""
+            n = BUCKETS - 1 - without + (passes - 1) * BUCKETS
+            assert f"reductions before it: {n}{want}" in odd
+    assert len({text for text, _ in found}) == 1, "the same words everywhere"
+
+
+def alike(layout, kind, passes):
+    """All ranks lose a gradient at one place, and find it again: they leave the schedule."""
+    run, ways = make_run(layout), [None, MIDDLE, MIDDLE, BEGINNING, None, None]
+    schedule = schedule_of(run, kind, 0, passes)
+    run(schedule, [None] * passes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for without in ways:
+            way = [None] * (passes - 1) + [without]
+            got, _ = run(schedule, way)
+            same_gradients(got, twin(layout.world_size, lambda r: way))  # noqa: B023
+    told = [str(w.message) for w in caught if "order of use changed" in str(w.message)]
+    assert len(told) == 1
+    assert f"reductions before it: {BUCKETS - 1 - MIDDLE + (passes - 1) * BUCKETS}, " in told[0]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("kind", ["fixed", "learned"])
+@pytest.mark.parametrize("layout", [PAIR, WIDE], ids=str)
+@pytest.mark.covering
+def test_ranks_that_lose_a_gradient_alike_leave_the_schedule(ranks, layout, kind, passes):
+    ranks(layout.world_size).run(alike, layout, kind, passes)
