@@ -42,16 +42,18 @@ they would hang, so a `DesyncError` names ranks, buckets and leaves. See [Note: 
 use] in `desync.py` for how they find out.
 
 Start reading at `schedule.py` (the value) and `planning.py` (the plan), then `policy.py`, `run.py`
-(follow or record a schedule), `desync.py` (messages between ranks) and `stalled.py` (ranks that
-wait for each other). To add a policy, write a function from a record and sizes to a schedule; the
-wing `deferred` moves the data, and asks a `Run` what to fetch and drop.
+(follow or record a schedule), `desync.py` (messages between ranks), `news.py` (how a rank hears of
+them), `several.py` (of trees on several groups) and `stalled.py` (ranks that wait for each other).
+To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
+the data, and asks a `Run` what to fetch and drop.
 """
 
-from mics_fn.schedules.desync import Channel, joined
+from mics_fn.schedules.desync import Channel
 from mics_fn.schedules.planning import plan
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
 from mics_fn.schedules.schedule import Action, Schedule, first_difference
+from mics_fn.schedules.several import joined
 from mics_fn.schedules.stalled import Stuck
 
 __all__ = [

@@ -11,22 +11,26 @@ A rank whose model leaves the schedule writes that down, and waits until the oth
 same step. A rank that does not leave will sooner or later wait for it in a collective. Every wait
 without progress looks here once per second; it then finds out which rank left, or which rank waits
 in another collective, and both raise an error that says so. The other replicas would wait for these
-ranks in hop 2, and find the same error in the same manner. While all ranks follow a schedule,
-nothing is sent.
+ranks in hop 2, and find the same error in the same manner. From the second run on in which all
+ranks follow a schedule, nothing is sent.
 
-On NCCL the host does not wait for collectives, so it looks for a rank that left only when a run
-ends, in `Trainer` or at the end of a `with` block. If nobody finds it by then, that rank raises
-after `timeout_s`, and the others by NCCL's watchdog.
+On an accelerator the host does not wait for collectives, so it looks for a rank that left only when
+a run ends, in `Trainer` or at the end of a `with` block, and at most once per second: that is one
+call to the store, see [Note: news] in `schedules.news`. Under `keep_all`, which nobody leaves, it
+never looks. If nobody finds it by then, that rank raises after `timeout_s`, and the others by
+NCCL's watchdog.
 """
 
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, disagreement, message, name_ranks
+from mics_fn.schedules.news import Log, News
 from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
 from mics_fn.store import Store, poll
 
@@ -39,6 +43,7 @@ _STUCK = (
     "ranks wait for each other in different collectives",
     f"call the same verbs in the same order on all ranks; {_ONE_ORDER}",
 )
+_GLANCE_S = 1.0  # a host that does not wait for collectives looks that often at most
 _RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs apart
 
 # Where a rank leaves a schedule: the number of the use that it does otherwise; and the number of
@@ -88,9 +93,14 @@ class Channel:
         self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
         self._key = f"{key}/order/{min(ranks, default=0)}"
         self._ranks, self._rank, self._timeout_s = ranks, rank, timeout_s
+        self._news = None if store is None else News(store)
+        self._log = None if self._store is None else Log(self._store, f"{self._key}/left")
+        self._left: dict[int, dict[int, tuple[Step, str]]] = {}  # by run, then by rank
+        self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `stalled`
+        self._note = ""  # what this rank wrote down about its wait
+        self._looked = -math.inf
         self._recent: list[Progress] = []
         self._events = 0
-        self._note = ""  # what this rank wrote down about its wait
         self._written: deque[list[str]] = deque([[]], maxlen=_RUNS_KEPT)
 
     @property
@@ -102,6 +112,8 @@ class Channel:
         """Begin a run and return its number; the n-th run is the same on all ranks."""
         self.runs = self.runs + 1 if number is None else number
         self._recent = [*self._recent[-1:], progress]
+        for old in [run for run in self._left if run < self._recent[0].number]:
+            del self._left[old]
         if self._shared is not None:
             # Nobody reads the messages of old runs, but the store would keep them in memory.
             past = self._written[0] if len(self._written) == _RUNS_KEPT else []
@@ -152,29 +164,28 @@ class Channel:
 
     def announce_leave(self, number: int, step: Step, text: str) -> None:
         """Write down that this rank left the schedule at a step."""
-        if self._store is not None:
-            self._store.set(self._left(number, self._rank), json.dumps([*step, text]))
-            self._written[-1].append(self._left(number, self._rank))
+        if self._log is not None:
+            self._written[-1].append(self._log.append([number, self._rank, step, text]))
+            self._tell()
 
     def await_leave(self, number: int, text: str) -> None:
         """Wait until all ranks have left the schedule."""
-        store = self._store
-        if store is None:
+        if self._log is None:
             return
-        others = {rank: self._left(number, rank) for rank in self._ranks}
+        found = self._left.setdefault(number, {})
 
         def all_left() -> bool:
             self._raise_reported()
-            return store.check(list(others.values()))
+            self._read_left()
+            return len(found) == len(self._ranks)
 
-        if not poll(all_left, len(others), time.monotonic() + self._timeout_s):
-            late = [rank for rank, key in others.items() if not store.check([key])]
+        if not poll(all_left, len(self._ranks), time.monotonic() + self._timeout_s):
+            late = [rank for rank in self._ranks if rank not in found]
             what = f"defer: {name_ranks(late)} did not leave the schedule in {self._timeout_s:g} s"
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
             raise CollectiveTimeoutError(message(what, lines, fix))
-        found = {rank: json.loads(store.get(key)) for rank, key in others.items()}
-        if len({tuple(left) for left in found.values()}) > 1:
-            self._raise_everywhere({rank: left[2] for rank, left in found.items()})
+        if len(set(found.values())) > 1:
+            self._raise_everywhere({rank: text for rank, (_, text) in found.items()})
 
     def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
         """Raise the error that explains a wait without progress, if the others wrote down why.
@@ -183,10 +194,22 @@ class Channel:
           stuck: what this rank waits for.
           issued: number of collectives that this rank issued, by process group.
         """
-        self._raise_reported()
+        if self._shared is None or self._news is None:
+            return
+        self._looked = time.monotonic()
+        if self._news.any():
+            self._raise_reported()
+            self._read_left()
+            self._notes.clear()
+            self._news.mark_seen()
         self._look_for_left()
-        if self._shared is not None and stuck:
+        if stuck:
             self._look_for_stuck(self._shared, stuck, issued or {})
+
+    def glance(self) -> None:
+        """`look`, unless this rank has looked within the last second."""
+        if time.monotonic() - self._looked >= _GLANCE_S:
+            self.look()
 
     def moved(self) -> None:
         """Withdraw this rank's note: what it waited for is done, or was given up."""
@@ -199,6 +222,11 @@ class Channel:
         """Make all ranks of the groups raise this error when they look."""
         if self._shared is not None:
             self._shared.compare_set(f"{self._all}/trouble", "", text)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.tell()
 
     def _look_for_stuck(
         self, store: Store, stuck: Sequence[Stuck], issued: Mapping[str, int]
@@ -210,26 +238,26 @@ class Channel:
         if mine != self._note:
             store.set(f"mics_fn/stuck/{self._rank}", mine)
             self._note = mine
+            self._tell()
         for other in neighbours(self._rank, stuck):
-            key = f"mics_fn/stuck/{other}"
-            note = json.loads((store.check([key]) and store.get(key)) or "null")
+            if other not in self._notes:
+                key = f"mics_fn/stuck/{other}"
+                self._notes[other] = json.loads((store.check([key]) and store.get(key)) or "null")
+            note = self._notes[other]
             if note and deadlocked(stuck, issued, note, other, self._rank):
                 self._raise_everywhere({other: note["text"], self._rank: text}, *_STUCK)
 
     def _look_for_left(self) -> None:
-        if self._store is None:
-            return
         for progress in self._recent:
-            for other in self._ranks:
-                key = self._left(progress.number, other)
-                if other != self._rank and self._store.check([key]):
-                    *step, text = json.loads(self._store.get(key))
-                    mine = progress.step_text(*step)
-                    if mine is not None:
-                        self._raise_everywhere({other: text, self._rank: mine})
+            for other, (step, text) in self._left.get(progress.number, {}).items():
+                mine = None if other == self._rank else progress.step_text(*step)
+                if mine is not None:
+                    self._raise_everywhere({other: text, self._rank: mine})
 
-    def _left(self, number: int, rank: int) -> str:
-        return f"{self._key}/left/{number}/{rank}"
+    def _read_left(self) -> None:
+        """Take note of the ranks that left a schedule, also in runs that come later here."""
+        for number, rank, (k, reduced), text in self._log.unread() if self._log else ():
+            self._left.setdefault(number, {})[rank] = (k, reduced), text
 
     def _raise_reported(self) -> None:
         """Raise the error that another rank reported, in this replica or another."""
@@ -244,64 +272,3 @@ class Channel:
         self.report(str(error))
         self._raise_reported()
         raise error
-
-
-class Channels(Channel):
-    """The channel of a tree whose leaves live on several groups: its ranks agree in each."""
-
-    def __init__(self, parts: Sequence[Channel]) -> None:
-        super().__init__()
-        self._parts = parts
-        self._widest = max(parts, key=lambda part: part.job_size)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank in any of the partition groups."""
-        return all(part.alone for part in self._parts)
-
-    def begin_run(self, progress: Progress, number: int | None = None) -> int:
-        """Begin a run with the same number in every group."""
-        number = number or 1 + max(part.runs for part in self._parts)
-        return max(part.begin_run(progress, number) for part in self._parts)
-
-    def compare(self, text: str) -> None:
-        """Compare the text in every group of the tree."""
-        self._in_each(lambda part: part.compare(text))
-
-    def leave(self, number: int, step: Step, text: str) -> None:
-        """Leave the schedule in every group.
-
-        Ranks may wait in any of them, so this rank announces it in all before it waits in one.
-        """
-        self._in_each(lambda part: part.announce_leave(number, step, text))
-        self._in_each(lambda part: part.await_leave(number, text))
-
-    def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
-        """Look in every group."""
-        self._in_each(lambda part: part.look(stuck, issued))
-
-    def _in_each(self, call: Callable[[Channel], None]) -> None:
-        """Call something in each group; an error in one is reported to the ranks of all."""
-        try:
-            for part in self._parts:
-                call(part)
-        except DesyncError as error:
-            for part in self._parts:
-                part.report(str(error))
-            raise
-
-    def first_of(self, event: str, text: str) -> str:
-        """Ask the groups that span most of the job."""
-        return self._widest.first_of(event, text)
-
-    def tally(self, event: str, amount: int) -> int:
-        """Count in the groups that span most of the job."""
-        return self._widest.tally(event, amount)
-
-
-def joined(channels: Sequence[Channel]) -> Channel:
-    """The channel of a tree, given that of each of its buckets."""
-    distinct = list(dict.fromkeys(channels))
-    if len(distinct) > 1:
-        return Channels(distinct)
-    return distinct[0] if distinct else Channel()

@@ -248,6 +248,11 @@ class Run:
         self.ended = True
         return [Action("drop", (i,)) for i in self.live]
 
+    def look(self) -> None:
+        """Look for what other ranks told, at most once per second; `keep_all` never needs to."""
+        if not self.policy.at_once:
+            self._channel.glance()
+
     def settle(self) -> Schedule | None:
         """Learn from this run now, not when the next one begins; returns a new schedule, if any."""
         before = self.learned.schedule

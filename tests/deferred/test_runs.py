@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,11 +14,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn import _torch, tree
 from mics_fn.collectives import pending
 from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DesyncError
+from mics_fn.schedules import desync
 
 PAIR = Layout((2,), 2)
 WIDE = Layout((2, 2), 4)
@@ -390,15 +392,24 @@ class Counting:
         return getattr(self.store, name)
 
 
+def counted_groups(layout):
+    """New groups, and their store, which counts."""
+    forget_groups(layout)
+    store = Counting(_torch.default_store())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "default_store", lambda: store)
+        return groups_of(layout), store
+
+
 def messages(layout, kind):
     """Messages to the store in each of a few equal runs."""
-    groups, found = groups_of(layout), []
-    run, channel = kind(groups), cast(Any, groups.hierarchy.channel)
-    channel._store = channel._shared = store = Counting(channel._store)
+    (groups, store), found = counted_groups(layout), []
+    run = kind(groups)
     for _ in range(4):
         store.calls = 0
         run()
         found.append(store.calls)
+    forget_groups(layout)
     return found
 
 
@@ -407,6 +418,37 @@ def test_runs_that_repeat_send_no_message(ranks, kind):
     for first, *later in ranks(2).run(messages, PAIR, kind):
         assert first > 0
         assert later[-2:] == [0, 0], "the second may still say what it learned from the first"
+
+
+def looks(layout, live, seconds):
+    """Messages of equal steps that end at such times, where the host looks as on an accelerator."""
+    (groups, store), found = counted_groups(layout), []
+    trainer, close = make_trainer(groups, live_bytes=live), LiveBuckets.close
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() * 1e-9 + now, sleep=time.sleep)
+
+    def close_and_look(buckets):
+        close(buckets)
+        buckets.run.look()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LiveBuckets, "close", close_and_look)
+        patch.setattr(desync, "time", clock)
+        # What the first two runs wrote is deleted four runs later.
+        for now in (*range(-9, -2), *seconds):  # noqa: B007  # the clock reads it
+            store.calls = 0
+            trainer.step(batch_of(dist.get_rank()))
+            found.append(store.calls)
+    forget_groups(layout)
+    return found[7:]
+
+
+@pytest.mark.parametrize("layout", [PAIR, WIDE, Layout((2, 2), 2)], ids=str)
+def test_a_host_that_never_waits_looks_once_a_second_by_one_message(ranks, layout):
+    seconds, want = (0, 0, 0.4, 0.9, 1.1, 1.9, 2.0, 2.2, 7), (1, 0, 0, 0, 1, 0, 0, 1, 1)
+    for found in ranks(layout.world_size).run(looks, layout, 0, seconds):
+        assert found == list(want)
+    for found in ranks(layout.world_size).run(looks, layout, None, seconds):
+        assert found == [0] * len(want), "where everything is kept nobody leaves"
 
 
 def uneven(layout, steps):
