@@ -68,7 +68,7 @@ class LiveBuckets:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
         self.buckets = [GatheredBucket(i, names) for i in range(len(uses))]
-        self._channel, self._start_fetch = channel, fetch
+        self._start_fetch = fetch
         # The run may outlive these buckets, so it must not refer to their buffers.
         self._name = partial(_title, names)
         for bucket in self.buckets:
@@ -183,7 +183,7 @@ class LiveBuckets:
             self._give_held()
             if self._chunks and _device.is_async(self.device(min(self._chunks))):
                 # A host that waits for a collective looks meanwhile; here it never waits.
-                self._channel.look()
+                self.run.look()
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
