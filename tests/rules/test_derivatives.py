@@ -62,6 +62,7 @@ class Place(NamedTuple):
 
     groups: mf.Groups
     like: Any  # the shards
+    schedule: Any = None  # one for all transforms, which use parameters in different orders
 
     @property
     def rank(self) -> int:
@@ -80,6 +81,12 @@ def weight(rank: int) -> float:
 
 def weighted(full: Any, factor: float) -> Any:
     return tree.map_leaves(lambda x: x * factor if x.is_floating_point() else None, full)
+
+
+def fixed_order(shards: Any) -> mf.schedules.Schedule:
+    """Of one forward and backward pass; other transforms leave it."""
+    found = mf.record(lambda full, batch: loss_of(full, 0), shards, None)
+    return mf.schedules.plan(found, mf.bucket_sizes(shards), live_bytes=0)
 
 
 def frozen_too(full: Any, like: Any) -> Any:
@@ -131,6 +138,16 @@ PROGRAMS: dict[str, Program] = {
     ),
     "defer, on demand": Program(
         lambda s, at: loss_of(mf.defer(s, at.groups, mf.on_demand(live_bytes=0)).params, at.rank),
+        lambda p, at: loss_of(p, at.rank),
+        over_models=False,
+    ),
+    "defer, learned order": Program(
+        lambda s, at: loss_of(mf.defer(s, at.groups, at.schedule).params, at.rank),
+        lambda p, at: loss_of(p, at.rank),
+        over_models=False,
+    ),
+    "defer, fixed order": Program(
+        lambda s, at: loss_of(mf.defer(s, at.groups, at.schedule).params, at.rank),
         lambda p, at: loss_of(p, at.rank),
         over_models=False,
     ),
@@ -206,10 +223,17 @@ def dot(a: Any, b: Any) -> Any:
 
 
 def check_program(layout: Layout, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "defer: the order of use changed")
+        check_transforms(layout, name)
+
+
+def check_transforms(layout: Layout, name: str) -> None:
     program, groups = PROGRAMS[name], groups_of(layout)
     params = make_params()
     shards = mf.shard(params, groups, bucket_bytes=100)
-    place, start = Place(groups, shards), trained(params)
+    schedule = fixed_order(shards) if "fixed" in name else mf.on_demand(live_bytes=0)
+    place, start = Place(groups, shards, schedule), trained(params)
 
     def sharded(s: Any) -> Any:
         return program.sharded(s, place)
@@ -265,6 +289,56 @@ def check_program(layout: Layout, name: str) -> None:
 @pytest.mark.covering(layout=BOTH)
 def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, layout, name):
     ranks(layout.world_size).run(check_program, layout, name)
+
+
+def check_own_orders(layout: Layout, transform: str) -> None:
+    """Each transform with the order that it has learned itself, and with that order when fixed."""
+    groups, params = groups_of(layout), make_params()
+    shards, start = mf.shard(params, groups, bucket_bytes=100), trained(params)
+    rank = Place(groups, shards).rank
+    apply = TRANSFORMS[transform]
+
+    def plain(p: Any) -> Any:
+        return loss_of({**params, **p, "tied": [p["tied"]] * 2}, rank)
+
+    def run(schedule: Any) -> Any:
+        def sharded(s: Any) -> Any:
+            here.append(mf.defer(s, groups, schedule))
+            return loss_of(here[-1].params, rank)
+
+        here: list[Any] = []
+        found = apply(sharded, shards, tree.map_leaves(torch.cos, shards))
+        return found, here
+
+    policy = mf.on_demand(live_bytes=0)
+    for _ in range(2):
+        run(policy)
+    want = apply(plain, start, tree.map_leaves(torch.cos, start))
+    for schedule in (policy, mf.schedules.Schedule.parse(str(policy.schedule))):
+        for _ in range(2):
+            found, here = run(schedule)
+            assert all(each.following for each in here)
+            if isinstance(want, dict):
+                grads = mf.reduce_grads(found, groups)
+                close(transform, trained(mf.unshard(grads, groups)), mean(want, Place(groups, 0)))
+            else:
+                close(transform, [found], [want])
+
+
+TRANSFORMS: dict[str, Callable[[Callable, Any, Any], Any]] = {
+    "value": lambda f, s, v: f(s),
+    "grad": lambda f, s, v: grad(f)(s),
+    "jvp": lambda f, s, v: jvp(f, (s,), (v,))[1],
+    "forward over reverse": lambda f, s, v: jvp(grad(f), (s,), (v,))[1],
+    "reverse over forward": lambda f, s, v: grad(lambda t: jvp(f, (t,), (v,))[1])(s),
+}
+
+
+@pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH, Layout((2, 2), 4)], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.covering(layout=BOTH)
+def test_each_transform_follows_its_own_order(ranks, layout, transform):
+    ranks(layout.world_size).run(check_own_orders, layout, transform)
 
 
 def norm_over_two_groups():
