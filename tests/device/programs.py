@@ -1,0 +1,318 @@
+"""What ranks do in the scenarios: the same on the simulated device and on the CPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matrix import BUCKET_BYTES, MODES, SCENARIOS, Scenario, Seen
+from simcuda import nccl, torch_cuda
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.utils.checkpoint import checkpoint
+
+import mics_fn as mf
+from mics_fn import optim
+
+STEPS = 4
+Numbers = dict[str, Tensor]
+
+
+def on_device(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it on a rank with a device of its own."""
+    torch.cuda.set_device(dist.get_rank())
+    return function(*args)
+
+
+class Watch:
+    """Collects what the checker finds, with the last step of a program apart."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.steps, self.races = device, 0, []
+        self.waits, self.recorded, self.kept, self.planned = {}, 0, 0, None
+
+    @contextmanager
+    def step(self, groups: Any = None, trainer: Any = None) -> Iterator[None]:
+        """One of `STEPS` steps; what is kept after the last one is compared with its plan."""
+        self.steps += 1
+        steady = self.device.type == "cuda" and self.steps == STEPS
+        if steady:
+            self.collect()
+        yield
+        if steady:
+            self.waits, self.recorded = torch_cuda.host_waits(), torch_cuda.recorded_streams()
+        if steady and groups is not None:
+            self.kept = groups.hierarchy.pools.fetched.waiting_bytes
+        if steady and trainer is not None:
+            sizes = mf.bucket_sizes(trainer.state.params, groups)
+            schedule = trainer.schedule.schedule  # None where everything is kept
+            self.planned = sum(sizes) if schedule is None else schedule.peak_bytes(sizes)
+
+    def collect(self) -> None:
+        self.races.extend(torch_cuda.races())
+        torch_cuda.reset()
+
+    def seen(self, numbers: Numbers) -> Seen:
+        self.collect()
+        issued = [each[:3] for each in nccl.issued]
+        races = list(dict.fromkeys(self.races))
+        kept = self.kept, self.planned
+        return Seen(races, self.waits, self.recorded, issued, *kept, numbers)
+
+
+def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[str, Seen]]:
+    """The numbers of a scenario on the CPU, and what was seen on the device, by mode."""
+    scenario, found = SCENARIOS[name], {}
+    cpu = _run(scenario, Watch(torch.device("cpu")))
+    for mode in modes:
+        torch_cuda.answer_queries(mode, seed=dist.get_rank())
+        nccl.issued.clear()
+        torch_cuda.reset()
+        watch = Watch(torch.device("cuda", dist.get_rank()))
+        found[mode] = watch.seen(_run(scenario, watch))
+    return cpu, found
+
+
+def _run(scenario: Scenario, watch: Watch) -> Numbers:
+    torch.manual_seed(0)
+    with mf.make_groups(
+        scenario.partition, node_size=scenario.node, device=watch.device, timeout_s=30
+    ) as groups:
+        if scenario.place is not None:
+            groups = mf.placement.place(groups, scenario.place)
+        options = dict(scenario.options())
+        numbers = globals()[scenario.program](groups, watch, **options)
+        return {name: value.detach().cpu() for name, value in numbers.items()}
+
+
+# Models and data.
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head that share their weight."""
+
+    def __init__(self, depth: int = 4, d: int = 16, vocab: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, d)
+        self.blocks = nn.ModuleList(Block(d) for _ in range(depth))
+        self.head = nn.Linear(d, vocab, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.embedding(x)))
+
+    def hidden(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+class Recomputed(Net):
+    """Every block is computed again in backward."""
+
+    def hidden(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return h
+
+
+class Forked(Net):
+    """Two blocks on a stream of their own beside two others, as expert layers do."""
+
+    def hidden(self, h: Tensor) -> Tensor:
+        first, second, third, fourth = self.blocks
+        if not h.is_cuda:
+            return second(first(h)) + fourth(third(h))
+        main, other = torch.accelerator.current_stream(), _second_stream(h.device)
+        other.wait_stream(main)
+        with other:
+            a = second(first(h))
+        b = fourth(third(h))
+        main.wait_stream(other)
+        return a + b
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+
+
+def batches(device: torch.device, samples: int = 4) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(100 + dist.get_rank())
+    found = [torch.randint(32, (samples, 8), generator=random) for _ in range(STEPS)]
+    return [(x.to(device), x.roll(1, 1).to(device)) for x in found]
+
+
+# Programs.
+
+
+def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options: Any) -> Numbers:
+    """Steps of a `Trainer`, an evaluation, and the parameters."""
+    model = (model or Net()).to(watch.device)
+    trainer = mf.Trainer(
+        model, optim.sgd(0.1), groups, loss=loss_of, bucket_bytes=BUCKET_BYTES, **options
+    )
+    losses, data = [], batches(watch.device)
+    for batch in data:
+        with watch.step(groups, trainer):
+            losses.append(trainer.step(batch).loss)
+    loss = trainer.eval(data[0])
+    return {"losses": torch.stack(losses), "eval": loss, **trainer.params()}
+
+
+def recomputed(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    return trained(groups, watch, Recomputed(), **options)
+
+
+def forked(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    return trained(groups, watch, Forked(), **options)
+
+
+def own_stream(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    """Training on a stream of the user's; what it leaves is let go outside of it."""
+    if watch.device.type == "cpu":
+        return trained(groups, watch, **options)
+    main, own = torch.accelerator.current_stream(), torch.Stream(watch.device)
+    own.wait_stream(main)
+    with own:
+        numbers = trained(groups, watch, **options)
+    main.wait_stream(own)
+    return numbers
+
+
+def two_trainers(groups: Any, watch: Watch) -> Numbers:
+    """Two trainers on the same groups take turns, with an evaluation in between."""
+    trainers = [
+        mf.Trainer(
+            Net(depth).to(watch.device),
+            optim.adamw(1e-2),
+            groups,
+            loss=loss_of,
+            bucket_bytes=bucket_bytes,
+            live_bytes=live_bytes,
+            accumulate=2,
+        )
+        for depth, bucket_bytes, live_bytes in ((4, 4096, 8192), (2, 9000, None))
+    ]
+    losses = []
+    for batch in batches(watch.device):
+        with watch.step():
+            losses.extend(trainer.step(batch).loss for trainer in trainers)
+        losses.extend(trainer.eval(batch) for trainer in trainers)
+    return {"losses": torch.stack(losses), **trainers[0].params()}
+
+
+def _by_hand(watch: Watch, groups: Any) -> tuple[Net, Any]:
+    model = Net().to(watch.device)
+    names = {f"[{name!r}]": i for i, (name, _) in enumerate(model.named_parameters())}
+    params = dict(model.named_parameters())
+    shards = mf.shard(params, groups, bucket_bytes=BUCKET_BYTES, order=lambda path: names[path])
+    return model, mf.init_state(shards, optim.sgd(0.1))
+
+
+def transformed(groups: Any, watch: Watch) -> Numbers:
+    """A step by hand under torch.func, and vmap over gradients."""
+    model, state = _by_hand(watch, groups)
+
+    def loss_fn(shards: Any, batch: Any) -> Tensor:
+        full = mf.gather(shards, groups)
+        return loss_of(lambda x: functional_call(model, full, (x,)), batch)
+
+    losses, data = [], batches(watch.device)
+    for batch in data:
+        with watch.step():
+            grads, loss = grad_and_value(loss_fn)(state.params, batch)
+            state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=True)
+        losses.append(loss)
+    full = mf.gather(state.params, groups)
+    x = full["embedding.weight"].detach()
+
+    def hidden(row: Tensor) -> Tensor:
+        gathered = mf.gather(state.params, groups)
+        return functional_call(model.blocks[0], _inner(gathered, "blocks.0."), (row,)).sum()
+
+    return {
+        "losses": torch.stack(losses),
+        "vmapped": vmap(grad(hidden))(x),
+        **mf.unshard(state.params, groups),
+    }
+
+
+def _inner(params: Any, prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+
+
+def transformed_deferred(groups: Any, watch: Watch) -> Numbers:
+    """torch.func through parameters that are fetched at the op that needs them."""
+    model, state = _by_hand(watch, groups)
+    policy = mf.on_demand(live_bytes=BUCKET_BYTES)
+
+    def loss_fn(shards: Any, batch: Any) -> Tensor:
+        with mf.defer(shards, groups, policy) as full:
+            return loss_of(lambda x: functional_call(model, full, (x,)), batch)
+
+    losses = []
+    for batch in batches(watch.device):
+        with watch.step():
+            grads, loss = grad_and_value(loss_fn)(state.params, batch)
+            state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=True)
+        losses.append(loss)
+    return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
+
+
+def by_hand(groups: Any, watch: Watch) -> Numbers:
+    """The steps of a trainer written out, with a module that has no values of its own."""
+    model, state = _by_hand(watch, groups)
+    model, policy = model.to("meta"), mf.on_demand(live_bytes=0)
+    model.head.weight = model.embedding.weight  # which `to` has made two
+    losses = []
+    for x, y in batches(watch.device):
+        with watch.step():
+            total = mf.GradSum(micro_steps=2)
+            with mf.defer(state.params, groups, policy, into=total) as full:
+                for part in zip(x.chunk(2), y.chunk(2), strict=True):
+                    loss = loss_of(lambda x, full=full: functional_call(model, full, (x,)), part)
+                    total.backward(loss)
+            state = mf.opt_step(state, total.grads(), donate=True)
+            total.release()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
+
+
+def left_in_flight(groups: Any, watch: Watch) -> Numbers:
+    """Gathers and reductions under way beside compute; some are let go without a wait."""
+    _, state = _by_hand(watch, groups)
+    for _ in range(STEPS):
+        with watch.step():
+            pending = mf.shards.start_gather(state.params, groups)
+            left = mf.shards.start_gather(state.params, groups)
+            x = torch.full((64, 64), 0.5, device=watch.device)
+            y = x @ x
+            full = pending.wait()
+            grads = {name: torch.ones_like(value) for name, value in full.items()}
+            del full, left, pending
+            reduced = mf.shards.start_scatter_grads(grads, groups, like=state.params)
+            left = mf.shards.start_scatter_grads(grads, groups, like=state.params)
+            del grads
+            z = y @ x
+            shards = reduced.wait()
+            del left
+            state = mf.opt_step(state, mf.sync_replicas(shards, groups), donate=True)
+            scratch = [torch.ones(1000, device=watch.device) for _ in range(5)]
+    return {"z": z, "scratch": torch.stack(scratch), **mf.unshard(state.params, groups)}

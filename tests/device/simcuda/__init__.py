@@ -1,0 +1,17 @@
+"""A simulated CUDA device for a torch without CUDA: real numbers, modelled streams.
+
+[Note: the simulated device] Tensors of device "cuda" live in host memory, and every op runs at once
+on the CPU. But each op, copy and collective is booked on the stream that is current in its thread,
+and a happens-before checker reports what CUDA would not order: reads and writes by byte range, the
+reuse of freed memory, input and output of a collective that overlap. It also counts what makes the
+host wait, and models the time at which each stream is through. Autograd runs its device thread, and
+the stand-in for NCCL follows the rules of streams of the real one, so the code under test is that
+which runs on a GPU.
+
+Not modelled: failures of a collective after it was issued, kernels' own numerics, real memory and
+real speed.
+
+Files: `checker` (clocks, accesses, modelled time), `device` (guard, allocator, events, generators),
+`operators` (every op, on the CPU), all three in C++ and built by `build.py`; `torch_cuda` (the
+Python half of torch.cuda, and what was found), `nccl` (the process group), `server` (forked ranks).
+"""
