@@ -51,6 +51,8 @@ _F16 = "param=f32, compute=f16, reduce=f32, output=f32"
 _TWO_BUCKETS = 2 * BUCKET_BYTES
 
 SCENARIOS: dict[str, Scenario] = {
+    "alone": Scenario(ranks=1, partition=1, options=_options(live_bytes=0)),
+    "three ranks": Scenario(ranks=3, partition=3, node=3, options=_options(live_bytes=0)),
     # Budgets, over one level and over two.
     "budget 0": Scenario(options=_options(live_bytes=0)),
     "budget 2 buckets": Scenario(options=_options(live_bytes=_TWO_BUCKETS)),
@@ -63,7 +65,7 @@ SCENARIOS: dict[str, Scenario] = {
     "two replicas, budget": Scenario(
         ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)
     ),
-    "two replicas, keep all": Scenario(ranks=4, options=_options(live_bytes=None, accumulate=2)),
+    "two replicas, keep all": Scenario(ranks=4, options=_options(live_bytes=None)),
     # Placements.
     "zero1": Scenario(place="zero1", options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)),
     "zero2": Scenario(place="zero2", options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)),
@@ -106,6 +108,9 @@ SCENARIOS: dict[str, Scenario] = {
     "fixed order": Scenario(ranks=4, options=_options(live_bytes=_TWO_BUCKETS, deterministic=True)),
     # What users do around it.
     "recomputation": Scenario("recomputed", options=_options(live_bytes=0, accumulate=2)),
+    "a use that does not come": Scenario(
+        "unused", ranks=4, partition=4, options=_options(live_bytes=None)
+    ),
     "two trainers": Scenario("two_trainers"),
     "a stream of the user's": Scenario("own_stream", options=_options(live_bytes=0)),
     "two compute streams, budget": Scenario("forked", options=_options(live_bytes=0)),
@@ -113,5 +118,5 @@ SCENARIOS: dict[str, Scenario] = {
     "torch.func": Scenario("transformed"),
     "torch.func, deferred": Scenario("transformed_deferred"),
     "verbs by hand": Scenario("by_hand", ranks=4),
-    "never waited for": Scenario("left_in_flight"),
+    "never waited for": Scenario("left_in_flight", ranks=4, partition=4),
 }

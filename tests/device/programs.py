@@ -75,6 +75,38 @@ def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[s
     return cpu, found
 
 
+def races_in(name: str) -> list[str]:
+    """The races of a scenario, with a device that is far behind the host."""
+    watch = Watch(torch.device("cuda", dist.get_rank()))
+    torch_cuda.answer_queries("never")
+    return watch.seen(_run(SCENARIOS[name], watch)).races
+
+
+def timed(us_per_byte: dict[str, float]) -> list[nccl.Issued]:
+    """The collectives of one step in modelled time, by what a byte takes on each kind of group."""
+    device = torch.device("cuda", dist.get_rank())
+    with mf.make_groups(2, node_size=2, device=device, timeout_s=30) as groups:
+        torch.manual_seed(0)
+        trainer = mf.Trainer(
+            Net(depth=8).to(device),
+            optim.sgd(0.1),
+            groups,
+            loss=loss_of,
+            bucket_bytes=2 * BUCKET_BYTES,
+            live_bytes=4 * BUCKET_BYTES,
+        )
+        *first, last = batches(device)
+        for batch in first:
+            trainer.step(batch)
+        torch.accelerator.synchronize()
+        start_us = torch_cuda.lib.sim_time(groups.rank, 0)  # by the default stream
+        nccl.issued.clear()
+        nccl.us_per_byte.update(us_per_byte)
+        torch_cuda.costs(per_flop_us=0.01)
+        trainer.step(last)
+        return [each._replace(done_us=each.done_us - start_us) for each in nccl.issued]
+
+
 def _run(scenario: Scenario, watch: Watch) -> Numbers:
     torch.manual_seed(0)
     with mf.make_groups(
@@ -194,6 +226,25 @@ def own_stream(groups: Any, watch: Watch, **options: Any) -> Numbers:
         numbers = trained(groups, watch, **options)
     main.wait_stream(own)
     return numbers
+
+
+def unused(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    """Odd ranks use the embedding alone, in steps that are planned for all buckets."""
+    model, steps = Net().to(watch.device), 0
+
+    def loss(model: Net, batch: tuple[Tensor, Tensor]) -> Tensor:
+        few = steps > 1 and dist.get_rank() % 2
+        return model.embedding.weight.square().mean() if few else loss_of(model, batch)
+
+    trainer = mf.Trainer(
+        model, optim.sgd(0.1), groups, loss=loss, bucket_bytes=BUCKET_BYTES, **options
+    )
+    losses = []
+    for batch in batches(watch.device):
+        with watch.step():
+            losses.append(trainer.step(batch).loss)
+        steps += 1
+    return {"losses": torch.stack(losses), **trainer.params()}
 
 
 def two_trainers(groups: Any, watch: Watch) -> Numbers:

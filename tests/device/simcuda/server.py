@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +38,6 @@ class Server:
         paths = [str(TESTS / "device"), str(TESTS / "support")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "simcuda.server", str(theirs.fileno())]
@@ -100,7 +98,8 @@ def _answer(conn: Connection, request: Request) -> None:
     try:
         pool: Any = importlib.import_module("mics_fn.lab.ranks.pool")
         programs = importlib.import_module("programs")
-        function: Callable[..., Any] = getattr(programs, request.name)
+        controls = importlib.import_module("controls")
+        function = getattr(programs, request.name, None) or getattr(controls, request.name)
         call = (programs.on_device, request.n, function, *request.args)
         reply = True, pool.run_ranks(*call, timeout_s=request.timeout_s, grace_s=3.0)
     except BaseException as error:

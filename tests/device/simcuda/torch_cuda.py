@@ -126,7 +126,7 @@ _HIDDEN = "/tests/device/simcuda/"
 def _site() -> int:
     """A number for the lines of Python that issue an op."""
     frame, lines = sys._getframe(0).f_back, []
-    while frame is not None and len(lines) < 5:
+    while frame is not None and len(lines) < 8:
         name = frame.f_code.co_filename
         if _HIDDEN not in name and any(part in name for part in _SHOWN):
             lines.append(f"{os.path.basename(name)}:{frame.f_lineno}")

@@ -1,0 +1,149 @@
+"""Mistakes in the use of streams, as small changes of the source; the checker must see each.
+
+A change names its file and what it replaces, which must occur there exactly once, so a table that
+the source has outgrown fails by name. What is harmless says why, and the test holds that too: no
+report, so that it is noticed when the reason goes.
+"""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import mics_fn
+
+PACKAGE = Path(mics_fn.__file__).parent
+
+
+class Change(NamedTuple):
+    """Text of a file that is replaced by another."""
+
+    file: str
+    old: str
+    new: str
+
+
+class Mistake(NamedTuple):
+    """Changes of the source, and the scenario that shows them."""
+
+    scenario: str
+    changes: list[Change]
+    harmless: str = ""  # why nothing is reported
+
+
+_PENDING, _SUM = "collectives/pending.py", "deferred/grad_sum.py"
+_LET_GO = Change(
+    _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
+)
+_DROP = Change(
+    "deferred/live.py", "coming.wait()\n        self.buckets", "pass\n        self.buckets"
+)
+_SCATTER = "yield from scatter_steps(self.levels_now(use.route), parts[0], out, parts[1])"
+
+
+def _unordered(comm: str) -> Change:
+    """Queue on the stream of a communicator without a wait for the current one."""
+    stream = f"{comm}.stream(self._device)"
+    follow, switch = f"follow({stream}, self._device)", f"torch.accelerator.set_stream({stream})"
+    return Change(_PENDING, f"_device.{follow}", switch)
+
+
+MISTAKES: dict[str, Mistake] = {
+    "a collective does not wait for its inputs": Mistake(
+        "budget 2 buckets", [_unordered("self._comms[0]")]
+    ),
+    "a level does not wait for the one before": Mistake(
+        "two levels, budget", [_unordered("collective.comm")]
+    ),
+    "a result is not waited for": Mistake(
+        "torch.func",
+        [
+            Change(
+                _PENDING, "_device.wait(self._device, self.ready)\n        self._keep", "self._keep"
+            )
+        ],
+    ),
+    "the event of a result is recorded too early": Mistake(
+        "budget 2 buckets",
+        [
+            Change(_PENDING, "self.ready = _device.record(self._device)", "pass"),
+            Change(
+                _PENDING,
+                "while not self.finished:\n                self._advance()",
+                "self.ready = _device.record(self._device)\n"
+                "            while not self.finished:\n                self._advance()",
+            ),
+        ],
+    ),
+    "tensors in flight are not kept": Mistake(
+        "never waited for",
+        [
+            Change(_PENDING, "= [*keep]", "= []"),
+            Change(_PENDING, "self._keep.append(collective)", "pass"),
+        ],
+    ),
+    "what is let go is not waited for": Mistake("never waited for", [_LET_GO]),
+    "a stream reads a bucket without a wait": Mistake(
+        "two compute streams, budget",
+        [Change("deferred/gathered.py", "stream.wait_event(self._ready)", "pass")],
+    ),
+    "a drop does not wait for other streams": Mistake(
+        "two compute streams, budget",
+        [
+            Change(
+                "deferred/gathered.py",
+                "_device.current_stream(self.full.device).wait_stream(stream)",
+                "pass",
+            )
+        ],
+    ),
+    "a buffer is taken without a wait": Mistake(
+        "never waited for",
+        [Change("groups/buffers.py", "_device.wait(device, event)", "pass")],
+    ),
+    "a slot is taken without a wait": Mistake(
+        "keep all", [Change("deferred/reduction.py", "_device.wait(home.device, user)", "pass")]
+    ),
+    "a slot is free before hop 1 is over": Mistake(
+        "two replicas, budget",
+        [
+            Change(_SUM, "self.free_slot(use, out, slot)\n            if last:", "if last:"),
+            Change(_SUM, _SCATTER, f"self.free_slot(use, out, slot)\n            {_SCATTER}"),
+        ],
+    ),
+    "gradients are not waited for": Mistake(
+        "two replicas, budget",
+        [Change(_SUM, "bound.reduction.wait()\n        bound.passes", "bound.passes")],
+    ),
+    "sums go back to the pool before hop 2": Mistake(
+        "two replicas, keep all",
+        [
+            Change(
+                _SUM,
+                "self._given.append((use.hierarchy.pools.chunks, total))\n                yield",
+                "use.hierarchy.pools.chunks.give(total)\n                yield",
+            )
+        ],
+    ),
+    "a reduction writes what it reads": Mistake(
+        "two levels, budget",
+        [Change("deferred/reduction.py", "at = len(comms) % 2 if", "at = 1 - len(comms) % 2 if")],
+    ),
+    "a drop does not wait for a fetch that nobody used": Mistake(
+        "a use that does not come", [_DROP, _LET_GO]
+    ),
+    "the same, with the wait of what is let go": Mistake(
+        "a use that does not come", [_DROP], harmless="the fetch is let go there, which waits"
+    ),
+}
+
+
+def copied(folder: Path, *changes: Change) -> Path:
+    """A copy of the package with these changes, in `folder`, which is returned."""
+    copy = folder / "mics_fn"
+    shutil.copytree(PACKAGE, copy)
+    for change in changes:
+        path = copy / change.file
+        text = path.read_text()
+        assert text.count(change.old) == 1, f"{change.file} has changed around {change.old!r}"
+        path.write_text(text.replace(change.old, change.new))
+    return folder

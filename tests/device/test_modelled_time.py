@@ -1,0 +1,49 @@
+"""What delays what, in the modelled time of the simulated device: no clock is read."""
+
+from pathlib import Path
+
+import pytest
+from mistakes import Change, copied
+from simcuda.server import Server
+
+pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
+
+LINK_US = {"rank": 0.1}  # per byte, inside a node
+SLOW_US = {**LINK_US, "replicas": 2.0}  # the link between replicas is much slower
+
+
+def _is_hop_2(group: str) -> bool:
+    return group.endswith("replicas")
+
+
+def _times(found: list) -> tuple[list[tuple[str, str, int, float]], list[float]]:
+    """All collectives but hop 2, and when each hop 2 is through."""
+    others = [each for each in found if not _is_hop_2(each[0])]
+    return others, [each[-1] for each in found if _is_hop_2(each[0])]
+
+
+def test_hop_2_delays_nothing_else(device: Server):
+    """Gathers and hop 1 are through at the same time, however slow hop 2 is."""
+    fast, slow = (device.run("timed", 4, us) for us in (LINK_US, SLOW_US))
+    for quick, late in zip(fast, slow, strict=True):
+        (others, _), (same, hop_2) = _times(quick), _times(late)
+        assert same == others
+        assert len(hop_2) > 3
+        # Hop 2 is what takes longest here, so most of it is in flight while hop 1 goes on.
+        last_hop_1 = max(each[-1] for each in same if "reduce" in each[1])
+        assert max(hop_2) > 1.2 * last_hop_1 > 0
+
+
+def test_it_would_be_seen(device: Server, tmp_path: Path):
+    """With one stream for all communicators, hop 1 of a bucket waits for hop 2 of the one before."""
+    root = copied(
+        tmp_path,
+        Change(
+            "groups/communicator.py",
+            "self._streams[device] = _device.own_stream(device)",
+            "self._streams[device] = vars(self.life).setdefault(\n"
+            "                str(device), _device.own_stream(device)\n            )",
+        ),
+    )
+    fast, slow = (device.run("timed", 4, us, root=root)[0] for us in (LINK_US, SLOW_US))
+    assert _times(fast)[0] != _times(slow)[0]
