@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from mistakes import Change, copied
+from simcuda import Issued
 from simcuda.server import Server
 
 pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
@@ -12,14 +13,10 @@ LINK_US = {"rank": 0.1}  # per byte, inside a node
 SLOW_US = {**LINK_US, "replicas": 2.0}  # the link between replicas is much slower
 
 
-def _is_hop_2(group: str) -> bool:
-    return group.endswith("replicas")
-
-
-def _times(found: list) -> tuple[list[tuple[str, str, int, float]], list[float]]:
+def _times(found: list[Issued]) -> tuple[list[Issued], list[float]]:
     """All collectives but hop 2, and when each hop 2 is through."""
-    others = [each for each in found if not _is_hop_2(each[0])]
-    return others, [each[-1] for each in found if _is_hop_2(each[0])]
+    others = [each for each in found if not each.group.endswith("replicas")]
+    return others, [each.done_us for each in found if each not in others]
 
 
 def test_hop_2_delays_nothing_else(device: Server):
@@ -30,12 +27,12 @@ def test_hop_2_delays_nothing_else(device: Server):
         assert same == others
         assert len(hop_2) > 3
         # Hop 2 is what takes longest here, so most of it is in flight while hop 1 goes on.
-        last_hop_1 = max(each[-1] for each in same if "reduce" in each[1])
+        last_hop_1 = max(each.done_us for each in same if each.op == "reduce_scatter")
         assert max(hop_2) > 1.2 * last_hop_1 > 0
 
 
 def test_it_would_be_seen(device: Server, tmp_path: Path):
-    """With one stream for all communicators, hop 1 of a bucket waits for hop 2 of the one before."""
+    """With one stream for all communicators, hop 1 waits for hop 2 of the bucket before."""
     root = copied(
         tmp_path,
         Change(

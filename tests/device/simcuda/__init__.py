@@ -15,3 +15,14 @@ Files: `checker` (clocks, accesses, modelled time), `device` (guard, allocator, 
 `operators` (every op, on the CPU), all three in C++ and built by `build.py`; `torch_cuda` (the
 Python half of torch.cuda, and what was found), `nccl` (the process group), `server` (forked ranks).
 """
+
+from typing import NamedTuple
+
+
+class Issued(NamedTuple):
+    """One collective, in the order in which this rank issued them."""
+
+    group: str  # its description
+    op: str
+    nbytes: int  # that it writes
+    done_us: float  # modelled time at which it is through

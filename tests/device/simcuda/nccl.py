@@ -9,25 +9,16 @@ collective, as gloo moves the bytes at once: so any difference in the order of i
 import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from simcuda import torch_cuda
+from simcuda import Issued, torch_cuda
 
 BACKEND = "simnccl"
 dist: Any = torch.distributed
 _C: Any = torch._C
-
-
-class Issued(NamedTuple):
-    """One collective, in the order in which this rank issued them."""
-
-    group: str  # its description
-    op: str
-    nbytes: int  # that it writes
-    done_us: float  # modelled time at which it is through
 
 
 issued: list[Issued] = []
