@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from programs import Forked, Net, batches, loss_of
+from models import Forked, Net, batches, loss_of
 from simcuda import nccl, torch_cuda
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -113,6 +113,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "an update before the run has ended": Scenario("updated_early"),
     "float16 on the wire": Scenario("in_float16"),
+    "made as shards": Scenario("made_as_shards"),
     "two trainers": Scenario("two_trainers"),
     "a stream of the user's": Scenario("own_stream", options=_options(live_bytes=0)),
     "two compute streams, budget": Scenario("forked", options=_options(live_bytes=0)),

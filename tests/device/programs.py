@@ -1,22 +1,21 @@
 """What ranks do in the scenarios: the same on the simulated device and on the CPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from matrix import BUCKET_BYTES, MODES, SCENARIOS, Scenario, Seen
+from models import STEPS, Forked, Net, Recomputed, batches, loss_of
 from simcuda import Issued, nccl, torch_cuda
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
-from torch.utils.checkpoint import checkpoint
+from watching import Watch
 
 import mics_fn as mf
 from mics_fn import optim
 
-STEPS = 4
 Numbers = dict[str, Tensor]
 
 
@@ -24,42 +23,6 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
     """Call it on a rank with a device of its own."""
     torch.cuda.set_device(dist.get_rank())
     return function(*args)
-
-
-class Watch:
-    """Collects what the checker finds, with the last step of a program apart."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.steps, self.races = device, 0, []
-        self.waits, self.recorded, self.kept, self.planned = {}, 0, 0, None
-
-    @contextmanager
-    def step(self, groups: Any = None, trainer: Any = None) -> Iterator[None]:
-        """One of `STEPS` steps; what is kept after the last one is compared with its plan."""
-        self.steps += 1
-        steady = self.device.type == "cuda" and self.steps == STEPS
-        if steady:
-            self.collect()
-        yield
-        if steady:
-            self.waits, self.recorded = torch_cuda.host_waits(), torch_cuda.recorded_streams()
-        if steady and groups is not None:
-            self.kept = groups.hierarchy.pools.fetched.waiting_bytes
-        if steady and trainer is not None:
-            sizes = mf.bucket_sizes(trainer.state.params, groups)
-            schedule = trainer.schedule.schedule  # None where everything is kept
-            self.planned = sum(sizes) if schedule is None else schedule.peak_bytes(sizes)
-
-    def collect(self) -> None:
-        self.races.extend(torch_cuda.races())
-        torch_cuda.reset()
-
-    def seen(self, numbers: Numbers) -> Seen:
-        self.collect()
-        issued = [each[:3] for each in nccl.issued]
-        races = list(dict.fromkeys(self.races))
-        kept = self.kept, self.planned
-        return Seen(races, self.waits, self.recorded, issued, *kept, numbers)
 
 
 def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[str, Seen]]:
@@ -117,81 +80,6 @@ def _run(scenario: Scenario, watch: Watch) -> Numbers:
         options = dict(scenario.options())
         numbers = globals()[scenario.program](groups, watch, **options)
         return {name: value.detach().cpu() for name, value in numbers.items()}
-
-
-# Models and data.
-
-
-class Block(nn.Module):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks between an embedding and a head that share their weight."""
-
-    def __init__(self, depth: int = 4, d: int = 16, vocab: int = 32) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, d)
-        self.blocks = nn.ModuleList(Block(d) for _ in range(depth))
-        self.head = nn.Linear(d, vocab, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.hidden(self.embedding(x)))
-
-    def hidden(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = block(h)
-        return h
-
-
-class Recomputed(Net):
-    """Every block is computed again in backward."""
-
-    def hidden(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        return h
-
-
-class Forked(Net):
-    """Two blocks on a stream of their own beside two others, as expert layers do."""
-
-    def hidden(self, h: Tensor) -> Tensor:
-        first, second, third, fourth = self.blocks
-        if not h.is_cuda:
-            return second(first(h)) + fourth(third(h))
-        main, other = torch.accelerator.current_stream(), _second_stream(h.device)
-        other.wait_stream(main)
-        with other:
-            a = second(first(h))
-        b = fourth(third(h))
-        main.wait_stream(other)
-        return a + b
-
-
-@cache
-def _second_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
-
-
-def loss_of(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    x, y = batch
-    return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
-
-
-def batches(device: torch.device, samples: int = 4) -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(100 + dist.get_rank())
-    found = [torch.randint(32, (samples, 8), generator=random) for _ in range(STEPS)]
-    return [(x.to(device), x.roll(1, 1).to(device)) for x in found]
-
-
-# Programs.
 
 
 def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options: Any) -> Numbers:
@@ -344,6 +232,20 @@ def by_hand(groups: Any, watch: Watch) -> Numbers:
             total.release()
         losses.append(loss.detach())
     return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
+
+
+def made_as_shards(groups: Any, watch: Watch) -> Numbers:
+    """How far a model that is made as shards is from one that is made in full, on one device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one says that each rank makes the whole model
+        _, shards = mf.init_model(Net, groups, seed=3)
+    drawn = torch.rand(8, device=watch.device)
+    torch.manual_seed(3)
+    with torch.device(watch.device):
+        plain = Net()
+    full = mf.unshard(shards, groups)
+    far = {name: full[name] - value for name, value in plain.named_parameters()}
+    return {**far, "drawn after it": drawn - torch.rand(8, device=watch.device)}
 
 
 def updated_early(groups: Any, watch: Watch) -> Numbers:

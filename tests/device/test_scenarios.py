@@ -80,7 +80,7 @@ def bound_of(name: str, key: str, value: torch.Tensor) -> torch.Tensor:
     """
     partition = SCENARIOS[name].partition
     if key == "eval" and partition > 2:
-        return 2 * (partition - 1) * torch.finfo(value.dtype).eps / 2 * value
+        return 2 * (partition - 1) * torch.finfo(torch.float32).eps / 2 * value
     if key == "rounded to float16":
         return (2**-11 + 6 * 2**-24) * value + 2**-24
     return torch.zeros(())

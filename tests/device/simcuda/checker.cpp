@@ -21,10 +21,10 @@ Checker& Checker::get() {
 }
 
 Checker::Checker() : host_(kMaxStreams, 0) {
-  for (int device = 0; device < kDevices; ++device) new_stream(device, 0);  // default streams
+  for (int device = 0; device < kDevices; ++device) new_stream(device);  // default streams
 }
 
-int Checker::new_stream(int device, int) {
+int Checker::new_stream(int device) {
   Lock lock(lock_);
   if (streams_.size() == kMaxStreams) throw std::runtime_error("simcuda: too many streams");
   streams_.emplace_back(kMaxStreams, 0);
@@ -35,10 +35,14 @@ int Checker::new_stream(int device, int) {
   return static_cast<int>(streams_.size()) - 1;
 }
 
+int Checker::device_of(int stream) {
+  Lock lock(lock_);
+  return device_of_[stream];
+}
+
 Op Checker::book(const std::string& name, int stream) {
   const int site = site_ ? site_() : -1;
   Lock lock(lock_);
-  ++ops_;
   auto [found, made] = name_ids_.emplace(name, static_cast<int>(names_.size()));
   if (made) names_.push_back(name);
   join(streams_[stream], host_);  // what the host knows to be over was over when it issued this
@@ -109,8 +113,6 @@ void Checker::work(int stream, double bytes, double flops) {
 void Checker::allocated(uintptr_t low, size_t nbytes, int stream) {
   Lock lock(lock_);
   blocks_[low] = {low, low + nbytes, stream, true, {}, {}};
-  live_ += nbytes;
-  peak_ = std::max(peak_, live_);
 }
 
 void Checker::freed(uintptr_t low) {
@@ -123,7 +125,6 @@ void Checker::freed(uintptr_t low) {
     Op& last = returned_[block.pool][old.op.stream];
     if (old.op.at > last.at) last = old.op;
   }
-  live_ -= block.high - block.low;
   blocks_.erase(found);
 }
 
@@ -132,7 +133,7 @@ void Checker::record_stream(uintptr_t low, int stream) {
   const auto found = blocks_.find(low);
   if (found == blocks_.end()) return;
   found->second.recorded.insert(stream);
-  ++recorded_streams_["record_stream"];
+  ++counts_[1]["record_stream"];
 }
 
 void Checker::record(Event& event, int stream) {
@@ -150,7 +151,7 @@ void Checker::block(const Event& event, int stream) {
 
 // Whether a query says "over": the device may be far behind the host, or have caught up.
 bool Checker::known(const Clock& clock) {
-  ++queries_;
+  ++counts_[2]["query"];
   bool over = true;
   for (size_t i = 0; i < clock.size(); ++i) over &= clock[i] <= host_[i];
   if (over) return true;
@@ -170,7 +171,7 @@ bool Checker::over(int stream) {
 }
 
 void Checker::host_knows(const Clock& clock, const std::string& why) {
-  ++host_waits_[why];
+  ++counts_[0][why];
   for (size_t i = 0; i < streams_.size(); ++i)
     if (clock[i] > host_[i]) host_time_ = std::max(host_time_, done_[i]);
   join(host_, clock);
@@ -196,9 +197,9 @@ void Checker::host_waits_for_device(int device) {
 
 void Checker::reset() {
   Lock lock(lock_);
-  races_.clear(), reported_.clear(), host_waits_.clear(), recorded_streams_.clear();
-  ops_ = queries_ = 0;
-  peak_ = live_;
+  races_.clear();
+  reported_.clear();
+  for (auto& counts : counts_) counts.clear();
 }
 
 std::string Checker::text(int which) {
@@ -207,15 +208,9 @@ std::string Checker::text(int which) {
   if (which == 0)
     for (const auto& race : races_) text << race << "\n";
   else
-    for (const auto& [why, times] : which == 1 ? host_waits_ : recorded_streams_)
+    for (const auto& [why, times] : counts_[which - 1])
       text << times << "\t" << why << "\n";
   return text.str();
-}
-
-uint64_t Checker::count(int which) {
-  Lock lock(lock_);
-  const uint64_t found[] = {ops_, live_, peak_, queries_, streams_.size()};
-  return found[which];
 }
 
 double Checker::time_us(int stream, int which) {
@@ -244,7 +239,6 @@ using sim::Checker;
 void sim_reset() { Checker::get().reset(); }
 void sim_trace(int (*site)()) { Checker::get().trace(site); }
 void sim_answer_queries(int mode, int seed) { Checker::get().answer_queries(mode, seed); }
-uint64_t sim_count(int which) { return Checker::get().count(which); }
 double sim_time(int64_t stream, int which) { return Checker::get().time_us(stream, which); }
 void sim_busy(int64_t stream, double us) { Checker::get().busy(static_cast<int>(stream), us); }
 void sim_costs(double per_op_us, double per_byte_us, double per_flop_us) {

@@ -37,8 +37,8 @@ class Checker {
  public:
   static Checker& get();
 
-  int new_stream(int device, int priority);
-  int device_of(int stream) const { return device_of_[stream]; }
+  int new_stream(int device);
+  int device_of(int stream);
 
   // Ops. `book` asks Python for the line that issued the op, if `trace` was called.
   Op book(const std::string& name, int stream);
@@ -63,9 +63,8 @@ class Checker {
   // What was found, and the settings of a run.
   void reset();
   std::string text(int which);
-  uint64_t count(int which);
   double time_us(int stream, int which);
-  void trace(int (*site)()) { site_ = site; }
+  void trace(int (*site)()) { site_ = site; }  // a number for the line that issues an op
   void answer_queries(int mode, int seed);
   void costs(double per_op_us, double per_byte_us, double per_flop_us);
 
@@ -100,8 +99,7 @@ class Checker {
   std::unordered_map<std::string, int> name_ids_;
   std::vector<std::string> races_;
   std::set<std::string> reported_;
-  std::map<std::string, int> host_waits_, recorded_streams_;
-  uint64_t ops_ = 0, live_ = 0, peak_ = 0, queries_ = 0;
+  std::map<std::string, int> counts_[3];  // host waits by cause, record_stream, queries
   int query_mode_ = 0;
   std::mt19937 coin_{0};
   int (*site_)() = nullptr;

@@ -63,11 +63,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Stream getStream(Device device) const override { return stream(t_current[index_of(device)]); }
   Stream getDefaultStream(Device device) const override { return stream(index_of(device)); }
-  Stream getNewStream(Device device, int priority) const override {
-    return stream(Checker::get().new_stream(index_of(device), priority));
+  Stream getNewStream(Device device, int) const override {
+    return stream(Checker::get().new_stream(index_of(device)));
   }
-  Stream getStreamFromGlobalPool(Device device, bool high) const override {
-    return getNewStream(device, high ? -1 : 0);
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
   }
   Stream exchangeStream(Stream next) const override {
     const int device = index_of(next.device()), before = t_current[device];

@@ -14,7 +14,6 @@ from simcuda.build import library
 
 assert "torch" not in sys.modules, "the simulated device must be loaded before torch"
 lib = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
-lib.sim_count.restype = ctypes.c_uint64
 lib.sim_text.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
 lib.sim_text.restype = ctypes.c_size_t
 lib.sim_op.argtypes = [
@@ -31,7 +30,7 @@ lib.sim_time.argtypes, lib.sim_time.restype = [ctypes.c_int64, ctypes.c_int], ct
 import torch  # noqa: E402
 
 MEMORY = 80 * 2**30
-Properties = namedtuple("Properties", "name total_memory major minor multi_processor_count")
+Properties = namedtuple("Properties", "name total_memory")
 
 
 def index_of(device=None) -> int:
@@ -69,11 +68,6 @@ class Device:
         torch._C._accelerator_exchangeDevice(self.before)
 
 
-def default_stream(device=None):
-    index = index_of(device)
-    return torch.Stream(stream_id=index, device_index=index, device_type=1)
-
-
 generators = tuple(torch.Generator(device=f"cuda:{index}") for index in range(8))
 
 
@@ -93,18 +87,12 @@ REPLACED = {
     "current_device": index_of,
     "set_device": lambda device: torch._C._accelerator_setDeviceIndex(index_of(device)),
     "current_stream": lambda device=None: torch._C._accelerator_getStream(index_of(device)),
-    "default_stream": default_stream,
     "stream": lambda stream: stream,  # a generic stream is a context itself
     "Stream": Stream,
     "Event": Event,
     "device": Device,
     "synchronize": lambda device=None: torch._C._accelerator_synchronizeDevice(index_of(device)),
-    "get_device_properties": lambda device=None: Properties("simulated", MEMORY, 9, 0, 132),
-    "get_device_capability": lambda device=None: (9, 0),
-    "memory_allocated": lambda device=None: int(lib.sim_count(1)),
-    "max_memory_allocated": lambda device=None: int(lib.sim_count(2)),
-    "reset_peak_memory_stats": lambda device=None: lib.sim_reset(),
-    "empty_cache": lambda: None,
+    "get_device_properties": lambda device=None: Properties("simulated", MEMORY),
     "default_generators": generators,
     "manual_seed": lambda seed: generators[index_of()].manual_seed(seed) and None,
     "manual_seed_all": manual_seed_all,
@@ -174,8 +162,8 @@ def recorded_streams() -> int:
 
 
 def queries() -> int:
-    """Calls of `query` since `reset`."""
-    return int(lib.sim_count(3))
+    """How often the device was asked whether work is over, since `reset`."""
+    return _counts(3).get("query", 0)
 
 
 def reset() -> None:
