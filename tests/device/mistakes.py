@@ -1,8 +1,8 @@
-"""Mistakes in the use of streams, as small changes of the source; the checker must see each.
+"""Mistakes in the use of the device, as small changes of the source; a law must see each.
 
 A change names its file and what it replaces, which must occur there exactly once, so a table that
-the source has outgrown fails by name. What is harmless says why, and the test holds that too: no
-report, so that it is noticed when the reason goes.
+the source has outgrown fails by name. What is harmless says why, and a test holds that it
+is, so that it is noticed when the reason goes.
 """
 
 import shutil
@@ -27,7 +27,8 @@ class Mistake(NamedTuple):
 
     scenario: str
     changes: list[Change]
-    harmless: str = ""  # why nothing is reported
+    law: str = "ordered"  # that it breaks
+    harmless: str = ""  # why it breaks none
 
 
 _PENDING, _SUM = "collectives/pending.py", "deferred/grad_sum.py"
@@ -127,6 +128,36 @@ MISTAKES: dict[str, Mistake] = {
     "a reduction writes what it reads": Mistake(
         "two levels, budget",
         [Change("deferred/reduction.py", "at = len(comms) % 2 if", "at = 1 - len(comms) % 2 if")],
+    ),
+    "the host waits for a result": Mistake(
+        "torch.func",
+        [
+            Change(
+                _PENDING,
+                "_device.wait(self._device, self.ready)\n        self._keep",
+                "self.ready.synchronize()\n        self._keep",
+            )
+        ],
+        law="no_host_waits",
+    ),
+    "float16 values are not halved before they are added": Mistake(
+        "float16 on the wire",
+        [Change("collectives/hierarchical.py", "here.mul_(before)", "pass")],
+        law="equal_numbers",
+    ),
+    "memory is recorded on the stream of a collective": Mistake(
+        "never waited for",
+        [
+            Change(
+                _PENDING,
+                "self.ready = _device.record(self._device)",
+                "[t.record_stream(_device.current_stream(self._device)) for t in keep]\n"
+                "            self.ready = _device.record(self._device)",
+            ),
+            Change(_PENDING, "self._run_on_streams()", "self._run_on_streams(keep)"),
+            Change(_PENDING, "def _run_on_streams(self)", "def _run_on_streams(self, keep)"),
+        ],
+        law="kept_by_references",
     ),
     "a drop does not wait for a fetch that nobody used": Mistake(
         "a use that does not come", [_DROP, _LET_GO]

@@ -38,13 +38,6 @@ def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[s
     return cpu, found
 
 
-def races_in(name: str) -> list[str]:
-    """The races of a scenario, with a device that is far behind the host."""
-    watch = Watch(torch.device("cuda", dist.get_rank()))
-    torch_cuda.answer_queries("never")
-    return watch.seen(_run(SCENARIOS[name], watch)).races
-
-
 def timed(us_per_byte: dict[str, float]) -> list[Issued]:
     """The collectives of one step in modelled time, by what a byte takes on each kind of group."""
     device = torch.device("cuda", dist.get_rank())

@@ -1,8 +1,9 @@
-"""The checker sees seeded mistakes, and says nothing of other people's correct programs."""
+"""The laws see seeded mistakes, and the checker says nothing of other people's correct programs."""
 
 from pathlib import Path
 
 import pytest
+from laws import LAWS, within_plan
 from matrix import SCENARIOS
 from mistakes import MISTAKES, copied
 from simcuda.server import Server
@@ -11,13 +12,15 @@ pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_seen(device: Server, tmp_path: Path, name: str):
+def test_a_mistake_breaks_its_law(device: Server, tmp_path: Path, name: str):
     mistake = MISTAKES[name]
-    root = copied(tmp_path, *mistake.changes)
-    n = SCENARIOS[mistake.scenario].ranks
-    found = device.run("races_in", n, mistake.scenario, root=root)
-    races = [race for rank in found for race in rank]
-    assert bool(races) != bool(mistake.harmless), races or "no report"
+    root, scenario = copied(tmp_path, *mistake.changes), mistake.scenario
+    run = device.run("compared", SCENARIOS[scenario].ranks, scenario, ("never",), root=root)
+    broken = [law.__name__ for law in LAWS if law is not within_plan and law(scenario, run)]
+    if mistake.harmless:
+        assert not broken, mistake.harmless
+    else:
+        assert mistake.law in broken
 
 
 @pytest.mark.parametrize("program", ["two_streams_of_torch", "fsdp2", "fsdp2_on_two_streams"])

@@ -1,0 +1,119 @@
+"""What must hold in every scenario: each law gives the texts of what breaks it."""
+
+from collections.abc import Callable
+
+import torch
+from matrix import SCENARIOS, Seen
+
+Run = list[tuple[dict[str, torch.Tensor], dict[str, Seen]]]  # by rank: on the CPU, on the device
+Law = Callable[[str, Run], list[str]]
+
+
+def _each(run: Run) -> list[tuple[str, dict[str, torch.Tensor], Seen]]:
+    """Where, the numbers on the CPU, and what was seen on the device."""
+    return [
+        (f"rank {rank}, events {mode} over", cpu, seen)
+        for rank, (cpu, modes) in enumerate(run)
+        for mode, seen in modes.items()
+    ]
+
+
+def ordered(name: str, run: Run) -> list[str]:
+    """CUDA orders any two accesses that conflict."""
+    return [f"{where}: {race}" for where, _, seen in _each(run) for race in seen.races]
+
+
+def no_host_waits(name: str, run: Run) -> list[str]:
+    """In a steady step the host waits only where a guard decides on a number."""
+    allowed = SCENARIOS[name].host_waits
+    return [
+        f"{where}: {seen.waits}"
+        for where, _, seen in _each(run)
+        if sum(seen.waits.values()) != allowed
+    ]
+
+
+def equal_numbers(name: str, run: Run) -> list[str]:
+    """Numbers are those of gloo, bit by bit, but where `bound_of` says otherwise.
+
+    The stand-in for NCCL rounds a mean of two ranks as the library does on gloo.
+    """
+    wrong = []
+    for where, cpu, seen in _each(run):
+        for key, value in cpu.items():
+            exact = value.double()
+            error = (seen.numbers[key].double() - exact).abs()
+            if not (error <= bound_of(name, key, exact)).all():  # nor where one is not a number
+                wrong.append(f"{where}, {key}: differs by {error.max()}")
+    return wrong
+
+
+def bound_of(name: str, key: str, value: torch.Tensor) -> torch.Tensor:
+    """How far a number may be from that on the CPU: 0, but where both must round differently.
+
+    The loss of an evaluation is a mean over the partition group. If that has more than two ranks,
+    gloo adds in another order. Each of the p - 1 additions of positive values rounds by at most
+    half an ulp of the sum, on either side.
+
+    A mean in float16 is rounded once by NCCL, by half an ulp, after each of two values was halved,
+    which rounds by 2**-25 where the half is subnormal. On the CPU the mean of two is made in
+    float32, in three operations on values that are positive and at most twice the mean.
+    """
+    partition = SCENARIOS[name].partition
+    if key == "eval" and partition > 2:
+        return 2 * (partition - 1) * 2**-24 * value
+    if key == "rounded to float16":
+        return (2**-11 + 6 * 2**-24) * value + 2**-24
+    return torch.zeros(())
+
+
+def one_order(name: str, run: Run) -> list[str]:
+    """All ranks issue the same collectives in one order, over all communicators."""
+    wrong = []
+    for mode, first in run[0][1].items():
+        for rank, (_, modes) in enumerate(run):
+            mine, other = first.issued, modes[mode].issued
+            pairs = zip(mine, other, strict=False)
+            differs = next((f"{a}, {b}" for a, b in pairs if a != b), "")
+            if differs or len(mine) != len(other) or (len(run) > 1 and not mine):
+                counts = f"{len(mine)} and {len(other)} collectives"
+                wrong.append(f"rank {rank}, events {mode} over: {counts} {differs}")
+    return wrong
+
+
+def no_timing(name: str, run: Run) -> list[str]:
+    """Which collectives are issued does not depend on what the device answers when asked."""
+    return [
+        f"rank {rank}: {[len(seen.issued) for seen in modes.values()]} collectives"
+        for rank, (_, modes) in enumerate(run)
+        if len({tuple(seen.issued) for seen in modes.values()}) > 1
+    ]
+
+
+def kept_by_references(name: str, run: Run) -> list[str]:
+    """`record_stream` is not needed; autograd itself calls it between two compute streams."""
+    return [
+        f"{where}: {seen.recorded_streams} calls"
+        for where, _, seen in _each(run)
+        if seen.recorded_streams and SCENARIOS[name].program != "forked"
+    ]
+
+
+def within_plan(name: str, run: Run) -> list[str]:
+    """Between steps pools keep at most the gathered buckets that the plan has live at once."""
+    return [
+        f"{where}: {seen.kept_bytes} bytes are kept, {seen.planned_bytes} planned"
+        for where, _, seen in _each(run)
+        if seen.planned_bytes is not None and seen.kept_bytes > seen.planned_bytes
+    ]
+
+
+LAWS: tuple[Law, ...] = (
+    ordered,
+    no_host_waits,
+    equal_numbers,
+    one_order,
+    no_timing,
+    kept_by_references,
+    within_plan,
+)
