@@ -18,7 +18,7 @@ def run_of(second_rank: Seen, mode: str = "never") -> Run:
     return [(CPU, modes), (CPU, modes | {mode: second_rank})]
 
 
-BAD = {
+BAD: dict[Law, Seen] = {
     laws.ordered: GOOD._replace(races=["read after write"]),
     laws.no_host_waits: GOOD._replace(waits={".item()": 1}),
     laws.equal_numbers: GOOD._replace(numbers=CPU | {"w": torch.tensor([1.0, 2.0 + 2**-22])}),
