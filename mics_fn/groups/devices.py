@@ -19,11 +19,9 @@ class Machine:
         """Their type, such as "cuda"; "cpu" if there are none with a backend of their own."""
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if found is None else found.type
-        return kind if self.backends().get(kind, "gloo") != "gloo" else "cpu"
-
-    def backends(self) -> dict[str, str]:
-        """The backend of torch.distributed for each type of device."""
-        return dist.Backend.default_device_backend_map
+        return (
+            kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
+        )
 
     def count(self) -> int:
         """How many of them this process sees."""

@@ -159,12 +159,17 @@ def order_launches(backend: str) -> None:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
+def _served(config: str) -> dict[str, str]:
+    """The backend of each type of device, from "cpu:gloo,cuda:nccl" or from "nccl" alone."""
+    if ":" not in config:
+        return dict.fromkeys(dist.Backend.backend_capability.get(config, ()), config)
+    return dict(part.split(":", 1) for part in config.split(","))
+
+
 def _served_kind(config: str) -> str:
-    """The accelerator that a backend config serves with its own backend, else the CPU."""
-    kind = devices.machine.kind()
-    served = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    own = devices.machine.backends().get(kind)
-    return kind if own in (config, served.get(kind)) else "cpu"
+    """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
+    kind, served = devices.machine.kind(), _served(config)
+    return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
 
 
 def require_distributed() -> bool:
@@ -232,7 +237,7 @@ def device_and_backend(
         return chosen, backend
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
     # one of them keep torch from creating idle communicators for the others.
-    of_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    of_device = _served(config)
     if chosen.type not in of_device:
         what = f"make_groups: the default group serves {config}, not {chosen.type}"
         fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "

@@ -94,6 +94,20 @@ def test_without_a_launcher_it_becomes_the_current_one(monkeypatch: pytest.Monke
     assert fake.used == 1
 
 
+def test_what_torch_says_of_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, kind in (("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")):
+        answer = found and torch.device(found)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: answer)  # noqa: B023
+        assert Machine().kind() == kind
+    module = mock.Mock()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    module.get_device_properties.return_value = mock.Mock(uuid="G")
+    assert Machine().uuid(torch.device("cuda:1")) == "G"
+    module.get_device_properties.assert_called_once_with(torch.device("cuda:1"))
+    module.get_device_properties.return_value = object()
+    assert Machine().uuid(torch.device("cuda:1")) == ""
+
+
 def start(port: str, seen: list[tuple[str, ...]], hostid: str, options: dict[str, Any]) -> Any:
     """What `init_distributed` answers on a rank that sees these GPUs, or its error."""
     rank, started = dist.get_rank(), mock.Mock()
@@ -192,6 +206,7 @@ def test_a_device_without_a_uuid_is_known_by_what_the_process_sees() -> None:
         ("cuda:nccl", Fake("cuda", "G"), ("cuda:0", "nccl")),
         ("cpu:gloo,cuda:nccl", Fake("cuda", "G"), ("cuda:0", "nccl")),
         ("xpu:xccl", Fake("xpu", "G"), ("xpu:0", "xccl")),
+        ("cpu:gloo,cuda:other", Fake("cuda", "G"), ("cuda:0", "other")),
         ("cpu:gloo,cuda:gloo", Fake("cuda", "G"), ("cpu", "gloo")),
         ("cpu:gloo,cuda:nccl", NONE, ("cpu", "gloo")),
     ],
@@ -204,6 +219,11 @@ def test_groups_take_the_device_that_the_default_group_serves(
     with machine(fake):
         device, backend = device_and_backend(None, None, None)
     assert (str(device), backend) == want
+    with machine(fake):  # as for one backend that is named
+        assert device_and_backend(None, None, "nccl")[0].type == (
+            "cuda" if fake.kind() == "cuda" else "cpu"
+        )
+        assert str(device_and_backend(None, None, "gloo")[0]) == "cpu"
 
 
 def test_nccl_starts_kernels_in_the_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
