@@ -39,10 +39,11 @@ hop 2 of the last pass does so too. (4) So Ctrl-C works at once. (5) `timeout_s`
 NCCL's watchdog. All this is tested on Linux with Python 3.11.
 
 Start reading at `pending.py`, with its two notes, then `hierarchical.py`, the only file that calls
-collectives on data; `means.py` has the arithmetic, and `agreement.py` what ranks compare. To add a
-collective, write a generator that yields one `Collective` per level with the bytes that it sends,
-list its communicators in the same order, and give both to a `Pending`. To compare something new
-between ranks, use `agree` for a tree and `same_call` for a call.
+collectives on data; `means.py` has the arithmetic, `agreement.py` what ranks compare, and
+`sources.py` which memory must not be overwritten yet. To add a collective, write a generator that
+yields one `Collective` per level with the bytes that it sends, list its communicators in the same
+order, and give both to a `Pending`. To compare something new between ranks, use `agree` for a tree
+and `same_call` for a call.
 """
 
 from mics_fn.collectives.agreement import (
@@ -68,6 +69,7 @@ from mics_fn.collectives.hierarchical import (
     start_reduce_scatter,
 )
 from mics_fn.collectives.pending import Pending, Steps, push_all, wait_all, wait_until
+from mics_fn.collectives.sources import finish_readers
 
 __all__ = [
     "Pending",
@@ -79,6 +81,7 @@ __all__ = [
     "checksum",
     "collect",
     "collect_all",
+    "finish_readers",
     "in_step",
     "mean_comms",
     "mean_over_ranks",

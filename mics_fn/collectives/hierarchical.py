@@ -17,6 +17,7 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
 from mics_fn.collectives.pending import Collective, Pending, Steps
+from mics_fn.collectives.sources import reads
 from mics_fn.groups import Buffers, Comm, Groups, Route
 
 
@@ -42,7 +43,7 @@ def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> 
         out = chunk.new_empty(route.size, *chunk.shape)
     comms = gather_comms(route, chunk)
     steps = gather_steps(route, chunk, out)
-    return Pending(steps, comms, keep=(chunk, out), device=chunk.device)
+    return reads(Pending(steps, comms, keep=(chunk, out), device=chunk.device), comms, chunk)
 
 
 def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Pending:
@@ -77,7 +78,7 @@ def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | 
         return mine
 
     keep = (chunk, *(target for _, target in parts))
-    return Pending(steps(), comms, keep=keep, device=chunk.device)
+    return reads(Pending(steps(), comms, keep=keep, device=chunk.device), comms, chunk)
 
 
 def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:

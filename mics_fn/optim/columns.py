@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
+from mics_fn.collectives import finish_readers
 from mics_fn.errors import OptimizerError, TreeError, message
 from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes
 from mics_fn.optim.runs import (
@@ -290,6 +291,7 @@ def _columns_of_run(
 def _in_place(held: Sequence[_Held]) -> list[_Held]:
     """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
     parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
+    finish_readers(parts)
     spans = sorted(
         (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if is_dense(x)
     )

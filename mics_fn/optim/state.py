@@ -82,7 +82,8 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       partition group. Parameters that are leaves of autograd count as constants unless the
       gradients require a derivative.
 
-    Communication: only that of transforms that were given groups, such as clipping by norm.
+    Communication: only that of transforms that were given groups, such as clipping by norm. With
+      `donate` it waits for gathers of these shards that are under way.
 
     Memory: a second copy of the state; none with `donate`.
 

@@ -86,7 +86,8 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
     """Start a gather and return at once; `wait()` gives the full tensors.
 
     Args:
-      shards: as for `gather`; they must not change until `wait()`.
+      shards: as for `gather`; they must not change until `wait()`. A verb with `donate` waits
+        for the gather before it writes to them.
       hierarchy: as for `gather`.
 
     Returns:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mics_fn.collectives import (
     Pending,
+    finish_readers,
     start_all_gather,
     start_mean,
     start_reduce_scatter,
@@ -110,6 +111,8 @@ def replica_mean(
             chunk = pack_chunk(use.bucket, number, pieces, **like)
         elif not in_place or use.missing:  # leaves that the tree lacks must not change
             chunk = chunk.clone()
+        else:
+            finish_readers([chunk])
         pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 

@@ -1,0 +1,122 @@
+"""Memory of shards that is written to while a gather still sends it: others get what was there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random
+
+import mics_fn as mf
+from mics_fn.collectives import Pending
+from mics_fn.errors import DonatedError
+
+PAIR, WIDE, REPLICAS = Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)
+SIZE = 24  # of each leaf, which is a bucket of its own
+
+
+class Slow:
+    """Gathers of some chunks do nothing on this rank until somebody waits for them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *tensors: torch.Tensor) -> None:
+        self.storages = {x.untyped_storage()._cdata for x in tensors}
+        self.waited: list[Pending] = []
+        push, wait = Pending.push, Pending.wait
+
+        def slow_push(pending: Pending) -> bool:
+            kept = [x for x in pending._keep if isinstance(x, torch.Tensor)]
+            held = any(x.untyped_storage()._cdata in self.storages for x in kept[:1])
+            return False if held and pending not in self.waited else push(pending)
+
+        def slow_wait(pending: Pending) -> torch.Tensor:
+            self.waited.append(pending)
+            return wait(pending)
+
+        patch.setattr(Pending, "push", slow_push)
+        patch.setattr(Pending, "wait", slow_wait)
+
+
+def values():
+    return {name: random(i, SIZE) for i, name in enumerate("ab")}
+
+
+def update(state, grads, groups):
+    return mf.opt_step(state, grads, donate=True).params
+
+
+def merge(state, grads, groups):
+    return mf.sync_replicas(state.params, groups, donate=True)
+
+
+def fetched(run, index):
+    """A bucket that was fetched ahead, as it has come or comes."""
+    return run._live._coming[index].wait().view(-1)[:SIZE].clone()
+
+
+def kept(state, groups):
+    """All are fetched at once, and what this rank does not use others may."""
+    run = mf.defer(state.params, groups, mf.keep_all())
+    run.params["a"] + 0
+    return lambda: fetched(run, state.params["b"].bucket.index), run.close
+
+
+def scheduled(state, groups):
+    """A schedule that fetches "b", which nobody uses."""
+    ahead = mf.schedules.Schedule.parse("fetch 0; fetch 1; use 0; drop 0; drop 1")
+    run = mf.defer(state.params, groups, ahead)
+    run.params["a"] + 0
+    return lambda: fetched(run, 1), run.close
+
+
+def started(state, groups):
+    pending = mf.shards.start_gather(state.params, groups)
+    return lambda: pending.wait()["b"], lambda: None
+
+
+def written_early(layout, way, write):
+    """The first rank of each group writes before its gather of "b" is done, the others later."""
+    groups, rank = groups_of(layout), dist.get_rank()
+    shards = mf.shard(values(), groups, bucket_bytes=4)
+    assert [shards[name].bucket.index for name in "ab"] == [0, 1]
+    replica = rank // layout.partition_size
+    with torch.no_grad():
+        for leaf in shards.values():  # replicas that steps of their own have taken apart
+            leaf.data.add_(replica)
+    state = mf.init_state(shards, mf.optim.sgd(1.0))
+    ones = {k: torch.ones(SIZE) for k in "ab"}
+    grads = mf.reduce_grads(ones, groups, like=shards)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        slow = Slow(patch, shards["b"].data)
+        use, close = way(state, groups)
+        if rank % layout.partition_size:
+            got = use()
+            after = write(state, grads, groups)
+        else:
+            assert all(pending.finished for pending in slow.waited), "its gather has not begun"
+            after = write(state, grads, groups)
+            got = use()
+        close()
+    assert torch.equal(got, values()["b"] + replica), "what was there when the gather began"
+    moved = replica - 1.0 if write is update else (groups.num_replicas - 1) / 2
+    for name, value in mf.unshard(after, groups).items():  # three roundings of values below 4
+        assert torch.allclose(value, values()[name] + moved, rtol=0, atol=3 * 2**-23)
+
+
+CASES = [(layout, update) for layout in (PAIR, WIDE, REPLICAS)] + [(REPLICAS, merge)]
+
+
+@pytest.mark.parametrize("way", [kept, scheduled, started])
+@pytest.mark.parametrize(("layout", "write"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.covering("way", "write")
+def test_a_gather_sends_what_was_there_when_it_began(ranks, layout, write, way):
+    ranks(layout.world_size).run(written_early, layout, way, write)
+
+
+def test_a_bucket_of_a_run_is_refused_once_its_memory_was_written_to():
+    groups = mf.make_groups(1)
+    shards = mf.shard(values(), groups, bucket_bytes=4)
+    state = mf.init_state(shards, mf.optim.sgd(1.0))
+    run = mf.defer(shards, groups, mf.keep_all())
+    grads = mf.reduce_grads(values(), groups, like=shards)
+    mf.opt_step(state, grads, donate=True)
+    with pytest.raises(DonatedError, match="was changed after its run began"):
+        run.params["b"] + 0
+    run.close()
