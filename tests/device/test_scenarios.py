@@ -18,9 +18,6 @@ pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
 # What does not hold yet, by law and scenario.
 _POOLS = "pools ask events what is over, and keep more than the plan says"
 BROKEN: dict[tuple[Law, str], str] = {
-    (laws.ordered, "an update before the run has ended"): (
-        "a shard is overwritten that a gather still sends"
-    ),
     **{(laws.within_plan, name): _POOLS for name, s in SCENARIOS.items() if s.plans},
 }
 
