@@ -26,7 +26,7 @@ seconds. There is one process per rank, and nothing here is safe to call from se
 | | gloo, on the CPU | NCCL, on CUDA |
 |---|---|---|
 | state | every test runs on it, with 1 to 8 ranks as real processes | not yet run on several GPUs |
-| gathers | torch's all-gather, one per level, in place | the same, on a side stream |
+| gathers | exchanges of chunks, in place (6) | torch's all-gather, one per level, in place |
 | fetches ahead | run while the model computes (1) | all levels at once, on the stream of gathers |
 | hop 1 | an all-to-all and a local sum (2) | torch's reduce-scatter, on another side stream |
 | hops and backward | overlap (3) | the same |
@@ -36,14 +36,15 @@ seconds. There is one process per rank, and nothing here is safe to call from se
 (1) The next level starts when an op needs another bucket. (2) gloo's own reduce-scatter sends twice
 the bytes. (3) With a schedule, hop 1 of a bucket runs while backward goes on, and into a `GradSum`
 hop 2 of the last pass does so too. (4) So Ctrl-C works at once. (5) `timeout_s` is the limit of
-NCCL's watchdog. All this is tested on Linux with Python 3.11.
+NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its result in each call. All
+this is tested on Linux with Python 3.11.
 
-Start reading at `pending.py`, with its two notes, then `hierarchical.py`, the only file that calls
-collectives on data; `means.py` has the arithmetic, `agreement.py` what ranks compare, and
-`sources.py` which memory must not be overwritten yet. To add a collective, write a generator that
-yields one `Collective` per level with the bytes that it sends, list its communicators in the same
-order, and give both to a `Pending`. To compare something new between ranks, use `agree` for a tree
-and `same_call` for a call.
+Start reading at `pending.py`, with its two notes, then `hierarchical.py`, and `levels.py`, the only
+file that calls what moves data; `means.py` has the arithmetic, `agreement.py` what ranks compare,
+and `sources.py` which memory must not be overwritten yet. To add a collective, write a generator
+that yields one `Collective` per level with the bytes that it sends, list its communicators in the
+same order, and give both to a `Pending`. To compare something new between ranks, use `agree` for a
+tree and `same_call` for a call.
 """
 
 from mics_fn.collectives.agreement import (
@@ -56,17 +57,20 @@ from mics_fn.collectives.agreement import (
     same_call,
 )
 from mics_fn.collectives.hierarchical import (
+    scatter_comms,
+    scatter_steps,
+    spare_numel,
+    start_all_gather,
+    start_fetch,
+    start_reduce_scatter,
+)
+from mics_fn.collectives.levels import (
     broadcast,
     collect,
     mean_comms,
     mean_over_ranks,
     mean_steps,
-    scatter_comms,
-    scatter_steps,
-    start_all_gather,
-    start_fetch,
     start_mean,
-    start_reduce_scatter,
 )
 from mics_fn.collectives.pending import Pending, Steps, push_all, wait_all, wait_until
 from mics_fn.collectives.sources import finish_readers
@@ -90,6 +94,7 @@ __all__ = [
     "same_call",
     "scatter_comms",
     "scatter_steps",
+    "spare_numel",
     "start_all_gather",
     "start_fetch",
     "start_mean",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn.collectives.hierarchical import collect
+from mics_fn.collectives.levels import collect
 from mics_fn.errors import DesyncError, by_value, disagreement
 from mics_fn.groups import Groups, Home
 from mics_fn.tree import digest, flatten

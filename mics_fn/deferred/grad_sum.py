@@ -9,9 +9,9 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.collectives import Steps, mean_comms, mean_steps, scatter_comms, scatter_steps
 from mics_fn.deferred.graph import Passes
-from mics_fn.deferred.reduction import Reduction
+from mics_fn.deferred.reduction import Reduction, elements
 from mics_fn.errors import LeafError, TreeError, message
-from mics_fn.groups import Buffers, Route
+from mics_fn.groups import Buffers, Comm, Route, Slot
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, Opened, refuse_derivative, split_chunk
 from mics_fn.tree import Tree
@@ -68,11 +68,18 @@ class SumOfPasses(Reduction):
             return self._sum_dtype or bucket.accumulate
         return torch.promote_types(bucket.dtype, bucket.reduce)  # nothing is added
 
+    @property
+    def has_target(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.passes
+
     def levels_now(self, route: Route) -> Route:
         return route.split(route.late)[1]
 
+    def late_levels(self, route: Route) -> Route:
+        return route.split(route.late if self.last else 0)[0]
+
     def target(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
-        if self.passes:
+        if not self.has_target:
             return None
         shape, home = (use.bucket.numel // self.levels_now(use.route).size,), use.hierarchy
         return home.pools.chunks.take(shape, self.dtype_of(use.bucket), home.device, exact=True)
@@ -92,46 +99,51 @@ class SumOfPasses(Reduction):
         other = self.dtype_of(use.bucket) != use.bucket.reduce
         return self.last and other and use.replicas.size > 1
 
-    def late_size(self, route: Route) -> int:
-        return route.split(route.late)[0].size if self.last else 1
-
-    def late_comms(self, use: BucketUse, out: Tensor, *, copies: bool) -> tuple[list, int]:
+    def late_comms(self, use: BucketUse, out: Tensor) -> tuple[list[Comm], int]:
         if not self.last:
             return [], 0
-        late = use.route.split(use.route.late)[0]
-        comms = scatter_comms(late, out)
-        hop_2 = mean_comms(use.replicas, out)
-        return [*comms, *hop_2], len(late.levels) + (len(hop_2) if copies else 0)
+        late = self.late_levels(use.route)
+        comms, hop_2 = scatter_comms(late, out), mean_comms(use.replicas, out)
+        return [*comms, *hop_2], len(late.levels) + (len(hop_2) if self.copies(use) else 0)
 
-    def steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
+    def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
         """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
         use, last = self.uses[index], self.last  # read now, since the steps run later
+        now, late, copies = (
+            self.levels_now(use.route),
+            self.late_levels(use.route),
+            self.copies(use),
+        )
+        reduce = use.bucket.reduce
 
         def steps() -> Steps:
-            yield from scatter_steps(self.levels_now(use.route), parts[0], out, parts[1])
+            yield from scatter_steps(now, full, out, slot.second.view(reduce))
             (total,) = self._sum(index, [out], last)
-            if last:
-                (total,) = self.totals[index] = [(yield from self._late_steps(use, total, slot))]
-            self.free_slot(use, out, slot)
+            if late.size > 1:
+                total = yield from self._late_steps(use, late, total, slot)
+                self.totals[index] = [total]
+            if not copies:
+                self.free_slot(slot)
             if last:
                 self._given.append((use.hierarchy.pools.chunks, total))
-                yield from mean_steps(use.replicas, total, use.bucket.reduce)
+                spare = elements(slot.first, total.numel(), reduce)
+                yield from mean_steps(use.replicas, total, reduce, spare)
+            if copies:
+                self.free_slot(slot)
             return total
 
         return steps()
 
-    def _late_steps(self, use: BucketUse, total: Tensor, slot: int | None) -> Steps:
+    def _late_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
         """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
-        bucket, pools = use.bucket, use.hierarchy.pools
-        late, _ = use.route.split(use.route.late)
-        if late.size == 1 or slot is None:
-            return total
-        full, spare = pools.slots.pair(slot, total.shape, bucket.reduce, total.device)
-        full = total if total.dtype == bucket.reduce else full.copy_(total)
-        mine = pools.chunks.take((bucket.chunk,), total.dtype, total.device, exact=True)
+        bucket, pool = use.bucket, use.hierarchy.pools.chunks
+        copy = elements(slot.first, total.numel(), bucket.reduce)
+        full = total if total.dtype == bucket.reduce else copy.copy_(total)
+        mine = pool.take((bucket.chunk,), total.dtype, total.device, exact=True)
+        spare = slot.second.view(bucket.reduce)
         yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
         # Given back at the end of the step: earlier, the number of chunks would depend on timing.
-        self._given.append((pools.chunks, total))
+        self._given.append((pool, total))
         return mine
 
     def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:

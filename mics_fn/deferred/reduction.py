@@ -7,13 +7,18 @@ complete is reduced as zeros at the end. So no rank can wait for a reduction tha
 not do. Where these reductions come between fetches is a part of the run, which compares it: see
 [Note: reductions between fetches] in `schedules.run`.
 
-[Note: gradients in flight] A bucket's gradients are packed into one of a few slots of memory. They
-stay there until hop 1 is done, late levels included, and the next bucket in that slot waits until
-then. So full gradients take the memory of a few buckets, whatever the size of the model, and how
-much does not depend on timing. If hop 2 sends a copy in another dtype, the copy counts as well.
+[Note: gradients in flight] A bucket's gradients are packed into a part of a ring of memory, with
+room for what arrives from other ranks. They stay there until hop 1 is done, late levels included,
+and so does the copy that hop 2 sends in another dtype. The next bucket waits until its part of the
+ring is free. The ring has room for one bucket on each level and one that is being packed, by the
+median of their sizes, but not for more bytes than the budget for gathered parameters; the largest
+bucket always fits. So full gradients take the memory of a few buckets, whatever the size of the
+model, and how much does not depend on timing.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -25,9 +30,10 @@ from mics_fn.collectives import (
     push_all,
     scatter_comms,
     scatter_steps,
+    spare_numel,
     wait_until,
 )
-from mics_fn.groups import Hierarchy, Route
+from mics_fn.groups import Comm, Life, Ring, Route, Slot, ring_bytes
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, dense, pack_full, split_chunk
 
@@ -40,14 +46,18 @@ class Reduction:
 
     Args:
       uses: the buckets, frozen ones too.
-      run: has the order of all their reductions, and hears of each before it starts.
+      run: has the order of all their reductions and the budget, and hears of each before it starts.
     """
+
+    has_target = True  # whether in this pass the mean has memory of its own
 
     def __init__(self, uses: Sequence[BucketUse], run: Run) -> None:
         self.uses, self._run = uses, run
         self.order = [i for i in run.order if uses[i].bucket.trainable]
         self._pendings: list[Pending] = []
         self._complete: dict[int, _Complete] = {}  # in this pass
+        self._rooms: dict[int, tuple[int, int]] = {}  # by ring: its bytes, and the most parts
+        self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
         self._next = 0  # index in the order
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -84,7 +94,7 @@ class Reduction:
 
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
-        self._complete = {}
+        self._complete, self._rooms = {}, {}
         self._next = 0
 
     def skip(self, index: int) -> None:
@@ -140,7 +150,11 @@ class Reduction:
             for numel, value in zip(use.by_member(use.bucket.numels), values, strict=True)
         ]
 
-    def late_comms(self, use: BucketUse, out: Tensor, *, copies: bool) -> tuple[list, int]:
+    def late_levels(self, route: Route) -> Route:
+        """The levels that are reduced after `levels_now` in this pass."""
+        return Route()
+
+    def late_comms(self, use: BucketUse, out: Tensor) -> tuple[list[Comm], int]:
         """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""
         return [], 0
 
@@ -148,22 +162,64 @@ class Reduction:
         """Whether hop 2 follows in another dtype, so that it sends a copy."""
         return False
 
-    def late_size(self, route: Route) -> int:
-        """The number of ranks in the levels that are reduced after `levels_now` in this pass."""
-        return 1
-
-    def steps(self, index: int, parts: Sequence[Tensor], out: Tensor, slot: int | None) -> Steps:
+    def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
         """The steps of a bucket's reduction, level by level."""
         use = self.uses[index]
-        yield from scatter_steps(use.route, parts[0], out, parts[1])
+        spare = slot.second.view(use.bucket.reduce)
+        yield from scatter_steps(use.route, full, out, spare)
         if use.route.grad_factor != 1.0:
             _torch.foreach_div([out], 1 / use.route.grad_factor)
-        self.free_slot(use, out, slot)
+        self.free_slot(slot)
         return out
 
-    def free_slot(self, use: BucketUse, out: Tensor, slot: int | None) -> None:
-        if _device.is_async(out.device) and slot is not None:
-            use.hierarchy.pools.slots.users[slot] = _device.record(out.device)
+    def free_slot(self, slot: Slot) -> None:
+        """On an accelerator, let the next user of a slot wait for the current stream."""
+        device = slot.first.device
+        if _device.is_async(device):
+            slot.until = partial(_device.wait, device, _device.record(device))
+
+    def slot_sizes(self, use: BucketUse) -> tuple[int, int]:
+        """Bytes of the two buffers that a bucket needs in this pass; 0 if there is nothing."""
+        bucket, device, dtype = use.bucket, use.home.device, self.dtype_of(use.bucket)
+        now, late = self.levels_now(use.route), self.late_levels(use.route)
+        mine, same = bucket.numel // now.size, dtype == bucket.reduce
+        packed = [0]
+        if now.size > 1:
+            packed.append(bucket.numel * bucket.reduce.itemsize)
+        elif not self.has_target:
+            packed.append(bucket.numel * dtype.itemsize)
+        if late.size > 1 and not same:
+            packed.append(mine * bucket.reduce.itemsize)
+        if self.copies(use):
+            packed.append(mine // late.size * bucket.reduce.itemsize)
+        arriving = max(
+            spare_numel(now, bucket.numel, device, direct=same and self.has_target),
+            spare_numel(late, mine, device, direct=same),
+        )
+        return max(packed), arriving * bucket.reduce.itemsize
+
+    def _room(self, ring: Ring) -> tuple[int, int]:
+        """Bytes of a ring, and the most parts of it at a time; see [Note: gradients in flight]."""
+        uses = [self.uses[i] for i in self.order if not self.uses[i].alone]
+        uses = [use for use in uses if use.hierarchy.pools.hops is ring]
+        needs = [ring_bytes(self.slot_sizes(use)) for use in uses]
+        count = 1 + max(
+            len(self.levels_now(use.route).levels)
+            + len(self.late_levels(use.route).levels)
+            + self.copies(use)
+            for use in uses
+        )
+        few, budget = count * median_low(needs), self._run.policy.live_bytes
+        if budget is not None:
+            few = min(few, budget)
+        return max(*needs, few), count
+
+    def _lend(self, use: BucketUse, device: torch.device) -> Slot:
+        """Memory for a bucket's reduction; waits for those that still use it."""
+        ring, sizes = use.hierarchy.pools.hops, self.slot_sizes(use)
+        if id(ring) not in self._rooms:
+            self._rooms[id(ring)] = self._room(ring)
+        return ring.lend(sizes, *self._rooms[id(ring)], device)
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
@@ -180,44 +236,37 @@ class Reduction:
 
     def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
         use = self.uses[index]
-        bucket, slots = use.bucket, use.hierarchy.pools.slots
-        device, now = use.home.device if out is None else out.device, self.levels_now(use.route)
+        bucket, now = use.bucket, self.levels_now(use.route)
+        device = use.home.device if out is None else out.device
         push_all(use.home.life)
-        copies = self.copies(use)
-        # If nothing is scattered, the gradients are packed where the mean goes.
-        stays = out is not None and now.size == 1 and self.late_size(use.route) == 1
-        slot = self._next % slots.count
-        used = slot if copies or not stays else None
-        if used is not None:
-            _until_free(use.hierarchy, used)
-        if out is not None and stays:
-            pair = (out, out)
-        else:
+        if index in self._slots:  # else a later pass could be added to the sum first
+            self._slots[index].until()
+        slot = self._slots[index] = self._lend(use, device)
+        if now.size > 1 or out is None:
             # Gradients that are not sent need no rounding.
             dtype = bucket.reduce if now.size > 1 else self.dtype_of(bucket)
-            pair = slots.pair(slot, (bucket.numel,), dtype, device)
-        first = pair[0] if out is None or now.size > 1 else out
-        pack_full(bucket, use.by_slot(values), device=device, out=first)
-        parts = [buffer.view(now.size, -1) for buffer in (first, pair[1])]
-        comms = scatter_comms(now, parts[0])
-        if out is None:  # NCCL reads one buffer of the pair and writes the other, alternately
+            full = elements(slot.first, bucket.numel, dtype)
+        else:
+            full = out  # nothing is scattered, so they are packed where the mean goes
+        pack_full(bucket, use.by_slot(values), device=device, out=full)
+        full = full.view(now.size, -1)
+        comms = scatter_comms(now, full)
+        if out is None:  # NCCL reads one of two buffers and writes the other, alternately
             at = len(comms) % 2 if _device.is_async(device) else 0
-            out = pair[at][: bucket.numel // now.size]
-        late, levels = self.late_comms(use, out, copies=copies)
-        steps = self.steps(index, parts, out, used)
-        keep = (*pair, out)
+            out = elements((slot.first, slot.second)[at], full.shape[1], full.dtype)
+        late, levels = self.late_comms(use, out)
+        steps, keep = self.steps(index, full, out, slot), (full, out, slot.second)
         pending = Pending(steps, [*comms, *late], keep=keep, device=device)
         self._pendings.append(pending)
-        if used is not None and not _device.is_async(device):
-            slots.users[used] = pending, len(now.levels) + levels
+        if not _device.is_async(device):
+            slot.until = partial(_until_passed, use.home.life, pending, len(now.levels) + levels)
 
 
-def _until_free(home: Hierarchy, slot: int) -> None:
-    """Wait for the slot's last user; see [Note: gradients in flight]."""
-    user = home.pools.slots.users[slot]
-    if isinstance(user, tuple):
-        pending, levels = user
-        if not pending.passed(levels):
-            wait_until(home.life, lambda: pending.passed(levels))
-    elif user is not None:
-        _device.wait(home.device, user)
+def elements(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The first elements of some memory."""
+    return raw[: numel * dtype.itemsize].view(dtype)
+
+
+def _until_passed(life: Life, pending: Pending, levels: int) -> None:
+    if not pending.passed(levels):
+        wait_until(life, lambda: pending.passed(levels))

@@ -51,12 +51,12 @@ and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement
-from mics_fn.groups.buffers import Buffers
+from mics_fn.groups.buffers import Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
-from mics_fn.groups.hierarchy import MOST_FULL, Hierarchy, Route
+from mics_fn.groups.hierarchy import Hierarchy, Route
 from mics_fn.groups.life import Life
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
@@ -68,9 +68,10 @@ __all__ = [
     "Hierarchy",
     "Home",
     "Life",
-    "MOST_FULL",
     "Plan",
+    "Ring",
     "Route",
+    "Slot",
     "Topology",
     "fold_ranks",
     "init_distributed",
@@ -79,5 +80,6 @@ __all__ = [
     "plan_groups",
     "read_launch",
     "require_replicas",
+    "ring_bytes",
     "valid_partition_sizes",
 ]

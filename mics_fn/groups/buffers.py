@@ -1,26 +1,30 @@
 """Memory that collectives reuse from step to step."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn import _device, _torch
 
-_PATIENCE = 16  # a buffer that stayed free during `_PATIENCE * made` takes is let go
+_PATIENCE = 16  # a size that nobody took during `_PATIENCE * made` takes is let go
+_ALIGN_BYTES = 512  # where the parts of a ring begin
+
+_Size = tuple[str, int]  # device, bytes
 
 
 class Buffers:
     """A pool of memory that collectives take and give back, so that every step uses the same.
 
     The system would map fresh memory of this size page by page each time. A free buffer serves any
-    dtype and shape that needs at most its bytes. On an accelerator, the next user of a buffer waits
-    for the work that was queued on the current stream when the buffer was given back.
-
-    Args:
-      keep: how many free buffers to keep; None for all.
+    dtype and shape that needs at most its bytes. If all free ones are too small, the new one takes
+    the place of the largest, so there are never more buffers than were in use at once. Which buffer
+    is taken depends only on the order of takes and gives: of those of one size the one that was
+    given back first. On an accelerator its next user waits, on its stream, for the work that was
+    queued on the current stream when the buffer was given back; the host asks for nothing.
 
     Example:
       >>> buffers = Buffers()
@@ -32,12 +36,14 @@ class Buffers:
       1
     """
 
-    def __init__(self, keep: int | None = None) -> None:
-        self.keep = keep
+    def __init__(self) -> None:
         self.made = 0  # how many buffers were allocated
         self._takes = 0
-        # 1D, uint8; the event to wait for; and the value of `_takes` when it was given back.
-        self._free: list[tuple[Tensor, Any, int]] = []
+        # 1D, uint8, with the event to wait for; the one that was given back first comes first.
+        self._free: dict[_Size, deque[tuple[Tensor, torch.Event | None]]] = {}
+        self._sizes: list[_Size] = []  # those with a free buffer, sorted
+        # The value of `_takes` when a buffer of a size was last given back; least recent first.
+        self._given: dict[_Size, int] = {}
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, exact: bool = False
@@ -47,85 +53,133 @@ class Buffers:
         With `exact` only a buffer of its own size will do, as for tensors that are kept for long.
         """
         nbytes = prod(shape) * dtype.itemsize
-        self._takes += 1
-        fits = [
-            (event is not None and not event.query(), raw.nbytes, i)
-            for i, (raw, event, _) in enumerate(self._free)
-            if raw.device == device and (raw.nbytes == nbytes if exact else raw.nbytes >= nbytes)
-        ]
-        # If the only buffer that fits is still being read, a second one saves the wait: from then
-        # on the two alternate.
-        if not nbytes or not fits or (len(fits) == 1 and fits[0][0] and not exact):
-            if nbytes:
-                self._free_unused()
-                self.made += 1
+        if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
-        raw, event, _ = self._free.pop(min(fits)[2])
-        if event is not None:
-            _device.wait(device, event)
-        return raw[:nbytes].view(dtype).view(shape)
+        self._takes += 1
+        where = str(_device.with_index(device))
+        at = bisect_left(self._sizes, (where, nbytes))
+        size = self._sizes[at] if at < len(self._sizes) else ("", 0)
+        if size[0] != where or (exact and size[1] != nbytes):
+            self._make_room(where, None if exact else at - 1)
+            self.made += 1
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._pop(at)[:nbytes].view(dtype).view(shape)
 
-    def _free_unused(self) -> None:
-        """Free buffers that nobody takes any more, such as those of a model that is gone."""
-        since = self._takes - _PATIENCE * self.made
-        self._free = [
-            (raw, event, given)
-            for raw, event, given in self._free
-            if given >= since or (event is not None and not event.query())
-        ]
+    def _pop(self, at: int) -> Tensor:
+        """Take the free buffer that waits longest, of the size at this place."""
+        size = self._sizes[at]
+        raw, event = self._free[size].popleft()
+        if not self._free[size]:
+            del self._sizes[at], self._free[size]
+        if event is not None:
+            _device.wait(raw.device, event)
+        return raw
+
+    def _make_room(self, where: str, too_small: int | None) -> None:
+        """Before a buffer is made, let go of those whose place it takes."""
+        if too_small is not None and too_small >= 0 and self._sizes[too_small][0] == where:
+            _let_go(self._pop(too_small))
+        since = self._takes - _PATIENCE * self.made  # such as buffers of a model that is gone
+        while self._given and self._given[size := next(iter(self._given))] < since:
+            del self._given[size]
+            for _ in range(len(self._free.get(size, ()))):
+                _let_go(self._pop(bisect_left(self._sizes, size)))
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the free buffers."""
-        return sum(raw.nbytes for raw, _, _ in self._free)
+        return sum(nbytes * len(self._free[where, nbytes]) for where, nbytes in self._sizes)
 
     def give(self, tensor: Tensor) -> None:
         """Give back a tensor that nobody uses any more; queued work may still use it."""
         if not tensor.numel() or _torch.has_no_data(tensor):
             return
-        storage = tensor.untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        event = _device.record(tensor.device) if _device.is_async(tensor.device) else None
-        self._free.append((raw, event, self._takes))
-        if self.keep is not None and len(self._free) > self.keep:
-            self._free.sort(key=lambda waiting: -waiting[0].nbytes)
-            del self._free[self.keep :]
+        device, storage = tensor.device, tensor.untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        event = _device.record(device) if _device.is_async(device) else None
+        size = (str(device), raw.nbytes)
+        if size not in self._free:
+            self._free[size] = deque()
+            insort(self._sizes, size)
+        self._free[size].append((raw, event))
+        self._given.pop(size, None)
+        self._given[size] = self._takes
 
 
-class Slots:
-    """A fixed number of pairs of buffers, used in turn; their number does not depend on timing.
+def _let_go(raw: Tensor) -> None:
+    """Say on which stream memory was last waited for, as it may come from another one."""
+    if _device.is_async(raw.device):
+        raw.record_stream(_device.current_stream(raw.device))
 
-    Args:
-      count: how many pairs.
+
+class Slot:
+    """A part of a ring: two buffers for one bucket, until what uses them is over."""
+
+    def __init__(self, raw: Tensor, start: int, sizes: tuple[int, int]) -> None:
+        first, second = sizes
+        middle = start + _aligned(first)
+        self.start, self.stop = start, middle + _aligned(second)
+        self.first, self.second = raw[start : start + first], raw[middle : middle + second]
+        self.until: Callable[[], object] = lambda: None  # waits for its user; set by that
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether it has bytes in this range."""
+        return self.start < stop and start < self.stop
+
+
+class Ring:
+    """One piece of memory that is lent part by part, and comes back in the same order.
+
+    So what is in flight at a time is bounded in bytes, and not only in number: a part is as large
+    as its user needs, and waits until enough of the ring is free again.
 
     Example:
-      >>> slots = Slots(2)
-      >>> pair = slots.pair(4, (3,), torch.float32, torch.device("cpu"))
-      >>> [buffer.shape for buffer in pair], slots.made
-      ([torch.Size([3]), torch.Size([3])], 1)
+      >>> ring, sizes = Ring(), (1000, 24)
+      >>> slots = [ring.lend(sizes, ring_bytes(sizes) * 2, 3, torch.device("cpu")) for _ in "abc"]
+      >>> [slot.start for slot in slots], slots[0].first.shape, ring.made
+      ([0, 1536, 0], torch.Size([1000]), 1)
     """
 
-    def __init__(self, count: int) -> None:
-        self.count, self.made = count, 0
-        self.users: list[Any] = [None] * count  # the last user of each pair; set by the users
-        self._raw: list[tuple[Tensor, Tensor] | None] = [None] * count
+    def __init__(self) -> None:
+        self.made = 0  # how often it was allocated
+        self._raw = torch.empty(0, dtype=torch.uint8)
+        self._next = 0  # where the next part begins, if it fits there
+        self._lent: deque[Slot] = deque()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pairs that were allocated."""
-        return sum(2 * pair[0].nbytes for pair in self._raw if pair is not None)
+        """Bytes that it holds."""
+        return self._raw.nbytes
 
-    def pair(
-        self, place: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Two uninitialised tensors in the memory of pair `place % count`."""
-        nbytes, at = prod(shape) * dtype.itemsize, place % self.count
-        raw = self._raw[at]
-        if raw is None or raw[0].nbytes < nbytes or raw[0].device != device:
-            # Allocate the largest size seen so far at once, so that pairs do not grow step by step.
-            size = max([nbytes, *(pair[0].nbytes for pair in self._raw if pair is not None)])
-            empty = {"dtype": torch.uint8, "device": device}
-            raw = self._raw[at] = (torch.empty(size, **empty), torch.empty(size, **empty))
-            self.made += 1
-        first, second = (buffer[:nbytes].view(dtype).view(shape) for buffer in raw)
-        return first, second
+    def lend(self, sizes: tuple[int, int], capacity: int, count: int, device: torch.device) -> Slot:
+        """A part with two buffers, uninitialised; waits for the users of that memory.
+
+        Args:
+          sizes: bytes of each buffer.
+          capacity: bytes that the ring has at least.
+          count: the most parts that are lent at a time.
+          device: of the memory.
+        """
+        nbytes, device = ring_bytes(sizes), _device.with_index(device)
+        if self.nbytes < max(nbytes, capacity) or self._raw.device != device:
+            while self._lent:
+                self._lent.popleft().until()
+            _let_go(self._raw)
+            self._raw = torch.empty(0, dtype=torch.uint8)  # freed before the next is made
+            self._raw = torch.empty(max(nbytes, capacity), dtype=torch.uint8, device=device)
+            self._next, self.made = 0, self.made + 1
+        start = self._next if self._next + nbytes <= self.nbytes else 0
+        stop = self._next = start + nbytes
+        while len(self._lent) >= count or any(slot.overlaps(start, stop) for slot in self._lent):
+            self._lent.popleft().until()
+        self._lent.append(Slot(self._raw, start, sizes))
+        return self._lent[-1]
+
+
+def ring_bytes(sizes: tuple[int, int]) -> int:
+    """Bytes of a part of a ring with two buffers of these sizes."""
+    return _aligned(sizes[0]) + _aligned(sizes[1])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

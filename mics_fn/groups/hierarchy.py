@@ -17,13 +17,11 @@ from math import prod
 
 import torch
 
-from mics_fn.groups.buffers import Buffers, Slots
+from mics_fn.groups.buffers import Buffers, Ring
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.life import Life
 from mics_fn.groups.topology import chunk_of
 from mics_fn.schedules import Channel
-
-MOST_FULL = 3  # buckets in hop 1 at a time: one on each of two levels, and one being packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +97,7 @@ class Pools:
     """Memory that the verbs over one hierarchy reuse from step to step."""
 
     reducing: Buffers = field(default_factory=Buffers)  # full gradients, in verbs that wait
-    slots: Slots = field(default_factory=lambda: Slots(MOST_FULL))  # the same, during backward
+    hops: Ring = field(default_factory=Ring)  # the same, during backward
     fetched: Buffers = field(default_factory=Buffers)  # gathered buckets
     held: Buffers = field(default_factory=Buffers)  # buckets gathered over the outer levels only
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
@@ -109,7 +107,7 @@ class Pools:
     def waiting_bytes(self) -> int:
         """Bytes that these pools hold between two steps."""
         pools = (self.reducing, self.fetched, self.held, self.chunks)
-        return self.slots.nbytes + sum(pool.waiting_bytes for pool in pools)
+        return self.hops.nbytes + sum(pool.waiting_bytes for pool in pools)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

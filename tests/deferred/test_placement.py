@@ -184,7 +184,7 @@ def by_hand(layout, groups, placed, accumulate, live, prefetch):
         ledgers.append(groups.traffic.snapshot())
         sums.append(checksum(torch.cat(tree.flatten(state.params)[0])).item())
         losses.append(mean)
-        made.append([getattr(pools, name).made for name in (*POOLS, "slots")])
+        made.append([getattr(pools, name).made for name in (*POOLS, "hops")])
     check_states(buckets, state)
     check_ledgers(layout, groups, placed, accumulate, live, prefetch, buckets, policy, ledgers)
     assert made[1] == made[2], f"a later step makes memory: {made}"
@@ -219,7 +219,7 @@ def check_peaks(buckets, groups, placed, live):
     sums = sum(b.numel // placed.grads * b.accumulate.itemsize for b in trained)
     mine = sum(b.numel // p * b.accumulate.itemsize for b in trained) if placed.grads < p else 0
     assert sums <= pools.chunks.peak <= sums + mine
-    assert pools.reducing.peak == 0, "a reduction has memory outside of its slots"
+    assert pools.reducing.peak == 0, "a reduction has memory outside of the ring"
 
 
 def check_states(buckets, state):

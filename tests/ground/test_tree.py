@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.groups.buffers import Buffers
 from mics_fn.optim.optimizers import LionState
 from mics_fn.optim.state import TrainState
 from mics_fn.optim.torch_optim import TorchState
@@ -213,43 +212,6 @@ def test_a_chunk_of_somebody_elses_memory_is_copied():
     found = pack.pack_chunk(bucket, 0, [big[:8]], device=torch.device("cpu"))
     assert found.data_ptr() != big.data_ptr()
     assert torch.equal(found, big[:8])
-
-
-def test_buffers_come_back_and_are_few():
-    buffers, cpu = Buffers(keep=2), torch.device("cpu")
-    sizes = [(8,), (2, 32), (16,)]
-    given = [buffers.take(size, torch.float32, cpu) for size in sizes]
-    for tensor in given:
-        buffers.give(tensor)
-    memory = [tensor.data_ptr() for tensor in given]
-    buffers.give(buffers.take((0, 3), torch.float32, cpu))  # nothing is taken for nothing
-    assert buffers.take((60,), torch.float32, cpu).data_ptr() == memory[1]
-    assert buffers.take((8,), torch.float64, cpu).data_ptr() == memory[2], "the smallest that fits"
-    assert buffers.take((8,), torch.float32, cpu).data_ptr() not in memory[1:], "keep=2"
-
-
-def test_a_buffer_can_be_the_tensors_alone():
-    buffers, cpu = Buffers(), torch.device("cpu")
-    wide, narrow = (buffers.take((n,), torch.float32, cpu, exact=True) for n in (100, 60))
-    places = wide.data_ptr(), narrow.data_ptr()
-    buffers.give(wide)
-    other = buffers.take((60,), torch.float32, cpu, exact=True)
-    assert other.data_ptr() not in places
-    assert other.untyped_storage().nbytes() == 240
-    buffers.give(narrow)
-    assert buffers.take((50,), torch.float64, cpu, exact=True).data_ptr() == places[0]
-    assert buffers.take((49,), torch.float32, cpu).data_ptr() == places[1]
-
-
-def test_buffers_that_nobody_takes_any_more_are_let_go():
-    buffers, cpu = Buffers(), torch.device("cpu")
-    for n in (100, 60):  # of a model that is gone, and of the next one
-        for _ in range(40):
-            buffers.give(buffers.take((n,), torch.float32, cpu, exact=True))
-    assert buffers.waiting_bytes == 4 * 160, "nothing was made since"
-    buffers.give(buffers.take((30,), torch.float32, cpu, exact=True))
-    assert buffers.waiting_bytes == 4 * 90
-    assert buffers.made == 3
 
 
 def test_optree_sees_our_nodes_only_in_our_namespace():

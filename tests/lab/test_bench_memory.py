@@ -107,27 +107,33 @@ E16 = 8 * 128  # the same where some have two bytes
 @pytest.mark.parametrize(
     ("precision", "cut", "live", "micro_steps", "want"),
     [
-        # states, parameters, sums, in full
-        ("", Cut(4, 4, 4), None, 1, (3 * E, 4 * E, E, (6 + 2) * 448)),
-        ("", Cut(4, 4, 4), 0, 1, (3 * E, 448, E, 8 * 448)),
-        ("", Cut(4, 4, 4), 2 * 448, 1, (3 * E, 3 * 448, E, 8 * 448)),
-        ("", Cut(4, 1, 4), 0, 1, (3 * E, 4 * E, E, 8 * 448)),
-        ("", Cut(4, 1, 1), 0, 1, (3 * E, 4 * E, 4 * E + E, 8 * 448)),
-        ("", Cut(4, 2, 4), 0, 1, (3 * E, 2 * E + 448, E, 8 * 448)),
-        ("", Cut(4, 2, 2), 0, 1, (3 * E, 2 * E + 448, 2 * E + E, 8 * 448)),
-        ("", Cut(1, 1, 1), 0, 1, (12 * E, 0, 4 * E, 2 * 448)),
-        ("", Cut(1, 1, 1), 0, 3, (12 * E, 0, 4 * E, 8 * 448)),
-        ("compute=bf16,reduce=bf16", Cut(4, 2, 2), 0, 1, (3, 1 + 1 / 8 * 2, 3, 8 * 1 / 8 * 2)),
-        ("compute=bf16,reduce=bf16", Cut(4, 4, 1), 0, 1, (3, 1 / 8 * 2, 5, (6 * 4 + 2 * 2) / 8)),
-        ("compute=bf16", Cut(1, 1, 1), None, 1, (12, 2, 4, 2 * 2 / 8)),
-        ("bf16,param=bf16,reduce=bf16", Cut(4, 4, 4), 0, 1, (1.5, 2 / 8, 0.5, 8 * 2 / 8)),
-        ("bf16,param=bf16,reduce=bf16", Cut(4, 4, 4), 0, 2, (1.5, 2 / 8, 1, 8 * 2 / 8)),
+        # states, parameters, sums, hops, in full
+        ("", Cut(4, 4, 4), None, 1, (3 * E, 4 * E, E, 3 * (448 + 224), 2 * 448)),
+        ("", Cut(4, 4, 4), 0, 1, (3 * E, 448, E, 448 + 224, 2 * 448)),
+        ("", Cut(4, 4, 4), 2 * 448, 1, (3 * E, 3 * 448, E, 2 * 448, 2 * 448)),
+        ("", Cut(4, 1, 4), 0, 1, (3 * E, 4 * E, E, 448 + 224, 2 * 448)),
+        ("", Cut(4, 1, 1), 0, 1, (3 * E, 4 * E, 4 * E + E, 224, 2 * 448)),
+        ("", Cut(4, 1, 1), None, 1, (3 * E, 4 * E, 4 * E + E, 3 * 224, 2 * 448)),
+        ("", Cut(4, 1, 1), 0, 2, (3 * E, 4 * E, 4 * E + E, 448 + 224, 2 * 448)),
+        ("", Cut(4, 2, 4), 0, 1, (3 * E, 2 * E + 448, E, 448 + 224, 2 * 448)),
+        ("", Cut(4, 2, 2), 0, 1, (3 * E, 2 * E + 448, 2 * E + E, 448, 2 * 448)),
+        ("", Cut(4, 2, 2), 0, 2, (3 * E, 2 * E + 448, 2 * E + E, 448 + 224, 2 * 448)),
+        ("", Cut(1, 1, 1), 0, 1, (12 * E, 0, 4 * E, 0, 2 * 448)),
+        ("", Cut(1, 1, 1), 0, 3, (12 * E, 0, 4 * E, 448, 2 * 448)),
+        ("compute=bf16,reduce=bf16", Cut(4, 2, 2), 0, 1, (3, 1 + 2 / 8, 3, 3 / 8, 4 / 8)),
+        ("compute=bf16,reduce=bf16", Cut(4, 4, 1), 0, 1, (3, 2 / 8, 5, 3 / 8, 4 / 8)),
+        ("reduce=bf16", Cut(1, 1, 1), None, 1, (12, 0, 4, 2 * 2 / 8, 8 / 8)),
+        ("compute=bf16", Cut(1, 1, 1), None, 1, (12, 2, 4, 0, 4 / 8)),
+        ("bf16,param=bf16,reduce=bf16", Cut(4, 4, 4), 0, 1, (1.5, 2 / 8, 0.5, 3 / 8, 4 / 8)),
+        ("bf16,param=bf16,reduce=bf16", Cut(4, 4, 4), 0, 2, (1.5, 2 / 8, 1, 3 / 8, 4 / 8)),
     ],
 )
 def test_the_formula_of_memory_by_hand(precision, cut, live, micro_steps, want):
     buckets = buckets_of(precision)
     assert sum(bucket.numel for bucket in buckets) == (E16 if "bf16" in precision else E)
-    found = memory_formula(buckets, cut, live_bytes=live, micro_steps=micro_steps)
+    sizes = (2, 2) if cut.states == 4 else ()
+    how: dict[str, Any] = {"live_bytes": live, "micro_steps": micro_steps}
+    found = memory_formula(buckets, cut, sizes, num_replicas=4 // cut.states, **how)
     scale = E16 if "bf16" in precision else 1
     assert list(found.values()) == pytest.approx([scale * part for part in want])
 

@@ -230,7 +230,7 @@ def test_only_one_file_reaches_private_names_of_torch():
 def test_data_collectives_are_called_in_one_file():
     wrong = []
     for file in files():
-        if file not in ("collectives/hierarchical", "_torch") and wing_of(file) != "lab":
+        if file not in ("collectives/levels", "_torch") and wing_of(file) != "lab":
             wrong += [f"mics_fn/{file}.py:{line}: {what}" for what, line in data_collectives(file)]
     refuse(wrong)
 

@@ -10,8 +10,8 @@ from cases import Layout
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.groups.buffers import Buffers, Slots
-from mics_fn.groups.hierarchy import MOST_FULL, Pools
+from mics_fn.groups.buffers import Buffers
+from mics_fn.groups.hierarchy import Pools
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Nothing, Tied, is_leaf
 
@@ -132,7 +132,7 @@ POOLS = ("fetched", "held", "chunks", "reducing")
 def counted(groups: mf.Groups) -> mf.Groups:
     """The same groups with pools of their own, empty and counted."""
     fresh: dict[str, Any] = {name: Counted() for name in POOLS}
-    pools = Pools(slots=Slots(MOST_FULL), **fresh)
+    pools = Pools(**fresh)
     return replace(
         groups,
         hierarchy=replace(groups.hierarchy, pools=pools),

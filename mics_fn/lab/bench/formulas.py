@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from math import prod
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
 
 import mics_fn as mf
 from mics_fn.errors import PlanError, message
-from mics_fn.groups import MOST_FULL, placement
+from mics_fn.groups import placement
 from mics_fn.lab.report import gather_bytes
 from mics_fn.shards import Bucket
 
@@ -65,48 +66,108 @@ def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.
 
 
 def memory_formula(
-    buckets: Sequence[Bucket], cut: Cut, *, live_bytes: int | None, micro_steps: int = 1
+    buckets: Sequence[Bucket],
+    cut: Cut,
+    sizes: Sequence[int],
+    *,
+    live_bytes: int | None,
+    num_replicas: int = 1,
+    micro_steps: int = 1,
+    exchanged: bool = True,
 ) -> dict[str, float]:
     """The most that one of several ranks holds in a step with AdamW, by kind.
 
     Args:
         buckets: the buckets of the model, all of them trained; padding counts.
         cut: over how many ranks each kind is cut.
+        sizes: the ranks of each level of a partition group, outermost first.
         live_bytes: the budget for gathered parameters; None keeps all.
+        num_replicas: the ranks of a replication group.
         micro_steps: the micro-steps of a step.
+        exchanged: whether ranks exchange parts of gradients, as they do with gloo. Of two parts one
+            arrives, else all. With NCCL one arrives, which is the mean.
 
     Returns:
         Bytes of "states" (parameters and both moments, which is all that exists between steps),
         "parameters" (a copy kept for the step, and gathered buckets), "sums" (sums of gradients,
-        and this rank's means if these are cut further), and "in full" (the few buckets of gradients
-        that are being reduced). Activations are not included.
+        and this rank's means if these are cut further), "hops" (the few buckets that are being
+        reduced), and "in full" (gradients that backward is making). Activations are not included.
 
     Example:
         >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
         >>> leaves = [LeafSpec(f"w{i}", (100,), torch.float32, 4, True, None) for i in range(8)]
         >>> buckets = [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=400)]
-        >>> memory_formula(buckets, Cut(4, 4, 4), live_bytes=0)
-        {'states': 2688.0, 'parameters': 448, 'sums': 896.0, 'in full': 3584}
+        >>> memory_formula(buckets, Cut(4, 4, 4), (2, 2), live_bytes=0)
+        {'states': 2688.0, 'parameters': 448, 'sums': 896.0, 'hops': 672.0, 'in full': 896}
     """
     compute = [bucket.nbytes for bucket in buckets]
-    reduce = [bucket.numel * bucket.reduce.itemsize for bucket in buckets]
     sums = [bucket.numel * sum_dtype(bucket, micro_steps).itemsize for bucket in buckets]
-    few = min(MOST_FULL, len(buckets))
     live = 0
     if cut.params > 1 or (cut.states == 1 and any(b.compute != b.dtype for b in buckets)):
         live = sum(compute)
     if live and live_bytes is not None:  # one bucket is always allowed, and one more ahead
         budget = max(live_bytes, max(compute))
         live = min(live, budget + (max(compute) if live_bytes > max(compute) else 0))
-    packed = 0
-    if cut.states > 1 or micro_steps > 1:
-        packed = 2 * few * max(reduce if cut.grads > 1 else sums)
+    passes = [(True, True)] if micro_steps == 1 else [(True, False), (False, True)]
+    hops = 0.0
+    for first, last in passes:
+        found = [
+            _in_hops(b, cut, sizes, num_replicas, micro_steps, first, last, exchanged)
+            for b in buckets
+        ]
+        few = max(count for _, count in found) * median_low(nbytes for nbytes, _ in found)
+        few = few if live_bytes is None else min(few, live_bytes)
+        hops = max(hops, few, *(nbytes for nbytes, _ in found))
     return {
         "states": 3 * sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets) / cut.states,
         "parameters": live + (sum(compute) / cut.params if cut.params < cut.states else 0),
         "sums": sum(sums) / cut.grads + (sum(sums) / cut.states if cut.grads < cut.states else 0),
-        "in full": packed + min(FILLED, len(buckets)) * max(compute),
+        "hops": hops,
+        "in full": min(FILLED, len(buckets)) * max(compute),
     }
+
+
+def _in_hops(
+    bucket: Bucket,
+    cut: Cut,
+    sizes: Sequence[int],
+    num_replicas: int,
+    micro_steps: int,
+    first: bool,
+    last: bool,
+    exchanged: bool,
+) -> tuple[float, int]:
+    """Bytes that a bucket's reduction takes in one pass, and how many of them there are at most.
+
+    In the first pass a mean goes where the sum will be, in later ones it has to be added to it.
+    """
+    if cut.states == num_replicas == 1:
+        return 0, 1
+    places = [i for i in range(len(sizes) + 1) if prod(sizes[i:]) == cut.grads]
+    outer, inner = sizes[: places[0]], sizes[places[0] :]
+    total, width = sum_dtype(bucket, micro_steps), bucket.reduce.itemsize
+    same, numel = total == bucket.reduce, bucket.numel
+    outer = outer if last else ()
+    copies = last and not same and num_replicas > 1
+    packed = [0.0, numel * width if cut.grads > 1 else 0 if first else numel * total.itemsize]
+    packed.append(numel / cut.grads * width if prod(outer) > 1 and not same else 0)
+    packed.append(numel / cut.states * width if copies else 0)
+    arriving = max(
+        _arriving(inner, numel, same and first, exchanged),
+        _arriving(outer, numel / cut.grads, same, exchanged),
+    )
+    return max(packed) + arriving * width, 1 + len(inner) + len(outer) + copies
+
+
+def _arriving(sizes: Sequence[int], numel: float, direct: bool, exchanged: bool) -> float:
+    """Elements of the memory for what arrives, if the last level can `direct` it to the mean."""
+    most = 0.0
+    for i in reversed(range(len(sizes))):
+        all_parts = exchanged and sizes[i] > 2
+        if all_parts or not (direct and i == 0):
+            most = max(most, numel if all_parts else numel / sizes[i])
+        numel /= sizes[i]
+    return most
 
 
 def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:

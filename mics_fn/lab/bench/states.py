@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mics_fn as mf
+from mics_fn._device import is_async
 from mics_fn.collectives import checksum
 from mics_fn.lab.bench.formulas import PLACES, cut_of, make_place, memory_formula
 from mics_fn.lab.bench.tensor_memory import count_on
@@ -30,8 +31,8 @@ Bytes of tensors on the fullest rank; padding counts. between steps: parameters 
 of AdamW; waiting: buffers that the next step uses again. in a step: the most after {warmup} steps
 of warm-up, with a budget of {live} gathered buckets; activations are measured, but not in the
 formula. gap: the distance from the formula in units of the largest bucket. formula of a step:
-states, gathered parameters (kept for the step, or live at once), sums of gradients and means, and
-the few buckets of gradients in full."""
+states, gathered parameters (kept for the step, or live at once), sums of gradients and means, the
+few buckets that are being reduced, and gradients in full."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,17 @@ def _measure(
     cut = cut_of(name, n, config.node_size)
     with make_place(name, n, config.node_size, device=device) as groups:
         buckets, live, mine = _run(config, groups, precision)
+        sizes, replicas = groups.hierarchy.route.sizes, groups.num_replicas
     every: list[Held] = of_all_ranks(mine)
-    parts = memory_formula(buckets, cut, live_bytes=live, micro_steps=config.accumulate)
+    parts = memory_formula(
+        buckets,
+        cut,
+        sizes,
+        live_bytes=live,
+        num_replicas=replicas,
+        micro_steps=config.accumulate,
+        exchanged=not is_async(device),
+    )
     bucket = max(b.numel * max(b.dtype.itemsize, b.accumulate.itemsize) for b in buckets)
     between = against(parts["states"], max(held.between for held in every), bucket)
     within = against(sum(parts.values()), max(held.within for held in every), bucket)

@@ -1,0 +1,218 @@
+"""Collectives over one communicator, which are the levels of hierarchical ones.
+
+No other file calls what moves data.
+"""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mics_fn import _device, _torch
+from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
+from mics_fn.collectives.pending import Collective, Pending, Steps
+from mics_fn.groups import Comm, Groups
+
+
+def all_gather(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
+    """One level of a gather: the chunk of the rank at place j goes to row j of `out`."""
+    if _device.is_async(chunk.device):
+        call = partial(_torch.all_gather_single, out.view(-1), chunk)
+    else:
+        call = partial(_swap, out, chunk, comm.rank)
+    return Collective(comm, "all-gather", (comm.size - 1) * chunk.nbytes, call)
+
+
+class _Works:
+    """Several calls as one: done when all of them are."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> _Works:
+    """An all-gather as exchanges that write in place.
+
+    gloo's own all-gather sends as much, but allocates twice the size of its result in each call.
+    """
+    if out[rank].data_ptr() != chunk.data_ptr():
+        out[rank].copy_(chunk)
+    count, works = len(out), []
+    for step in range(1, count):
+        to, source = (rank + step) % count, (rank - step) % count
+        sent, received = [0] * count, [0] * count
+        sent[to] = received[source] = chunk.numel()
+        works.append(dist.all_to_all_single(out[source], chunk, received, sent, **how))
+    return _Works(works)
+
+
+def exchanges(comm: Comm, device: torch.device) -> bool:
+    """Whether a level of a reduce-scatter is an exchange of parts, which are added here."""
+    return not _device.is_async(device) or comm.fixed_order
+
+
+def average(comm: Comm, parts: Tensor, mean: Tensor) -> Generator[Collective, None, None]:
+    """Part j goes to the rank at place j, and the mean of all to `mean`, by torch's own op."""
+    before, after = mean_factors(parts.dtype, comm.size)
+    if before != 1.0:  # see `mean_factors`
+        parts.mul_(before)
+    op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
+    yield _issue(comm, _torch.reduce_scatter_single, mean, parts.view(-1), op=op)
+    if before != 1.0:
+        mean.mul_(after)
+
+
+def exchange(
+    comm: Comm, parts: Tensor, received: Tensor, mean: Tensor
+) -> Generator[Collective, None, None]:
+    """Send part j to the rank at place j, and average what arrives into `mean`.
+
+    Args:
+      comm: the communicator.
+      parts: one row per rank.
+      received: 1D, memory for what arrives: all parts, or one of two. Then it may be `mean`.
+      mean: one row; it may share memory with part 0.
+    """
+    if comm.size != 2:
+        received = received[: parts.numel()].view(parts.shape)
+        yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
+        return mean_of(received, mean, comm.fixed_order)
+    # Of two parts only one is sent, and one pass over both makes the mean.
+    own, received = comm.rank, received[: parts.shape[1]]
+    sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
+    call = partial(dist.all_to_all_single, received, parts[1 - own], sizes, sizes)
+    yield Collective(comm, "reduce-scatter", received.nbytes, call)
+    halves = (parts[0], received) if own == 0 else (received, parts[1])
+    mean_of_two(*halves, mean)
+    return None
+
+
+def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Collective:
+    """Issue one level of a reduce-scatter: part j of `full` goes to the rank at place j."""
+    nbytes = (comm.size - 1) * (full.nbytes // comm.size)
+    return Collective(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
+
+
+def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Pending:
+    """Start to average a tensor over a communicator, in place.
+
+    Args:
+      comm: the communicator.
+      tensor: contiguous.
+      wire: the dtype that is sent; None takes that of `tensor`.
+
+    Communication: one all-reduce, in which each of r ranks sends 2(r - 1)/r of the tensor's bytes
+      in `wire`.
+    """
+    comms, steps = mean_comms(comm, tensor), mean_steps(comm, tensor, wire)
+    return Pending(steps, comms, keep=(tensor,), device=tensor.device)
+
+
+def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
+    """The communicators that `mean_steps` uses, in order: the given one, once or twice or never."""
+    if comm.size == 1 or not moves(tensor):
+        return []
+    return [comm, comm] if comm.fixed_order else [comm]
+
+
+def mean_steps(
+    comm: Comm, tensor: Tensor, wire: torch.dtype | None = None, spare: Tensor | None = None
+) -> Steps:
+    """Average a contiguous tensor over a communicator, in place; see `start_mean`.
+
+    Args:
+      comm, tensor, wire: as there.
+      spare: memory for a copy in `wire`, of the shape of `tensor`; None allocates it if needed.
+    """
+    wire, comms = wire or tensor.dtype, mean_comms(comm, tensor)
+    if len(comms) > 1:
+        yield from _mean_in_order(comm, tensor, wire)
+    elif comms:
+        before, after = mean_factors(wire, comm.size)
+        op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
+        if wire == tensor.dtype:
+            sent = tensor if before == 1.0 else tensor.mul_(before)
+        else:
+            sent = torch.empty_like(tensor, dtype=wire) if spare is None else spare
+            torch.mul(tensor, before, out=sent)
+        nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
+        yield Collective(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
+        if sent is not tensor:
+            tensor.copy_(sent)
+        if before != 1.0:
+            tensor.mul_(after)
+    return tensor
+
+
+def _mean_in_order(
+    comm: Comm, tensor: Tensor, wire: torch.dtype
+) -> Generator[Collective, None, None]:
+    """An all-reduce made of an exchange of parts, local sums in rank order, and an all-gather."""
+    numel = tensor.numel()
+    parts = tensor.new_zeros((comm.size, -(-numel // comm.size)), dtype=wire)
+    parts.view(-1)[:numel].copy_(tensor.view(-1))
+    received, mean = torch.empty_like(parts).view(-1), parts.new_empty(parts.shape[1])
+    yield from exchange(comm, parts, received, mean)
+    yield all_gather(comm, received.view(comm.size, -1), mean)
+    tensor.view(-1).copy_(received[:numel])
+
+
+def moves(tensor: Tensor) -> bool:
+    """Whether a tensor has data to send."""
+    return bool(tensor.numel()) and not _torch.has_no_data(tensor)
+
+
+# The functions below move small tensors, and are not called in the inner loop of training.
+
+
+def collect(comm: Comm, tensor: Tensor) -> Tensor:
+    """A small tensor from each rank, stacked in the communicator's order; no host sync on CUDA."""
+    if comm.size == 1:
+        return tensor.unsqueeze(0)
+    flat = tensor.contiguous().view(-1)
+    out = flat.new_empty(comm.size * flat.numel())
+    call = partial(_torch.all_gather_single, out, flat)
+    nbytes = (comm.size - 1) * flat.nbytes
+    _one(Collective(comm, "all-gather", nbytes, call), (flat, out))
+    return out.view(comm.size, *tensor.shape)
+
+
+def _one(collective: Collective, keep: tuple[Tensor, ...]) -> None:
+    """Issue a single collective when it is first in its queue, and wait for it."""
+
+    def steps() -> Steps:
+        yield collective
+        return keep[-1]
+
+    Pending(steps(), [collective.comm], keep=keep, device=keep[-1].device).wait()
+
+
+def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
+    """Overwrite `tensor` on all ranks with that of the source: over replicas, then inside them."""
+    place = groups.ranks.index(source_rank) % groups.partition_size
+    row = groups.position % groups.partition_size == place
+    hops = [(groups.replicas, source_rank)] if row else []
+    own = groups.plan.partition_groups[groups.position // groups.partition_size]
+    hops.append((groups.partition, groups.ranks[own[place]]))
+    for comm, source in hops:
+        if comm.size > 1:
+            call = partial(dist.broadcast, tensor, src=source)
+            nbytes = tensor.nbytes if comm.rank == 0 else 0
+            _one(Collective(comm, "broadcast", nbytes, call), (tensor,))
+
+
+def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
+    """Average a small tensor over all ranks, in place: in partition groups, then over replicas."""
+    for comm in (groups.partition, groups.replicas):
+        start_mean(comm, tensor).wait()
+    return tensor

@@ -1,0 +1,85 @@
+"""The memory of reductions during backward: as large as its formula, whatever the buckets are."""
+
+import pytest
+import torch
+from cases import Layout, groups_of, placed_as
+from costs import buckets_of, counted
+from torch import nn
+
+import mics_fn as mf
+from mics_fn.lab.bench.formulas import Cut, memory_formula
+
+WIDTH = 128
+LARGE = 6 * WIDTH  # width of one layer
+UNIT = 4 * WIDTH * WIDTH
+ROUNDED = 2 * 512 * 4  # bytes: both buffers of at most four parts begin at multiples of 512
+
+
+def make(large: bool) -> nn.Module:
+    torch.manual_seed(0)
+    wide = LARGE if large else WIDTH
+    widths = [WIDTH, WIDTH, WIDTH, wide, WIDTH, WIDTH, WIDTH]
+    return nn.Sequential(
+        *(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False))
+    )
+
+
+def hops(layout, cases):
+    """Bytes of the ring after each of two steps, and how often it was made, by case."""
+    found = []
+    for scheme, precision, accumulate, live, large in cases:
+        groups = counted(placed_as(groups_of(layout), scheme))
+        route, ring = groups.hierarchy.route, groups.hierarchy.pools.hops
+        trainer = mf.Trainer(
+            make(large),
+            mf.optim.sgd(0.1),
+            groups,
+            loss=lambda model, x: model(x).float().square().mean(),
+            accumulate=accumulate,
+            live_bytes=live,
+            precision=precision,
+            bucket_bytes=UNIT,
+        )
+        got = []
+        for _ in range(2):
+            trainer.step(torch.ones(2 * accumulate, WIDTH))
+            got.append((ring.nbytes, ring.made))
+        p = groups.partition_size
+        cut = Cut(p, route.split(route.hold)[1].size, route.split(route.late)[1].size)
+        parts = memory_formula(
+            buckets_of(trainer.state.params),
+            cut,
+            route.sizes,
+            live_bytes=live,
+            num_replicas=groups.num_replicas,
+            micro_steps=accumulate,
+        )
+        found.append((got, parts["hops"]))
+    return found
+
+
+PRECISIONS = ["f32", "compute=bf16,reduce=bf16", "reduce=bf16"]
+CASES = [
+    (scheme, PRECISIONS[(i + j) % 3], 1 + 2 * (j % 2), live, bool(i % 2))
+    for i, scheme in enumerate(["zero3", "zero1", "hybrid", "zero2", "hpz"])
+    for j, live in enumerate([0, 2 * UNIT, 3 * UNIT, None])
+]
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4), Layout((4,), 4)], ids=str
+)
+def test_the_ring_is_as_large_as_its_formula(ranks, layout):
+    for found in ranks(layout.world_size).run(hops, layout, CASES):
+        for case, (got, want) in zip(CASES, found, strict=True):
+            assert got[0] == got[1], (case, "a later step makes memory")
+            assert want <= got[0][0] <= want + ROUNDED, case
+            assert not want or want + ROUNDED < 1.2 * want, "the tolerance is small"
+
+
+def test_a_large_bucket_counts_once(ranks):
+    """One bucket of six units and five of one: the six units, and what arrives for them."""
+    cases = [("zero3", "f32", 1, None, True)]
+    for layout, arriving in [(Layout((2,), 2), 0), (Layout((2, 2), 4), 0.5)]:
+        for ((got, _),) in ranks(layout.world_size).run(hops, layout, cases):
+            assert 0 <= got[-1][0] - (1 + arriving) * 6 * UNIT <= ROUNDED

@@ -1,0 +1,214 @@
+"""Memory that is reused: which buffer is taken, how many there are, and what waits for what."""
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mics_fn import _device, schedules
+from mics_fn.groups.buffers import Buffers, Ring, ring_bytes
+
+CPU, F32 = torch.device("cpu"), torch.float32
+
+
+class Event:
+    """An event of a device on which nothing is ever over."""
+
+    def query(self) -> bool:
+        raise AssertionError("the host asks whether an event is over")
+
+    synchronize = wait = query
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """The CPU as a device whose work is queued: the events that its stream has waited for."""
+    waited: list[Event] = []
+    monkeypatch.setattr(_device, "is_async", lambda device: True)
+    monkeypatch.setattr(_device, "with_index", lambda device: device)
+    monkeypatch.setattr(_device, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(_device, "record", lambda device: Event())
+    monkeypatch.setattr(_device, "wait", lambda device, event: waited.append(event))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return waited
+
+
+def events(buffers: Buffers) -> list[Any]:
+    return [event for waiting in buffers._free.values() for _, event in waiting]
+
+
+# Buffers.
+
+
+def test_buffers_come_back_and_are_few():
+    buffers = Buffers()
+    sizes = [(8,), (2, 32), (16,)]
+    given = [buffers.take(size, F32, CPU) for size in sizes]
+    for tensor in given:
+        buffers.give(tensor)
+    memory = [tensor.data_ptr() for tensor in given]
+    buffers.give(buffers.take((0, 3), F32, CPU))  # nothing is taken for nothing
+    assert buffers.take((60,), F32, CPU).data_ptr() == memory[1]
+    assert buffers.take((8,), torch.float64, CPU).data_ptr() == memory[2], "the smallest that fits"
+    assert buffers.waiting_bytes == 32
+    assert buffers.take((9,), F32, CPU).data_ptr() not in memory
+    assert buffers.waiting_bytes == 0, "the new one takes the place of one that is too small"
+
+
+def test_a_buffer_can_be_the_tensors_alone():
+    buffers = Buffers()
+    wide, narrow = (buffers.take((n,), F32, CPU, exact=True) for n in (100, 60))
+    places = wide.data_ptr(), narrow.data_ptr()
+    buffers.give(wide)
+    other = buffers.take((60,), F32, CPU, exact=True)
+    assert other.data_ptr() not in places
+    assert other.untyped_storage().nbytes() == 240
+    buffers.give(narrow)
+    assert buffers.take((50,), torch.float64, CPU, exact=True).data_ptr() == places[0]
+    assert buffers.take((49,), F32, CPU).data_ptr() == places[1]
+
+
+def test_buffers_that_nobody_takes_any_more_are_let_go():
+    buffers = Buffers()
+    for n in (100, 60):  # of a model that is gone, and of the next one
+        for _ in range(40):
+            buffers.give(buffers.take((n,), F32, CPU, exact=True))
+    assert buffers.waiting_bytes == 4 * 160, "nothing was made since"
+    buffers.give(buffers.take((30,), F32, CPU, exact=True))
+    assert buffers.waiting_bytes == 4 * 90
+    assert buffers.made == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_buffers_are_taken_in_the_order_in_which_they_came_back(queued, exact):
+    """Each waits for its own event, and nobody asks whether it is over."""
+    buffers = Buffers()
+    taken = [buffers.take((6,), F32, CPU, exact) for _ in range(4)]
+    assert (queued, buffers.made) == ([], 4)
+    for place in (2, 0, 3, 1):
+        buffers.give(taken[place])
+    left = events(buffers)
+    again = [buffers.take((6,), F32, CPU, exact).data_ptr() for _ in range(4)]
+    assert again == [taken[place].data_ptr() for place in (2, 0, 3, 1)]
+    assert (queued, buffers.made) == (left, 4)
+
+
+def test_what_is_let_go_is_waited_for(queued):
+    buffers = Buffers()
+    buffers.give(buffers.take((6,), F32, CPU))
+    (event,) = events(buffers)
+    buffers.take((7,), F32, CPU)
+    assert queued == [event]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("budget", [1, 2, 5])
+def test_what_is_kept_is_what_the_plan_says(queued, budget, ahead):
+    """The host is ahead of all events, as it is with an accelerator."""
+    count, size = 12, 64
+    record = [schedules.Action("use", (i,)) for i in (*range(count), *reversed(range(count)))]
+    policy = schedules.OnDemand(budget * size, ahead)
+    schedule = policy.plan(schedules.Schedule(tuple(record)), [size] * count)
+    buffers, live = Buffers(), {}
+    for _ in range(3):
+        for action in schedule.actions:
+            index = action.buckets[0]
+            if action.kind == "fetch":
+                live[index] = buffers.take((size // 4,), F32, CPU)
+            elif action.kind == "drop":
+                buffers.give(live.pop(index))
+        for index in list(live):
+            buffers.give(live.pop(index))
+        assert buffers.made * size == buffers.waiting_bytes == schedule.peak_bytes([size] * count)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), max_size=60))
+def test_there_are_never_more_buffers_than_were_in_use_at_once(steps):
+    buffers, live, most = Buffers(), [], 0
+    for numel, give in steps:
+        live.append(buffers.take((numel,), F32, CPU))
+        assert len({x.untyped_storage().data_ptr() for x in live}) == len(live)
+        most = max(most, len(live))
+        for _ in range(min(give, len(live))):
+            buffers.give(live.pop(0))
+        waiting = sum(map(len, buffers._free.values()))
+        assert len(live) + waiting <= most
+        assert buffers.waiting_bytes <= most * 4 * max(n for n, _ in steps)
+
+
+def operations(count: int, sizes: int) -> int:
+    """How many instructions it takes to take and give back many buffers, twice."""
+    buffers, done = Buffers(), Counter[str]()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes = True
+        done[event] += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        for _ in range(2):
+            taken = [buffers.take((1 + i % sizes,), F32, CPU) for i in range(count)]
+            for tensor in taken:
+                buffers.give(tensor)
+    finally:
+        sys.settrace(None)
+    assert buffers.made == count
+    return done["opcode"]
+
+
+@pytest.mark.parametrize("sizes", [1, 50])
+def test_each_buffer_takes_the_same_work_however_many_there_are(sizes, queued):
+    assert operations(800, sizes) <= 8.2 * operations(100, sizes)
+
+
+# The ring.
+
+sizes_of_slots = st.tuples(st.integers(1, 3000), st.integers(0, 3000))
+
+
+@given(st.lists(sizes_of_slots, max_size=30), st.integers(1, 4), st.integers(0, 20_000))
+def test_slots_are_apart_and_bounded_and_waited_for_in_order(asked, count, capacity):
+    ring, over, lent = Ring(), [], {}
+    largest = max((ring_bytes(sizes) for sizes in asked), default=0)
+    capacity = max(capacity, largest)
+    for i, sizes in enumerate(asked):
+        slot = ring.lend(sizes, capacity, count, CPU)
+        for j in over:
+            lent.pop(j, None)
+        slot.first.fill_(i % 251)
+        slot.second.fill_(i % 251)
+        slot.until = lambda i=i: over.append(i)
+        lent[i] = slot
+        assert (slot.first.nbytes, slot.second.nbytes) == sizes
+        assert len(lent) <= count
+        assert all(
+            (x.first == j % 251).all() and (x.second == j % 251).all() for j, x in lent.items()
+        )
+        assert sum(x.first.nbytes + x.second.nbytes for x in lent.values()) <= ring.nbytes
+        assert ring.nbytes == capacity
+    assert over == sorted(over), "in order"
+    assert ring.made == bool(asked)
+
+
+def test_slots_that_fit_do_not_wait():
+    """Equal slots fill a ring exactly, round after round."""
+    ring, sizes, waited = Ring(), (1024, 512), []
+    for i in range(9):
+        slot = ring.lend(sizes, 3 * ring_bytes(sizes), 3, CPU)
+        assert waited == list(range(i - 2))
+        slot.until = lambda i=i: waited.append(i)
+
+
+def test_a_ring_grows_when_nobody_uses_it_any_more():
+    ring, waited = Ring(), []
+    for i in range(2):
+        ring.lend((512, 0), 2048, 3, CPU).until = lambda i=i: waited.append(i)
+    ring.lend((512, 0), 2048, 3, CPU)
+    assert (waited, ring.made) == ([], 1)
+    ring.lend((512, 0), 4096, 9, CPU)
+    assert (waited, ring.made, ring.nbytes) == ([0, 1], 2, 4096)
