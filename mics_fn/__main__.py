@@ -1,4 +1,4 @@
-"""The command line: `python -m mics_fn demo`, `python -m mics_fn bench`."""
+"""The command line: `python -m mics_fn demo`, `bench` and `doctor`."""
 
 import argparse
 import importlib
@@ -10,6 +10,7 @@ from mics_fn.errors import MicsError, PlanError
 COMMANDS = {
     "demo": "train a small GPT, sharded over ranks of this machine, and check the result",
     "bench": "measure this library against plain torch and FSDP2",
+    "doctor": "check this machine and its GPUs, and make a report to send",
 }
 
 

@@ -225,6 +225,8 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[report
 
 # While such a mode is active it receives every op, including those that only create tensors.
 DispatchMode = TorchDispatchMode
+# A mode leaves an op on any other type to it; its ops on plain tensors come to the mode themselves.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def generator_id(generator: torch.Generator) -> int:
@@ -283,3 +285,8 @@ def op_writes(func: Any) -> dict[str, bool]:
         a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     )
     return {argument.name: argument.is_out for argument in found}
+
+
+def stream_delay(device: torch.device) -> Callable[[int], None] | None:
+    """What lets the current stream of a device idle for so many cycles; None if it has nothing."""
+    return getattr(torch.get_device_module(device), "_sleep", None)

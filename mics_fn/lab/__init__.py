@@ -1,17 +1,25 @@
-"""Everything around the library: launched ranks, a model and a text, the demo, and the benches.
+"""Everything around the library: ranks, a model and a text, the demo, benches, and the doctor.
 
 Nothing in the library imports this wing, and a user needs none of it. It is here to show that the
 library works, to measure it, and to test it.
 
 - `ranks/` starts processes. `launch` runs a function as n ranks of a job on this machine, as
-  `torchrun` would; `pool` keeps ranks alive for tests, runs functions on them, and names the rank,
-  the traceback and the collective if one of them fails or hangs.
+  `torchrun` would; `bounded` ends them at a time limit, and says how each of them ended; `pool`
+  keeps ranks alive for tests, runs functions on them, and names the rank, the traceback and the
+  collective if one of them fails or hangs.
 - `models/` has a small GPT, written plainly, and text that exists on every machine.
 - `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
   process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
   `touch` measures the host time of deferred weights, and `bytes` and `memory` compare traffic and
   memory with formulas.
+- `doctor/` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
+  ranks reach each other. With `--gpu` it checks, in eight minutes at most: numbers against float64
+  on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too
+  few), equal bits under random delays on streams, memory against the plan, an error on one rank,
+  and step times beside FSDP2. Each part has processes and a time limit of its own, so one that
+  fails or hangs is a line of the report. That has no names of hosts, users or folders, and `--out`
+  writes it to a file that can be sent.
 - `report.py` has the formulas for traffic and prints tables; `flags.py` has types of flags.
 
 Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,
@@ -32,5 +40,6 @@ the shortest bench. To add a bench, write a file in `bench/` with a frozen datac
 a function that measures as one rank and returns figures as plain data, and a function that renders
 them as text; then add a line to `BENCHES` in `bench/command.py`, with a function that makes the
 config from the flags. To add a peer of `bench step`, write a function from `Stage` to `Peer` and
-add it to `PEERS` in `bench/peers.py`.
+add it to `PEERS` in `bench/peers.py`. To add a part of the doctor, write a function of a `Job` that
+calls `Rank.say` with what it finds, and add it to `PARTS` in `doctor/parts.py`.
 """

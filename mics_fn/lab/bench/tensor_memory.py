@@ -11,12 +11,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from mics_fn import _device, _torch
 from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, reset_peak
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class StorageCount(_torch.DispatchMode):
@@ -37,8 +34,8 @@ class StorageCount(_torch.DispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a wrapper, whose ops on plain tensors come here themselves
+        if any(kind not in _torch.PLAIN for kind in types):
+            return NotImplemented
         kwargs = kwargs or {}
         self._see((args, kwargs), old=True)  # views of tensors from before take no memory
         out = func(*args, **kwargs)
@@ -47,7 +44,7 @@ class StorageCount(_torch.DispatchMode):
 
     def _see(self, values: Any, old: bool = False) -> None:
         for tensor in _torch.flatten(values)[0]:
-            if type(tensor) not in _PLAIN or tensor.is_meta:
+            if type(tensor) not in _torch.PLAIN or tensor.is_meta:
                 continue
             key, storage = _torch.storage_id(tensor), tensor.untyped_storage()
             if key not in self._sizes:

@@ -30,6 +30,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from mics_fn.errors import MicsError, message, name_ranks
 from mics_fn.lab.ranks.errors import exit_text
 
+BOOT = Path(__file__).with_name("boot.py")
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+DEFAULTS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
 MONITOR_S = 0.1
 # A rank that raised waits this long before it ends. When a rank is killed, its peers raise at once
 # ("connection closed"); the one that was killed must be the first that the launcher sees.
@@ -72,15 +75,10 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
         LaunchError: a rank failed, or the launch was interrupted (exit code 130). No process is
             left over in either case.
     """
-    folder = Path(tempfile.mkdtemp(prefix="mics_launch_"))
-    boot = {"path": [os.path.abspath(p) for p in sys.path], "launcher": os.getpid()}
-    (folder / "boot.json").write_text(json.dumps(boot))
-    (folder / "call.pickle").write_bytes(_dumps(fn, args))
+    folder = leave_call(fn, args)
     try:
         with _quiet_elastic(), _environment():
-            elastic_launch(_config(n, folder), sys.executable)(
-                str(Path(__file__).with_name("boot.py")), str(folder)
-            )
+            elastic_launch(_config(n, folder), sys.executable)(str(BOOT), str(folder))
         results = [
             pickle.loads((folder / f"result{rank}.pickle").read_bytes()) for rank in range(n)
         ]
@@ -95,6 +93,16 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
         raise LaunchError(_explain(err.failures, n, folder), 1) from None
     shutil.rmtree(folder, ignore_errors=True)
     return results
+
+
+def leave_call(fn: Callable[..., Any], args: tuple) -> Path:
+    """A new folder with a call, for processes that run `BOOT` with it as their argument."""
+    call = _dumps(fn, args)
+    folder = Path(tempfile.mkdtemp(prefix="mics_launch_"))
+    boot = {"path": [os.path.abspath(p) for p in sys.path], "launcher": os.getpid()}
+    (folder / "boot.json").write_text(json.dumps(boot))
+    (folder / "call.pickle").write_bytes(call)
+    return folder
 
 
 def _all(n: int) -> str:
@@ -150,8 +158,7 @@ def _quiet_elastic() -> Iterator[None]:
 def _environment() -> Iterator[None]:
     """What the ranks inherit, unless the caller has set it."""
     before = dict(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    os.environ.update(DEFAULTS | before)
     try:
         yield
     finally:
@@ -204,6 +211,7 @@ def work(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     trace = open(folder / f"trace{rank}.txt", "w")  # noqa: SIM115  the fault handler keeps it
     faulthandler.enable(trace)
+    faulthandler.register(signal.SIGUSR1, trace)  # how `bounded` asks a rank that hangs
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         fn, args = pickle.loads((folder / "call.pickle").read_bytes())

@@ -1,0 +1,233 @@
+"""The parts of the doctor's report, each as the function that every rank of it runs.
+
+A part adds what it finds to a file as soon as it knows it, so that a part which fails or hangs
+later has said so much.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.deferred import bucket_sizes
+from mics_fn.lab.bench.stage import StepConfig
+from mics_fn.lab.bench.step import measure_step
+from mics_fn.lab.doctor.rank import Check, Job, Rank
+from mics_fn.lab.doctor.seam import LATE, Delays
+from mics_fn.lab.doctor.training import make_model, train
+from mics_fn.lab.models import gpt
+from mics_fn.lab.ranks.bounded import Ended
+
+BF16 = "compute=bf16, reduce=bf16, output=f32"
+F16 = "compute=f16, reduce=f16, output=f32"
+ENDS_S = 20.0  # the timeout of the groups of the part in which a rank fails
+MINE = "the doctor's own error"
+
+
+def alone(job: Job) -> None:
+    """A world of one: numbers, waits of the host, the model as it is made, and the optimizer."""
+    me = Rank(job)
+    with me.groups() as groups:
+        me.compare("float32", groups)
+        me.compare("bf16", groups, precision=BF16)
+        me.compare("deterministic", groups, deterministic=True)
+        me.say("AdamW: error in units of the learning rate", *_adamw(me, groups))
+        make = partial(gpt.GPT, job.training.model)
+        torch.manual_seed(3)
+        with me.device:
+            plain = dict(make().named_parameters())
+        made = mf.unshard(mf.init_model(make, groups, seed=3)[1], groups)
+        wrong = sum(not torch.equal(made[name], value) for name, value in plain.items())
+        me.say("init_model: parameters that are not equal to the bit", wrong, 0)
+        me.forbid_waits("float32", groups)
+        me.forbid_waits("bf16", groups, precision=BF16)
+
+
+def _adamw(me: Rank, groups: mf.Groups) -> tuple[float, float]:
+    """How far a few steps on given gradients are from float64, at most, and the bound.
+
+    An update is a few dozen roundings long, each relative to the learning rate. Decay rounds its
+    factor and its product, and the sum of the two is rounded once more, relative to the parameter.
+    """
+    lr, steps, roundings, of_parameter = 1e-3, 3, 24, 3
+    start = dict(make_model(me.training).named_parameters())
+    exact = {name: p.detach().double().requires_grad_() for name, p in start.items()}
+    theirs = torch.optim.AdamW(exact.values(), lr)
+    moved = {name: p.detach().to(me.device) for name, p in start.items()}
+    state = mf.init_state(mf.shard(moved, groups), mf.optim.adamw(lr))
+    random = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        grads = {name: torch.randn(p.shape, generator=random) for name, p in start.items()}
+        for name, p in exact.items():
+            p.grad = grads[name].double()
+        theirs.step()
+        here = tree.map_leaves(lambda g: g.to(me.device), grads)
+        state = mf.opt_step(state, mf.reduce_grads(here, groups))
+    found = mf.unshard(state.params, groups)
+    gap = max((found[name].cpu() - p).abs().max().item() for name, p in exact.items())
+    unit, largest = torch.finfo(torch.float32).eps / 2, max(p.abs().max() for p in exact.values())
+    return gap / lr, steps * unit * (roundings + of_parameter * largest.item() / lr)
+
+
+def ways(job: Job) -> None:
+    """One partition group: each way to fetch, each precision, a guard, and replicas apart."""
+    me, live = Rank(job), job.training.live_bytes
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10), max_norm=1.0)
+    with me.groups() as groups:
+        me.compare("all kept", groups)
+        me.compare("two buckets", groups, live_bytes=live)
+        me.compare("one bucket", groups, live_bytes=0)
+        me.compare("bf16", groups, live_bytes=live, precision=BF16)
+        me.compare("f16, guard", groups, max_norm=1.0, precision=F16, guard=guard)
+    with me.groups(1) as groups:
+        me.compare("local_sgd", groups, merge_every=2, replica_sync=mf.replicas.local_sgd(2))
+    with me.groups() as groups:
+        me.forbid_waits("two buckets", groups, live_bytes=live)
+
+
+def levels(job: Job) -> None:
+    """Several levels and replicas: hop 2, gathers over two levels, and placements."""
+    me, live = Rank(job), job.training.live_bytes
+    half = me.size // 2
+    for p, place in ((half, ""), (me.size, ""), (me.size, "hybrid"), (me.size, "zero1")):
+        with me.groups(p, half, place) as groups:
+            name = f"p={p}, nodes of {half}" + (f", {place}" if place else "")
+            me.compare(name, groups, live_bytes=live)
+    with me.groups(half, half) as groups:
+        me.forbid_waits("two buckets", groups, live_bytes=live)
+
+
+def delays(job: Job) -> None:
+    """Streams that are late by chance must not change a bit."""
+    me = Rank(job)
+    options = {"live_bytes": job.training.live_bytes, "deterministic": True}
+    late = "streams" if me.seam.delays_streams else "hosts"
+    with me.groups() as groups:
+        expected = train(job.training, groups, **options).params
+
+        def different(around: Callable[[int], Any]) -> int:
+            found = train(job.training, groups, around, **options).params
+            return sum(not torch.equal(found[name], p) for name, p in expected.items())
+
+        changed = different(lambda step: contextlib.nullcontext())
+        me.say("no delays: parameters that are not equal to the bit", changed, 0)
+        for kind in LATE:
+            mode = Delays(me.seam, groups, kind, me.number)
+            changed = different(lambda step, mode=mode: mode)
+            if not mode.count:
+                raise RuntimeError(f"delays: nothing was late, of {kind}")
+            me.say(f"{late} late, {kind}: delays", mode.count)
+            me.say(f"{late} late, {kind}: parameters that are not equal", changed, 0)
+
+
+def pools(job: Job) -> None:
+    """Memory that pools keep while the device is behind, against the plan."""
+    me, training = Rank(job), job.training
+    with me.groups() as groups:
+        mode = Delays(me.seam, groups, "compute", me.number)
+        live = training.live_bytes
+        policy = mf.on_demand(live_bytes=live)
+        trainer = train(training, groups, lambda step: mode, schedule=policy).trainer
+        schedule = policy.schedule
+        if schedule is None:
+            raise RuntimeError("pools: no schedule was recorded")
+        kept, sizes = groups.hierarchy.pools, bucket_sizes(trainer.state.params, groups)
+        # A buffer is as large as the bucket that it was made for, and then serves smaller ones.
+        plan = schedule.peak_bytes([max(sizes)] * len(sizes))
+        me.say("gathered buckets", kept.fetched.waiting_bytes, plan, "bytes")
+        me.say("all pools", kept.waiting_bytes, unit="bytes")
+
+
+def ends(job: Job) -> None:
+    """The last rank fails in the middle of a run; its error must come out at once."""
+    me, failed = Rank(job), []
+
+    @contextlib.contextmanager
+    def around(step: int) -> Iterator[None]:
+        if step == 2 and me.number == me.size - 1:
+            failed.append(time.monotonic())
+            raise KeyError(MINE)
+        yield
+
+    try:
+        with mf.make_groups(me.size, device=me.device, timeout_s=ENDS_S) as groups:
+            train(job.training, groups, around)
+    finally:
+        if failed:
+            seconds = time.monotonic() - failed[0]
+            me.say("from an error to the end of its `with` block", seconds, 5.0, "s")
+
+
+def speed(job: Job) -> None:
+    """Step times in turns with FSDP2, over the ranks that have a device of their own."""
+    me = Rank(job)
+    config = StepConfig(
+        node_size=me.size,
+        partition_size=me.size,
+        turns=job.turns,
+        peers=("keep", "zero3", "fsdp2-keep", "fsdp2"),
+        alone=me.size == 1,
+        accumulate=job.training.accumulate,
+        sequences=job.training.sequences,
+        device=job.device,
+        model=job.training.model,
+    )
+    found = measure_step(config)
+    if not found:
+        return
+    peers = (found["alone"] or found["together"])["rates"][0]["peers"]
+    for peer in peers:
+        me.say(f"{peer['title']}: median of a step", peer["seconds"]["median"], unit="s")
+    titles = {peer["name"]: peer["title"] for peer in peers}
+    for ours, theirs in (("keep", "fsdp2-keep"), ("zero3", "fsdp2")):
+        over = next(peer for peer in peers if peer["name"] == theirs)["over_it"][ours]
+        me.say(f"{titles[ours]} over {titles[theirs]}", over["median"], unit="x")
+
+
+class Part(NamedTuple):
+    """A part of the report.
+
+    Args:
+        run: what each rank runs.
+        ranks: how many.
+        limit_s: bound of the part in seconds, with the start of its processes.
+        grace_s: how long the other ranks may go on once one has failed.
+        judge: makes checks of how the ranks ended, if they should not all end well.
+        variables: the environment of each rank, beyond what a launcher sets.
+    """
+
+    run: Callable[[Any], Any]
+    ranks: int
+    limit_s: float
+    grace_s: float = 10.0
+    judge: Callable[[Sequence[Ended]], list[Check]] | None = None
+    variables: Callable[[int], Mapping[str, str]] = lambda rank: {}
+
+
+def ended_right(ended: Sequence[Ended]) -> list[Check]:
+    """Whether all ranks of `ends` ended by themselves, and the one that failed with its error."""
+    *others, last = ended
+    seconds = [one.seconds for one in ended]
+    return [
+        Check("ranks that had to be stopped", sum(one.stopped for one in ended), 0),
+        Check("ranks that lost their own error", int(MINE not in last.error), 0),
+        Check("ranks that saw no error", sum(one.well for one in others), 0),
+        Check("from the first end to the last", max(seconds) - min(seconds), 2 * ENDS_S, "s"),
+    ]
+
+
+# What is worth most comes first, since time may end before the last of them.
+PARTS = {
+    "alone": Part(alone, 1, 80),
+    "ways": Part(ways, 2, 110),
+    "delays": Part(delays, 2, 110),
+    "levels": Part(levels, 4, 120),
+    "pools": Part(pools, 2, 60),
+    "ends": Part(ends, 2, 110, 2 * ENDS_S, ended_right),
+    "speed": Part(speed, 1, 80),
+}

@@ -1,0 +1,210 @@
+"""The training that the doctor checks: the same steps on the device, and in float64 by plain torch.
+
+[Note: how far apart numbers may be] Each op rounds its result once, by at most u of the dtype that
+computes, and the sum of K products inside it by about sqrt(K) u of float32, because the roundings
+of a sum have random signs. What a step changes went through the ops of the model twice, forward and
+back, then through a sum over tokens, and through one addition per rank and micro-step in the dtype
+that reduces. That is the error of an update relative to the update, since an update by SGD is
+linear in the gradient. Parameters are stored in float32, which rounds them once per step.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mics_fn as mf
+from mics_fn.lab.models import gpt
+from mics_fn.lab.models.text import Text, load_text
+from mics_fn.shards import Precision
+
+Batch = tuple[Tensor, Tensor]
+TEXT_BYTES = 200_000
+STEADY = 3  # steps before these record and plan, or allocate for the first time
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that decides what is trained.
+
+    Args:
+        model: sizes of the GPT.
+        steps: optimizer steps.
+        accumulate: micro-steps in a step.
+        sequences: samples per rank and micro-step.
+        lr: the learning rate of SGD, large enough for a step to change more than rounding does.
+        seed: the seed of parameters and batches.
+    """
+
+    model: gpt.GPTConfig
+    steps: int = 5
+    accumulate: int = 2
+    sequences: int = 2
+    lr: float = 0.1
+    seed: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """How many parameters the model has."""
+        return gpt.num_params(self.model)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """A size that cuts the model into about eight buckets."""
+        return self.num_params * 4 // 8
+
+    @property
+    def live_bytes(self) -> int:
+        """A budget of two buckets, far below all parameters."""
+        return 2 * self.bucket_bytes
+
+
+class Trained(NamedTuple):
+    """What some steps left."""
+
+    losses: list[float]  # of this rank
+    params: dict[str, Tensor]  # full, on the CPU
+    trainer: mf.Trainer
+
+
+def make_model(training: Training, device: torch.device | str = "cpu") -> gpt.GPT:
+    """The model that every run starts from, made on the CPU so that it is the same everywhere."""
+    return gpt.seeded(training.model, torch.device("cpu"), training.seed).to(device)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy, in float64 for a model of float64, else in float32."""
+    logits = model(batch[0])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def batch_of(training: Training, text: Text, step: int, ranks: Sequence[int]) -> Batch:
+    """What these ranks together train on in a step."""
+    size = training.sequences * training.accumulate
+    options = {"size": size, "context": training.model.context, "seed": training.seed}
+    found = [text.batch("train", step=step, rank=rank, **options) for rank in ranks]
+    tokens_in, tokens_out = (torch.cat(part) for part in zip(*found, strict=True))
+    return tokens_in, tokens_out
+
+
+def train(
+    training: Training,
+    groups: mf.Groups,
+    around: Callable[[int], contextlib.AbstractContextManager] = lambda step: (
+        contextlib.nullcontext()
+    ),
+    **options: Any,
+) -> Trained:
+    """Train on this rank's samples with `Trainer`.
+
+    Args:
+        training: what to train.
+        groups: of all ranks.
+        around: a block around each step, by its number. The loss is read after all of them.
+        options: of `Trainer`, beyond those that `training` gives.
+    """
+    text = load_text(TEXT_BYTES)
+    steps = range(training.steps)
+    batches = [batch_of(training, text, step, [groups.rank]) for step in steps]
+    moved = [(x.to(groups.device), y.to(groups.device)) for x, y in batches]
+    options = {"live_bytes": None, "bucket_bytes": training.bucket_bytes} | options
+    trainer = mf.Trainer(
+        make_model(training, groups.device),
+        mf.optim.sgd(training.lr),
+        groups,
+        loss=loss_of,
+        accumulate=training.accumulate,
+        **options,
+    )
+    losses = []
+    for step, batch in enumerate(moved):
+        with around(step):
+            losses.append(trainer.step(batch).loss)
+    params = {name: value.cpu() for name, value in trainer.params().items()}
+    return Trained([loss.item() for loss in losses], params, trainer)
+
+
+def reference(
+    training: Training,
+    replicas: Sequence[Sequence[int]],
+    *,
+    merge_every: int = 1,
+    max_norm: float | None = None,
+) -> dict[str, Tensor]:
+    """The parameters of the first replica after the same steps of plain torch in float64.
+
+    Args:
+        training: what to train.
+        replicas: the ranks whose samples each replica trains on.
+        merge_every: replicas are averaged after so many steps; one replica never is.
+        max_norm: to which the norm of a gradient is clipped.
+    """
+    text = load_text(TEXT_BYTES)
+    models = [make_model(training).double() for _ in replicas]
+    for step in range(training.steps):
+        for model, ranks in zip(models, replicas, strict=True):
+            loss = loss_of(model, batch_of(training, text, step, ranks))
+            model.zero_grad()
+            loss.backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= training.lr * (p.grad if p.grad is not None else 0)
+        if (step + 1) % merge_every == 0:
+            _merge(models)
+    return {name: p.detach() for name, p in models[0].named_parameters()}
+
+
+@torch.no_grad()
+def _merge(models: Sequence[nn.Module]) -> None:
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        mean = torch.stack(same).mean(0)
+        for p in same:
+            p.copy_(mean)
+
+
+def distance(
+    training: Training,
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    precision: str = "",
+    ranks: int = 1,
+) -> tuple[float, float]:
+    """How far parameters are from those in float64, relative to what training changed; the bound.
+
+    See [Note: how far apart numbers may be].
+    """
+    start = dict(make_model(training).double().named_parameters())
+    change = _norm({name: p - start[name] for name, p in expected.items()})
+    gap = _norm({name: found[name].double() - p for name, p in expected.items()})
+    stored = _unit(torch.float32) * sqrt(training.steps) * _norm(expected) / change
+    dtypes = Precision.parse(precision).dtypes("", torch.float32)
+    return gap / change, stored + _roundings(training, dtypes.compute, dtypes.reduce, ranks)
+
+
+def _roundings(training: Training, compute: torch.dtype, reduce: torch.dtype, ranks: int) -> float:
+    """The relative error of a gradient; see [Note: how far apart numbers may be]."""
+    model = training.model
+    d, context = model.dim, model.context
+    block = [d, d, d // model.num_heads, context, d, 1]  # attention, from its norm to its addition
+    block += [d, d, 1, 4 * d, 1]
+    ops = [1, *block * model.num_blocks, d, d, model.vocab_size]
+    way = sum(_unit(compute) + sqrt(length) * _unit(torch.float32) for length in ops)
+    tokens = sqrt(training.sequences * context) * _unit(torch.float32)
+    return 2 * way + tokens + (ranks + training.accumulate) * _unit(reduce)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The most by which rounding to a dtype changes a number, relative to it."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _norm(values: dict[str, Tensor]) -> float:
+    return sqrt(sum(value.detach().double().square().sum().item() for value in values.values()))
