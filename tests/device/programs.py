@@ -290,3 +290,30 @@ def left_in_flight(groups: Any, watch: Watch) -> Numbers:
             state = mf.opt_step(state, mf.sync_replicas(shards, groups), donate=True)
             scratch = [torch.ones(1000, device=watch.device) for _ in range(5)]
     return {"z": z, "scratch": torch.stack(scratch), **mf.unshard(state.params, groups)}
+
+
+def doctor(name: str, folder: str) -> list[str]:
+    """A part of the doctor's report, which leaves its checks in a folder; the races in it."""
+    from mics_fn.lab.doctor import rank, training  # not needed by any other program
+    from mics_fn.lab.doctor.parts import PARTS
+    from mics_fn.lab.models.gpt import GPTConfig
+
+    forbidden = [False]
+
+    def set_sync_debug_mode(mode: str) -> None:
+        """CUDA raises at the op that waits; here it is at the end of the block."""
+        waits = torch_cuda.host_waits() if forbidden[0] else {}
+        forbidden[0] = mode == "error"
+        if waits:
+            raise RuntimeError(f"the host waited: {waits}")
+        races.extend(torch_cuda.races())
+        torch_cuda.reset()
+
+    def sleep(cycles: int) -> None:
+        torch_cuda.lib.sim_busy(torch.cuda.current_stream().stream_id, cycles / 2000)
+
+    races: list[str] = []
+    torch.cuda.set_sync_debug_mode, torch.cuda._sleep = set_sync_debug_mode, sleep
+    small = training.Training(GPTConfig(context=16, dim=32, num_blocks=2))
+    PARTS[name].run(rank.Job("cuda", small, folder=folder))
+    return races + torch_cuda.races()
