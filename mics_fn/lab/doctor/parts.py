@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 import mics_fn as mf
-from mics_fn import tree
+from mics_fn import _device, tree
 from mics_fn.deferred import bucket_sizes
+from mics_fn.lab.bench.formulas import Cut, memory_formula
 from mics_fn.lab.bench.stage import StepConfig
 from mics_fn.lab.bench.step import measure_step
 from mics_fn.lab.doctor.rank import Check, Job, Rank
@@ -22,6 +23,7 @@ from mics_fn.lab.doctor.seam import LATE, Delays
 from mics_fn.lab.doctor.training import make_model, train
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks.bounded import Ended
+from mics_fn.lab.report import buckets_of
 
 BF16 = "compute=bf16, reduce=bf16, output=f32"
 F16 = "compute=f16, reduce=f16, output=f32"
@@ -126,7 +128,7 @@ def delays(job: Job) -> None:
 
 
 def pools(job: Job) -> None:
-    """Memory that pools keep while the device is behind, against the plan."""
+    """Memory that pools keep while the device is behind, against the plan and the formula."""
     me, training = Rank(job), job.training
     with me.groups() as groups:
         mode = Delays(me.seam, groups, "compute", me.number)
@@ -140,7 +142,16 @@ def pools(job: Job) -> None:
         # A buffer is as large as the bucket that it was made for, and then serves smaller ones.
         plan = schedule.peak_bytes([max(sizes)] * len(sizes))
         me.say("gathered buckets", kept.fetched.waiting_bytes, plan, "bytes")
-        me.say("all pools", kept.waiting_bytes, unit="bytes")
+        p = groups.partition_size
+        parts = memory_formula(
+            buckets_of(trainer.state.params),
+            Cut(p, p, p),
+            [p],
+            live_bytes=live,
+            micro_steps=training.accumulate,
+            exchanged=not _device.is_async(me.device),
+        )
+        me.say("all pools", kept.waiting_bytes, plan + parts["hops"] + parts["sums"], "bytes")
 
 
 def ends(job: Job) -> None:
