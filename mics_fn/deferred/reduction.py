@@ -33,7 +33,7 @@ from mics_fn.collectives import (
     spare_numel,
     wait_until,
 )
-from mics_fn.groups import Comm, Life, Ring, Route, Slot, ring_bytes
+from mics_fn.groups import LEAST_RING, Comm, Life, Ring, Route, Slot, ring_bytes
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, dense, pack_full, split_chunk
 
@@ -59,6 +59,7 @@ class Reduction:
         self._rooms: dict[int, tuple[int, int]] = {}  # by ring: its bytes, and the most parts
         self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
         self._next = 0  # index in the order
+        run.slack = self._slack()
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Take a bucket's full gradients, one per member, and start hop 1 when its turn has come.
@@ -96,6 +97,7 @@ class Reduction:
         """Prepare for the next pass, once no bucket is missing."""
         self._complete, self._rooms = {}, {}
         self._next = 0
+        self._run.slack = min(self._run.slack, self._slack())
 
     def skip(self, index: int) -> None:
         """Mark a bucket as reduced elsewhere (under vmap), so that those behind it can start."""
@@ -212,7 +214,20 @@ class Reduction:
         few, budget = count * median_low(needs), self._run.policy.live_bytes
         if budget is not None:
             few = min(few, budget)
-        return max(*needs, few), count
+        return max(*needs, few, LEAST_RING), count
+
+    def _slack(self) -> int:
+        """A reduction waits at most for the memory of the one so many places before it."""
+        found, uses = [len(self.order)], [u for i in self.order if not (u := self.uses[i]).alone]
+        for ring in {use.hierarchy.pools.hops for use in uses}:
+            here = [use for use in uses if use.hierarchy.pools.hops is ring]
+            sizes = {ring_bytes(self.slot_sizes(use)) for use in here}
+            room, count = self._room(ring)
+            if count > 1:  # else nothing is sent in this pass
+                # Parts of different sizes may leave a gap at the end of the ring.
+                fit = room // max(1, *sizes) - (len(sizes) > 1)
+                found.append(max(1, min(count, fit)))
+        return min(found)
 
     def _lend(self, use: BucketUse, device: torch.device) -> Slot:
         """Memory for a bucket's reduction; waits for those that still use it."""

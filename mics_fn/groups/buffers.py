@@ -12,6 +12,7 @@ from mics_fn import _device, _torch
 
 _PATIENCE = 16  # a size that nobody took during `_PATIENCE * made` takes is let go
 _ALIGN_BYTES = 512  # where the parts of a ring begin
+LEAST_RING = 2**16  # bytes that let small buckets pass without a wait, and cost nothing
 
 _Size = tuple[str, int]  # device, bytes
 

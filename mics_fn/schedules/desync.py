@@ -25,7 +25,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -49,6 +49,8 @@ _RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs a
 # Where a rank leaves a schedule: the number of the use that it does otherwise; and the number of
 # reductions that it starts before it, if it does that use but these are what differs.
 Step = tuple[int, int | None]
+
+Told = tuple[int, int, str]  # a number, the rank that told it, and its text
 
 
 class Progress(Protocol):
@@ -137,6 +139,45 @@ class Channel:
             self._written[-1].append(key)
         if first[1] != text:
             self._raise_everywhere({first[0]: first[1], self._rank: text})
+
+    def extremes(
+        self, event: str, count: int, text: str, *, lasting: bool = False
+    ) -> tuple[Told, Told]:
+        """The least and the greatest number that ranks have told for an event; never waits.
+
+        Args:
+          event: of this partition group.
+          count: this rank's number.
+          text: what it means, for errors.
+          lasting: whether the event is remembered until `forget`, or for a few runs.
+        """
+        mine = (count, self._rank, text)
+        if self._store is None:
+            return mine, mine
+        key, found, wanted = self._count(event), "", json.dumps([mine, mine])
+        while (now := self._store.compare_set(key, found, wanted).decode()) != wanted:
+            found, (least, most) = now, json.loads(now)
+            wanted = json.dumps([min(least, [*mine]), max(most, [*mine])])
+            if wanted == found:
+                break
+        if not found and not lasting:
+            self._written[-1].append(key)
+        least, most = json.loads(wanted)
+        return tuple(least), tuple(most)
+
+    def forget(self, events: Iterable[str]) -> None:
+        """Let the store forget the numbers of these events."""
+        if self._store is not None:
+            for event in events:
+                with suppress(RuntimeError, NotImplementedError):
+                    self._store.delete_key(self._count(event))
+
+    def _count(self, event: str) -> str:
+        return f"{self._key}/count/{event}"
+
+    def refuse(self, texts: Mapping[int, str]) -> None:
+        """Raise DesyncError, here and on the other ranks: by rank, what they do differently."""
+        self._raise_everywhere(texts)
 
     def first_of(self, event: str, text: str) -> str:
         """The text of the rank that came to this event first, among all replicas."""

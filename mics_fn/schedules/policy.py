@@ -19,9 +19,10 @@ class Learned:
     order: tuple[int, ...] | None = None  # of reductions; the same on all ranks of the job
     firsts: tuple[int, ...] | None = None  # order of first uses; the same on all ranks of the job
     passes: int | None = None  # number of backward passes in a run
-    # Of each use that fetches, how many reductions start before it; None before the first run that
-    # follows the schedule. See [Note: reductions between fetches] in `run`.
+    # Of each use that fetches, how many reductions start before it, by the run `since` and later
+    # ones; None before a run follows the schedule. See [Note: reductions between fetches] in `run`.
     before: tuple[tuple[int, int], ...] | None = None
+    since: int = 0
     last: Any = None  # the last `Run`, from which `settle` has perhaps not learned yet
     warned: bool = False  # the warning was given that the order of use changed
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass

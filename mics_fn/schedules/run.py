@@ -5,13 +5,14 @@ recently used one if the budget requires it, and records the order of use. The n
 schedule that was planned from this record, as long as the model does the same again. If it does
 not, the run continues like a first run from there, and its record replaces the old one.
 
-[Note: reductions between fetches] Ranks must start fetches and reductions in one order. Else one
-waits for the memory of a reduction that the other starts after a fetch, while the other waits for
-that fetch. Reductions come in one order on all ranks, so it is enough that each fetch comes after
-equally many. A rank starts fewer before a fetch if a bucket got no gradient there: nobody can know
-yet that none will come. In the first run that follows a schedule, ranks compare these numbers
-before each fetch, and later runs follow them as they follow the uses. Nothing is compared after the
-last fetch, so under `keep_all`, or if everything stays, ranks may differ in what gets a gradient.
+[Note: reductions between fetches] A rank may wait for the memory of a reduction that another one
+starts after a fetch, while that one waits for this fetch. Reductions come in one order on all
+ranks, and each waits at most for the one that is `slack` places before it. So it is enough that
+the numbers of reductions before a fetch differ by at most `slack`. A rank starts fewer before a
+fetch if a bucket got no gradient there: nobody can know yet that none will come. Ranks tell these
+numbers before each fetch, from the second run that follows a schedule on only where theirs are new.
+Nothing is compared after the last fetch, so under `keep_all`, or if everything stays, ranks may
+differ in what gets a gradient.
 """
 
 import warnings
@@ -49,6 +50,7 @@ class Run:
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
         # Of each use that fetches: its number, and how many reductions have started before it.
         self._before: list[tuple[int, int]] = []
+        self.slack = 0  # a reduction waits at most for the one so many places before it
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = self.peak_bytes = 0
         self.following = learned.schedule is not None
@@ -85,7 +87,7 @@ class Run:
             found = self._until(ids)
             if found is None:
                 self._leave(k, self.use_text(k))
-            elif any(a.kind == "fetch" for a in found) and not self._fetches_after_the_same(k):
+            elif any(a.kind == "fetch" for a in found) and not self._fetch_is_near(k):
                 self._leave(k, self._fetch_text(k), len(self._reduced))
             else:
                 return [self._apply(action) for action in found]
@@ -105,19 +107,32 @@ class Run:
         n = len(self._reduced)
         self._reduced.append(index)
         known, at = self.learned.before or (), len(self._before)
-        if self.following and not self.ended and at < len(known) and not self._channel.alone:
+        if self.following and not self.ended and at < len(known):
             k, most = known[at]
-            if n >= most:
-                self._leave(k, self._reduction_text(k, n), n)
+            text = self._reduction_text(k, n)
+            if n >= most and not self._is_near(self.learned.since, k, n + 1, text):
+                self._leave(k, text, n)
 
-    def _fetches_after_the_same(self, k: int) -> bool:
-        """Whether as many reductions have come before these fetches as on the other ranks."""
-        known, at = self.learned.before, len(self._before)
-        self._before.append((k, len(self._reduced)))
+    def _fetch_is_near(self, k: int) -> bool:
+        """Whether about as many reductions have come before these fetches as on other ranks."""
+        known, at, now = self.learned.before, len(self._before), (k, len(self._reduced))
+        self._before.append(now)
         if known is None:
-            self._channel.compare(self._fetch_text(k))
+            self._compare_reductions(k)
             return True
-        return self._channel.alone or known[at] == self._before[at]
+        return known[at] == now or self._is_near(self.learned.since, *now, self._fetch_text(k))
+
+    def _is_near(self, run: int, k: int, count: int, text: str) -> bool:
+        """Whether this number of reductions before use k is near those told since a run."""
+        least, most = self._channel.extremes(f"{run}/{k}", count, text)
+        return most[0] - least[0] <= self.slack
+
+    def _compare_reductions(self, k: int) -> None:
+        """Raise DesyncError if other ranks have started many more or fewer before use k."""
+        count, text, lasting = len(self._reduced), self._fetch_text(k), self.following
+        found = self._channel.extremes(f"{self.number}/{k}", count, text, lasting=lasting)
+        if found[1][0] - found[0][0] > self.slack:
+            self._channel.refuse({rank: text for _, rank, text in found})
 
     def _fetch_text(self, k: int) -> str:
         """Use k, which fetches, as text with the reductions that have started before it."""
@@ -198,7 +213,8 @@ class Run:
                     break
                 done.append(self._apply(Action("drop", (victim,))))
             # See [Note: the same order of use] in `schedules.desync`.
-            self._channel.compare(self._so_far(self._fetch_text(k)))
+            self._channel.compare(self._so_far(self.use_text(k)))
+            self._compare_reductions(k)
             done.append(self._apply(Action("fetch", (i,))))
         return done
 
@@ -274,8 +290,10 @@ def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Ch
     last.settled = True
     if last.following:
         learned.passes = learned.passes or last.passes or None
+        learned.since = last.number if learned.before is None else learned.since
         learned.before = tuple(last._before)
         return
+    channel.forget(f"{learned.since}/{k}" for k, _ in learned.before or ())
     learned.before = None
     if not policy.at_once:
         uses = sha256(repr(last.uses).encode()).hexdigest()[:16]

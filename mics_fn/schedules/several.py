@@ -1,9 +1,9 @@
 """`Channels`: messages for a tree whose leaves live on several groups."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mics_fn.errors import DesyncError
-from mics_fn.schedules.desync import Channel, Progress, Step
+from mics_fn.schedules.desync import Channel, Progress, Step, Told
 from mics_fn.schedules.stalled import Stuck
 
 
@@ -28,6 +28,22 @@ class Channels(Channel):
     def compare(self, text: str) -> None:
         """Compare the text in every group of the tree."""
         self._in_each(lambda part: part.compare(text))
+
+    def extremes(
+        self, event: str, count: int, text: str, *, lasting: bool = False
+    ) -> tuple[Told, Told]:
+        """The extremes over all groups."""
+        found = [part.extremes(event, count, text, lasting=lasting) for part in self._parts]
+        return min(least for least, _ in found), max(most for _, most in found)
+
+    def forget(self, events: Iterable[str]) -> None:
+        """Forget in every group."""
+        events = list(events)
+        self._in_each(lambda part: part.forget(events))
+
+    def refuse(self, texts: Mapping[int, str]) -> None:
+        """Refuse in every group."""
+        self._in_each(lambda part: part.refuse(texts))
 
     def leave(self, number: int, step: Step, text: str) -> None:
         """Leave the schedule in every group.

@@ -13,7 +13,7 @@ from mics_fn.collectives import pending
 from mics_fn.errors import DesyncError
 
 PAIR, WIDE, REPLICAS = Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)
-BUCKETS, SIZE = 9, 6  # more than there are slots for reductions in flight
+BUCKETS, SIZE = 14, 6  # half of them are more than a ring has parts in flight
 END, MIDDLE, BEGINNING = 1, BUCKETS // 2, BUCKETS - 1  # of the backward pass
 
 

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from mics_fn.errors import DesyncError
 from mics_fn.schedules import Channel, Learned, Run, on_demand
 
 
@@ -98,3 +99,79 @@ def test_another_rank_says_what_it_did_where_one_left(reductions):
     run.use((1,))
     assert "use 1 of run 1 is of bucket 1; reductions before it: " in str(run.step_text(1, 1))
     assert run.step_text(1, None) == "use 1 of run 1 is of bucket 1"
+
+
+def ends(programs, slack):
+    """Whether ranks come to their ends, if a reduction waits for the one `slack` places before."""
+    at = [0] * len(programs)
+
+    def started(rank):
+        past = programs[rank][: at[rank]]
+        return past.count(None), past.count(0)
+
+    def may_go_on(rank):
+        if at[rank] == len(programs[rank]):
+            return False
+        (reductions, fetches), others = started(rank), [started(r) for r in range(len(programs))]
+        waits_for_fetch = at[rank] and programs[rank][at[rank] - 1] == 0
+        if waits_for_fetch and min(other[1] for other in others) < fetches:
+            return False
+        reduces = programs[rank][at[rank]] is None and reductions >= slack
+        return not reduces or min(other[0] for other in others) > reductions - slack
+
+    while ready := [rank for rank in range(len(programs)) if may_go_on(rank)]:
+        for rank in ready:
+            at[rank] += 1
+    return all(a == len(p) for a, p in zip(at, programs, strict=True))
+
+
+@st.composite
+def interleaved(draw):
+    """The same fetches and reductions on two or three ranks, each in a mixture of its own."""
+    fetches, reductions = draw(st.integers(0, 5)), draw(st.integers(0, 8))
+    mixed = st.permutations([None] * reductions + [0] * fetches)
+    return [draw(mixed) for _ in range(draw(st.integers(2, 3)))]
+
+
+def counts(program):
+    """The number of reductions before each fetch."""
+    found, n = [], 0
+    for step in program:
+        if step is None:
+            n += 1
+        else:
+            found.append(n)
+    return found
+
+
+@given(interleaved(), st.integers(1, 4))
+def test_numbers_of_reductions_that_are_near_cannot_make_ranks_wait_for_each_other(programs, slack):
+    apart = [max(n) - min(n) for n in zip(*map(counts, programs), strict=True)]
+    assert ends(programs, slack) or max(apart, default=0) > slack
+
+
+def test_numbers_that_are_not_near_can():
+    assert not ends([[None, None, 0], [0, None, None]], 1)
+
+
+@given(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6))
+def test_a_rank_may_start_some_more_or_fewer_reductions(slack, here, there):
+    """Of two ranks that follow one schedule; numbers further apart than `slack` are refused."""
+    store, policy = HashStore(), on_demand(live_bytes=0, prefetch=0)
+    channels = [Channel(store, "key", (0, 1), rank, 1.0, 2) for rank in (0, 1)]
+    learned = [Learned(), Learned()]
+
+    def go(rank, reductions):
+        run = Run(learned[rank], policy, [8] * 2, channels[rank], str)
+        run.slack = slack
+        collectives([0, *[None] * reductions, 1], run)
+
+    for rank in (0, 1):
+        go(rank, 0)
+    go(0, here)
+    if abs(here - there) <= slack:
+        go(1, there)
+        assert learned[1].last.following
+    else:
+        with pytest.raises(DesyncError, match=f"reductions before it: {there}"):
+            go(1, there)

@@ -91,7 +91,8 @@ def memory_formula(
         Bytes of "states" (parameters and both moments, which is all that exists between steps),
         "parameters" (a copy kept for the step, and gathered buckets), "sums" (sums of gradients,
         and this rank's means if these are cut further), "hops" (the few buckets that are being
-        reduced), and "in full" (gradients that backward is making). Activations are not included.
+        reduced), and "in full" (gradients that backward is making). Activations are not included,
+        nor is the least memory for hops, `groups.LEAST_RING`.
 
     Example:
         >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets

@@ -15,6 +15,7 @@ import torch
 import mics_fn as mf
 from mics_fn import _device, tree
 from mics_fn.deferred import bucket_sizes
+from mics_fn.groups import LEAST_RING
 from mics_fn.lab.bench.formulas import Cut, memory_formula
 from mics_fn.lab.bench.stage import StepConfig
 from mics_fn.lab.bench.step import measure_step
@@ -151,7 +152,8 @@ def pools(job: Job) -> None:
             micro_steps=training.accumulate,
             exchanged=not _device.is_async(me.device),
         )
-        me.say("all pools", kept.waiting_bytes, plan + parts["hops"] + parts["sums"], "bytes")
+        most = plan + max(parts["hops"], LEAST_RING) + parts["sums"]
+        me.say("all pools", kept.waiting_bytes, most, "bytes")
 
 
 def ends(job: Job) -> None:
