@@ -1,5 +1,6 @@
 """What ranks do in the scenarios: the same on the simulated device and on the CPU."""
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,23 @@ def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[s
         watch = Watch(torch.device("cuda", dist.get_rank()))
         found[mode] = watch.seen(_run(scenario, watch))
     return cpu, found
+
+
+def left_by_an_error() -> tuple[str, float]:
+    """The error of each rank when rank 1 raises, and the seconds that it took to get out."""
+    device = torch.device("cuda", dist.get_rank())
+    raised = time.monotonic()
+    try:
+        with mf.make_groups(dist.get_world_size(), device=device, timeout_s=8) as groups:
+            trainer = mf.Trainer(Net().to(device), optim.sgd(0.1), groups, loss=loss_of)
+            for batch in batches(device):
+                raised = time.monotonic()
+                if trainer.state.step > 1 and groups.rank == 1:
+                    raise KeyError("mine")
+                trainer.step(batch)
+    except (KeyError, mf.MicsError) as error:
+        return type(error).__name__, time.monotonic() - raised
+    raise AssertionError("no rank has failed")
 
 
 def timed(us_per_byte: dict[str, float]) -> list[Issued]:

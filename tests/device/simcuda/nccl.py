@@ -72,9 +72,11 @@ class SimNCCL(dist.ProcessGroup):
         return self._rank
 
     def shutdown(self) -> None:
-        pass
+        """Collective, as that of NCCL: a rank that comes alone waits for the others."""
+        self._gloo.barrier().wait()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Its own part only."""
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         def move(source: Tensor, to: Tensor) -> None:
