@@ -79,6 +79,13 @@ SCENARIOS: dict[str, Scenario] = {
     "bf16, two replicas": Scenario(
         ranks=4, options=_options(live_bytes=0, precision=_BF16, accumulate=2)
     ),
+    "bf16 parameters": Scenario(
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "precision": "param=bf16, compute=bf16, reduce=f32, output=f32",
+            "optimizer": optim.lion(1e-2),
+        }
+    ),
     "f16 with a loss scale": Scenario(
         options=lambda: {
             "live_bytes": _TWO_BUCKETS,

@@ -93,11 +93,17 @@ def _run(scenario: Scenario, watch: Watch) -> Numbers:
         return {name: value.detach().cpu() for name, value in numbers.items()}
 
 
-def trained(groups: Any, watch: Watch, model: nn.Module | None = None, **options: Any) -> Numbers:
+def trained(
+    groups: Any,
+    watch: Watch,
+    model: nn.Module | None = None,
+    optimizer: optim.Transform | None = None,
+    **options: Any,
+) -> Numbers:
     """Steps of a `Trainer`, an evaluation, and the parameters."""
-    model = (model or Net()).to(watch.device)
+    model, optimizer = (model or Net()).to(watch.device), optimizer or optim.sgd(0.1)
     trainer = mf.Trainer(
-        model, optim.sgd(0.1), groups, loss=loss_of, bucket_bytes=BUCKET_BYTES, **options
+        model, optimizer, groups, loss=loss_of, bucket_bytes=BUCKET_BYTES, **options
     )
     losses, data = [], batches(watch.device)
     for batch in data:

@@ -21,7 +21,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     compiler = tmp_path / "bin" / "g++"
     compiler.write_text(
         "#!/bin/sh\necho called >> $CALLS\n"
-        'while [ "$1" != -o ]; do shift; done\nsleep 0.2; echo library > $2\n'
+        'while [ "$1" != -o ]; do shift; done\nprintf lib > $2; sleep 0.3; echo rary >> $2\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)

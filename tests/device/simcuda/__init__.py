@@ -8,8 +8,8 @@ host wait, and models the time at which each stream is through. Autograd runs it
 the stand-in for NCCL follows the rules of streams of the real one, so the code under test is that
 which runs on a GPU.
 
-Not modelled: failures of a collective after it was issued, kernels' own numerics, real memory and
-real speed.
+Not modelled: failures of a collective after it was issued, real memory and real speed. Ops have the
+CPU's kernels, with their rounding and their faults, such as those of fused SGD in 16 bits.
 
 Files: `checker` (clocks, accesses, modelled time), `device` (guard, allocator, events, generators),
 `operators` (every op, on the CPU), all three in C++ and built by `build.py`; `torch_cuda` (the
