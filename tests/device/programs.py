@@ -56,6 +56,15 @@ def left_by_an_error() -> tuple[str, float]:
     raise AssertionError("no rank has failed")
 
 
+def with_defaults() -> tuple[str, str, int]:
+    """The devices that groups and `init_distributed` take, and what a default budget gathers."""
+    with mf.make_groups(dist.get_world_size()) as groups:
+        trainer = mf.Trainer(Net().to(groups.device), optim.sgd(0.1), groups, loss=loss_of)
+        trainer.step(batches(groups.device)[0])
+        gathered = groups.hierarchy.pools.fetched.waiting_bytes
+        return str(groups.device), str(mf.init_distributed()), gathered
+
+
 def timed(us_per_byte: dict[str, float]) -> list[Issued]:
     """The collectives of one step in modelled time, by what a byte takes on each kind of group."""
     device = torch.device("cuda", dist.get_rank())
