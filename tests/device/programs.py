@@ -1,6 +1,5 @@
 """What ranks do in the scenarios: the same on the simulated device and on the CPU."""
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from matrix import BUCKET_BYTES, MODES, SCENARIOS, Scenario, Seen
 from models import STEPS, Forked, Net, Recomputed, batches, loss_of
-from simcuda import Issued, nccl, torch_cuda
+from simcuda import nccl, torch_cuda
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from watching import Watch
@@ -37,57 +36,6 @@ def compared(name: str, modes: tuple[str, ...] = MODES) -> tuple[Numbers, dict[s
         watch = Watch(torch.device("cuda", dist.get_rank()))
         found[mode] = watch.seen(_run(scenario, watch))
     return cpu, found
-
-
-def left_by_an_error() -> tuple[str, float]:
-    """The error of each rank when rank 1 raises, and the seconds that it took to get out."""
-    device = torch.device("cuda", dist.get_rank())
-    raised = time.monotonic()
-    try:
-        with mf.make_groups(dist.get_world_size(), device=device, timeout_s=8) as groups:
-            trainer = mf.Trainer(Net().to(device), optim.sgd(0.1), groups, loss=loss_of)
-            for batch in batches(device):
-                raised = time.monotonic()
-                if trainer.state.step > 1 and groups.rank == 1:
-                    raise KeyError("mine")
-                trainer.step(batch)
-    except (KeyError, mf.MicsError) as error:
-        return type(error).__name__, time.monotonic() - raised
-    raise AssertionError("no rank has failed")
-
-
-def with_defaults() -> tuple[str, str, int]:
-    """The devices that groups and `init_distributed` take, and what a default budget gathers."""
-    with mf.make_groups(dist.get_world_size()) as groups:
-        trainer = mf.Trainer(Net().to(groups.device), optim.sgd(0.1), groups, loss=loss_of)
-        trainer.step(batches(groups.device)[0])
-        gathered = groups.hierarchy.pools.fetched.waiting_bytes
-        return str(groups.device), str(mf.init_distributed()), gathered
-
-
-def timed(us_per_byte: dict[str, float]) -> list[Issued]:
-    """The collectives of one step in modelled time, by what a byte takes on each kind of group."""
-    device = torch.device("cuda", dist.get_rank())
-    with mf.make_groups(2, node_size=2, device=device, timeout_s=30) as groups:
-        torch.manual_seed(0)
-        trainer = mf.Trainer(
-            Net(depth=8).to(device),
-            optim.sgd(0.1),
-            groups,
-            loss=loss_of,
-            bucket_bytes=2 * BUCKET_BYTES,
-            live_bytes=4 * BUCKET_BYTES,
-        )
-        *first, last = batches(device)
-        for batch in first:
-            trainer.step(batch)
-        torch.accelerator.synchronize()
-        start_us = torch_cuda.lib.sim_time(groups.rank, 0)  # by the default stream
-        nccl.issued.clear()
-        nccl.us_per_byte.update(us_per_byte)
-        torch_cuda.costs(per_flop_us=0.01)
-        trainer.step(last)
-        return [each._replace(done_us=each.done_us - start_us) for each in nccl.issued]
 
 
 def _run(scenario: Scenario, watch: Watch) -> Numbers:

@@ -21,7 +21,7 @@ REPOSITORY = TESTS.parent
 
 
 class Request(NamedTuple):
-    """A call of `programs.<name>(*args)` on n ranks."""
+    """A call of a function of `programs`, `apart` or `controls` on n ranks."""
 
     root: str  # the folder that `mics_fn` is imported from
     name: str
@@ -52,7 +52,7 @@ class Server:
         root: Path = REPOSITORY,
         timeout_s: float = 90.0,
     ) -> list[Any]:
-        """The results of `programs.<name>(*args)` by rank.
+        """The results of `<name>(*args)` by rank.
 
         Raises:
           RuntimeError: a rank raised, died or hung; with the text of the ranks' error.
@@ -97,10 +97,9 @@ def _answer(conn: Connection, request: Request) -> None:
     sys.path.insert(0, request.root)
     try:
         pool: Any = importlib.import_module("mics_fn.lab.ranks.pool")
-        programs = importlib.import_module("programs")
-        controls = importlib.import_module("controls")
-        function = getattr(programs, request.name, None) or getattr(controls, request.name)
-        call = (programs.on_device, request.n, function, *request.args)
+        modules = [importlib.import_module(name) for name in ("programs", "apart", "controls")]
+        (function,) = (getattr(m, request.name) for m in modules if hasattr(m, request.name))
+        call = (modules[0].on_device, request.n, function, *request.args)
         reply = True, pool.run_ranks(*call, timeout_s=request.timeout_s, grace_s=3.0)
     except BaseException as error:
         reply = False, f"{type(error).__name__}: {error}"
