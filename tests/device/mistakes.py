@@ -159,6 +159,10 @@ MISTAKES: dict[str, Mistake] = {
         ],
         law="kept_by_references",
     ),
+    "an update does not wait for gathers of what it writes": Mistake(
+        "an update before the run has ended",
+        [Change("collectives/sources.py", "if storage in storages:", "if False:")],
+    ),
     "a drop does not wait for a fetch that nobody used": Mistake(
         "a use that does not come", [_DROP, _LET_GO]
     ),
