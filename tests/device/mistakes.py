@@ -38,7 +38,7 @@ _LET_GO = Change(
 _DROP = Change(
     "deferred/live.py", "coming.wait()\n        self.buckets", "pass\n        self.buckets"
 )
-_SCATTER = "yield from scatter_steps(self.levels_now(use.route), parts[0], out, parts[1])"
+_SCATTER = "yield from scatter_steps(now, full, out, slot.second.view(reduce))"
 
 
 def _unordered(comm: str) -> Change:
@@ -99,16 +99,25 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a buffer is taken without a wait": Mistake(
         "never waited for",
-        [Change("groups/buffers.py", "_device.wait(device, event)", "pass")],
+        [Change("groups/buffers.py", "_device.wait(raw.device, event)", "pass")],
     ),
     "a slot is taken without a wait": Mistake(
-        "keep all", [Change("deferred/reduction.py", "_device.wait(home.device, user)", "pass")]
+        "keep all",
+        [
+            Change(
+                "groups/buffers.py",
+                "in self._lent):\n            self._lent.popleft().until()",
+                "in self._lent):\n            self._lent.popleft()",
+            )
+        ],
     ),
     "a slot is free before hop 1 is over": Mistake(
         "two replicas, budget",
         [
-            Change(_SUM, "self.free_slot(use, out, slot)\n            if last:", "if last:"),
-            Change(_SUM, _SCATTER, f"self.free_slot(use, out, slot)\n            {_SCATTER}"),
+            Change(
+                _SUM, "self.free_slot(slot)\n            if last:", "pass\n            if last:"
+            ),
+            Change(_SUM, _SCATTER, f"self.free_slot(slot)\n            {_SCATTER}"),
         ],
     ),
     "gradients are not waited for": Mistake(
@@ -120,8 +129,8 @@ MISTAKES: dict[str, Mistake] = {
         [
             Change(
                 _SUM,
-                "self._given.append((use.hierarchy.pools.chunks, total))\n                yield",
-                "use.hierarchy.pools.chunks.give(total)\n                yield",
+                "self._given.append((use.hierarchy.pools.chunks, total))\n                spare",
+                "use.hierarchy.pools.chunks.give(total)\n                spare",
             )
         ],
     ),

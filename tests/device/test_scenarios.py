@@ -15,12 +15,6 @@ from simcuda.server import Server
 
 pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
 
-# What does not hold yet, by law and scenario.
-_POOLS = "pools ask events what is over, and keep more than the plan says"
-BROKEN: dict[tuple[Law, str], str] = {
-    **{(laws.within_plan, name): _POOLS for name, s in SCENARIOS.items() if s.plans},
-}
-
 
 @pytest.fixture(scope="module")
 def run(device: Server) -> Callable[[str], Run]:
@@ -47,11 +41,6 @@ def run(device: Server) -> Callable[[str], Run]:
             name,
             law,
             id=f"{name}-{law.__name__}",
-            marks=[
-                pytest.mark.xfail(strict=True, reason=why, raises=AssertionError)
-                for (broken, where), why in BROKEN.items()
-                if (broken, where) == (law, name)
-            ],
         )
         for name in SCENARIOS
         for law in LAWS
