@@ -151,7 +151,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "float16 values are not halved before they are added": Mistake(
         "float16 on the wire",
-        [Change("collectives/hierarchical.py", "here.mul_(before)", "pass")],
+        [Change("collectives/levels.py", " parts.mul_(before)", " pass")],
         law="equal_numbers",
     ),
     "memory is recorded on the stream of a collective": Mistake(
