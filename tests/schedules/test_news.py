@@ -1,9 +1,10 @@
 """What one rank tells is found by all others at their next look, which is one call else."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import DesyncError
 from mics_fn.schedules import Channel, Stuck, desync
@@ -37,7 +38,7 @@ class Program:
 
 def job(partition=N):
     """A store and the channel of each rank, of one run."""
-    store = Counting()
+    store: Any = Counting()
     parts = [range(i, i + partition) for i in range(0, N, partition)]
     channels = [Channel(store, "key", part, rank, 1.0, N) for part in parts for rank in part]
     programs = [Program(channel.begin_run(Program(0))) for channel in channels]
