@@ -12,7 +12,7 @@ from mics_fn.collectives import push_all, start_fetch
 from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DonatedError, GroupsError, message
-from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule
+from mics_fn.schedules import Channel, Learned, OnDemand, Rooms, Run, Schedule, rooms
 from mics_fn.shards import BucketUse, deal, pack_chunk
 
 
@@ -79,6 +79,7 @@ class LiveBuckets:
         self._versions: dict[int, int] = {}
         self._coming: dict[int, Fetched] = {}
         self._buffers: dict[int, Tensor] = {}
+        self._fetches = 0  # so far in this run
         self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.hierarchy`
         self._closed = False
 
@@ -140,8 +141,10 @@ class LiveBuckets:
         chunk = self._held.get(index, chunk)
         if held_numel and index not in self._held:
             self._held[index] = self._take(index, held_numel, keep=True)
+        room = self._rooms().fetches[self._fetches] if self.run.following else 0
+        self._fetches += 1
         if out_numel:
-            self._buffers[index] = self._take(index, out_numel)
+            self._buffers[index] = self._take(index, out_numel, room)
         held, out = self._held.get(index), self._buffers.get(index)
         self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out)
 
@@ -153,13 +156,24 @@ class LiveBuckets:
         moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
         return held, use.bucket.numel if moves else 0
 
-    def _take(self, index: int, numel: int, keep: bool = False) -> Tensor:
+    def _rooms(self) -> Rooms:
+        """The buffers of the learned schedule; found once per schedule."""
+        learned = self.run.learned
+        if learned.schedule is not None and learned.rooms[0] is not learned.schedule:
+            sizes = [
+                self._needs(i)[1] * use.bucket.compute.itemsize for i, use in enumerate(self.uses)
+            ]
+            pools = [id(use.hierarchy.pools) for use in self.uses]
+            learned.rooms = learned.schedule, rooms(learned.schedule, sizes, pools)
+        return learned.rooms[1]
+
+    def _take(self, index: int, numel: int, room: int = 0, *, keep: bool = False) -> Tensor:
         use, chunk = self.uses[index], self._chunks[index]
         if _torch.has_no_data(chunk):
             return chunk.new_empty(numel, dtype=use.bucket.compute)
         pools = use.hierarchy.pools
         pool = pools.held if keep else pools.fetched
-        return pool.take((numel,), use.bucket.compute, chunk.device, exact=keep)
+        return pool.take((numel,), use.bucket.compute, chunk.device, exact=keep, room=room)
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
@@ -194,18 +208,18 @@ class LiveBuckets:
         self._give_held()
 
     def _provide(self, schedule: Schedule) -> None:
-        """Allocate the memory that a new schedule needs, so that later steps allocate none."""
-        taken: dict[int, Tensor] = {}
-        for action in schedule.actions:
-            index = action.buckets[0]
-            if action.kind == "fetch":
-                held, out = self._needs(index)
-                if held and index not in self._held:
-                    self._held[index] = self._take(index, held, keep=True)
-                if out:
-                    taken[index] = self._take(index, out)
-            elif action.kind == "drop" and index in taken:
-                self.uses[index].hierarchy.pools.fetched.give(taken.pop(index))
+        """Allocate the memory that a new schedule needs, and no more; later steps allocate none."""
+        for index in schedule.fetches:
+            held, _ = self._needs(index)
+            if held and index not in self._held:
+                self._held[index] = self._take(index, held, keep=True)
+        taken = []
+        for index, nbytes in self._rooms().buffers:
+            taken.append((index, self._take(index, self._needs(index)[1], nbytes)))
+        for use in self.uses:
+            use.hierarchy.pools.fetched.clear()
+        for index, buffer in taken:
+            self.uses[index].hierarchy.pools.fetched.give(buffer)
 
     def __del__(self) -> None:
         if hasattr(self, "_held"):  # else `__init__` has failed

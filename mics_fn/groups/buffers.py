@@ -45,26 +45,41 @@ class Buffers:
         self._sizes: list[_Size] = []  # those with a free buffer, sorted
         # The value of `_takes` when a buffer of a size was last given back; least recent first.
         self._given: dict[_Size, int] = {}
+        self._streams: dict[int, torch.Stream] = {}  # where memory was made, by its address
 
     def take(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, exact: bool = False
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: bool = False,
+        room: int = 0,
     ) -> Tensor:
         """An uninitialised tensor in the smallest free buffer that is large enough, else a new one.
 
-        With `exact` only a buffer of its own size will do, as for tensors that are kept for long.
+        Args:
+          shape, dtype, device: of the tensor.
+          exact: only a buffer of its own size will do, as for tensors that are kept for long.
+          room: only a buffer of so many bytes will do, as a plan says; see `schedules.rooms`.
         """
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
         self._takes += 1
-        where = str(_device.with_index(device))
-        at = bisect_left(self._sizes, (where, nbytes))
+        exact = exact or room > 0
+        room, where = max(room, nbytes), str(_device.with_index(device))
+        at = bisect_left(self._sizes, (where, room))
         size = self._sizes[at] if at < len(self._sizes) else ("", 0)
-        if size[0] != where or (exact and size[1] != nbytes):
+        if size[0] == where and (size[1] == room or not exact):
+            raw = self._pop(at)
+        else:
             self._make_room(where, None if exact else at - 1)
             self.made += 1
-            return torch.empty(shape, dtype=dtype, device=device)
-        return self._pop(at)[:nbytes].view(dtype).view(shape)
+            raw = torch.empty(room, dtype=torch.uint8, device=device)
+            if _device.is_async(device):
+                self._streams[raw.data_ptr()] = _device.current_stream(device)
+        return raw[:nbytes].view(dtype).view(shape)
 
     def _pop(self, at: int) -> Tensor:
         """Take the free buffer that waits longest, of the size at this place."""
@@ -79,12 +94,21 @@ class Buffers:
     def _make_room(self, where: str, too_small: int | None) -> None:
         """Before a buffer is made, let go of those whose place it takes."""
         if too_small is not None and too_small >= 0 and self._sizes[too_small][0] == where:
-            _let_go(self._pop(too_small))
+            self._let_go(too_small)
         since = self._takes - _PATIENCE * self.made  # such as buffers of a model that is gone
         while self._given and self._given[size := next(iter(self._given))] < since:
             del self._given[size]
             for _ in range(len(self._free.get(size, ()))):
-                _let_go(self._pop(bisect_left(self._sizes, size)))
+                self._let_go(bisect_left(self._sizes, size))
+
+    def clear(self) -> None:
+        """Let go of all free buffers."""
+        while self._sizes:
+            self._let_go(0)
+
+    def _let_go(self, at: int) -> None:
+        raw = self._pop(at)
+        _follow(self._streams.pop(raw.data_ptr(), None), raw.device)
 
     @property
     def waiting_bytes(self) -> int:
@@ -107,10 +131,10 @@ class Buffers:
         self._given[size] = self._takes
 
 
-def _let_go(raw: Tensor) -> None:
-    """Say on which stream memory was last waited for, as it may come from another one."""
-    if _device.is_async(raw.device):
-        raw.record_stream(_device.current_stream(raw.device))
+def _follow(stream: torch.Stream | None, device: torch.device) -> None:
+    """Before memory goes back to the stream it was made on: that waits for the current one."""
+    if stream is not None and stream != (current := _device.current_stream(device)):
+        stream.wait_stream(current)
 
 
 class Slot:
@@ -144,6 +168,7 @@ class Ring:
     def __init__(self) -> None:
         self.made = 0  # how often it was allocated
         self._raw = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.Stream | None = None  # where it was made
         self._next = 0  # where the next part begins, if it fits there
         self._lent: deque[Slot] = deque()
 
@@ -165,8 +190,10 @@ class Ring:
         if self.nbytes < max(nbytes, capacity) or self._raw.device != device:
             while self._lent:
                 self._lent.popleft().until()
-            _let_go(self._raw)
+            _follow(self._stream, self._raw.device)
             self._raw = torch.empty(0, dtype=torch.uint8)  # freed before the next is made
+            if _device.is_async(device):
+                self._stream = _device.current_stream(device)
             self._raw = torch.empty(max(nbytes, capacity), dtype=torch.uint8, device=device)
             self._next, self.made = 0, self.made + 1
         start = self._next if self._next + nbytes <= self.nbytes else 0

@@ -54,6 +54,7 @@ from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
 from mics_fn.schedules.schedule import Action, Schedule, first_difference
 from mics_fn.schedules.several import joined
+from mics_fn.schedules.sharing import Rooms, rooms
 from mics_fn.schedules.stalled import Stuck
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Channel",
     "Learned",
     "OnDemand",
+    "Rooms",
     "Run",
     "Schedule",
     "Stuck",
@@ -68,5 +70,6 @@ __all__ = [
     "keep_all",
     "on_demand",
     "plan",
+    "rooms",
     "joined",
 ]

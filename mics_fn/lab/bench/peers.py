@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mics_fn as mf
+from mics_fn._device import is_async
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.bench.formulas import Cut, cut_of, make_place, sum_dtype
+from mics_fn.lab.bench.formulas import Cut, cut_of, make_place, memory_formula
 from mics_fn.lab.bench.stage import Stage, StepConfig, make_model
 from mics_fn.lab.bench.turns import Peer, nbytes
 from mics_fn.lab.models import gpt
@@ -23,10 +24,12 @@ from mics_fn.lab.report import buckets_of
 from mics_fn.shards import Precision
 
 
-def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None = None) -> Peer:
+def _trainer(
+    stage: Stage, *, live: int | None, wide: bool = False, place: str | None = None
+) -> Peer:
     """`Trainer` with the partition groups of the stage, `wide` ones of all ranks, or a placement.
 
-    It keeps all gathered parameters, or has a budget of two buckets. The budget gives the memory of
+    It keeps all gathered parameters, or has a budget of `live` buckets. Two give the memory of
     ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows.
     """
     config, n, p = stage.config, stage.world_size, stage.partition_size
@@ -43,13 +46,14 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
     largest *= stage.precision.dtypes("", torch.float32).compute.itemsize
+    budget = None if live is None else live * largest
     trainer = mf.Trainer(
         model,
         mf.optim.adamw(config.lr),
         groups,
         loss=gpt.loss,
         accumulate=config.accumulate,
-        live_bytes=None if keep else 2 * largest,
+        live_bytes=budget,
         precision=stage.precision,
     )
     del model
@@ -58,10 +62,17 @@ def _trainer(stage: Stage, *, keep: bool, wide: bool = False, place: str | None 
     def held() -> int:
         return nbytes((trainer.state.params, trainer.state.opt))
 
-    buckets = buckets_of(trainer.state.params)
-    wider = max(sum_dtype(b, config.accumulate).itemsize / b.compute.itemsize for b in buckets)
-    needs = _needs([b.nbytes for b in buckets], cut, 3, keep=keep, wider=wider)
-    how = place or ("keep" if keep else "two buckets")
+    needs = memory_formula(
+        buckets_of(trainer.state.params),
+        cut,
+        groups.hierarchy.route.sizes,
+        live_bytes=budget,
+        num_replicas=groups.num_replicas,
+        micro_steps=config.accumulate,
+        exchanged=not is_async(stage.device),
+    )
+    del needs["states"]  # measured
+    how = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
     name = f"Trainer p={cut.states}, {how}"
     return Peer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
 
@@ -107,7 +118,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     whole = sum(x.numel() * size for x in model.parameters())
     name = ("FSDP2 full" if full else "FSDP2") + f" p={p}, " + ("keep" if keep else "default")
     wider = dtypes.param.itemsize / size
-    needs = _needs([*blocks, whole - sum(blocks)], Cut(p, p, p), 2, keep=keep, wider=wider)
+    needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
     return _torch_loop(name, stage, model, begin, needs)
 
 
@@ -149,7 +160,7 @@ def _torch_loop(
 
     if needs is None:
         full = sum(x.numel() * x.itemsize for x in model.parameters())
-        needs = {"parameters": 0, "gradients": full}
+        needs = {"parameters": 0, "sums": full, "hops": 0, "in full": 0}
     return Peer(name, step, lambda: _held(model, optimizer), needs)
 
 
@@ -162,23 +173,18 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in local)
 
 
-def _needs(
-    units: Iterable[int], cut: Cut, live: int, *, keep: bool, wider: float = 1
-) -> dict[str, float]:
-    """The least bytes that a step needs beyond states, if parameters travel in such units.
+def _needs(units: Iterable[int], p: int, *, keep: bool, wider: float) -> dict[str, float]:
+    """The least bytes that a step of FSDP2 needs beyond states, for units of such bytes.
 
-    Gathered parameters are all of them, or the `live` ones, and a copy that is kept. Gradients are
-    this rank's part of all, in a dtype that is `wider` by a factor, and two full units, of which
-    one is made while the other is reduced.
+    Gathered parameters are all of them, or two units. Of gradients it has this rank's part, in a
+    dtype that is `wider` by a factor, one unit that is packed while it is reduced, and one in full.
     """
     ordered = sorted(units, reverse=True)
-    total, two, few = sum(ordered), sum(ordered[:2]), sum(ordered[:live])
-    if cut.states == 1:  # the states themselves are in full
-        return {"parameters": 0, "gradients": total * wider}
-    held = total / cut.params if cut.params < cut.states else 0
-    gathered = 0 if cut.params == 1 else (total if keep else few)
-    mine = total * wider / cut.states if cut.grads < cut.states else 0
-    return {"parameters": held + gathered, "gradients": total * wider / cut.grads + mine + two}
+    total, largest, two = sum(ordered), ordered[0], sum(ordered[:2])
+    if p == 1:  # the states themselves are in full
+        return {"parameters": 0, "sums": total * wider, "hops": 0, "in full": 0}
+    gathered = total if keep else two
+    return {"parameters": gathered, "sums": total * wider / p, "hops": largest, "in full": largest}
 
 
 class Kind(NamedTuple):
@@ -192,14 +198,15 @@ class Kind(NamedTuple):
 
 
 def _placed(place: str) -> Kind:
-    return Kind(partial(_trainer, keep=False, place=place), ours=True, alone=False)
+    return Kind(partial(_trainer, live=2, place=place), ours=True, alone=False)
 
 
 PEERS = {
-    "keep": Kind(partial(_trainer, keep=True), ours=True),
-    "zero3": Kind(partial(_trainer, keep=False), ours=True),
-    "wide-keep": Kind(partial(_trainer, wide=True, keep=True), ours=True, alone=False),
-    "wide-zero3": Kind(partial(_trainer, wide=True, keep=False), ours=True, alone=False),
+    "keep": Kind(partial(_trainer, live=None), ours=True),
+    "zero3": Kind(partial(_trainer, live=2), ours=True),
+    "least": Kind(partial(_trainer, live=0), ours=True),
+    "wide-keep": Kind(partial(_trainer, wide=True, live=None), ours=True, alone=False),
+    "wide-zero3": Kind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
     **{name: _placed(name) for name in ("zero1", "zero2", "hpz", "hybrid")},
     "fsdp2": Kind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": Kind(partial(_fsdp2, full=False, keep=True)),

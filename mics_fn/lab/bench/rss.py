@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mics_fn._torch import storage_id
 from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench.links import AS_IS
 from mics_fn.lab.bench.peers import build, phases
@@ -31,8 +32,10 @@ LEGEND = """\
 Each peer ran alone in new processes, twice; figures are those of the fullest rank. before: resident
 memory once all code was loaded, from which the others count. resident: the most in the steps. used:
 the same with an allocator that returns freed memory at once. formula: states, and the least that a
-step needs: gathered parameters (all, or two units) and gradients (this rank's part, and two units
-in full). used to start: the most while the model is built, in full, and in warm-up."""
+step needs: gathered parameters, sums of gradients, what is being reduced, and gradients in full;
+and what autograd saves of {tokens} tokens. used to start: the most while the model is built, in
+full, and in warm-up."""
+PARTS = ("states", "parameters", "sums", "hops", "in full", "activations")
 
 
 class Run(NamedTuple):
@@ -102,11 +105,32 @@ def _take_steps(run: Run, device: torch.device, warmup: int, steps: int) -> dict
             "steps": peak_bytes(device) if known else None,
             "held": peer.held_bytes(),
             "needs": peer.needs,
+            "saved": _saved_bytes(run.config),
         }
+
+
+def _saved_bytes(config: StepConfig) -> int:
+    """What autograd saves of one micro-step beside parameters, counted without data."""
+    model = gpt.seeded(config.model, torch.device("meta"))
+    known = {storage_id(x) for x in model.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if storage_id(x) not in known:
+            found[storage_id(x)] = x.untyped_storage().nbytes()
+        alive.append(x)
+        return x
+
+    alive: list[torch.Tensor] = []  # so that no storage has the number of an earlier one
+    tokens = torch.zeros((config.sequences, config.model.context), dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        gpt.loss(model, (tokens, tokens))
+    return sum(found.values())
 
 
 def _figures(name: str, usual: Sequence[dict], tight: Sequence[dict]) -> dict[str, Any]:
     formula = {"states": max(rank["held"] for rank in tight), **tight[0]["needs"]}
+    formula["activations"] = tight[0]["saved"]
     return {
         "name": name,
         "title": tight[0]["title"],
@@ -129,9 +153,8 @@ def _grown(ranks: Sequence[dict], key: str) -> int | None:
 def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
     """The figures as a table."""
     heads = ("", "before", "resident", "used", "formula", "used/formula")
-    rows: list[tuple[str, ...]] = [
-        (*heads, "= states", "+ parameters", "+ gradients", "used to start")
-    ]
+    rows: list[tuple[str, ...]] = [(*heads, f"= {PARTS[0]}", *(f"+ {x}" for x in PARTS[1:]))]
+    rows[0] += ("used to start",)
     for peer in figures["peers"]:
         parts, used = peer["formula"], peer["used_bytes"]
         rows.append(
@@ -143,7 +166,7 @@ def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
                 ),
                 human_bytes(peer["formula_bytes"]),
                 "-" if used is None else f"{used / peer['formula_bytes']:.2f}",
-                *(human_bytes(parts[key]) for key in ("states", "parameters", "gradients")),
+                *(human_bytes(parts[key]) for key in PARTS),
                 bytes_or_dash(peer["used_to_start_bytes"]),
             )
         )
@@ -151,4 +174,5 @@ def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
         f"memory of a rank, {figures['params']:,} parameters, accumulate {config.accumulate}, nodes"
         f" of {config.node_size}, p = {config.partition_size}"
     )
-    return f"{table(title, rows)}\n\n{LEGEND}"
+    tokens = config.sequences * config.model.context
+    return f"{table(title, rows)}\n\n{LEGEND.format(tokens=tokens)}"
