@@ -140,8 +140,8 @@ def pools(job: Job) -> None:
         if schedule is None:
             raise RuntimeError("pools: no schedule was recorded")
         kept, sizes = groups.hierarchy.pools, bucket_sizes(trainer.state.params, groups)
-        # A buffer is as large as the bucket that it was made for, and then serves smaller ones.
-        plan = schedule.peak_bytes([max(sizes)] * len(sizes))
+        shared = mf.schedules.rooms(schedule, sizes, [None] * len(sizes)).buffers
+        plan = sum(nbytes for _, nbytes in shared)
         me.say("gathered buckets", kept.fetched.waiting_bytes, plan, "bytes")
         p = groups.partition_size
         parts = memory_formula(
