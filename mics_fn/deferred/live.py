@@ -12,6 +12,7 @@ from mics_fn.collectives import push_all, start_fetch
 from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DonatedError, GroupsError, message
+from mics_fn.groups import Buffers
 from mics_fn.schedules import Channel, Learned, OnDemand, Rooms, Run, Schedule, rooms
 from mics_fn.shards import BucketUse, deal, pack_chunk
 
@@ -213,13 +214,11 @@ class LiveBuckets:
             held, _ = self._needs(index)
             if held and index not in self._held:
                 self._held[index] = self._take(index, held, keep=True)
-        taken = []
+        sizes: dict[Buffers, list[int]] = {use.hierarchy.pools.fetched: [] for use in self.uses}
         for index, nbytes in self._rooms().buffers:
-            taken.append((index, self._take(index, self._needs(index)[1], nbytes)))
-        for use in self.uses:
-            use.hierarchy.pools.fetched.clear()
-        for index, buffer in taken:
-            self.uses[index].hierarchy.pools.fetched.give(buffer)
+            sizes[self.uses[index].hierarchy.pools.fetched].append(nbytes)
+        for pool, own in sizes.items():
+            pool.provide(own, self.device(min(self._chunks)))
 
     def __del__(self) -> None:
         if hasattr(self, "_held"):  # else `__init__` has failed

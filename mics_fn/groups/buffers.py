@@ -66,20 +66,22 @@ class Buffers:
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
+        raw = self._lend(max(room, nbytes), device, exact or room > 0)
+        return raw[:nbytes].view(dtype).view(shape)
+
+    def _lend(self, room: int, device: torch.device, exact: bool) -> Tensor:
         self._takes += 1
-        exact = exact or room > 0
-        room, where = max(room, nbytes), str(_device.with_index(device))
+        where = str(_device.with_index(device))
         at = bisect_left(self._sizes, (where, room))
         size = self._sizes[at] if at < len(self._sizes) else ("", 0)
         if size[0] == where and (size[1] == room or not exact):
-            raw = self._pop(at)
-        else:
-            self._make_room(where, None if exact else at - 1)
-            self.made += 1
-            raw = torch.empty(room, dtype=torch.uint8, device=device)
-            if _device.is_async(device):
-                self._streams[raw.data_ptr()] = _device.current_stream(device)
-        return raw[:nbytes].view(dtype).view(shape)
+            return self._pop(at)
+        self._make_room(where, None if exact else at - 1)
+        self.made += 1
+        raw = torch.empty(room, dtype=torch.uint8, device=device)
+        if _device.is_async(device):
+            self._streams[raw.data_ptr()] = _device.current_stream(device)
+        return raw
 
     def _pop(self, at: int) -> Tensor:
         """Take the free buffer that waits longest, of the size at this place."""
@@ -101,10 +103,13 @@ class Buffers:
             for _ in range(len(self._free.get(size, ()))):
                 self._let_go(bisect_left(self._sizes, size))
 
-    def clear(self) -> None:
-        """Let go of all free buffers."""
+    def provide(self, sizes: Sequence[int], device: torch.device) -> None:
+        """Have one free buffer of each of these sizes in bytes, and let go of the others."""
+        kept = [self._lend(nbytes, device, exact=True) for nbytes in sizes]
         while self._sizes:
             self._let_go(0)
+        for raw in kept:
+            self._take_back(raw)
 
     def _let_go(self, at: int) -> None:
         raw = self._pop(at)
@@ -119,8 +124,11 @@ class Buffers:
         """Give back a tensor that nobody uses any more; queued work may still use it."""
         if not tensor.numel() or _torch.has_no_data(tensor):
             return
-        device, storage = tensor.device, tensor.untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self._take_back(empty.set_(tensor.untyped_storage()))
+
+    def _take_back(self, raw: Tensor) -> None:
+        device = raw.device
         event = _device.record(device) if _device.is_async(device) else None
         size = (str(device), raw.nbytes)
         if size not in self._free:

@@ -27,7 +27,7 @@ def rooms(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable]) -
       pools: of each bucket, what has its buffers.
 
     Example:
-      >>> text = "fetch 0; fetch 1; use 0 1; drop 0; drop 1; fetch 0; fetch 2; use 0 2"
+      >>> text = "fetch 0; fetch 1; use 0+1; drop 0; drop 1; fetch 0; fetch 2; use 0+2"
       >>> rooms(Schedule.parse(text), [9, 4, 3], [None] * 3)
       Rooms(fetches=(9, 4, 9, 4), buffers=((0, 9), (1, 4)))
     """

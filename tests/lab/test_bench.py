@@ -303,7 +303,7 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--peers", "plain", "--skip-alone"], "none of these is measured with 4 ranks"),
         (
             ["step", "--peers", "ddp", "--ranks", "1"],
-            "choose from keep zero3 fsdp2 fsdp2-keep plain",
+            "choose from keep zero3 least fsdp2 fsdp2-keep plain",
         ),
         (["step", "--precision", "compute=bf17"], "'bf17' is not a dtype"),
         (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),

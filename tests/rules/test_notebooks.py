@@ -42,7 +42,7 @@ EXPECTED = {
     "3_placements.ipynb": [
         "levels kept for a step: 1, reduced once per step: 1  as named: True",
         "hpz     parameters within 1e-5 of the single process, on every rank: True",
-        "mics                          812,976   812,976      1,683,008",
+        "mics                          812,976   812,976      1,383,488",
         "ddp     replicas 812,976; as the formulas: True",
         "zero3   gather node 1,075,200, gather rank 2,150,400,",
         "hpz     gather node 135,504, gather rank 2,150,400,",
