@@ -98,7 +98,7 @@ def defer(
     Communication: each bucket is gathered as often as the schedule fetches it, and its
       reduce-scatter starts when its gradients are complete. The ranks compare a tree or schedule
       that is new to the groups once (32 bytes). A fetch that is not in the schedule, or of the
-      first run that follows it, sends one message of about a hundred bytes to the store of
+      first run that follows it, sends a few messages of about a hundred bytes to the store of
       torch.distributed.
 
     Memory: the buckets that the schedule keeps live.
@@ -107,7 +107,7 @@ def defer(
       PlanError: the groups are not those that the tree was sharded with, or the schedule does not
         fit the tree.
       DesyncError: ranks have different trees or schedules, or use buckets in different orders, or
-        reduce different ones before a fetch.
+        some reduce many more than others before a fetch.
       LeafError: an op writes to a deferred parameter; `into` or `linearize` inside torch.func.
       GroupsError: a deferred parameter is used after the end of its run; `into` with a hierarchy.
       TreeError: `into` is in use by another run.

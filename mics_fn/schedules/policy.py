@@ -86,8 +86,8 @@ def on_demand(
     Returns:
       An `OnDemand`, for `defer` and `Trainer`. It remembers what it learned.
 
-    Communication: in a run without a schedule and in the first that follows one, a message of about
-      a hundred bytes to the store of torch.distributed before each fetch.
+    Communication: in a run without a schedule and in the first that follows one, a few messages of
+      about a hundred bytes to the store of torch.distributed before each fetch.
 
     Raises:
       PlanError: a number is negative.

@@ -94,7 +94,7 @@ RIGHT = [
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("kind", "live", "without"), RIGHT)
 @pytest.mark.parametrize("layout", [PAIR, WIDE, REPLICAS], ids=str)
-@pytest.mark.covering("kind", "without")
+@pytest.mark.covering("kind")
 def test_a_bucket_without_gradient_on_one_rank_is_right(ranks, layout, kind, live, without, passes):
     ranks(layout.world_size).run(right, layout, kind, live, without, passes)
 

@@ -115,7 +115,9 @@ def test_there_is_an_expectation_for_each_notebook():
     assert sorted(EXPECTED) == NOTEBOOKS
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [NOTEBOOKS[0], *(pytest.param(n, marks=pytest.mark.thorough) for n in NOTEBOOKS[1:])]
+)
 def test_it_runs_and_prints_what_it_shows(name: str, tmp_path: Path):
     notebook = executed(FOLDER / name, tmp_path)
     text = printed(notebook)
