@@ -14,6 +14,7 @@ import torch
 import mics_fn as mf
 from mics_fn._device import is_async
 from mics_fn.collectives import checksum
+from mics_fn.groups import LEAST_RING
 from mics_fn.lab.bench.formulas import PLACES, cut_of, make_place, memory_formula
 from mics_fn.lab.bench.tensor_memory import count_on
 from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start, world_size
@@ -104,6 +105,7 @@ def _measure(
         micro_steps=config.accumulate,
         exchanged=not is_async(device),
     )
+    parts["hops"] = max(parts["hops"], LEAST_RING)
     bucket = max(b.numel * max(b.dtype.itemsize, b.accumulate.itemsize) for b in buckets)
     between = against(parts["states"], max(held.between for held in every), bucket)
     within = against(sum(parts.values()), max(held.within for held in every), bucket)
@@ -123,7 +125,9 @@ def _measure(
     }
 
 
-def _run(config: StatesConfig, groups: mf.Groups, precision: str) -> tuple[list[Bucket], int, Held]:
+def _run(
+    config: StatesConfig, groups: mf.Groups, precision: str
+) -> tuple[list[Bucket], int | None, Held]:
     """The buckets of the model, the budget in bytes, and what this rank held."""
     text, context = load_text(TEXT_BYTES), config.model.context
     batch = text.batch("train", step=0, rank=groups.rank, size=config.accumulate, context=context)
@@ -150,7 +154,9 @@ def _run(config: StatesConfig, groups: mf.Groups, precision: str) -> tuple[list[
                 trainer.step(batch)
             peaks.append(count.peak)
         buckets, waiting = buckets_of(trainer.state.params), groups.hierarchy.pools.waiting_bytes
-        return buckets, live, Held(count.now - waiting, waiting, peaks[1], peaks[0])
+        # Where nothing has to be fetched again, the trainer needs no budget.
+        budget = getattr(trainer.schedule, "live_bytes", live)
+        return buckets, budget, Held(count.now - waiting, waiting, peaks[1], peaks[0])
 
 
 def against(formula: float, measured: int, bucket: int) -> dict[str, Any]:
