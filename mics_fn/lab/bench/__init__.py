@@ -11,8 +11,8 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   1 --peers keep zero3 plain fsdp2`
 - A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
   mics_fn bench touch`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.08 (1.01 to 1.44) with 53
-  leaves, 1.04 (0.54 to 2.37) with 2,000 leaves of 400 elements; the medians of five runs, and the
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.04 (0.97 to 1.13) with 53
+  leaves, 0.96 (0.73 to 1.17) with 2,000 leaves of 400 elements; the medians of four runs, and the
   least and the most of any round. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks. p = 2: 1.0000; on the wire 1.0014,
   TCP headers included, where nodes have network interfaces of their own. p = 4: 1.0000; on the
