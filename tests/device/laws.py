@@ -100,7 +100,7 @@ def kept_by_references(name: str, run: Run) -> list[str]:
 
 
 def within_plan(name: str, run: Run) -> list[str]:
-    """Between steps pools keep at most the buffers that the plan has for gathered buckets."""
+    """Between steps pools keep at most the gathered buckets that the plan has live at once."""
     return [
         f"{where}: {seen.kept_bytes} bytes are kept, {seen.planned_bytes} planned"
         for where, _, seen in _each(run)

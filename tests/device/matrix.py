@@ -19,7 +19,7 @@ class Seen(NamedTuple):
     recorded_streams: int  # calls of record_stream in that step
     issued: list[tuple[str, str, int]]  # group, op and bytes of each collective of the run
     kept_bytes: int  # gathered buckets that pools keep after the last step
-    planned_bytes: int | None  # of the buffers for gathered buckets that the schedule needs
+    planned_bytes: int | None  # gathered buckets at once, by the schedule
     numbers: dict[str, Any]  # tensors on the CPU
 
 

@@ -35,10 +35,7 @@ class Watch:
         if steady and trainer is not None:
             sizes = mf.bucket_sizes(trainer.state.params, groups)
             schedule = trainer.schedule.schedule  # None where everything is kept
-            self.planned = sum(sizes)
-            if schedule is not None:
-                shared = mf.schedules.rooms(schedule, sizes, [None] * len(sizes)).buffers
-                self.planned = sum(nbytes for _, nbytes in shared)
+            self.planned = sum(sizes) if schedule is None else schedule.peak_bytes(sizes)
 
     def collect(self) -> None:
         self.races.extend(torch_cuda.races())

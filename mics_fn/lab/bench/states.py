@@ -14,7 +14,6 @@ import torch
 import mics_fn as mf
 from mics_fn._device import is_async
 from mics_fn.collectives import checksum
-from mics_fn.groups import LEAST_RING
 from mics_fn.lab.bench.formulas import PLACES, cut_of, make_place, memory_formula
 from mics_fn.lab.bench.tensor_memory import count_on
 from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start, world_size
@@ -105,7 +104,6 @@ def _measure(
         micro_steps=config.accumulate,
         exchanged=not is_async(device),
     )
-    parts["hops"] = max(parts["hops"], LEAST_RING)
     bucket = max(b.numel * max(b.dtype.itemsize, b.accumulate.itemsize) for b in buckets)
     between = against(parts["states"], max(held.between for held in every), bucket)
     within = against(sum(parts.values()), max(held.within for held in every), bucket)
