@@ -36,8 +36,8 @@ seconds. There is one process per rank, and nothing here is safe to call from se
 (1) The next level starts when an op needs another bucket. (2) gloo's own reduce-scatter sends twice
 the bytes. (3) With a schedule, hop 1 of a bucket runs while backward goes on, and into a `GradSum`
 hop 2 of the last pass does so too. (4) So Ctrl-C works at once. (5) `timeout_s` is the limit of
-NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its result in each call. All
-this is tested on Linux with Python 3.11.
+NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its result in each call, so
+only small ones are left to it. All this is tested on Linux with Python 3.11.
 
 Start reading at `pending.py`, with its two notes, then `hierarchical.py`, and `levels.py`, the only
 file that calls what moves data; `means.py` has the arithmetic, `agreement.py` what ranks compare,

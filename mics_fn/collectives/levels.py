@@ -16,10 +16,12 @@ from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
 from mics_fn.collectives.pending import Collective, Pending, Steps
 from mics_fn.groups import Comm, Groups
 
+SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more
+
 
 def all_gather(comm: Comm, out: Tensor, chunk: Tensor) -> Collective:
     """One level of a gather: the chunk of the rank at place j goes to row j of `out`."""
-    if _device.is_async(chunk.device):
+    if _device.is_async(chunk.device) or (comm.size > 2 and out.nbytes <= SMALL_BYTES):
         call = partial(_torch.all_gather_single, out.view(-1), chunk)
     else:
         call = partial(_swap, out, chunk, comm.rank)
@@ -44,6 +46,7 @@ def _swap(out: Tensor, chunk: Tensor, rank: int, **how: Any) -> _Works:
     """An all-gather as exchanges that write in place.
 
     gloo's own all-gather sends as much, but allocates twice the size of its result in each call.
+    Here each of n ranks sends (n - 1)**2 messages, most of them empty, so it is for large chunks.
     """
     if out[rank].data_ptr() != chunk.data_ptr():
         out[rank].copy_(chunk)
