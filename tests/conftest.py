@@ -1,6 +1,7 @@
 """Ranks that live through the session, one hypothesis profile, and a time limit for every test."""
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -108,6 +109,10 @@ def all_stacks() -> str:
 @pytest.hookimpl(tryfirst=True)  # before `-m` takes its choice
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection of garbage looks through all that was imported again
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -79,7 +80,8 @@ def serve(place: Place, conn: Connection, first: Call | None) -> None:
 
 
 def _settle(place: Place) -> None:
-    """Signals, threads and environment of a rank."""
+    """Signals, threads, garbage and environment of a rank."""
+    gc.freeze()  # else each collection would look through, and copy, all that the parent has
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with_parent(place.from_main_thread)
