@@ -54,7 +54,7 @@ def fetched(run, index):
 def kept(state, groups):
     """All are fetched at once, and what this rank does not use others may."""
     run = mf.defer(state.params, groups, mf.keep_all())
-    run.params["a"] + 0
+    _ = run.params["a"] + 0
     return lambda: fetched(run, state.params["b"].bucket.index), run.close
 
 
@@ -62,7 +62,7 @@ def scheduled(state, groups):
     """A schedule that fetches "b", which nobody uses."""
     ahead = mf.schedules.Schedule.parse("fetch 0; fetch 1; use 0; drop 0; drop 1")
     run = mf.defer(state.params, groups, ahead)
-    run.params["a"] + 0
+    _ = run.params["a"] + 0
     return lambda: fetched(run, 1), run.close
 
 
@@ -118,5 +118,5 @@ def test_a_bucket_of_a_run_is_refused_once_its_memory_was_written_to():
     grads = mf.reduce_grads(values(), groups, like=shards)
     mf.opt_step(state, grads, donate=True)
     with pytest.raises(DonatedError, match="was changed after its run began"):
-        run.params["b"] + 0
+        _ = run.params["b"] + 0
     run.close()
