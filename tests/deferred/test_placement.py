@@ -316,7 +316,11 @@ def rotated(placements, every):
     return cases
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [x if str(x) != "2x4-p8" else pytest.param(x, marks=pytest.mark.thorough) for x in LAYOUTS],
+    ids=str,
+)
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.covering
 def test_a_placement_trains_as_a_single_process(ranks, layout, part):

@@ -442,7 +442,9 @@ def looks(layout, live, seconds):
     return found[7:]
 
 
-@pytest.mark.parametrize("layout", [PAIR, WIDE, Layout((2, 2), 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [PAIR, pytest.param(WIDE, marks=pytest.mark.thorough), Layout((2, 2), 2)], ids=str
+)
 def test_a_host_that_never_waits_looks_once_a_second_by_one_message(ranks, layout):
     seconds, want = (0, 0, 0.4, 0.9, 1.1, 1.9, 2.0, 2.2, 7), (1, 0, 0, 0, 1, 0, 0, 1, 1)
     for found in ranks(layout.world_size).run(looks, layout, 0, seconds):

@@ -168,7 +168,7 @@ def alike(layout, kind, passes):
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("kind", ["fixed", "learned"])
-@pytest.mark.parametrize("layout", [PAIR, WIDE], ids=str)
+@pytest.mark.parametrize("layout", [PAIR, pytest.param(WIDE, marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.covering
 def test_ranks_that_lose_a_gradient_alike_leave_the_schedule(ranks, layout, kind, passes):
     ranks(layout.world_size).run(alike, layout, kind, passes)

@@ -321,7 +321,7 @@ def on_ranks(layout: Layout, names: list[str]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.covering("part")
+@pytest.mark.covering("part", layout=LAYOUTS[1])
 def test_each_rank_has_its_part_of_that(ranks, layout: Layout, part: int):
     ranks(layout.world_size).run(on_ranks, layout, list(MODELS)[part::4])
 

@@ -17,6 +17,7 @@ from cases import (
     poison,
     random,
     same_bits,
+    small_first,
 )
 from covering import examples
 from hypothesis import given
@@ -33,7 +34,9 @@ from mics_fn.shards.pack import whole_chunk
 
 FOUR = Layout((2, 2), 2)
 every_layout = pytest.mark.parametrize(
-    "layout", [x for x in LAYOUTS if x.world_size <= 4 or str(x) == "2x2x2-p4"], ids=str
+    "layout",
+    small_first(x for x in LAYOUTS if x.world_size <= 4 or str(x) == "2x2x2-p4"),
+    ids=str,
 )
 LEVELS = [x for x in LAYOUTS if str(x) in ("1-p1", "2x2-p2", "2x2-p4", "4x2-p4")]
 some_layouts = pytest.mark.parametrize("layout", LEVELS, ids=str)
@@ -87,7 +90,7 @@ def gets_tree(groups, params, bucket_bytes):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [*((x, torch.float32) for x in LAYOUTS), *((x, torch.bfloat16) for x in LEVELS)],
+    [*small_first(LAYOUTS, torch.float32), *((x, torch.bfloat16) for x in LEVELS)],
     ids=str,
 )
 @pytest.mark.covering
@@ -453,7 +456,7 @@ def reference(n):
 
 
 @pytest.mark.parametrize(
-    ("layout", "live_bytes"), [*((x, None) for x in LAYOUTS), *((x, 0) for x in LEVELS)], ids=str
+    ("layout", "live_bytes"), [*small_first(LAYOUTS, None), *((x, 0) for x in LEVELS)], ids=str
 )
 @pytest.mark.covering
 def test_training_after_set_equals_a_single_process(ranks, layout, live_bytes):

@@ -208,9 +208,9 @@ def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
     assert "used/formula" in printed
 
 
-def test_touch(tmp_path: Path) -> None:
+def test_touch(forked_bench: Callable) -> None:
     argv = ["touch", "--rounds", "3", "--steps", "2", "--layers", "4"]
-    figures, printed = launched_bench(tmp_path, *argv)
+    figures, printed = forked_bench(*argv, *TINY)
     assert figures["touches"] == 12
     names = [peer["name"] for peer in figures["peers"]]
     assert names == ["plain", "in one bucket", "a bucket each"]

@@ -189,6 +189,7 @@ def traffic_of(name: str, precision: str, accumulate: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["f32", "compute=bf16,reduce=bf16", "bf16"])
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.covering
 def test_the_ledger_of_a_step_equals_the_formula(name, precision, ranks):
     for found in ranks(4).run(traffic_of, name, precision, 2):
         assert found["ledger"] == {k: v for k, v in found["formula"].items() if v}

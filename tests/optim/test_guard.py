@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, Layout, everywhere, groups_of, poison, random, same_bits
+from cases import LAYOUTS, Layout, everywhere, groups_of, poison, random, same_bits, small_first
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,7 +129,7 @@ def clips_by(layout, max_norm, max_value):
     return verdict.norm  # of a guard that decides
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", small_first(LAYOUTS), ids=str)
 @pytest.mark.covering
 def test_clipping_is_that_of_a_single_process(ranks, layout):
     found = ranks(layout.world_size).run(clips_as_torch_does, layout)
@@ -508,6 +508,7 @@ def donating(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.covering
 def test_donation_saves_the_copy_and_changes_no_number(ranks, layout):
     ranks(layout.world_size).run(donating, layout)
 

@@ -20,6 +20,7 @@ from cases import (
     same_bits,
     unit_roundoff,
 )
+from covering import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -531,7 +532,7 @@ def actor_and_critic():
         assert torch.allclose(value, torch.full_like(value, want))
 
 
-@settings(max_examples=30)
+@examples(15, 60)
 @given(
     layout=st.sampled_from([Layout((1,), 1), Layout((2,), 1), Layout((2,), 2)]),
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=2).map(tuple), min_size=2, max_size=8),

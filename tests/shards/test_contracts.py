@@ -357,11 +357,10 @@ def fail_then_wait_again(layout):
     groups = mf.make_groups(
         layout.partition_size, topology=mf.groups.Topology(layout.sizes), timeout_s=1.0
     )
-    pending = (
-        start_all_gather(groups.hierarchy.route, torch.ones(4)) if dist.get_rank() == 0 else None
-    )
-    texts = []
-    for _ in range(2 if pending is not None else 0):
+    pendings, texts = [], []
+    if dist.get_rank() == 0:
+        pendings = [start_all_gather(groups.hierarchy.route, torch.ones(4))] * 2
+    for pending in pendings:
         try:
             texts.append(str(pending.wait()))
         except mf.errors.CollectiveError as error:

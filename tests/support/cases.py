@@ -1,11 +1,12 @@
 """What the contract tests run over: layouts of ranks, nasty trees, dtypes; and slow twins."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,6 +52,13 @@ LAYOUTS = [
     Layout((2, 2, 2), 8),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def small_first(layouts: Iterable[Layout], *rest: Any) -> list[Any]:
+    """Cases of layouts, each with the same further values; more than 4 ranks are `thorough`."""
+    marks = {True: pytest.mark.thorough, False: ()}
+    return [pytest.param(x, *rest, marks=marks[x.world_size > 4]) for x in layouts]
+
 
 _made: dict[Layout, mf.Groups] = {}  # per process: groups outlive one example
 
