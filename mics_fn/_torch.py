@@ -186,6 +186,19 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy that is made when one of both is written to; None for memory of another owner."""
+    try:
+        return torch._lazy_clone(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # such as memory of numpy, of a file, or shared between processes
+        return None
+
+
+def is_lazy_clone(tensor: torch.Tensor) -> bool:
+    """Whether such a copy still has no memory of its own; also if a view of it was written to."""
+    return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def fake_mode_of(value: Any) -> Any:
     """The mode that a fake tensor belongs to; None for anything else."""
     return value.fake_mode if type(value).__name__ == "FakeTensor" else None

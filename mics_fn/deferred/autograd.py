@@ -1,7 +1,8 @@
 """The autograd side of deferred parameters: made in forward, their gradients reduced in backward.
 
-[Note: join and fetch] The pieces of all buckets pass through one `_Join` node, and then through one
-`_Fetch` node for each bucket, whose outputs are the deferred parameters. In backward each `_Fetch`
+[Note: join and fetch] The pieces of all buckets pass through one `_Join` node (unless a `GradSum`
+takes the gradients), and then through one `_Fetch` node for each bucket, whose outputs are the
+deferred parameters. In backward each `_Fetch`
 runs as soon as the gradients of its bucket are complete, because its sequence number is the highest
 in the graph. It starts hop 1, and passes on pieces that have no values yet. `_Join` runs after all
 of them: it reduces the buckets that got no gradient, waits, and passes the pieces on. So nothing
@@ -51,8 +52,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
         live: LiveBuckets = ctx.live
-        if live.into is not None:  # it has taken the gradients
-            return (None, None, *(None for _ in grads))
         live.run.end_pass(last=None)
         reduction, live.reduction = live.begin_pass(), None
         uses = [live.uses[i] for i in ctx.trained]
@@ -196,8 +195,11 @@ class _QuickFetch(torch.autograd.Function):
     backward, jvp = _Fetch.backward, _Fetch.jvp
 
 
-def parameters(live: LiveBuckets, index: int) -> list[Deferred]:
-    """The leaves of a bucket as deferred tensors, one per member; nothing is fetched."""
+def parameters(live: LiveBuckets, index: int) -> Sequence[Tensor]:
+    """The leaves of a bucket, deferred if they need a fetch, one per member; none is started."""
+    plain = live.plain(index)
+    if plain is not None:
+        return plain
     use, gathered = live.uses[index], live.buckets[index]
     like = (use.bucket.compute, live.device(index), None)
     return [
@@ -243,7 +245,12 @@ def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
     pieces = [data[i] for index in trained for i in uses[index].members]
     inside = _torch.inside_torch_func()
     join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
-    joined = deal([uses[i] for i in trained], join.apply(live, trained, *pieces) if pieces else ())
+    if live.into is not None:  # it takes the gradients, so there are none to join
+        with torch.no_grad():
+            live.load(trained, pieces)
+    elif pieces:
+        pieces = join.apply(live, trained, *pieces)
+    joined = deal([uses[i] for i in trained], pieces)
     found: dict[int, Sequence[Any]] = {index: parameters(live, index) for index in frozen}
     for index, (_, values) in zip(trained, joined, strict=True):
         found[index] = fetch.apply(live, index, *values)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from mics_fn import tree
+from mics_fn import _torch, tree
 from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.grad_sum import GradSum
 from mics_fn.deferred.live import LiveBuckets, sizes_of
@@ -77,8 +77,8 @@ def defer(
 ) -> DeferredParams:
     """Full parameters that are fetched at the ops that use them, in forward and in backward.
 
-    They are tensors without data. Autograd saves them instead of the weights, so that nothing holds
-    a gathered weight from one use to the next.
+    They are tensors without data, unless nothing has to be fetched for them. Autograd saves them
+    instead of the weights, so that nothing holds a gathered weight from one use to the next.
 
     Args:
       shards: tree of shards.
@@ -108,7 +108,9 @@ def defer(
         fit the tree.
       DesyncError: ranks have different trees or schedules, or use buckets in different orders, or
         some reduce many more than others before a fetch.
-      LeafError: an op writes to a deferred parameter; `into` or `linearize` inside torch.func.
+      LeafError: an op writes to a deferred parameter; `into` or `linearize` inside torch.func. On
+        the CPU, under `keep_all` a parameter that this rank holds in full is a plain tensor, which
+        keeps its value after the run: there a write is an error at the end of the run.
       GroupsError: a deferred parameter is used after the end of its run; `into` with a hierarchy.
       TreeError: `into` is in use by another run.
 
@@ -130,8 +132,9 @@ def defer(
     opened.agree(text)
     channel = joined([use.hierarchy.channel for use in opened.uses])
     policy, learned = _memory_of(schedule, opened, channel)
-    live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, into)
     pending = into is None and needs_derivative(opened.pieces)
+    closes = not pending and not _torch.inside_torch_func()
+    live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, into, closes=closes)
     full = opened.data
     if into is not None:
         given = iter(into.expect(opened, live.run))

@@ -1,5 +1,6 @@
 """The buckets of one run: their chunks, which of them are live, and the memory they lie in."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from mics_fn import _device, _torch
 from mics_fn.collectives import push_all, start_fetch
+from mics_fn.deferred.copies import Copies, copies_of
 from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
-from mics_fn.errors import DonatedError, GroupsError, message
+from mics_fn.errors import DonatedError, GroupsError, LeafError, message
 from mics_fn.groups import Buffers
 from mics_fn.schedules import Channel, Learned, OnDemand, Rooms, Run, Schedule, rooms
 from mics_fn.shards import BucketUse, deal, pack_chunk
@@ -54,6 +56,8 @@ class LiveBuckets:
       learned, policy, channel: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
       fetch: starts the gather of a bucket; by default `start_fetch` along its route.
+      closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
+        `deferred.copies`.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class LiveBuckets:
         channel: Channel,
         into: GradSink | None = None,
         fetch: Fetch = _fetch,
+        *,
+        closes: bool = False,
     ) -> None:
         self.uses, self.into = uses, into
         self.ids: tuple[int, ...] = ()
@@ -81,6 +87,7 @@ class LiveBuckets:
         self._coming: dict[int, Fetched] = {}
         self._buffers: dict[int, Tensor] = {}
         self._fetches = 0  # so far in this run
+        self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
         self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.hierarchy`
         self._closed = False
 
@@ -94,6 +101,14 @@ class LiveBuckets:
             if not chunk.numel():  # it is never fetched, which would cast it
                 chunk = chunk.to(use.bucket.compute)
             self._chunks[index], self._versions[index] = chunk, _version(chunk)
+
+    def plain(self, index: int) -> list[Tensor] | None:
+        """The leaves of a bucket as plain tensors, if they need no fetch; one per member."""
+        copies = copies_of(self.uses[index], self._chunks[index]) if self._closes else None
+        if copies is None:
+            return None
+        self._copies[index] = copies
+        return copies.leaves
 
     def device(self, index: int) -> torch.device:
         """The device of a bucket's tensors."""
@@ -196,13 +211,14 @@ class LiveBuckets:
             if schedule is not None:
                 self._provide(schedule)
             self._give_held()
+            self._check_copies()
             if self._chunks and _device.is_async(self.device(min(self._chunks))):
                 # A host that waits for a collective looks meanwhile; here it never waits.
                 self.run.look()
 
     def abandon(self) -> None:
         """Give back the memory that no transfer writes to, and send nothing to other ranks."""
-        self._closed, self.ids = True, ()
+        self._closed, self.ids, self._copies = True, (), {}
         for index in list(self._buffers):
             if index not in self._coming:
                 self._drop(index)
@@ -220,8 +236,18 @@ class LiveBuckets:
         for pool, own in sizes.items():
             pool.provide(own, self.device(min(self._chunks)))
 
+    def _check_copies(self) -> None:
+        """Raise LeafError if a parameter was written to; see [Note: copy on write]."""
+        copies, self._copies = self._copies, {}
+        for index, each in copies.items():
+            each.check(self.buckets[index].names())
+
     def __del__(self) -> None:
         if hasattr(self, "_held"):  # else `__init__` has failed
+            try:
+                self._check_copies()
+            except LeafError as error:
+                warnings.warn(str(error), stacklevel=2)
             self.abandon()  # no tensor of the tree is left
 
     def _give_held(self) -> None:

@@ -189,8 +189,10 @@ class _Held(NamedTuple):
         """The pieces of a run that are not empty."""
         whole, run = self.wholes[r], self.runs[r]
         if whole is None or self.pieces:
-            return [self.pieces[i].detach() for i, _, _ in run.laid]
-        return [x.detach() for x in split(run, whole) if x.numel()]
+            found = [self.pieces[i] for i, _, _ in run.laid]
+        else:
+            found = [x for x in split(run, whole) if x.numel()]
+        return [x.detach() for x in found] if any_requires_grad(found) else found
 
     def change(self, fn: Callable[[Run, Tensor], Tensor]) -> "_Held":
         """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""

@@ -23,7 +23,7 @@ from mics_fn.optim.clip import (
 )
 from mics_fn.optim.loss_scale import LossScale, no_scale, require
 from mics_fn.shards import donate as mark_donated
-from mics_fn.shards import homes_of, refuse_derivative
+from mics_fn.shards import homes_of, is_leaf, refuse_derivative
 from mics_fn.tree import Tree
 
 
@@ -199,12 +199,15 @@ class Guard:
           GroupsError: a hierarchy was given, which does not know the replicas.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
-        refuse_derivative("Guard.judge", tree.flatten(grads)[0], fix)
+        leaves = [getattr(leaf, "data", leaf) for leaf in tree.flatten(grads, is_leaf)[0]]
+        refuse_derivative("Guard.judge", leaves, fix)
         with torch.no_grad():
             return self._judge(grads, groups, donate)
 
     def _judge(self, grads: Tree, groups: Any, donate: bool) -> Verdict:
         homes = dict.fromkeys(homes_of("Guard.judge", groups, grads))
+        if not self.decides and self.max_norm is None and self.max_value is None:
+            return Verdict(grads, None, None, False, True, self)
         exact = self.check_groups(grads, groups)
         if not self.decides and self.max_norm is None:
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)

@@ -202,18 +202,21 @@ def _step(
         # On the CPU torch's fused SGD skips most 16-bit elements: pytorch issue 191763.
         options = {**options, "fused": False}
     optimizer = cls(params, **options)
-    for param, (_, *targets, _) in zip(params, mine, strict=True):
-        kept = dict(zip(kind.moments, targets, strict=True))
-        if state.count == 0:  # torch makes these itself
-            kept = {name: target for name, target in kept.items() if name not in kind.late}
-        kept.update({name: scalar.clone() for name, scalar in state.scalars.items()})
-        optimizer.state[param] = kept
+    names, count = (*kind.moments, *state.scalars), len(mine)
+    # One copy of each scalar for every column, made together.
+    scalars = [scalar.repeat(count).unbind() for scalar in state.scalars.values()]
+    kept = [column[1:-1] for column in mine]
+    for param, targets, *own in zip(params, kept, *scalars, strict=True):
+        optimizer.state[param] = dict(zip(names, (*targets, *own), strict=True))
+        if state.count == 0:
+            for name in kind.late:  # torch makes these itself
+                del optimizer.state[param][name]
     optimizer.step()
-    for param, (_, *targets, _) in zip(params, mine, strict=True):
+    for param, targets in zip(params, kept, strict=True):
+        found = optimizer.state[param]
         for name, target in zip(kind.moments, targets, strict=True):
-            made = optimizer.state[param][name]
-            if made is not target:
-                target.copy_(made)
+            if found[name] is not target:
+                target.copy_(found[name])
     return {name: optimizer.state[params[0]][name] for name in kind.scalars}
 
 

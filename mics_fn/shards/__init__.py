@@ -87,7 +87,14 @@ from mics_fn.shards.opened import (
     open_shards,
     require_groups,
 )
-from mics_fn.shards.pack import dense, pack_chunk, pack_full, split_chunk, whole_chunk
+from mics_fn.shards.pack import (
+    dense,
+    pack_chunk,
+    pack_full,
+    split_chunk,
+    split_full,
+    whole_chunk,
+)
 from mics_fn.shards.precision import Precision, precision_of
 from mics_fn.shards.reducing import reduce_grads, scatter_grads, start_scatter_grads, sync_replicas
 from mics_fn.shards.rows import in_front
@@ -145,6 +152,7 @@ __all__ = [
     "scatter_grads",
     "shard",
     "split_chunk",
+    "split_full",
     "start_gather",
     "start_scatter_grads",
     "sync_replicas",

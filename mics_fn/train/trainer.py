@@ -191,6 +191,7 @@ class Trainer:
                         full, buffers, part, lambda loss: total.backward(guard.scale.scale(loss))
                     )
                     losses.append(loss)
+            del full  # else the update would copy shards that parameters share
             verdict = self._update(total.grads(), buffers)
         total.release()
         samples, tokens = count(batch)

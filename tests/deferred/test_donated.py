@@ -114,7 +114,7 @@ def test_a_bucket_of_a_run_is_refused_once_its_memory_was_written_to():
     groups = mf.make_groups(1)
     shards = mf.shard(values(), groups, bucket_bytes=4)
     state = mf.init_state(shards, mf.optim.sgd(1.0))
-    run = mf.defer(shards, groups, mf.keep_all())
+    run = mf.defer(shards, groups, mf.on_demand(live_bytes=0))
     grads = mf.reduce_grads(values(), groups, like=shards)
     mf.opt_step(state, grads, donate=True)
     with pytest.raises(DonatedError, match="was changed after its run began"):

@@ -53,7 +53,8 @@ def blocks(layout):
     loss_of(run.params)
     run.close()
     run.close()
-    assert refused(run.params)
+    if layout.partition_size > 1:  # else nothing was fetched, and the values are those of the run
+        assert refused(run.params)
 
 
 def derivatives(layout):

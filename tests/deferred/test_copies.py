@@ -1,0 +1,162 @@
+"""Parameters that need no fetch: plain tensors, whose writes are found at the end of the run."""
+
+import gc
+import warnings
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mics_fn import GradSum, Trainer, _torch, defer, keep_all, make_groups, on_demand, shard
+from mics_fn.deferred.tensor import Deferred
+from mics_fn.errors import LeafError
+from mics_fn.optim import sgd
+
+
+def _shards(groups, **values):
+    values = values or {"w": torch.arange(6.0).view(2, 3), "b": torch.full((2,), float("nan"))}
+    return shard(values, groups)
+
+
+def _plain(shards) -> list[Tensor]:
+    return [leaf.data.clone() for leaf in shards.values()]
+
+
+def _same(shards, before: list[Tensor]) -> bool:
+    pairs = zip(_plain(shards), before, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "an op in place": lambda w: w.mul_(2),
+    "an op in place on a view": lambda w: w[0].zero_(),
+    "an item": lambda w: w.__setitem__((1, 1), 7.0),
+    "out=": lambda w: torch.ones(2, 3, out=w),
+    "data": lambda w: w.data.add_(1),
+    "numpy": lambda w: w.numpy().__setitem__(0, 3.0),
+    "other data": lambda w: setattr(w, "data", torch.ones(2, 3)),
+    "other memory": lambda w: w.set_(torch.ones(2, 3)),  # pyright: ignore
+    "a norm of an embedding": lambda w: F.embedding(torch.tensor([1]), w, max_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_raises_at_the_end_and_reaches_no_shard(name: str) -> None:
+    groups = make_groups(1)
+    shards = _shards(groups)
+    before = _plain(shards)
+    with (
+        torch.no_grad(),
+        pytest.raises(LeafError, match=r"\['w'\] was written to"),
+        defer(shards, groups, keep_all()) as full,
+    ):
+        WRITES[name](full["w"])
+    assert _same(shards, before)
+
+
+def test_a_write_in_a_step_raises_before_the_update() -> None:
+    class Clamps(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    trainer = Trainer(
+        Clamps(3, 2), sgd(0.1), make_groups(1), loss=lambda m, x: m(x).square().mean()
+    )
+    before = _plain(trainer.state.params)
+    with pytest.raises(LeafError, match=r"\['weight'\] was written to"):
+        trainer.step(torch.ones(4, 3))
+    assert _same(trainer.state.params, before)
+    assert trainer.state.step == 0
+
+
+def test_what_writes_nothing_or_puts_it_back_is_no_error() -> None:
+    groups = make_groups(1)
+    shards = _shards(groups)
+    with torch.no_grad(), defer(shards, groups, keep_all()) as full:
+        full["b"].data_ptr()  # copies the bucket, whose NaN equals itself
+        full["w"].mul_(2).div_(2)
+        (full["w"] * 2).add_(1)
+
+
+def test_they_are_plain_and_share_the_memory_of_shards_until_then() -> None:
+    groups = make_groups(1)
+    shards = _shards(groups)
+    total = GradSum()
+    with defer(shards, groups, keep_all(), into=total) as full:
+        assert type(full["w"]) is Tensor
+        assert full["w"].requires_grad
+        x = torch.randn(4, 3)
+        total.backward(F.linear(x, full["w"]).sum())
+        assert _torch.is_lazy_clone(full["w"])
+    want = x.sum(0).expand(2, 3)
+    torch.testing.assert_close(total.grads()["w"].data.view(2, 3), want, rtol=0, atol=0)
+
+
+def test_an_update_needs_no_copy_of_shards() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    trainer = Trainer(model, sgd(0.1), make_groups(1), loss=lambda m, x: m(x).square().mean())
+    where = [leaf.data.data_ptr() for leaf in trainer.state.params.values()]
+    for _ in range(3):
+        trainer.step(torch.ones(4, 3))
+        trainer.eval(torch.ones(4, 3))
+        assert [leaf.data.data_ptr() for leaf in trainer.state.params.values()] == where
+
+
+def test_values_that_outlive_the_run_keep_their_values() -> None:
+    groups = make_groups(1)
+    shards = _shards(groups)
+    with torch.no_grad(), defer(shards, groups, keep_all()) as full:
+        pass
+    shards["w"].data.zero_()
+    assert torch.equal(full["w"], torch.arange(6.0).view(2, 3))
+
+
+def test_without_a_block_a_write_is_a_warning_at_the_latest() -> None:
+    groups = make_groups(1)
+    run = defer(_shards(groups), groups, keep_all())
+    with torch.no_grad():
+        run.params["b"].zero_()
+    kept = [run]
+    del run
+    with pytest.warns(UserWarning, match=r"\['b'\] was written to"):
+        kept.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = defer(_shards(groups), groups, keep_all())
+        del run
+        gc.collect()
+
+
+def test_elsewhere_parameters_stay_deferred() -> None:
+    groups = make_groups(1)
+    shards = _shards(groups)
+    seen: list[type] = []
+
+    def loss(shards):
+        with defer(shards, groups, keep_all()) as full:
+            seen.append(type(full["w"]))
+            return full["w"].sum()
+
+    with torch.no_grad():
+        torch.func.vmap(lambda x: x * loss(shards))(torch.ones(2))
+        with defer(shards, groups, on_demand(live_bytes=0)) as full:
+            seen.append(type(full["w"]))
+    with defer(
+        shard({"w": torch.ones(2)}, groups, precision="compute=bf16"), groups, keep_all()
+    ) as full:
+        seen.append(type(full["w"]))
+    assert seen == [Deferred] * 3
+
+
+def test_memory_of_others_is_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _torch.lazy_clone(torch.from_numpy(numpy.ones(6))) is None
+    monkeypatch.setattr(_torch, "lazy_clone", lambda chunk: None)
+    groups = make_groups(1)
+    with torch.no_grad(), defer(_shards(groups), groups, keep_all()) as full:
+        assert type(full["w"]) is Deferred
+        assert full["w"].sum() == 15
