@@ -31,6 +31,9 @@ Limits:
 - Writing to a deferred parameter raises LeafError. Views of one and casts of contiguous ones are
   deferred too, but what an op copies from it, such as a transposed `contiguous()`, is an ordinary
   tensor, which stays until backward if autograd saves it.
+- On the CPU, what a rank holds in full needs no fetch: under `keep_all` such parameters are plain
+  tensors on the memory of the shards, and a write to one is an error at the end of the run; see
+  [Note: copy on write] in `copies`.
 - Kernels that read raw pointers (Triton, DLPack, C++ that is not an op to torch) need
   `weight.clone()`, and asking for an address raises. `other.data = weight` cannot be refused and
   has no memory to take: use `other.copy_(weight)`.
