@@ -60,7 +60,9 @@ class GatheredBucket:
                 self._readers.add(stream)
         view = self.views.get(where)
         if view is None:
-            view = self.views[where] = self.full.as_strided(*where)
+            size, stride, offset = where  # in the bucket, which lies somewhere in its memory
+            offset += int(self.full.storage_offset())
+            view = self.views[where] = self.full.as_strided(size, stride, offset)
         return view
 
     def clear(self) -> None:

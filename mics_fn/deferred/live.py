@@ -14,8 +14,8 @@ from mics_fn.deferred.copies import Copies, copies_of
 from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DonatedError, GroupsError, LeafError, message
-from mics_fn.groups import Buffers
-from mics_fn.schedules import Channel, Learned, OnDemand, Rooms, Run, Schedule, rooms
+from mics_fn.groups import Arena, Buffers
+from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
 from mics_fn.shards import BucketUse, deal, pack_chunk
 
 
@@ -81,11 +81,15 @@ class LiveBuckets:
         for bucket in self.buckets:
             bucket.stays = policy.at_once
         self.run = Run(learned, policy, sizes_of(uses), channel, self._name)
+        # What this run follows; another run may learn a new one before this one ends.
+        self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
         self._chunks: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._coming: dict[int, Fetched] = {}
         self._buffers: dict[int, Tensor] = {}
+        self._arenas: dict[Buffers, Arena] = {}  # in which buffers lie, by their pool
+        self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
         self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
         self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.hierarchy`
@@ -157,10 +161,9 @@ class LiveBuckets:
         chunk = self._held.get(index, chunk)
         if held_numel and index not in self._held:
             self._held[index] = self._take(index, held_numel, keep=True)
-        room = self._rooms().fetches[self._fetches] if self.run.following else 0
-        self._fetches += 1
         if out_numel:
-            self._buffers[index] = self._take(index, out_numel, room)
+            self._buffers[index] = self._take(index, out_numel)
+        self._fetches += 1
         held, out = self._held.get(index), self._buffers.get(index)
         self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out)
 
@@ -172,24 +175,36 @@ class LiveBuckets:
         moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
         return held, use.bucket.numel if moves else 0
 
-    def _rooms(self) -> Rooms:
-        """The buffers of the learned schedule; found once per schedule."""
-        learned = self.run.learned
-        if learned.schedule is not None and learned.rooms[0] is not learned.schedule:
-            sizes = [
-                self._needs(i)[1] * use.bucket.compute.itemsize for i, use in enumerate(self.uses)
-            ]
-            pools = [id(use.hierarchy.pools) for use in self.uses]
-            learned.rooms = learned.schedule, rooms(learned.schedule, sizes, pools)
-        return learned.rooms[1]
+    def _arena(self, index: int) -> Arena:
+        """What a bucket lies in while it is live: that of its pool, made at the first fetch."""
+        pool = self.uses[index].hierarchy.pools.fetched
+        if pool not in self._arenas:
+            self._starts, needs = self._offsets(self._schedule)
+            self._arenas[pool] = Arena(pool, needs[index], self.device(index))
+        return self._arenas[pool]
 
-    def _take(self, index: int, numel: int, room: int = 0, *, keep: bool = False) -> Tensor:
+    def _offsets(self, schedule: Schedule | None) -> Offsets:
+        """Where the fetches of a schedule lie; found once per schedule."""
+        if schedule is None:
+            return Offsets((), (0,) * len(self.uses))
+        numbers: dict[Buffers, int] = {}
+        pools = [numbers.setdefault(use.hierarchy.pools.fetched, len(numbers)) for use in self.uses]
+        itemsizes = [use.bucket.compute.itemsize for use in self.uses]
+        sizes = [self._needs(i)[1] * itemsize for i, itemsize in enumerate(itemsizes)]
+        learned, key = self.run.learned, (schedule, sizes, pools)
+        if learned.offsets[0] != key:
+            learned.offsets = key, offsets(*key)
+        return learned.offsets[1]
+
+    def _take(self, index: int, numel: int, *, keep: bool = False) -> Tensor:
         use, chunk = self.uses[index], self._chunks[index]
+        dtype = use.bucket.compute
         if _torch.has_no_data(chunk):
-            return chunk.new_empty(numel, dtype=use.bucket.compute)
-        pools = use.hierarchy.pools
-        pool = pools.held if keep else pools.fetched
-        return pool.take((numel,), use.bucket.compute, chunk.device, exact=keep, room=room)
+            return chunk.new_empty(numel, dtype=dtype)
+        if keep:
+            return use.hierarchy.pools.held.take((numel,), dtype, chunk.device, exact=True)
+        arena = self._arena(index)
+        return arena.take(numel, dtype, self._starts[self._fetches] if self.run.following else None)
 
     def _drop(self, index: int) -> None:
         coming = self._coming.pop(index, None)
@@ -199,7 +214,7 @@ class LiveBuckets:
         buffer = self._buffers.pop(index, None)
         if buffer is not None:
             with _torch.without_torch_func():
-                self.uses[index].hierarchy.pools.fetched.give(buffer)
+                self._arena(index).give(buffer)
 
     def close(self) -> None:
         """End the run: its buckets are dropped, and using its tensors is an error from then on."""
@@ -225,16 +240,15 @@ class LiveBuckets:
         self._give_held()
 
     def _provide(self, schedule: Schedule) -> None:
-        """Allocate the memory that a new schedule needs, and no more; later steps allocate none."""
+        """Have the memory that the next run needs, and no more; later steps allocate none."""
         for index in schedule.fetches:
             held, _ = self._needs(index)
             if held and index not in self._held:
                 self._held[index] = self._take(index, held, keep=True)
-        sizes: dict[Buffers, list[int]] = {use.hierarchy.pools.fetched: [] for use in self.uses}
-        for index, nbytes in self._rooms().buffers:
-            sizes[self.uses[index].hierarchy.pools.fetched].append(nbytes)
-        for pool, own in sizes.items():
-            pool.provide(own, self.device(min(self._chunks)))
+        needs = self._offsets(schedule).nbytes
+        pools = {use.hierarchy.pools.fetched: i for i, use in enumerate(self.uses)}
+        for pool, index in pools.items():
+            pool.provide(needs[index], self.device(index))
 
     def _check_copies(self) -> None:
         """Raise LeafError if a parameter was written to; see [Note: copy on write]."""

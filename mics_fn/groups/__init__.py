@@ -51,7 +51,7 @@ and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement
-from mics_fn.groups.buffers import LEAST_RING, Buffers, Ring, Slot, ring_bytes
+from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
@@ -63,6 +63,7 @@ from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, val
 
 __all__ = [
     "LEAST_RING",
+    "Arena",
     "Buffers",
     "Comm",
     "Groups",

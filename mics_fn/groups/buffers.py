@@ -1,8 +1,8 @@
 """Memory that collectives reuse from step to step."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
@@ -15,6 +15,7 @@ _ALIGN_BYTES = 512  # where the parts of a ring begin
 LEAST_RING = 2**16  # bytes that let small buckets pass without a wait, and cost nothing
 
 _Size = tuple[str, int]  # device, bytes
+_Part = tuple[int, int, torch.Event | None]  # start, end, and what its next user waits for
 
 
 class Buffers:
@@ -54,31 +55,28 @@ class Buffers:
         device: torch.device,
         *,
         exact: bool = False,
-        room: int = 0,
     ) -> Tensor:
         """An uninitialised tensor in the smallest free buffer that is large enough, else a new one.
 
         Args:
           shape, dtype, device: of the tensor.
           exact: only a buffer of its own size will do, as for tensors that are kept for long.
-          room: only a buffer of so many bytes will do, as a plan says; see `schedules.rooms`.
         """
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=device)
-        raw = self._lend(max(room, nbytes), device, exact or room > 0)
-        return raw[:nbytes].view(dtype).view(shape)
+        return self._lend(nbytes, device, exact)[:nbytes].view(dtype).view(shape)
 
-    def _lend(self, room: int, device: torch.device, exact: bool) -> Tensor:
+    def _lend(self, nbytes: int, device: torch.device, exact: bool) -> Tensor:
         self._takes += 1
         where = str(_device.with_index(device))
-        at = bisect_left(self._sizes, (where, room))
+        at = bisect_left(self._sizes, (where, nbytes))
         size = self._sizes[at] if at < len(self._sizes) else ("", 0)
-        if size[0] == where and (size[1] == room or not exact):
+        if size[0] == where and (size[1] == nbytes or not exact):
             return self._pop(at)
         self._make_room(where, None if exact else at - 1)
         self.made += 1
-        raw = torch.empty(room, dtype=torch.uint8, device=device)
+        raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if _device.is_async(device):
             self._streams[raw.data_ptr()] = _device.current_stream(device)
         return raw
@@ -96,23 +94,24 @@ class Buffers:
     def _make_room(self, where: str, too_small: int | None) -> None:
         """Before a buffer is made, let go of those whose place it takes."""
         if too_small is not None and too_small >= 0 and self._sizes[too_small][0] == where:
-            self._let_go(too_small)
+            self.let_go(self._pop(too_small))
         since = self._takes - _PATIENCE * self.made  # such as buffers of a model that is gone
         while self._given and self._given[size := next(iter(self._given))] < since:
             del self._given[size]
             for _ in range(len(self._free.get(size, ()))):
-                self._let_go(bisect_left(self._sizes, size))
+                self.let_go(self._pop(bisect_left(self._sizes, size)))
 
-    def provide(self, sizes: Sequence[int], device: torch.device) -> None:
-        """Have one free buffer of each of these sizes in bytes, and let go of the others."""
-        kept = [self._lend(nbytes, device, exact=True) for nbytes in sizes]
+    def provide(self, nbytes: int, device: torch.device) -> None:
+        """Have one free buffer of this size in bytes, and let go of all others."""
+        size = (str(_device.with_index(device)), nbytes)
+        kept = self._pop(self._sizes.index(size)) if size in self._free else None
         while self._sizes:
-            self._let_go(0)
-        for raw in kept:
-            self._take_back(raw)
+            self.let_go(self._pop(0))
+        if nbytes:
+            self._take_back(self._lend(nbytes, device, exact=True) if kept is None else kept)
 
-    def _let_go(self, at: int) -> None:
-        raw = self._pop(at)
+    def let_go(self, raw: Tensor) -> None:
+        """Before a buffer is freed, and not given back: order that after the current stream."""
         _follow(self._streams.pop(raw.data_ptr(), None), raw.device)
 
     @property
@@ -143,6 +142,101 @@ def _follow(stream: torch.Stream | None, device: torch.device) -> None:
     """Before memory goes back to the stream it was made on: that waits for the current one."""
     if stream is not None and stream != (current := _device.current_stream(device)):
         stream.wait_stream(current)
+
+
+class Arena:
+    """The memory of one run: a buffer of a pool, in which a plan says where each tensor lies.
+
+    It is taken with the first tensor and given back with the last one, so that runs which take
+    turns have the same, and those at one time each their own. What has no place in the plan lies in
+    the first gap that is large enough, or in a buffer of its own. On an accelerator the taker of a
+    part waits, on its stream, for the work that was queued when what lay there was given back.
+
+    Args:
+      pool: has the memory.
+      nbytes: of all parts; 0 without a plan.
+      device: of the memory.
+
+    Example:
+      >>> pool = Buffers()
+      >>> arena = Arena(pool, 24, torch.device("cpu"))
+      >>> first, second = (arena.take(2, torch.float32, at) for at in (0, 8))
+      >>> arena.give(first)
+      >>> third = arena.take(1, torch.float64)
+      >>> first.data_ptr() == third.data_ptr() == second.data_ptr() - 8, pool.made
+      (True, 1)
+    """
+
+    def __init__(self, pool: Buffers, nbytes: int, device: torch.device) -> None:
+        self._pool, self._nbytes, self._device = pool, nbytes, device
+        self._raw: Tensor | None = None  # 1D, uint8; None while nothing lies in it
+        self._lent = 0  # how many tensors lie in it
+        # The parts that are free, in order.
+        self._free: list[_Part] = []
+
+    def take(self, numel: int, dtype: torch.dtype, at: int | None = None) -> Tensor:
+        """An uninitialised 1D tensor.
+
+        Args:
+          numel, dtype: of the tensor.
+          at: where it begins, in bytes; nothing that lies there is in use. None finds a place.
+        """
+        nbytes = numel * dtype.itemsize
+        free: list[_Part] = [(0, self._nbytes, None)] if self._raw is None else self._free
+        if at is None and (at := _gap(free, nbytes)) is None:
+            return self._pool.take((numel,), dtype, self._device)
+        if self._raw is None:
+            self._raw = self._pool.take((self._nbytes,), torch.uint8, self._device)
+            self._free = free
+        self._lent += 1
+        self._occupy(at, at + nbytes)
+        # Not a view: what is written beside it must not count as a change of this tensor.
+        tensor, start = torch.empty(0, dtype=dtype, device=self._device), at // dtype.itemsize
+        return tensor.set_(self._raw.untyped_storage(), start, (numel,), (1,))
+
+    def _occupy(self, start: int, stop: int) -> None:
+        """Wait for what lay in free parts, and cut this range out of them."""
+        low = bisect_right(self._free, start, key=lambda part: part[1])
+        high = bisect_left(self._free, stop, key=lambda part: part[0])
+        over = self._free[low:high]
+        self._wait_for(over)
+        rest = (over[0][0], start, over[0][2]), (stop, *over[-1][1:])
+        self._free[low:high] = [part for part in rest if part[0] < part[1]]
+
+    def _wait_for(self, parts: Iterable[_Part]) -> None:
+        for _, _, event in parts:
+            if event is not None:
+                _device.wait(self._device, event)
+
+    def give(self, tensor: Tensor) -> None:
+        """Give back a tensor that nobody uses any more; queued work may still use it."""
+        raw, storage = self._raw, tensor.untyped_storage()
+        if raw is None or storage.data_ptr() != raw.untyped_storage().data_ptr():
+            return self._pool.give(tensor)
+        event = _device.record(self._device) if _device.is_async(self._device) else None
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        insort(self._free, (start, start + tensor.nbytes, event), key=lambda part: part[0])
+        self._lent -= 1
+        if not self._lent:
+            self._wait_for(self._free)
+            self._raw, self._free = None, []
+            self._pool.give(raw)
+        return None
+
+    def __del__(self) -> None:
+        if self._raw is not None:  # of a run that failed, with a transfer that still writes to it
+            self._wait_for(self._free)
+            self._pool.let_go(self._raw)
+
+
+def _gap(free: Sequence[_Part], nbytes: int) -> int | None:
+    """Where the first gap of so many bytes begins, over free parts that touch."""
+    first = last = 0
+    for start, stop, _ in free:
+        first, last = first if start == last else start, stop
+        if last - first >= nbytes:
+            return first
+    return None
 
 
 class Slot:

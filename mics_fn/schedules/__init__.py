@@ -55,22 +55,22 @@ from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
 from mics_fn.schedules.schedule import Action, Schedule, first_difference
 from mics_fn.schedules.several import joined
-from mics_fn.schedules.sharing import Rooms, rooms
+from mics_fn.schedules.sharing import Offsets, offsets
 from mics_fn.schedules.stalled import Stuck
 
 __all__ = [
     "Action",
     "Channel",
     "Learned",
+    "Offsets",
     "OnDemand",
-    "Rooms",
     "Run",
     "Schedule",
     "Stuck",
     "first_difference",
     "keep_all",
+    "offsets",
     "on_demand",
     "plan",
-    "rooms",
     "joined",
 ]

@@ -23,7 +23,7 @@ class Learned:
     # ones; None before a run follows the schedule. See [Note: reductions between fetches] in `run`.
     before: tuple[tuple[int, int], ...] | None = None
     since: int = 0
-    rooms: tuple[Any, Any] = (None, None)  # a schedule and its `Rooms`
+    offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
     last: Any = None  # the last `Run`, from which `settle` has perhaps not learned yet
     warned: bool = False  # the warning was given that the order of use changed
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass

@@ -270,10 +270,9 @@ class Run:
             self._channel.glance()
 
     def settle(self) -> Schedule | None:
-        """Learn from this run now, not when the next one begins; returns a new schedule, if any."""
-        before = self.learned.schedule
+        """Learn from this run now; returns what the next one follows, if this one has not."""
         settle(self.learned, self.policy, self.sizes, self._channel)
-        return None if self.learned.schedule is before else self.learned.schedule
+        return None if self.following else self.learned.schedule
 
     @property
     def record(self) -> Schedule:

@@ -34,19 +34,10 @@ def run(device: Server) -> Callable[[str], Run]:
     return ran
 
 
-# A buffer serves one bucket at a time, so buckets of different sizes leave some of it unused.
-ABOVE_PLAN = pytest.mark.xfail(strict=True, reason="pools keep 11904 bytes of 9760 planned")
-
-
 @pytest.mark.parametrize(
     ("name", "law"),
     [
-        pytest.param(
-            name,
-            law,
-            id=f"{name}-{law.__name__}",
-            marks=ABOVE_PLAN if (name, law) == ("bf16 parameters", laws.within_plan) else (),
-        )
+        pytest.param(name, law, id=f"{name}-{law.__name__}")
         for name in SCENARIOS
         for law in LAWS
         if law is not laws.within_plan or SCENARIOS[name].plans

@@ -140,8 +140,7 @@ def pools(job: Job) -> None:
         if schedule is None:
             raise RuntimeError("pools: no schedule was recorded")
         kept, sizes = groups.hierarchy.pools, bucket_sizes(trainer.state.params, groups)
-        shared = mf.schedules.rooms(schedule, sizes, [None] * len(sizes)).buffers
-        plan = sum(nbytes for _, nbytes in shared)
+        plan = schedule.peak_bytes(sizes)
         me.say("gathered buckets", kept.fetched.waiting_bytes, plan, "bytes")
         p = groups.partition_size
         parts = memory_formula(
