@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
+from weakref import WeakMethod
 
 from mics_fn import _torch, tree
 from mics_fn.deferred.autograd import fetch_all
@@ -137,7 +138,7 @@ def defer(
     live = LiveBuckets(opened.uses, opened.names, learned, policy, channel, into, closes=closes)
     full = opened.data
     if into is not None:
-        given = iter(into.expect(opened, live.run))
+        given = iter(into.expect(opened, live.run, WeakMethod(live.let_go)))
         pairs = zip(opened.leaves, full, strict=True)
         full = [next(given) if isinstance(leaf, Sharded) else x for leaf, x in pairs]
     put(full, opened.uses, fetch_all(live, full))

@@ -6,158 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
-from mics_fn.collectives import Steps, mean_comms, mean_steps, scatter_comms, scatter_steps
 from mics_fn.deferred.graph import Passes
-from mics_fn.deferred.reduction import Reduction, elements
+from mics_fn.deferred.sum_of_passes import LetGo, SumOfPasses
 from mics_fn.errors import LeafError, TreeError, message
-from mics_fn.groups import Buffers, Comm, Route, Slot
 from mics_fn.schedules import Run
-from mics_fn.shards import Bucket, BucketUse, Opened, refuse_derivative, split_chunk
+from mics_fn.shards import Opened, refuse_derivative
 from mics_fn.tree import Tree
-
-
-class SumOfPasses(Reduction):
-    """The gradients of all backward passes of a step: hop 1 of each, their mean, then hop 2.
-
-    Args:
-      uses, run: as for `Reduction`.
-      micro_steps: the number of passes in the step.
-      dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
-    """
-
-    def __init__(
-        self,
-        uses: Sequence[BucketUse],
-        run: Run,
-        micro_steps: int,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.micro_steps, self._sum_dtype = micro_steps, dtype
-        self.passes = 0  # that have ended
-        self.totals: dict[int, list[Tensor]] = {}  # [chunk]; of one rank alone: pieces
-        self._given: list[tuple[Buffers, Tensor]] = []  # to give back at the end
-        super().__init__(uses, run)
-
-    @property
-    def last(self) -> bool:
-        """Whether this pass ends with hop 2."""
-        return self.passes == self.micro_steps - 1
-
-    def end_pass(self) -> None:
-        """Prepare for the next pass, once no bucket is missing."""
-        super().end_pass()
-        self.passes += 1
-
-    def pieces(self, index: int) -> list[Tensor]:
-        """A bucket's mean gradients, one per member, in the dtype of the shards."""
-        use, dtype = self.uses[index], self.uses[index].bucket.dtype
-        total = [t if t.dtype is dtype else t.to(dtype) for t in self.totals[index]]
-        if use.alone:
-            return total
-        return use.by_member(split_chunk(use.bucket, use.route.chunk, total[0]))
-
-    def release(self) -> None:
-        """Give the memory of the gradients back, for the next step."""
-        for buffers, tensor in self._given:
-            buffers.give(tensor)
-        self._given, self.totals = [], {}
-
-    def dtype_of(self, bucket: Bucket) -> torch.dtype:
-        if self._sum_dtype is not None or self.micro_steps > 1:
-            return self._sum_dtype or bucket.accumulate
-        return torch.promote_types(bucket.dtype, bucket.reduce)  # nothing is added
-
-    @property
-    def has_target(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return not self.passes
-
-    def levels_now(self, route: Route) -> Route:
-        return route.split(route.late)[1]
-
-    def late_levels(self, route: Route) -> Route:
-        return route.split(route.late if self.last else 0)[0]
-
-    def target(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
-        if not self.has_target:
-            return None
-        shape, home = (use.bucket.numel // self.levels_now(use.route).size,), use.hierarchy
-        return home.pools.chunks.take(shape, self.dtype_of(use.bucket), home.device, exact=True)
-
-    def handed_out(self, use: BucketUse, out: Tensor | None) -> list[Tensor]:
-        return []
-
-    def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
-        use = self.uses[index]
-        # torch may give one tensor as two gradients, so a sum needs memory of its own.
-        written = self.micro_steps > 1 and not self.passes
-        pieces = self.flat_pieces(use, values, copy=written or self._divisor(use) != 1)
-        self._sum(index, pieces, self.last)
-        return []
-
-    def copies(self, use: BucketUse) -> bool:
-        other = self.dtype_of(use.bucket) != use.bucket.reduce
-        return self.last and other and use.replicas.size > 1
-
-    def late_comms(self, use: BucketUse, out: Tensor) -> tuple[list[Comm], int]:
-        if not self.last:
-            return [], 0
-        late = self.late_levels(use.route)
-        comms, hop_2 = scatter_comms(late, out), mean_comms(use.replicas, out)
-        return [*comms, *hop_2], len(late.levels) + (len(hop_2) if self.copies(use) else 0)
-
-    def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
-        """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
-        use, last = self.uses[index], self.last  # read now, since the steps run later
-        now, late, copies = (
-            self.levels_now(use.route),
-            self.late_levels(use.route),
-            self.copies(use),
-        )
-        reduce = use.bucket.reduce
-
-        def steps() -> Steps:
-            yield from scatter_steps(now, full, out, slot.second.view(reduce))
-            (total,) = self._sum(index, [out], last)
-            if late.size > 1:
-                total = yield from self._late_steps(use, late, total, slot)
-                self.totals[index] = [total]
-            if not copies:
-                self.free_slot(slot)
-            if last:
-                self._given.append((use.hierarchy.pools.chunks, total))
-                spare = elements(slot.first, total.numel(), reduce)
-                yield from mean_steps(use.replicas, total, reduce, spare)
-            if copies:
-                self.free_slot(slot)
-            return total
-
-        return steps()
-
-    def _late_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
-        """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
-        bucket, pool = use.bucket, use.hierarchy.pools.chunks
-        copy = elements(slot.first, total.numel(), bucket.reduce)
-        full = total if total.dtype == bucket.reduce else copy.copy_(total)
-        mine = pool.take((bucket.chunk,), total.dtype, total.device, exact=True)
-        spare = slot.second.view(bucket.reduce)
-        yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
-        # Given back at the end of the step: earlier, the number of chunks would depend on timing.
-        self._given.append((pool, total))
-        return mine
-
-    def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
-        """Add to a bucket's total; in the last pass it becomes the mean over passes."""
-        divisor, total = self._divisor(self.uses[index]), self.totals.setdefault(index, values)
-        if total is not values:
-            _torch.foreach_add(total, values)
-        if last and values and divisor != 1:
-            _torch.foreach_div(total, divisor)
-        return total
-
-    def _divisor(self, use: BucketUse) -> float:
-        """The divisor of the sum; see [Note: mean over more ranks] in `groups.hierarchy`."""
-        return self.micro_steps / use.route.grad_factor
 
 
 class GradSum:
@@ -195,7 +49,7 @@ class GradSum:
         self._bound: _Bound | None = None
         self._running = False  # whether `backward` is running
 
-    def expect(self, opened: Opened, run: Run) -> list[Tensor]:
+    def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Tensor]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
 
         Returns:
@@ -206,7 +60,7 @@ class GradSum:
             text = "defer: into= is in use by another run"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
-        reduction = SumOfPasses(opened.uses, run, self.micro_steps, self.dtype)
+        reduction = SumOfPasses(opened.uses, run, self.micro_steps, self.dtype, let_go)
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
         return variables

@@ -216,6 +216,18 @@ class LiveBuckets:
             with _torch.without_torch_func():
                 self._arena(index).give(buffer)
 
+    def let_go(self, index: int) -> Tensor | None:
+        """Drop a bucket whose gradients are complete in the last pass, if the run lets it go.
+
+        Returns:
+          Its memory, which the caller gives back; None if it stays.
+        """
+        if index not in self._buffers or not self.run.let_go(index):
+            return None
+        room, self.ids = self._buffers.pop(index), ()
+        self._drop(index)
+        return room
+
     def close(self) -> None:
         """End the run: its buckets are dropped, and using its tensors is an error from then on."""
         if not self._closed:

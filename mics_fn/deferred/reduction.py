@@ -58,6 +58,7 @@ class Reduction:
         self._complete: dict[int, _Complete] = {}  # in this pass
         self._rooms: dict[int, tuple[int, int]] = {}  # by ring: its bytes, and the most parts
         self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
+        self.own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         self._next = 0  # index in the order
         run.slack = self._slack()
 
@@ -75,7 +76,7 @@ class Reduction:
             self._complete[index] = _STARTED
             self._issue()
             return pieces
-        out = self.target(use, values)
+        out = self.target(index, values)
         self._complete[index] = (values, out)
         self._issue()
         return self.handed_out(use, out)
@@ -120,8 +121,17 @@ class Reduction:
         """The levels that are reduced in every pass, as soon as a bucket is complete."""
         return route
 
-    def target(self, use: BucketUse, values: Sequence[Tensor | None]) -> Tensor | None:
-        """Memory for the mean; None if it stays in the slot until it is added to a sum."""
+    def gets_room(self, index: int) -> bool:
+        """Whether a bucket is packed where its parameters were, unless these stay after all."""
+        return False
+
+    def stays_there(self, use: BucketUse) -> bool:
+        """Whether the mean of a bucket that was packed there stays there too."""
+        return False
+
+    def target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
+        """Memory for the mean; None if it stays where it is until it is added to a sum."""
+        use = self.uses[index]
         device = next((v.device for v in values if v is not None), use.home.device)
         return torch.empty(use.bucket.chunk, dtype=use.bucket.dtype, device=device)
 
@@ -180,8 +190,14 @@ class Reduction:
         if _device.is_async(device):
             slot.until = partial(_device.wait, device, _device.record(device))
 
-    def slot_sizes(self, use: BucketUse) -> tuple[int, int]:
-        """Bytes of the two buffers that a bucket needs in this pass; 0 if there is nothing."""
+    def slot_sizes(self, index: int, own: bool) -> tuple[int, int]:
+        """Bytes of the two buffers that a bucket needs in this pass; 0 if there is nothing.
+
+        Args:
+          index: the bucket.
+          own: whether it is packed where its parameters were.
+        """
+        use = self.uses[index]
         bucket, device, dtype = use.bucket, use.home.device, self.dtype_of(use.bucket)
         now, late = self.levels_now(use.route), self.late_levels(use.route)
         mine, same = bucket.numel // now.size, dtype == bucket.reduce
@@ -194,17 +210,17 @@ class Reduction:
             packed.append(mine * bucket.reduce.itemsize)
         if self.copies(use):
             packed.append(mine // late.size * bucket.reduce.itemsize)
+        direct = same and self.has_target and not (own and self.stays_there(use))
         arriving = max(
-            spare_numel(now, bucket.numel, device, direct=same and self.has_target),
+            spare_numel(now, bucket.numel, device, direct=direct),
             spare_numel(late, mine, device, direct=same),
         )
-        return max(packed), arriving * bucket.reduce.itemsize
+        return 0 if own else max(packed), arriving * bucket.reduce.itemsize
 
     def _room(self, ring: Ring) -> tuple[int, int]:
         """Bytes of a ring, and the most parts of it at a time; see [Note: gradients in flight]."""
-        uses = [self.uses[i] for i in self.order if not self.uses[i].alone]
-        uses = [use for use in uses if use.hierarchy.pools.hops is ring]
-        needs = [ring_bytes(self.slot_sizes(use)) for use in uses]
+        here = self._users(ring)
+        uses, needs = [self.uses[i] for i in here], self._needs(here)
         count = 1 + max(
             len(self.levels_now(use.route).levels)
             + len(self.late_levels(use.route).levels)
@@ -216,12 +232,20 @@ class Reduction:
             few = min(few, budget)
         return max(*needs, few, LEAST_RING), count
 
+    def _users(self, ring: Ring) -> list[int]:
+        """The buckets that are reduced in a ring."""
+        found = [i for i in self.order if not self.uses[i].alone]
+        return [i for i in found if self.uses[i].hierarchy.pools.hops is ring]
+
+    def _needs(self, indexes: Sequence[int]) -> list[int]:
+        """Bytes of a ring that each of these buckets needs in this pass."""
+        return [ring_bytes(self.slot_sizes(i, self.gets_room(i))) for i in indexes]
+
     def _slack(self) -> int:
         """A reduction waits at most for the memory of the one so many places before it."""
         found, uses = [len(self.order)], [u for i in self.order if not (u := self.uses[i]).alone]
         for ring in {use.hierarchy.pools.hops for use in uses}:
-            here = [use for use in uses if use.hierarchy.pools.hops is ring]
-            sizes = {ring_bytes(self.slot_sizes(use)) for use in here}
+            sizes = set(self._needs(self._users(ring)))
             room, count = self._room(ring)
             if count > 1:  # else nothing is sent in this pass
                 # Parts of different sizes may leave a gap at the end of the ring.
@@ -229,12 +253,15 @@ class Reduction:
                 found.append(max(1, min(count, fit)))
         return min(found)
 
-    def _lend(self, use: BucketUse, device: torch.device) -> Slot:
+    def _lend(self, index: int, device: torch.device) -> Slot:
         """Memory for a bucket's reduction; waits for those that still use it."""
-        ring, sizes = use.hierarchy.pools.hops, self.slot_sizes(use)
+        ring, own = self.uses[index].hierarchy.pools.hops, self.own.get(index)
+        sizes = self.slot_sizes(index, own is not None)
         if id(ring) not in self._rooms:
             self._rooms[id(ring)] = self._room(ring)
-        return ring.lend(sizes, *self._rooms[id(ring)], device)
+        slot = ring.lend(sizes, *self._rooms[id(ring)], device)
+        slot.first = slot.first if own is None else own
+        return slot
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
@@ -256,7 +283,7 @@ class Reduction:
         push_all(use.home.life)
         if index in self._slots:  # else a later pass could be added to the sum first
             self._slots[index].until()
-        slot = self._slots[index] = self._lend(use, device)
+        slot = self._slots[index] = self._lend(index, device)
         if now.size > 1 or out is None:
             # Gradients that are not sent need no rounding.
             dtype = bucket.reduce if now.size > 1 else self.dtype_of(bucket)

@@ -31,11 +31,12 @@ and `bucket_sizes` gives the sizes. An edited text runs as `defer(shards, groups
 Schedule.parse(text))`, and a rule of your own as `on_demand(plan=function)`.
 
 `keep_all()` starts all fetches at once and drops nothing before the run ends; `Trainer` takes it if
-everything fits. No fetch then depends on what the model does. Models whose order of use depends on
-the data, such as loops over experts, need it (`live_bytes=None` for `Trainer`) if ranks of a
-partition group have different data. So do models in which only some ranks find a gradient for a
-bucket, if more reductions than there is memory for come between it and a later fetch; see [Note:
-reductions between fetches] in `run.py`.
+everything fits, but lets a bucket go in the last backward pass once its gradients are complete,
+unless an earlier step has used it after that. No fetch then depends on what the model does. Models
+whose order of use depends on the data, such as loops over experts, need it (`live_bytes=None` for
+`Trainer`) if ranks of a partition group have different data. So do models in which only some ranks
+find a gradient for a bucket, if more reductions than there is memory for come between it and a
+later fetch; see [Note: reductions between fetches] in `run.py`.
 
 If the order of use changes, a warning says so once: this run continues by fetching on demand, and
 the next one follows what it did. If ranks of a partition group use buckets in different orders,

@@ -29,6 +29,7 @@ class Learned:
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
     recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
     said: bool = False  # the warning was given that the loss uses parameters that nobody trains
+    again: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class OnDemand:
     prefetch: int
     planner: Planner | None = None
     at_once: bool = False  # fetch everything when the run begins
+    lets_go: bool = False  # in the last pass drop a bucket once its gradients are complete
     learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
 
     @property

@@ -22,6 +22,7 @@ from hashlib import sha256
 from mics_fn.schedules.desync import Channel
 from mics_fn.schedules.policy import Learned, OnDemand
 from mics_fn.schedules.schedule import Action, Schedule
+from mics_fn.schedules.settling import settle
 
 
 class Run:
@@ -82,7 +83,8 @@ class Run:
         self.uses.append(ids)
         self.events.append(Action("use", ids))
         if self.policy.at_once:
-            return []
+            again = [i for i in ids if i not in self.live]
+            return self._again(k, ids, again) if again else []
         if self.following:
             found = self._until(ids)
             if found is None:
@@ -97,6 +99,20 @@ class Run:
                 del self.live[i]
                 self.live[i] = None
         return self._on_demand(k, ids)
+
+    def lets_go(self, index: int) -> bool:
+        """Whether `let_go` will drop a live bucket: the policy says so, and no use came after."""
+        return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.again
+
+    def let_go(self, index: int) -> bool:
+        """Drop a bucket that nothing should need again in this run; returns whether it is dropped.
+
+        Ranks need not agree on it. If it is needed all the same, they fetch it again on demand.
+        """
+        if index not in self.live or not self.lets_go(index):
+            return False
+        self._apply(Action("drop", (index,)))
+        return True
 
     def complete(self, index: int) -> None:
         """Record that a bucket's gradients are complete."""
@@ -218,6 +234,14 @@ class Run:
             done.append(self._apply(Action("fetch", (i,))))
         return done
 
+    def _again(self, k: int, ids: tuple[int, ...], again: list[int]) -> list[Action]:
+        """Fetch buckets that `let_go` has dropped, once all ranks have said that they need them."""
+        self.learned.again.update(again)
+        if not self.left:
+            self.left = True
+            self._channel.leave(self.number, (k, None), self.use_text(k))
+        return self._on_demand(k, ids)
+
     def use_text(self, k: int) -> str:
         """Use k of this run as text."""
         if k >= len(self.uses):
@@ -278,41 +302,3 @@ class Run:
     def record(self) -> Schedule:
         """What happened, as a schedule without fetches."""
         return Schedule(tuple(self.events))
-
-
-def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Channel) -> None:
-    """Learn from the last run, unless it followed a schedule to its end."""
-    last: Run | None = learned.last
-    if last is None or last.settled:
-        return
-    last.end()
-    last.settled = True
-    if last.following:
-        learned.passes = learned.passes or last.passes or None
-        learned.since = last.number if learned.before is None else learned.since
-        learned.before = tuple(last._before)
-        return
-    channel.forget(f"{learned.since}/{k}" for k, _ in learned.before or ())
-    learned.before = None
-    if not policy.at_once:
-        uses = sha256(repr(last.uses).encode()).hexdigest()[:16]
-        channel.compare(f"{last.use_text(len(last.uses))} (digest of its uses: {uses})")
-    if not last.uses:
-        return
-    if not policy.at_once:
-        learned.schedule, learned.passes = policy.plan(last.record, sizes), last.passes or None
-        planned = sha256(str(learned.schedule).encode()).hexdigest()[:16]
-        channel.compare(f"made a schedule that differs ({planned})")
-    if learned.order is None:
-        # Replicas reduce together in hop 2, so all ranks of the job keep the order of one rank.
-        reduced = [action.buckets[0] for action in last.events if action.kind == "reduce"]
-        rest = reversed(range(len(sizes)))
-        learned.order = _first_order(channel, f"order/{last.number}", [*reduced, *rest])
-        used = [i for ids in last.uses for i in ids]
-        learned.firsts = _first_order(channel, f"firsts/{last.number}", [*used, *range(len(sizes))])
-
-
-def _first_order(channel: Channel, event: str, order: Sequence[int]) -> tuple[int, ...]:
-    """The order of first occurrences, as found by the rank that asks first among all ranks."""
-    text = channel.first_of(event, " ".join(map(str, dict.fromkeys(order))))
-    return tuple(map(int, text.split()))

@@ -18,7 +18,7 @@ def schedules_for(
     if live_bytes == "auto":
         live_bytes = _quarter_of_memory(home)
     if live_bytes is None or int(live_bytes) >= full_bytes:
-        return keep_all(), keep_all()
+        return OnDemand(None, 0, at_once=True, lets_go=True), keep_all()
     budget = int(live_bytes)
     training, evaluation = (on_demand(live_bytes=budget, prefetch=prefetch) for _ in range(2))
     return training, evaluation

@@ -77,7 +77,8 @@ class Trainer:
         algorithms, and reductions add up in the order of ranks.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
-        all parameters fit, it is as with `keep_all`.
+        all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
+        take the memory of their parameters, once nothing needs these.
       prefetch: as for `on_demand`.
       schedule: a `Schedule` or a policy, used instead of `live_bytes` and `prefetch`.
       grad_dtype: dtype of the sum of gradients over micro-steps; default that of the precision, at
@@ -94,7 +95,9 @@ class Trainer:
       stay as this rank computed them.
 
     Memory: 1/p of the states. Within a step also `live_bytes` and one bucket of gathered
-      parameters, 1/p of the gradients, and a few buckets of them in full. Placements keep more.
+      parameters, 1/p of the gradients, and a few buckets of them in full. With None these 1/p lie
+      in the memory of the parameters if `accumulate` is 1 and they travel in the dtype of the
+      shards. Placements keep more.
 
     Raises:
       TreeError: names, shapes or ties of `params` differ from those of the model.

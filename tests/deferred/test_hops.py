@@ -51,7 +51,7 @@ def hops(layout, cases):
             buckets_of(trainer.state.params),
             cut,
             route.sizes,
-            live_bytes=live,
+            live_bytes=trainer.schedule.live_bytes,  # pyright: ignore[reportOptionalMemberAccess]
             num_replicas=groups.num_replicas,
             micro_steps=accumulate,
         )
@@ -81,8 +81,12 @@ def test_the_ring_is_as_large_as_its_formula(ranks, layout):
 
 
 def test_a_large_bucket_counts_once(ranks):
-    """One bucket of six units and five of one: the six units, and what arrives for them."""
-    cases = [("zero3", "f32", 1, None, True)]
+    """One bucket of six units and five of one: the six units, and what arrives for them.
+
+    Where all is kept, the six units lie where the parameters were, and so does their mean.
+    """
+    cases = [("zero3", "f32", 1, live, True) for live in (7 * UNIT, None)]
     for layout, arriving in [(Layout((2,), 2), 0), (Layout((2, 2), 4), 0.5)]:
-        for ((got, _),) in ranks(layout.world_size).run(hops, layout, cases):
-            assert 0 <= got[-1][0] - (1 + arriving) * 6 * UNIT <= ROUNDED
+        for (fetched, _), (kept, _) in ranks(layout.world_size).run(hops, layout, cases):
+            assert 0 <= fetched[-1][0] - (1 + arriving) * 6 * UNIT <= ROUNDED
+            assert 0 <= kept[-1][0] - 0.5 * 6 * UNIT <= ROUNDED

@@ -31,7 +31,7 @@ class Mistake(NamedTuple):
     harmless: str = ""  # why it breaks none
 
 
-_PENDING, _SUM = "collectives/pending.py", "deferred/grad_sum.py"
+_PENDING, _SUM = "collectives/pending.py", "deferred/sum_of_passes.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
@@ -122,15 +122,22 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "gradients are not waited for": Mistake(
         "two replicas, budget",
-        [Change(_SUM, "bound.reduction.wait()\n        bound.passes", "bound.passes")],
+        [
+            Change(
+                "deferred/grad_sum.py",
+                "bound.reduction.wait()\n        bound.passes",
+                "bound.passes",
+            )
+        ],
     ),
     "sums go back to the pool before hop 2": Mistake(
-        "two replicas, keep all",
+        "two replicas, budget",
         [
             Change(
                 _SUM,
-                "self._given.append((use.hierarchy.pools.chunks, total))\n                spare",
-                "use.hierarchy.pools.chunks.give(total)\n                spare",
+                "if last:\n                spare",
+                "if last:\n                use.hierarchy.pools.chunks.give(total)\n"
+                "                spare",
             )
         ],
     ),

@@ -108,7 +108,8 @@ E16 = 8 * 128  # the same where some have two bytes
     ("precision", "cut", "live", "micro_steps", "want"),
     [
         # states, parameters, sums, hops, in full
-        ("", Cut(4, 4, 4), None, 1, (3 * E, 4 * E, E, 3 * (448 + 224), 2 * 448)),
+        ("", Cut(4, 4, 4), None, 1, (3 * E, 4 * E, 0, 3 * 224, 2 * 448)),
+        ("", Cut(4, 4, 4), None, 2, (3 * E, 4 * E, E, 3 * (448 + 224), 2 * 448)),
         ("", Cut(4, 4, 4), 0, 1, (3 * E, 448, E, 448 + 224, 2 * 448)),
         ("", Cut(4, 4, 4), 2 * 448, 1, (3 * E, 3 * 448, E, 2 * 448, 2 * 448)),
         ("", Cut(4, 1, 4), 0, 1, (3 * E, 4 * E, E, 448 + 224, 2 * 448)),

@@ -81,7 +81,8 @@ def memory_formula(
         buckets: the buckets of the model, all of them trained; padding counts.
         cut: over how many ranks each kind is cut.
         sizes: the ranks of each level of a partition group, outermost first.
-        live_bytes: the budget for gathered parameters; None keeps all.
+        live_bytes: the budget for gathered parameters; None keeps all, as `Trainer` does, which in
+            the last pass packs gradients where their parameters were.
         num_replicas: the ranks of a replication group.
         micro_steps: the micro-steps of a step.
         exchanged: whether ranks exchange parts of gradients, as they do with gloo. Of two parts one
@@ -102,18 +103,23 @@ def memory_formula(
         {'states': 2688.0, 'parameters': 448, 'sums': 896.0, 'hops': 672.0, 'in full': 896}
     """
     compute = [bucket.nbytes for bucket in buckets]
-    sums = [bucket.numel * sum_dtype(bucket, micro_steps).itemsize for bucket in buckets]
     live = 0
     if cut.params > 1 or (cut.states == 1 and any(b.compute != b.dtype for b in buckets)):
         live = sum(compute)
     if live and live_bytes is not None:  # one bucket is always allowed, and one more ahead
         budget = max(live_bytes, max(compute))
         live = min(live, budget + (max(compute) if live_bytes > max(compute) else 0))
-    passes = [(True, True)] if micro_steps == 1 else [(True, False), (False, True)]
-    hops = 0.0
+    numbers = {0, min(1, micro_steps - 1), micro_steps - 1}  # of passes that differ
+    passes = [(number == 0, number == micro_steps - 1) for number in numbers]
+    hops, reused = 0.0, bool(live) and live_bytes is None
+    sums = [
+        bucket.numel * sum_dtype(bucket, micro_steps).itemsize
+        for bucket in buckets
+        if not (reused and _stays(bucket, cut, micro_steps))
+    ]
     for first, last in passes:
         found = [
-            _in_hops(b, cut, sizes, num_replicas, micro_steps, first, last, exchanged)
+            _in_hops(b, cut, sizes, num_replicas, micro_steps, first, last, exchanged, reused)
             for b in buckets
         ]
         few = max(count for _, count in found) * median_low(nbytes for nbytes, _ in found)
@@ -128,6 +134,17 @@ def memory_formula(
     }
 
 
+def _fits(bucket: Bucket, cut: Cut) -> bool:
+    """Whether gradients are packed where gathered parameters were, in the last pass."""
+    return cut.grads > 1 and bucket.reduce.itemsize <= bucket.compute.itemsize
+
+
+def _stays(bucket: Bucket, cut: Cut, micro_steps: int) -> bool:
+    """Whether the mean stays there too."""
+    same = micro_steps == 1 and sum_dtype(bucket, micro_steps) == bucket.reduce
+    return same and cut.grads == cut.states and _fits(bucket, cut)
+
+
 def _in_hops(
     bucket: Bucket,
     cut: Cut,
@@ -137,10 +154,12 @@ def _in_hops(
     first: bool,
     last: bool,
     exchanged: bool,
+    reused: bool,
 ) -> tuple[float, int]:
     """Bytes that a bucket's reduction takes in one pass, and how many of them there are at most.
 
-    In the first pass a mean goes where the sum will be, in later ones it has to be added to it.
+    In the first pass a mean goes where the sum will be, in later ones it has to be added to it. If
+    the memory of gathered parameters is `reused`, see `_fits` and `_stays`.
     """
     if cut.states == num_replicas == 1:
         return 0, 1
@@ -153,8 +172,11 @@ def _in_hops(
     packed = [0.0, numel * width if cut.grads > 1 else 0 if first else numel * total.itemsize]
     packed.append(numel / cut.grads * width if prod(outer) > 1 and not same else 0)
     packed.append(numel / cut.states * width if copies else 0)
+    if reused and last and _fits(bucket, cut):
+        packed = [0.0]
+    direct = same and first and not (reused and _stays(bucket, cut, micro_steps))
     arriving = max(
-        _arriving(inner, numel, same and first, exchanged),
+        _arriving(inner, numel, direct, exchanged),
         _arriving(outer, numel / cut.grads, same, exchanged),
     )
     return max(packed) + arriving * width, 1 + len(inner) + len(outer) + copies

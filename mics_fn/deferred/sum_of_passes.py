@@ -1,0 +1,199 @@
+"""The gradients of a step on their way to sums: what `GradSum` does with each of its passes.
+
+[Note: in the memory of parameters] Where `Trainer` keeps all parameters, memory is fullest when the
+last backward pass begins: everything is gathered. From then on a bucket that has its gradients is
+of no use, and has just the size of what hop 1 packs. So they are packed there, and where nothing is
+added and dtypes agree their mean stays there until the end of the step: neither the ring nor the
+pool of sums needs memory for it. The largest leaf apart, that pass needs nothing but what arrives.
+An op that runs later, such as that of a hook, finds the bucket dropped. It is fetched again as on
+demand, so then ranks have to agree, and from the next run on it stays.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch
+from mics_fn.collectives import Steps, mean_comms, mean_steps, scatter_comms, scatter_steps
+from mics_fn.deferred.reduction import Reduction, elements
+from mics_fn.groups import Buffers, Comm, Route, Slot
+from mics_fn.schedules import Run
+from mics_fn.shards import Bucket, BucketUse, split_chunk
+
+LetGo = Callable[[], Callable[[int], Tensor | None] | None]  # what a weak reference gives
+
+
+class SumOfPasses(Reduction):
+    """The gradients of all backward passes of a step: hop 1 of each, their mean, then hop 2.
+
+    Args:
+      uses, run: as for `Reduction`.
+      micro_steps: the number of passes in the step.
+      dtype: dtype of the sum; default the bucket's `accumulate`, which is at least float32.
+      let_go: as `LiveBuckets.let_go`, if that is still there.
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[BucketUse],
+        run: Run,
+        micro_steps: int,
+        dtype: torch.dtype | None,
+        let_go: LetGo,
+    ) -> None:
+        self.micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
+        self.passes = 0  # that have ended
+        self.totals: dict[int, list[Tensor]] = {}  # [chunk]; of one rank alone: pieces
+        self._given: list[tuple[Buffers, Tensor]] = []  # to give back at the end
+        super().__init__(uses, run)
+
+    @property
+    def last(self) -> bool:
+        """Whether this pass ends with hop 2."""
+        return self.passes == self.micro_steps - 1
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """As ever; see [Note: in the memory of parameters]."""
+        if self.gets_room(index):
+            let_go = self._let_go()
+            room = None if let_go is None else let_go(index)
+            if room is not None:
+                self.own[index] = room.view(torch.uint8)
+                self._given.append((self.uses[index].hierarchy.pools.fetched, room))
+        return super().add(index, grads)
+
+    def end_pass(self) -> None:
+        """Prepare for the next pass, once no bucket is missing."""
+        super().end_pass()
+        self.passes += 1
+
+    def pieces(self, index: int) -> list[Tensor]:
+        """A bucket's mean gradients, one per member, in the dtype of the shards."""
+        use, dtype = self.uses[index], self.uses[index].bucket.dtype
+        total = [t if t.dtype is dtype else t.to(dtype) for t in self.totals[index]]
+        if use.alone:
+            return total
+        return use.by_member(split_chunk(use.bucket, use.route.chunk, total[0]))
+
+    def release(self) -> None:
+        """Give the memory of the gradients back, for the next step."""
+        for buffers, tensor in self._given:
+            buffers.give(tensor)
+        self._given, self.totals = [], {}
+
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        if self._sum_dtype is not None or self.micro_steps > 1:
+            return self._sum_dtype or bucket.accumulate
+        return torch.promote_types(bucket.dtype, bucket.reduce)  # nothing is added
+
+    @property
+    def has_target(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.passes
+
+    def levels_now(self, route: Route) -> Route:
+        return route.split(route.late)[1]
+
+    def late_levels(self, route: Route) -> Route:
+        return route.split(route.late if self.last else 0)[0]
+
+    def gets_room(self, index: int) -> bool:
+        use, bucket = self.uses[index], self.uses[index].bucket
+        fits = bucket.reduce.itemsize <= bucket.compute.itemsize
+        moves = self.levels_now(use.route).size > 1
+        return self.last and moves and fits and self._run.lets_go(index)
+
+    def stays_there(self, use: BucketUse) -> bool:
+        one = self.micro_steps == 1 and self.late_levels(use.route).size == 1
+        return one and self.dtype_of(use.bucket) == use.bucket.reduce
+
+    def target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
+        use = self.uses[index]
+        bucket, numel = use.bucket, use.bucket.numel // self.levels_now(use.route).size
+        if not self.has_target:
+            return None
+        if index in self.own and self.stays_there(use):
+            return elements(self.own[index], numel, bucket.reduce)
+        return self._take(use, (numel,), self.dtype_of(bucket))
+
+    def _take(self, use: BucketUse, shape: tuple[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a sum until the end of the step.
+
+        If it went back earlier, the number of chunks would depend on timing.
+        """
+        pool = use.hierarchy.pools.chunks
+        taken = pool.take(shape, dtype, use.hierarchy.device, exact=True)
+        self._given.append((pool, taken))
+        return taken
+
+    def handed_out(self, use: BucketUse, out: Tensor | None) -> list[Tensor]:
+        return []
+
+    def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
+        use = self.uses[index]
+        # torch may give one tensor as two gradients, so a sum needs memory of its own.
+        written = self.micro_steps > 1 and not self.passes
+        pieces = self.flat_pieces(use, values, copy=written or self._divisor(use) != 1)
+        self._sum(index, pieces, self.last)
+        return []
+
+    def copies(self, use: BucketUse) -> bool:
+        other = self.dtype_of(use.bucket) != use.bucket.reduce
+        return self.last and other and use.replicas.size > 1
+
+    def late_comms(self, use: BucketUse, out: Tensor) -> tuple[list[Comm], int]:
+        if not self.last:
+            return [], 0
+        late = self.late_levels(use.route)
+        comms, hop_2 = scatter_comms(late, out), mean_comms(use.replicas, out)
+        return [*comms, *hop_2], len(late.levels) + (len(hop_2) if self.copies(use) else 0)
+
+    def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
+        """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
+        use, last = self.uses[index], self.last  # read now, since the steps run later
+        now, late, copies = (
+            self.levels_now(use.route),
+            self.late_levels(use.route),
+            self.copies(use),
+        )
+        reduce = use.bucket.reduce
+
+        def steps() -> Steps:
+            yield from scatter_steps(now, full, out, slot.second.view(reduce))
+            (total,) = self._sum(index, [out], last)
+            if late.size > 1:
+                total = yield from self._late_steps(use, late, total, slot)
+                self.totals[index] = [total]
+            if not copies:
+                self.free_slot(slot)
+            if last:
+                spare = elements(slot.first, total.numel(), reduce)
+                yield from mean_steps(use.replicas, total, reduce, spare)
+            if copies:
+                self.free_slot(slot)
+            return total
+
+        return steps()
+
+    def _late_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
+        """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
+        bucket = use.bucket
+        copy = elements(slot.first, total.numel(), bucket.reduce)
+        full = total if total.dtype == bucket.reduce else copy.copy_(total)
+        mine = self._take(use, (bucket.chunk,), total.dtype)
+        spare = slot.second.view(bucket.reduce)
+        yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
+        return mine
+
+    def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
+        """Add to a bucket's total; in the last pass it becomes the mean over passes."""
+        divisor, total = self._divisor(self.uses[index]), self.totals.setdefault(index, values)
+        if total is not values:
+            _torch.foreach_add(total, values)
+        if last and values and divisor != 1:
+            _torch.foreach_div(total, divisor)
+        return total
+
+    def _divisor(self, use: BucketUse) -> float:
+        """The divisor of the sum; see [Note: mean over more ranks] in `groups.hierarchy`."""
+        return self.micro_steps / use.route.grad_factor

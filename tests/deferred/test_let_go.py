@@ -1,0 +1,174 @@
+"""Where all parameters fit, gradients take the memory of their parameters in the last pass."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, forget_groups, groups_of, placed_as
+from costs import buckets_of, counted
+from torch import nn
+from torch.func import functional_call
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.collectives import pending
+from mics_fn.groups import LEAST_RING
+from mics_fn.schedules import OnDemand
+
+WIDTH, STEPS = 96, 3
+UNIT = 4 * WIDTH * WIDTH
+LAYOUTS = [Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2), Layout((4,), 4)]
+
+
+class Late(nn.Module):
+    """Needs a weight in backward after its gradient is complete, where it is used detached."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+        self.late = late
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x).sin()
+            if self.late and i == 0:
+                weight: Any = self.layers[5].weight
+                x = (x @ weight.detach()).sin()
+        return x
+
+
+def make(late=False):
+    torch.manual_seed(0)
+    return Late(late)
+
+
+def loss_of(model, x):
+    return model(x).float().square().mean()
+
+
+def batch(rank, step, accumulate):
+    random = torch.Generator().manual_seed(7 * rank + step)
+    return torch.randn(2 * accumulate, WIDTH, generator=random)
+
+
+def trained(groups, *, late=False, **options):
+    """The bits after some steps, and a trainer."""
+    trainer = mf.Trainer(
+        make(late), mf.optim.adamw(1e-2), groups, loss=loss_of, bucket_bytes=UNIT, **options
+    )
+    for step in range(STEPS):
+        trainer.step(batch(dist.get_rank(), step, trainer.accumulate))
+    return tree.flatten(trainer.params())[0], trainer
+
+
+def moved(groups):
+    """Calls and bytes of gathers and of hop 1, which no agreement on a new tree has."""
+    found = groups.traffic.snapshot()
+    return {what: n for what, n in found.items() if what.startswith(("gather", "reduce"))}
+
+
+def both(layout, cases):
+    """What pools held in a step that lets go of parameters, if its bits are those of another."""
+    found = []
+    for scheme, precision, accumulate in cases:
+        groups = counted(placed_as(groups_of(layout), scheme))
+        options = {"precision": precision, "accumulate": accumulate}
+        groups.traffic.clear()
+        got, trainer = trained(groups, live_bytes=None, **options)
+        pools: Any = groups.hierarchy.pools
+        sent, made = moved(groups), []
+        for _ in range(2):
+            trainer.step(batch(0, 0, accumulate))
+            made.append((pools.fetched.made, pools.chunks.made, pools.hops.made))
+        assert made[0] == made[1], "a later step makes memory"
+        assert pools.fetched.used == pools.chunks.used == 0, "something is not given back"
+        other = counted(placed_as(groups_of(layout), scheme))
+        other.traffic.clear()
+        want, _ = trained(other, schedule=mf.keep_all(), **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert sent == moved(other), "what is sent differs"
+        full = sum(b.nbytes for b in buckets_of(trainer.state.params))
+        assert pools.fetched.peak <= full
+        found.append((pools.fetched.peak / full, pools.chunks.peak / full, pools.hops.nbytes))
+    return found
+
+
+CASES = [
+    (scheme, precision, accumulate)
+    for i, scheme in enumerate(["zero3", "hybrid", "hpz", "zero1"])
+    for j, precision in enumerate(["f32", "compute=bf16,reduce=bf16", "reduce=bf16"])
+    for accumulate in [1 + 2 * ((i + j) % 2)]
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout):
+    ranks(layout.world_size).run(both, layout, CASES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_no_other_memory_holds_gradients(ranks, layout):
+    p = layout.partition_size
+    for found in ranks(layout.world_size).run(both, layout, [("zero3", "f32", 1)]):
+        ((fetched, sums, ring),) = found
+        assert (fetched, sums) == (1, 0)
+        few = (2 + (layout.sizes == (2, 2) and p == 4)) * UNIT // (1 if layout.sizes == (4,) else 2)
+        assert max(few, LEAST_RING) <= ring <= few + LEAST_RING
+
+
+def late(layout):
+    groups = groups_of(layout)
+    got, trainer = trained(groups, late=True, live_bytes=None)
+    want, _ = trained(groups, late=True, schedule=mf.keep_all())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    policy = trainer.schedule
+    assert isinstance(policy, OnDemand)
+    ((learned),) = policy.learned.values()
+    calls = []
+    for _ in range(2):
+        groups.traffic.clear()
+        trainer.step(batch(0, 0, 1))
+        calls.append({k: n for k, n in groups.traffic.calls.items() if k.startswith("gather")})
+    return sorted(learned.again), calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_a_bucket_that_is_needed_later_is_fetched_again_once_and_then_stays(ranks, layout):
+    for again, calls in ranks(layout.world_size).run(late, layout):
+        assert again == [5]
+        assert all(set(each.values()) == {6} for each in calls), calls
+
+
+def only_on_the_last(layout):
+    """What ranks are told if one of them alone needs a bucket later, in the second step."""
+    forget_groups(layout)
+    groups = groups_of(layout)
+    model, rank = make(), dist.get_rank()
+    trainer = mf.Trainer(
+        make(), mf.optim.sgd(0.1), groups, live_bytes=None, bucket_bytes=UNIT,
+        loss=lambda net, x: functional_call(model, dict(net.named_parameters()), (x,)).mean(),
+    )  # fmt: skip
+    trainer.step(batch(rank, 0, 1))
+    model.late = rank == layout.world_size - 1
+    started = time.monotonic()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pending, "_STALL_S", 0.3)
+            trainer.step(batch(rank, 1, 1))
+            trainer.step(batch(rank, 2, 1))
+    except mf.errors.DesyncError as error:
+        return str(error), time.monotonic() - started
+    finally:
+        forget_groups(layout)
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_a_rank_that_alone_needs_a_bucket_later_is_named(ranks, layout):
+    for text, seconds in ranks(layout.world_size).run(only_on_the_last, layout):
+        assert text.startswith("defer: ranks use parameters in different orders")
+        assert f"rank {layout.world_size - 1}: use 6 of run 2 is of bucket 5" in text
+        assert "keep_all()" in text
+        assert seconds < 6, "and not 30"
