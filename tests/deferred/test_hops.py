@@ -45,13 +45,14 @@ def hops(layout, cases):
         for _ in range(2):
             trainer.step(torch.ones(2 * accumulate, WIDTH))
             got.append((ring.nbytes, ring.made))
-        p = groups.partition_size
+        p, kept = groups.partition_size, trainer.schedule
+        assert isinstance(kept, mf.schedules.OnDemand)
         cut = Cut(p, route.split(route.hold)[1].size, route.split(route.late)[1].size)
         parts = memory_formula(
             buckets_of(trainer.state.params),
             cut,
             route.sizes,
-            live_bytes=trainer.schedule.live_bytes,  # pyright: ignore[reportOptionalMemberAccess]
+            live_bytes=kept.live_bytes,
             num_replicas=groups.num_replicas,
             micro_steps=accumulate,
         )

@@ -66,6 +66,9 @@ SCENARIOS: dict[str, Scenario] = {
         ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)
     ),
     "two replicas, keep all": Scenario(ranks=4, options=_options(live_bytes=None)),
+    "two replicas, keep all to the end": Scenario(
+        ranks=4, options=lambda: {"schedule": mf.keep_all()}
+    ),
     # Placements.
     "zero1": Scenario(place="zero1", options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)),
     "zero2": Scenario(place="zero2", options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)),

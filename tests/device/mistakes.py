@@ -102,7 +102,7 @@ MISTAKES: dict[str, Mistake] = {
         [Change("groups/buffers.py", "_device.wait(raw.device, event)", "pass")],
     ),
     "a slot is taken without a wait": Mistake(
-        "keep all",
+        "two replicas, budget",
         [
             Change(
                 "groups/buffers.py",
@@ -131,14 +131,15 @@ MISTAKES: dict[str, Mistake] = {
         ],
     ),
     "sums go back to the pool before hop 2": Mistake(
-        "two replicas, budget",
+        "two replicas, keep all to the end",
         [
+            Change(_SUM, "self._given.append((pool, taken))", "pass"),
             Change(
                 _SUM,
                 "if last:\n                spare",
                 "if last:\n                use.hierarchy.pools.chunks.give(total)\n"
                 "                spare",
-            )
+            ),
         ],
     ),
     "a reduction writes what it reads": Mistake(

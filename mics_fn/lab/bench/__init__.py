@@ -22,9 +22,9 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   --partition-size 2 --peers keep` (or `zero3`, `fsdp2-keep`, `fsdp2`)
 - The same with 103 M parameters, p = 4 on 2 nodes of 2 ranks, resident, and in use (an allocator
   that returns freed memory at once): `live_bytes=0` 735 MB and 526 MB, two buckets 815 MB and 564
-  MB, FSDP2 886 MB and 613 MB; keeping all 992 MB and 942 MB, FSDP2 990 MB and 856 MB. With p = 2
-  in a world of 2: 1.04 GB and 926 MB, 1.26 GB and 964 MB, 1.27 GB and 997 MB; keeping all 1.45 GB
-  and 1.33 GB, FSDP2 1.38 GB and 1.17 GB. Use over the formula, activations included: 0.96 to 0.98.
+  MB, FSDP2 886 MB and 613 MB; keeping all 873 MB and 800 MB, FSDP2 980 MB and 856 MB. With p = 2
+  in a world of 2: 1.04 GB and 926 MB, 1.26 GB and 964 MB, 1.27 GB and 997 MB; keeping all 1.14 GB
+  and 1.11 GB, FSDP2 1.42 GB and 1.16 GB. Use over the formula, activations included: 0.96 to 0.98.
   `python -m mics_fn bench step --rss --ranks 4 --node-size 2 --partition-size 4 --dim 1024 --blocks
   8 --heads 16 --rounds 1 --steps 2 --peers least` (or `zero3`, `fsdp2`, `keep`, `fsdp2-keep`)
 - States of a rank between steps over the formula, every placement in f32 and bf16: 1.0000. The
