@@ -4,9 +4,12 @@
 last backward pass begins: everything is gathered. From then on a bucket that has its gradients is
 of no use, and has just the size of what hop 1 packs. So they are packed there, and where nothing is
 added and dtypes agree their mean stays there until the end of the step: neither the ring nor the
-pool of sums needs memory for it. The largest leaf apart, that pass needs nothing but what arrives.
-An op that runs later, such as that of a hook, finds the bucket dropped. It is fetched again as on
-demand, so then ranks have to agree, and from the next run on it stays.
+pool of sums needs memory for it. Beside that there is what arrives from other ranks, and gradients
+in full while backward makes them.
+
+An op that runs later, such as that of a hook or of a detached parameter, finds the bucket dropped.
+It is fetched again once all ranks have said that they need it, and from the next run on it stays.
+If some rank does not need it, all raise DesyncError; `keep_all()` keeps it from the first run on.
 """
 
 from collections.abc import Callable, Sequence
