@@ -17,8 +17,8 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks. p = 2: 1.0000; on the wire 1.0014,
   TCP headers included, where nodes have network interfaces of their own. p = 4: 1.0000; on the
   wire 1.0013. `python -m mics_fn bench bytes --ranks 4 --node-size 2 --partition-size 2` (or 4)
-- Peak memory of a rank beyond the loaded code, p = 2, resident: 256 MB keeping all, 302 MB on a
-  budget; FSDP2 338 MB and 342 MB. `python -m mics_fn bench step --rss --ranks 4 --node-size 2
+- Peak memory of a rank beyond the loaded code, p = 2, resident: 189 MB keeping all, FSDP2 419
+  MB; on a budget 302 MB and 342 MB. `python -m mics_fn bench step --rss --ranks 4 --node-size 2
   --partition-size 2 --peers keep` (or `zero3`, `fsdp2-keep`, `fsdp2`)
 - The same with 103 M parameters, p = 4 on 2 nodes of 2 ranks, resident, and in use (an allocator
   that returns freed memory at once): `live_bytes=0` 735 MB and 526 MB, two buckets 815 MB and 564
