@@ -189,7 +189,7 @@ def has_no_data(tensor: torch.Tensor) -> bool:
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy that is made when one of both is written to; None for memory of another owner."""
     try:
-        return torch._lazy_clone(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError:  # such as memory of numpy, of a file, or shared between processes
         return None
 
