@@ -69,9 +69,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout((2, 2), 4), Layout((2, 2), 2), Layout((2,), 2), Layout((4,), 4)], ids=str
+    "layout",
+    [
+        Layout((2, 2), 4),
+        Layout((2,), 2),
+        pytest.param(Layout((2, 2), 2), marks=pytest.mark.thorough),
+        pytest.param(Layout((4,), 4), marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
-@pytest.mark.covering
 def test_the_ring_is_as_large_as_its_formula(ranks, layout):
     for found in ranks(layout.world_size).run(hops, layout, CASES):
         for case, (got, want) in zip(CASES, found, strict=True):

@@ -103,7 +103,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS[:2], *(pytest.param(x, marks=pytest.mark.thorough) for x in LAYOUTS[2:])],
+    ids=str,
+)
 def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout):
     ranks(layout.world_size).run(both, layout, CASES)
 

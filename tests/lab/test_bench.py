@@ -96,6 +96,7 @@ def test_step(forked_bench: Callable) -> None:
     assert "a node sends" in printed.split("world 4")[1]
 
 
+@pytest.mark.thorough
 def test_step_with_every_peer_at_several_rates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_bench: Callable
 ) -> None:

@@ -251,7 +251,11 @@ def test_close_leaves_no_process_and_no_file() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    ["pass", pytest.param("os._exit(1)", marks=pytest.mark.thorough), "os.kill(os.getpid(), 9)"],
+    [
+        pytest.param("pass", marks=pytest.mark.thorough),
+        pytest.param("os._exit(1)", marks=pytest.mark.thorough),
+        "os.kill(os.getpid(), 9)",
+    ],
 )
 def test_ranks_end_with_their_parent_however_it_ends(end: str, tmp_path: Path) -> None:
     code = (

@@ -150,7 +150,11 @@ def round_trip(layout, policies):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout((1,), 1), Layout((2, 2), 4), Layout((2, 2, 2), 8)],
+    [
+        Layout((1,), 1),
+        Layout((2, 2), 4),
+        pytest.param(Layout((2, 2, 2), 8), marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_gather_gives_the_rounded_value(ranks, layout):
@@ -243,6 +247,7 @@ def means_and_bytes(layout, scheme, policies, accumulate):
 
 
 @pytest.mark.parametrize("layout", PLACEMENTS, ids=str)
+@pytest.mark.covering
 def test_sums_of_gradients_and_their_bytes(ranks, layout):
     for i, scheme in enumerate(PLACEMENTS[layout]):
         policies = POLICIES if scheme in ("ddp", "zero1") else POLICIES[i + 1 :: 3]

@@ -5,14 +5,14 @@ two shared cores, torch 2.13.0; a figure on GPUs does not exist yet. Ratios are 
 rounds, with the least and the most; below 1 is in favour of this library. The model is a GPT of
 13.7 M float32 parameters in 53 leaves.
 
-- `Trainer` over a plain torch loop, world of 1: 1.10 (1.08 to 1.16) keeping all, 1.10 (1.05 to
-  1.17) on a budget of two buckets; that is host time at ops of 1 ms and less. The same over FSDP2
-  in a world of 1: 0.70 (0.63 to 0.76); 0.70 (0.62 to 0.76). `python -m mics_fn bench step --ranks
-  1 --peers keep zero3 plain fsdp2`
+- `Trainer` over a plain torch loop, world of 1: 1.06 (0.96 to 1.17); that is host time at ops of
+  1 ms and less. The same over FSDP2 in a world of 1: 0.61 (0.53 to 0.67). Medians of six peers in
+  three runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
+  --peers keep zero3 plain fsdp2`
 - A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
   mics_fn bench touch`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.04 (0.97 to 1.13) with 53
-  leaves, 0.96 (0.73 to 1.17) with 2,000 leaves of 400 elements; the medians of four runs, and the
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.03 (0.97 to 1.13) with 53
+  leaves, 0.96 (0.73 to 1.17) with 2,000 leaves of 400 elements; the medians of five runs, and the
   least and the most of any round. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks. p = 2: 1.0000; on the wire 1.0014,
   TCP headers included, where nodes have network interfaces of their own. p = 4: 1.0000; on the
@@ -23,7 +23,7 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
 - The same with 103 M parameters, p = 4 on 2 nodes of 2 ranks, resident, and in use (an allocator
   that returns freed memory at once): `live_bytes=0` 735 MB and 526 MB, two buckets 815 MB and 564
   MB, FSDP2 886 MB and 613 MB; keeping all 873 MB and 800 MB, FSDP2 980 MB and 856 MB. With p = 2
-  in a world of 2: 1.04 GB and 926 MB, 1.26 GB and 964 MB, 1.27 GB and 997 MB; keeping all 1.14 GB
+  in a world of 2: 1.04 GB and 926 MB, 1.07 GB and 960 MB, 1.28 GB and 997 MB; keeping all 1.14 GB
   and 1.11 GB, FSDP2 1.42 GB and 1.16 GB. Use over the formula, activations included: 0.96 to 0.98.
   `python -m mics_fn bench step --rss --ranks 4 --node-size 2 --partition-size 4 --dim 1024 --blocks
   8 --heads 16 --rounds 1 --steps 2 --peers least` (or `zero3`, `fsdp2`, `keep`, `fsdp2-keep`)

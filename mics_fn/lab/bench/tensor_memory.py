@@ -48,7 +48,9 @@ class StorageCount(_torch.DispatchMode):
                 continue
             key, storage = _torch.storage_id(tensor), tensor.untyped_storage()
             if key not in self._sizes:
-                self._sizes[key] = 0 if old else storage.nbytes()
+                # A lazy clone has the memory of another tensor, which counts already.
+                shared = old or _torch.is_lazy_clone(tensor)
+                self._sizes[key] = 0 if shared else storage.nbytes()
                 self.now += self._sizes[key]
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._gone, key).atexit = False
