@@ -11,7 +11,7 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   --peers keep zero3 plain fsdp2`
 - A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
   mics_fn bench touch`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.03 (0.97 to 1.13) with 53
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.04 (0.97 to 1.13) with 53
   leaves, 0.96 (0.73 to 1.17) with 2,000 leaves of 400 elements; the medians of five runs, and the
   least and the most of any round. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks. p = 2: 1.0000; on the wire 1.0014,
