@@ -899,3 +899,15 @@ def silent():
 def test_summary_sends_nothing(ranks):
     found = ranks(4).run(silent)
     assert found == [["p=2"], *[[f"n=4 p=2 levels={'rank:2'}"]] * 3]
+
+
+def test_a_buffer_with_two_names_stays_one():
+    groups = mf.make_groups(1)
+    running = torch.zeros(2)
+    buffers = {"first.mean": running, "second.mean": running, "other": torch.zeros(2)}
+    params = mf.shard({"w": torch.ones(2)}, groups)
+    state = mf.init_state(params, mf.optim.sgd(0.1), buffers=buffers)
+    new = mf.set(state, "buffers['second.mean']", torch.ones(2), groups)
+    assert new.buffers["first.mean"] is new.buffers["second.mean"]
+    assert new.buffers["first.mean"].tolist() == [1, 1]
+    assert new.buffers["other"].tolist() == running.tolist() == [0, 0]
