@@ -1,11 +1,14 @@
 """`offsets`: where each fetch of a schedule lies in one piece of memory, so that few bytes do."""
 
 from collections.abc import Hashable, Sequence
+from random import Random
 from typing import NamedTuple
 
 from mics_fn.schedules.schedule import Schedule
 
-_ROUNDS = 20  # that look for less memory, from each order of choice
+# How many orders of choice a search tries from each start, how many fetches it places in all of
+# these, and how often it starts: at worst half a second, once for each schedule.
+_TRIES, _WORK, _STARTS = 600, 30_000, 6
 
 
 class Offsets(NamedTuple):
@@ -19,10 +22,10 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
     """Choose where each fetch of a schedule lies, beside those that are live at the same time.
 
     One after the other takes the lowest place that is free as long as its bucket is live: the
-    largest first. While some end above the most bytes that are live at once, these choose earlier
-    in another round; after some rounds those choose first that are live beside many others, and so
-    on. The best round counts. It takes no more than is live at once if all buckets have one size,
-    or all are live then. Of other plans few take more, as one piece of memory cannot always do.
+    largest first. While some end above the most bytes that are live at once, a local search tries
+    other orders, the same ones each time. It takes no more than is live at once if all buckets have
+    one size, or all are live then. Of other plans few take more, as one piece of memory cannot
+    always do.
 
     If the sizes are multiples of some number of bytes, so are all places.
 
@@ -63,26 +66,33 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
 def _least(
     own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
 ) -> dict[int, int]:
-    """Where these fetches begin, in the best of some rounds."""
-    least, best = 0, dict[int, int]()
-    for first in (
-        lambda i: -sizes[i],
-        lambda i: -len(beside[i]),
-        lambda i: -sizes[i] * len(beside[i]),
-        lambda i: i,
-    ):
-        order = sorted(own, key=first)
-        for _ in range(_ROUNDS):
-            starts = _in_order(order, sizes, beside)
-            stops = {i: start + sizes[i] for i, start in starts.items()}
-            most = max(stops.values(), default=0)
-            if not best or most < least:
-                least, best = most, starts
-            if least <= peak:
+    """Where these fetches begin, in the best of the orders that a local search tries."""
+
+    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+        starts = _in_order(order, sizes, beside)
+        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
+
+    best, least, random = dict[int, int](), 0, Random(0)
+    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
+    for start in range(_STARTS):
+        order = sorted(own, key=lambda i: -sizes[i])
+        if start:
+            random.shuffle(order)
+        starts, over = tried(order)
+        for _ in range(tries):
+            if not best or max(over, default=0) < least:
+                best, least = starts, max(over, default=0)
+            if not least:
                 return best
-            for i in [i for i in order if stops[i] > peak]:
-                place = order.index(i)
-                order.insert(place // 2, order.pop(place))
+            other = list(order)
+            if random.random() < 0.5:  # what ends too high chooses earlier
+                place = random.choice([at for at, high in enumerate(over) if high])
+                other.insert(random.randrange(place + 1), other.pop(place))
+            else:
+                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
+            moved, above = tried(other)
+            if sum(above) <= sum(over):
+                order, starts, over = other, moved, above
     return best
 
 

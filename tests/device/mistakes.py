@@ -184,9 +184,6 @@ MISTAKES: dict[str, Mistake] = {
     "a drop does not wait for a fetch that nobody used": Mistake(
         "a use that does not come", [_DROP, _LET_GO]
     ),
-    "the same, with the wait of what is let go": Mistake(
-        "a use that does not come", [_DROP], harmless="the fetch is let go there, which waits"
-    ),
 }
 
 

@@ -224,9 +224,9 @@ def test_few_plans_keep_more_than_they_have_live_at_once():
         assert plan <= kept <= most
         above, apart = above + (kept > plan), apart + (most > plan)
         ratios.append(kept / plan)
-    assert above <= 9, "of which some cannot take less"
+    assert above <= 2, "which perhaps cannot take less"
     assert apart >= 100, "or it would be no comparison"
-    assert max(ratios) < 1.3
+    assert max(ratios) < 1.2
 
 
 def test_pools_of_a_plan_have_their_own_places():
