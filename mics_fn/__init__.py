@@ -130,6 +130,7 @@ Errors:
   `errors.CollectiveError` - a collective that failed
   `errors.CollectiveTimeoutError` - a collective that did not finish in time
   `errors.OptimizerError` - an optimizer that cannot work on shards
+  `errors.FileError` - a file that is damaged, or asks for more than to be read
 """
 
 from mics_fn import errors, groups, inspection, optim, schedules, shards, tree

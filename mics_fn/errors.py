@@ -53,6 +53,20 @@ class OptimizerError(MicsError, ValueError):
     """An optimizer that cannot work on flat shards, or that is used wrongly."""
 
 
+class FileError(MicsError, ValueError):
+    """A file that is damaged, or that asks for more than to be read.
+
+    Args:
+      text: the whole text.
+      path: the file.
+      leaf: the tensor that is meant; "" for the whole file.
+    """
+
+    def __init__(self, text: str, path: str = "", leaf: str = "") -> None:
+        super().__init__(text)
+        self.path, self.leaf = path, leaf
+
+
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
     """One error text: a headline, indented details, and the fix.
 

@@ -19,7 +19,10 @@ A model that cannot be recorded is made in full, with a warning that says why.
 
 How `load_shards` works: `files.py` opens a file as named entries, from which any range of elements
 can be read; `loading.py` matches their names with the parameters, and the filling reads the ranges
-that this rank keeps.
+that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or believed:
+`reading.py` opens only regular files and says why in [Note: files of strangers], `safetensors.py`
+reads a header of JSON, and `torch_files.py` reads the records of a zip file (`zipped.py`) and the
+opcodes of a pickle (`pickled.py`). What cannot be read on one rank is an error on all of them.
 
 Example:
   >>> make_model = lambda: torch.nn.Linear(2, 3)
@@ -30,10 +33,10 @@ Example:
   (True, True)
 
 Start reading at `model.py`, then the notes [Note: tape], [Note: recorded tensors] and [Note: random
-streams]. To read another format of files, write a function in `files.py` that gives an `Entry` for
-each tensor, and call it from `_of_path`. To record an op that torch cannot compute on meta, nothing
-is needed: it is run on replayed inputs. An op that draws random numbers on another kind of device
-needs a generator in `rng.py`.
+streams]. To read another format of files, write a function of a `File` that gives an `Entry` for
+each tensor, and call it from `of_file` in `files.py`. To record an op that torch cannot compute on
+meta, nothing is needed: it is run on replayed inputs. An op that draws random numbers on another
+kind of device needs a generator in `rng.py`.
 """
 
 from mics_fn.init.loading import load_shards

@@ -1,119 +1,141 @@
 """Files of named tensors, from which any range of elements can be read by itself.
 
 A safetensors file is 8 bytes of length, a JSON header and flat data, so the place of an element in
-it is known from the header. A file of `torch.save` is mapped into memory, so that only the pages
-that are read come from the disk. An index (`*.index.json`) names the file of each tensor.
+it is known from the header. A file of `torch.save` is a zip file with a pickle that describes the
+tensors, and a record for each storage. An index (`*.index.json`) names the file of each tensor. All
+of them may come from strangers: see [Note: files of strangers] in `reading.py`.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from mics_fn.errors import TreeError, message
+from mics_fn.errors import FileError, TreeError, message
+from mics_fn.init.reading import TRUST, Entry, File, Limits, Weights, refusal, shown
+from mics_fn.init.safetensors import of_safetensors, read_json
+from mics_fn.init.torch_files import of_torch
 
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 NAMES = (
     "model.safetensors",
     "pytorch_model.bin",
 )  # in a folder; or an index of such
 Source = str | PathLike | Mapping[str, Tensor]
 
-
-class Entry(NamedTuple):
-    """A tensor of a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[int, int], Tensor]  # start and stop in the flattened tensor
-
-
-Weights = dict[str, Entry]
+_TOGETHER = "copy all files of one save together"
 
 
 @contextmanager
-def open_weights(verb: str, source: Source) -> Iterator[Weights]:
+def open_weights(verb: str, source: Source, limits: Limits) -> Iterator[Weights]:
     """The tensors of a file, a folder, an index or a mapping, by name.
 
     Raises:
-      TreeError: the source holds something else, or is damaged.
-      OSError: a file cannot be read.
+      FileError: the file is damaged, holds something else, or asks for more than the limits allow.
+      TreeError: the mapping holds something else.
+      OSError: there is no such file, or it cannot be opened.
     """
     with ExitStack() as closing:
         if isinstance(source, Mapping):
-            yield _of_tensors(verb, "the mapping", source)
+            yield _of_tensors(verb, source)
         else:
-            yield _of_path(verb, _file_in(verb, Path(fspath(source))), closing)
+            yield _Opening(verb, limits, closing).weights(Path(fspath(source)))
 
 
-def _file_in(verb: str, path: Path) -> Path:
-    """The path itself, or the file of weights in a folder."""
-    if not path.is_dir():
-        return path
-    for name in NAMES:
-        for found in (path / name, path / f"{name}.index.json"):
-            if found.exists():
-                return found
-    fix = f"pass the file itself; looked for {' and '.join(NAMES)}, and their .index.json"
-    raise TreeError(message(f"{verb}: no weights in the folder {path}", fix=fix))
+class _Opening:
+    """The files that one verb reads from.
+
+    Args:
+      verb: for errors.
+      limits: what the files may ask for.
+      closing: closes them.
+    """
+
+    def __init__(self, verb: str, limits: Limits, closing: ExitStack) -> None:
+        self.verb, self.limits, self.closing = verb, limits, closing
+
+    def weights(self, path: Path) -> Weights:
+        """The tensors of a file, a folder or an index."""
+        if "\0" in str(path):
+            fix = "pass the name of a file"
+            raise FileError(message(f"{self.verb}: no file {str(path)!r}", fix=fix), str(path))
+        if path.is_dir():
+            path = self.file_in(path)
+        file = self.open(path)
+        return self.of_index(file, path.parent) if path.suffix == ".json" else self.of_file(file)
+
+    def file_in(self, folder: Path) -> Path:
+        """The file of weights in a folder."""
+        for name in NAMES:
+            for found in (name, f"{name}.index.json"):
+                if not (folder / found).exists():
+                    continue
+                reason = refusal(folder, found, trust=self.limits.trust)
+                if reason:
+                    what = f"{self.verb}: {folder / found} is not opened: {reason}"
+                    raise FileError(message(what, fix=TRUST), str(folder / found))
+                return folder / found
+        fix = f"pass the file itself; looked for {' and '.join(NAMES)}, and their .index.json"
+        what = f"{self.verb}: no weights in the folder {folder}"
+        raise FileError(message(what, fix=fix), str(folder))
+
+    def open(self, path: Path) -> File:
+        """A file, which is closed with the others."""
+        file = File(self.verb, path, self.limits)
+        self.closing.callback(file.close)
+        return file
+
+    def of_file(self, file: File) -> Weights:
+        """The tensors of a file that holds them itself."""
+        is_zip = file.size > 4 and file.read(0, 4) == b"PK\3\4"
+        return of_torch(file) if is_zip else of_safetensors(file)
+
+    def of_index(self, index: File, folder: Path) -> Weights:
+        """The tensors of the files that an index names."""
+        wrong = "has no weight_map of names to files"
+        content = read_json(index, 0, index.size, wrong)
+        file_of = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(file_of, dict):
+            raise index.error(wrong, fix="pass an index as transformers saves it")
+        index.require_small(index.size, len(file_of))
+        files: dict[str, Weights] = {}
+        for leaf, name in file_of.items():
+            if not isinstance(name, str) or name not in files:
+                self.check_name(index, folder, leaf, name)
+                files[name] = self.named_file(index, folder / name, leaf)
+        lost = [leaf for leaf, name in file_of.items() if leaf not in files[name]]
+        if lost:
+            line = f"it should be in {shown(file_of[lost[0]])} ({len(lost)} are lost)"
+            raise index.error("does not match its files", [line], lost[0], _TOGETHER)
+        return {leaf: files[name][leaf] for leaf, name in file_of.items()}
+
+    def check_name(self, index: File, folder: Path, leaf: str, name: Any) -> None:
+        """Refuse a name that is none, leads out of the folder, or is an index again."""
+        reason = refusal(folder, name, trust=self.limits.trust)
+        if not reason and name.endswith(".json"):
+            reason = "it is an index, too"
+        if reason:
+            raise index.error(f"names {shown(name)}, which is not opened", [reason], leaf, TRUST)
+
+    def named_file(self, index: File, path: Path, leaf: str) -> Weights:
+        """The tensors of a file that an index names."""
+        try:
+            file = self.open(path)
+        except OSError as error:
+            what = f"names {shown(path.name)}, which cannot be opened"
+            raise index.error(what, [f"{error.strerror}"], leaf, _TOGETHER) from error
+        return self.of_file(file)
 
 
-def _of_path(verb: str, path: Path, closing: ExitStack) -> Weights:
-    if path.suffix == ".json":
-        return _of_index(verb, path, closing)
-    file = closing.enter_context(path.open("rb", buffering=0))
-    if file.read(4) == b"PK\x03\x04":
-        loaded = torch.load(fspath(path), map_location="cpu", mmap=True, weights_only=True)
-        return _of_tensors(verb, str(path), loaded)
-    return _of_safetensors(verb, path, file)
-
-
-def _of_index(verb: str, path: Path, closing: ExitStack) -> Weights:
-    try:
-        file_of: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        fix = "pass an index of tensors to files, as transformers saves it"
-        raise TreeError(message(f"{verb}: {path} has no weight_map", fix=fix)) from None
-    files = {name: _of_path(verb, path.parent / name, closing) for name in set(file_of.values())}
-    lost = [key for key, name in file_of.items() if key not in files[name]]
-    if lost:
-        lines = [f"{lost[0]!r} should be in {file_of[lost[0]]} ({len(lost)} are lost)"]
-        fix = "copy all files of one save together"
-        raise TreeError(message(f"{verb}: {path} does not match its files", lines, fix=fix))
-    return {key: files[name][key] for key, name in file_of.items()}
-
-
-def _of_tensors(verb: str, where: str, found: Any) -> Weights:
-    wrong = [f"got {type(found).__name__}"]
-    if isinstance(found, Mapping):
-        others = [(key, x) for key, x in found.items() if not isinstance(x, Tensor)]
+def _of_tensors(verb: str, found: Mapping[str, Tensor]) -> Weights:
+    others = [(key, x) for key, x in found.items() if not isinstance(x, Tensor)]
+    if others:
+        text = f"{verb}: the mapping does not hold tensors by name alone"
         wrong = [f"got {key!r}: {type(x).__name__}" for key, x in others[:1]]
-    if wrong:
-        text = f"{verb}: {where} does not hold tensors by name alone"
-        fix = "pass the part that does: load_shards(torch.load(path, mmap=True)['model'], ...)"
-        raise TreeError(message(text, wrong, fix=fix))
+        raise TreeError(message(text, wrong, fix="pass the part that does"))
     return {key: _of_tensor(value.detach()) for key, value in found.items()}
 
 
@@ -128,51 +150,3 @@ def _of_tensor(value: Tensor) -> Entry:
         return rows[start - first * inner : stop - first * inner]
 
     return Entry(tuple(value.shape), value.dtype, read)
-
-
-def _of_safetensors(verb: str, path: Path, file: BinaryIO) -> Weights:
-    size = path.stat().st_size
-    try:
-        length = int.from_bytes(_bytes(file, 0, 8), "little")
-        if length > size - 8:
-            raise ValueError("the header is longer than the file")
-        header: dict[str, Any] = json.loads(_bytes(file, 8, length))
-        header.pop("__metadata__", None)
-        return {name: _entry(file, 8 + length, size, **facts) for name, facts in header.items()}
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        text = f"{verb}: {path} is neither a safetensors file nor a zip file of torch.save"
-        fix = "fetch it again; save files of torch before 1.6 anew with a newer torch"
-        raise TreeError(message(text, [f"{error}"], fix=fix)) from None
-
-
-def _entry(
-    file: BinaryIO, base: int, size: int, *, dtype: str, shape: list[int], data_offsets: list[int]
-) -> Entry:
-    begin, end = data_offsets
-    kind = getattr(torch, DTYPES.get(dtype, ""), None)
-    if kind is None:
-        raise ValueError(f"torch has no dtype {dtype}")
-    if end - begin != prod(shape) * kind.itemsize or not 0 <= begin <= end <= size - base:
-        raise ValueError(f"shape {shape} of {dtype} does not fit bytes {begin} to {end}")
-
-    def read(start: int, stop: int) -> Tensor:
-        width = kind.itemsize
-        if start == stop:
-            return torch.empty(0, dtype=kind)
-        data = _bytes(file, base + begin + start * width, (stop - start) * width)
-        return torch.frombuffer(data, dtype=kind)
-
-    return Entry(tuple(shape), kind, read)
-
-
-def _bytes(file: BinaryIO, offset: int, length: int) -> bytearray:
-    """Bytes of a file, without reading any others."""
-    data = bytearray(length)
-    rest = memoryview(data)
-    file.seek(offset)
-    while rest:
-        count = file.readinto(rest)  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
-            raise ValueError("the file ends early")
-        rest = rest[count:]
-    return data

@@ -51,7 +51,8 @@ class Filling:
         homes = tree.spread(
             groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
         )
-        for home in dict.fromkeys(homes):
+        self.groups: list[Groups] = list(dict.fromkeys(homes))
+        for home in self.groups:
             # Even if this tree was compared before, another rank may now come with a different one.
             home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
         shapes = layout_of(verb, "params", dict(params), groups, **options)
@@ -117,7 +118,7 @@ class Filling:
         Raises:
           DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
         """
-        for home in dict.fromkeys(self.homes.values()):
+        for home in self.groups:
             names = [name for name in self.shards if self.homes[name] is home]
             names = [name for name in names if isinstance(self.shards[name], Sharded | Fixed)]
             if home.num_replicas > 1 and names:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from mics_fn import tree
 from mics_fn.collectives import in_step
 from mics_fn.errors import TreeError, message
-from mics_fn.init.files import Entry, Source, Weights, open_weights
+from mics_fn.init.files import Source, open_weights
 from mics_fn.init.filling import Filling
+from mics_fn.init.reading import Entry, Limits, Weights
 from mics_fn.init.skeleton import meta_like
 from mics_fn.shards import Leaf, dtype_name, owners_of, require_groups
 
@@ -26,6 +27,9 @@ def load_shards(
     names: Callable[[str], str | None] | None = None,
     strict: bool = True,
     dtype: torch.dtype | None = None,
+    trust: bool = False,
+    max_header_bytes: int = 100_000_000,
+    max_leaves: int = 100_000,
     **options: Any,
 ) -> dict[str, Leaf]:
     """Shards of the parameters in a file; each rank reads only its own part.
@@ -41,6 +45,10 @@ def load_shards(
       strict: whether a tensor that `like` does not have is an error. A tensor that is missing
         always is one. Buffers of a module are ignored.
       dtype: of the floating-point shards; by default that of `like`, or else that of the file.
+      trust: whether a file in a folder, or one that an index names, may be a symbolic link or lie
+        elsewhere, as in a cache of Hugging Face. Nothing in a file is run in any case.
+      max_header_bytes: of the part of a file that describes its tensors.
+      max_leaves: of a file, or an index.
       options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
         lie in buckets in the order of `like`.
 
@@ -49,11 +57,14 @@ def load_shards(
 
     Communication: digests of the tree and the shards (tens of bytes per leaf).
 
-    Memory: this rank's shards, and 16 MiB at a time while it reads.
+    Memory: this rank's shards, and 16 MiB at a time while it reads; the memory that a tensor lies
+      in, if it was saved with strides of its own.
 
     Raises:
-      TreeError: the file does not match `like`, is damaged, or holds something else.
-      OSError: the file cannot be read.
+      FileError: the file is damaged, is cut while it is read, holds something else than tensors, is
+        not a regular file, or asks for more than the limits; it names the file and the leaf.
+      TreeError: the file does not match `like`.
+      OSError: there is no such file, or it cannot be opened.
       DesyncError: one of these happened on some ranks only, or the ranks read different names,
         shapes or values.
       LeafError, PlanError: as `shard`.
@@ -66,7 +77,9 @@ def load_shards(
     require_groups("load_shards", groups)
     with ExitStack() as opened:
         with in_step("load_shards", groups, ""):
-            found = renamed(opened.enter_context(open_weights("load_shards", path)), names)
+            limits = Limits(trust, max_header_bytes, max_leaves)
+            found = opened.enter_context(open_weights("load_shards", path, limits))
+            found = renamed(found, names)
             params, others = _wanted(like, found)
             if dtype is not None:
                 params = _cast(params, dtype)
@@ -74,8 +87,9 @@ def load_shards(
         if like is not None:
             options.setdefault("order", tree.own_order(params))
         filling = Filling("load_shards", params, groups, options)
-        for name in params:
-            filling.read(name, sources[name].read)
+        with in_step("load_shards", filling.groups, ""):
+            for name in params:
+                filling.read(name, sources[name].read)
     filling.check_copies()
     return filling.shards
 

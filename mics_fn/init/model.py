@@ -16,9 +16,10 @@ from mics_fn import tree
 from mics_fn.collectives import in_step
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
-from mics_fn.init.files import Source, Weights, open_weights
+from mics_fn.init.files import Source, open_weights
 from mics_fn.init.filling import Filling
 from mics_fn.init.loading import matched
+from mics_fn.init.reading import Limits, Weights
 from mics_fn.init.recorder import Recorder
 from mics_fn.init.replay import Memory
 from mics_fn.init.skeleton import meta_like, tensors_of, with_tensors
@@ -33,6 +34,9 @@ def init_model(
     *,
     seed: int,
     weights: Source | None = None,
+    trust: bool = False,
+    max_header_bytes: int = 100_000_000,
+    max_leaves: int = 100_000,
     **options: Any,
 ) -> tuple[nn.Module, dict[str, Leaf]]:
     """Make a model as shards; no rank ever holds more of it than its part and one parameter.
@@ -52,6 +56,7 @@ def init_model(
       seed: for `torch.manual_seed`, the same on all ranks.
       weights: a file or a mapping with the values of all parameters and persistent buffers, as for
         `load_shards`. No parameter is then drawn, and the generators stay as the seed sets them.
+      trust, max_header_bytes, max_leaves: of the files of weights, as for `load_shards`.
       options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
         lie in buckets in the order of the module.
 
@@ -69,6 +74,7 @@ def init_model(
     Raises:
       DesyncError: the ranks gave different seeds, or made different trees or values.
       LeafError, TreeError, PlanError: as `shard` and, with weights, `load_shards`.
+      FileError, OSError: with weights, as `load_shards`.
 
     Example:
       >>> groups = make_groups(1)
@@ -91,16 +97,18 @@ def init_model(
             made = made or _Model(again())
             sources: Weights = {}
             if weights is not None:
-                found = opened.enter_context(open_weights("init_model", weights))
+                limits = Limits(trust, max_header_bytes, max_leaves)
+                found = opened.enter_context(open_weights("init_model", weights, limits))
                 sources = matched("init_model", found, made.params, made.saved_buffers())
         options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, options)
-        try:
-            made.fill(filling, sources)
-        except NotRecorded as error:
-            reason = made.give_up(error)
-            made = _Model(again())
-            made.fill(filling, sources)
+        with in_step("init_model", filling.groups, ""):
+            try:
+                made.fill(filling, sources)
+            except NotRecorded as error:
+                reason = made.give_up(error)
+                made = _Model(again())
+                made.fill(filling, sources)
     if reason:
         fix = "mend that, or make the model where there is room for all of it"
         text = "init_model: this model cannot be made in parts, so each rank made all of it"

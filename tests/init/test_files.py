@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.init import files as weights
+from mics_fn.init.files import open_weights
+from mics_fn.init.reading import File, Limits
+from mics_fn.init.safetensors import DTYPES as CODED
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import is_leaf
 
+LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4)]
-CODES = {getattr(torch, name): code for code, name in weights.DTYPES.items()}
+CODES = {getattr(torch, name): code for code, name in CODED.items()}
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], **extra: Any) -> None:
@@ -112,7 +115,7 @@ def test_the_shards_are_those_of_the_tensors_in_the_file(ranks, tmp_path, layout
 def test_every_dtype_of_safetensors_that_torch_has(tmp_path):
     tensors = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in CODES}
     write_safetensors(tmp_path / "a.safetensors", tensors)
-    with weights.open_weights("test", tmp_path / "a.safetensors") as found:
+    with open_weights("test", tmp_path / "a.safetensors", LIMITS) as found:
         assert list(found) == list(tensors)
         for name, x in tensors.items():
             entry = found[name]
@@ -145,7 +148,7 @@ def test_any_elements_of_a_tensor_are_read_alone(shape, kind, data):
         x = x.unsqueeze(0).expand(3, *shape)
     start = data.draw(st.integers(0, x.numel()))
     stop = data.draw(st.integers(start, x.numel()))
-    with weights.open_weights("test", {"x": x}) as found:
+    with open_weights("test", {"x": x}, LIMITS) as found:
         same_bits(found["x"].read(start, stop), x.reshape(-1)[start:stop])
 
 
@@ -161,38 +164,49 @@ def mine(layout: Layout, shards: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return parts
 
 
-def counted(layout: Layout, path: Path, sizes: dict[str, int]) -> int:
-    """Bytes of the file that a rank reads, beyond the header."""
-    spans: list[tuple[int, int]] = []
-    plain = weights._bytes
+def counted(layout: Layout, path: Path, bases: dict[str, int]) -> int:
+    """Bytes of tensors that a rank reads of a file, which are exactly those of its part."""
+    spans: list[tuple[str, int, int]] = []
+    plain = File.read
 
-    def watched(file: Any, offset: int, length: int) -> bytearray:
-        spans.append((offset, length))
-        return plain(file, offset, length)
+    def watched(self: File, offset: int, length: int, leaf: str = "") -> bytearray:
+        spans.append((leaf, offset, length))
+        return plain(self, offset, length, leaf)
 
-    weights._bytes = watched
+    File.read = watched
     try:
         shards = mf.load_shards(path, groups_of(layout), bucket_bytes=4096)
     finally:
-        weights._bytes = plain
+        File.read = plain
     parts = mine(layout, shards)
-    base = 8 + spans[1][1]
-    expected = {
-        (base + sizes[name] + 4 * start, 4 * (stop - start))
+    expected = [
+        (name, bases[name] + 4 * start, 4 * (stop - start))
         for name, (start, stop) in parts.items()
         if start < stop
-    }
-    assert set(spans[2:]) == expected
-    assert len(spans) == 2 + len(expected)
-    return sum(length for _, length in spans[2:])
+    ]
+    values = [span for span in spans if span[0]]
+    assert sorted(values) == sorted(expected)
+    return sum(length for _, _, length in values)
+
+
+def places_in(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Where the bytes of each tensor begin, found by looking for them."""
+    data = path.read_bytes()
+    places = {k: data.find(bytes(x.view(torch.uint8).flatten())) for k, x in tensors.items()}
+    assert -1 not in places.values()
+    return places
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_exactly_a_ranks_bytes_of_a_safetensors_file_are_read(ranks, tmp_path, layout):
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.covering("kind")
+def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind):
+    name, write = WRITERS[kind]
     tensors = {f"w{i}": random(i, 61, 17) for i in range(9)}
-    write_safetensors(tmp_path / "a.safetensors", tensors)
-    places = {name: 61 * 17 * 4 * i for i, name in enumerate(tensors)}
-    found = ranks(layout.world_size).run(counted, layout, tmp_path / "a.safetensors", places)
+    write(tmp_path / name, tensors)
+    found = ranks(layout.world_size).run(
+        counted, layout, tmp_path / name, places_in(tmp_path / name, tensors)
+    )
     assert sum(found) == layout.world_size // layout.partition_size * 9 * 61 * 17 * 4
 
 
@@ -238,44 +252,6 @@ def test_what_others_keep_may_be_anything(ranks, tmp_path, kind):
 
 def parts_of(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
     return mine(layout, mf.shard(tensors, groups_of(layout), bucket_bytes=4096))
-
-
-def pages(path: Path, layout: Layout, numel: int) -> tuple[int, int]:
-    """Pages of the mapped file that became resident, and those of a rank's part."""
-    groups = groups_of(layout)
-
-    def resident() -> int:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
-        found, inside = 0, False
-        for line in lines:
-            if "-" in line.split(" ")[0]:
-                inside = path.name in line
-            elif inside and line.startswith("Rss:"):
-                found += int(line.split()[1]) * 1024
-        return found
-
-    kept = []
-    plain = weights._of_tensors
-
-    def holding(verb: str, where: str, found: Any) -> Any:
-        kept.append(found)  # so that it stays mapped
-        return plain(verb, where, found)
-
-    weights._of_tensors = holding
-    try:
-        shards = mf.load_shards(path, groups)
-    finally:
-        weights._of_tensors = plain
-    return resident(), sum(x.nbytes for x in data_of(shards))
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc/self/smaps")
-def test_only_a_ranks_pages_of_a_torch_file_are_touched(ranks, tmp_path):
-    numel = 4 * 2**20
-    torch.save({"w": torch.ones(numel)}, tmp_path / "unique-name.pt")
-    for touched, held in ranks(4).run(pages, tmp_path / "unique-name.pt", LAYOUTS[3], numel):
-        assert held == numel
-        assert held <= touched <= held + 2 * 2**20  # readahead of a fault maps some pages around
 
 
 # Modules.
@@ -381,8 +357,11 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "nothing": (b"", "ends early"),
         "text": (b"hello, this is no file of weights at all", "longer than the file"),
         "shape.safetensors": (packed(text), "does not fit bytes 0 to 4"),
-        "dtype.safetensors": (packed({"x": {**text["x"], "dtype": "F4"}}), "torch has no dtype F4"),
-        "list.safetensors": (packed([1]), "list"),
+        "dtype.safetensors": (
+            packed({"x": {**text["x"], "dtype": "F4"}}),
+            "torch has no dtype 'F4'",
+        ),
+        "list.safetensors": (packed([1]), "its header is a list"),
         "a.index.json": (b"{}", "has no weight_map"),
     }
     for name, (content, _) in made.items():
@@ -391,9 +370,9 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
     write_safetensors(folder / "part.safetensors", {"a": torch.ones(1)})
     index = {"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
     (folder / "b.index.json").write_text(json.dumps(index))
-    found["lost"] = (folder / "b.index.json", "'b' should be in part.safetensors")
+    found["lost"] = (folder / "b.index.json", "'b': it should be in 'part.safetensors'")
     torch.save({"model": {"a": torch.ones(1)}}, folder / "nested.pt")
-    found["nested"] = (folder / "nested.pt", "'model': dict")
+    found["nested"] = (folder / "nested.pt", "'model': got dict")
     torch.save([torch.ones(1)], folder / "list.pt")
     found["list"] = (folder / "list.pt", "got list")
     (folder / "none").mkdir()
@@ -409,10 +388,12 @@ def packed(header: Any) -> bytes:
 def test_damaged_files_are_refused(tmp_path):
     with mf.make_groups(1) as groups:
         for name, (path, line) in broken_files(tmp_path).items():
-            with pytest.raises(mf.errors.TreeError) as error:
+            with pytest.raises(mf.errors.FileError) as error:
                 mf.load_shards(path, groups)
             assert line in str(error.value), name
             assert "fix: " in str(error.value), name
+            assert str(path) in str(error.value), name
+            assert error.value.path == str(path), name
         with pytest.raises(FileNotFoundError):
             mf.load_shards(tmp_path / "absent", groups)
 

@@ -1,0 +1,370 @@
+"""Files of strangers: what is refused, that nothing in them runs, and that all ranks hear of it."""
+
+import argparse
+import io
+import json
+import os
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random, same_bits
+from test_files import write_safetensors, write_torch
+
+import mics_fn as mf
+from mics_fn.init.files import open_weights
+from mics_fn.init.reading import Limits
+
+LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
+
+
+def safetensors(header: Any, data: int = 8) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(data)
+
+
+def leaf(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def rezipped(data: bytes, change: Callable[[dict[str, bytes]], Any], **options: Any) -> bytes:
+    """The same zip file with other records."""
+    with zipfile.ZipFile(io.BytesIO(data)) as old:
+        found = {name: old.read(name) for name in old.namelist()}
+    change(found)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **options) as new:
+        for name, content in found.items():
+            new.writestr(name, content)
+    return file.getvalue()
+
+
+class Runs:
+    """Its pickle runs a command."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("echo this must not run",)
+
+
+X = torch.ones(2)
+ONE = saved({"x": X})
+PICKLE = "archive/data.pkl"
+
+# The bytes of a file, the leaf that its error names, and what the error says.
+DAMAGED: dict[str, tuple[bytes, str, str]] = {
+    "negative size": (safetensors({"x": leaf([-2])}), "x", "is not a list of at most 64 sizes"),
+    "float size": (safetensors({"x": leaf([2.0])}), "x", "is not a list of at most 64 sizes"),
+    "bool size": (safetensors({"x": leaf([True, 2])}), "x", "is not a list of at most 64 sizes"),
+    "size as text": (safetensors({"x": leaf("2")}), "x", "is not a list of at most 64 sizes"),
+    "65 dims": (safetensors({"x": leaf([2] + [1] * 64)}), "x", "is not a list of at most 64"),
+    "overflow": (safetensors({"x": leaf([2**40, 2**40])}), "x", "overflows"),
+    "overflow beside 0": (safetensors({"x": leaf([0, 2**62, 8], (0, 0))}), "x", "overflows"),
+    "huge number": (safetensors({"x": leaf([10**4000])}), "x", "overflows"),
+    "float offsets": (safetensors({"x": leaf(offsets=[0.0, 8])}), "x", "not two whole numbers"),
+    "one offset": (safetensors({"x": leaf(offsets=[0])}), "x", "not two whole numbers"),
+    "beyond the file": (safetensors({"x": leaf([4], [0, 16])}), "x", "does not fit bytes 0 to 16"),
+    "backwards": (safetensors({"x": leaf([0], [8, 0])}), "x", "does not fit bytes 8 to 0"),
+    "overlap": (
+        safetensors({"x": leaf(), "y": leaf([1], [4, 8])}),
+        "y",
+        "its bytes 4 to 8 overlap others",
+    ),
+    "gap": (safetensors({"x": leaf([1], [4, 8])}), "x", "leave a gap before them"),
+    "trailing": (safetensors({"x": leaf()}, data=11), "", "3 bytes follow the last tensor"),
+    "twice": (
+        safetensors(b'{"x": 1, "x": 2}'),
+        "",
+        "neither a safetensors file nor a zip file of torch.save\n  'x' is there twice",
+    ),
+    "half a character": (safetensors({"\ud800": leaf()}), "\ud800", "its name cannot be written"),
+    "dtype of a list": (safetensors({"x": leaf(dtype=["F32"])}), "x", "torch has no dtype"),
+    "more facts": (safetensors({"x": leaf() | {"z": 1}}), "x", "something else than its dtype"),
+    "NaN": (safetensors(b'{"x": NaN}'), "", "NaN is not a number"),
+    "nesting": (safetensors(b"[" * 10**5), "", "recursion"),
+    "UTF-16": (safetensors('{"x": 1}'.encode("utf-16")), "", "can't decode"),
+    "long header": (struct.pack("<Q", 2**60) + bytes(50), "", "longer than the file"),
+    "three bytes": (b"abc", "", "it ends early, at byte 3 of 8"),
+    "cut": (ONE[:-30], "", "it has no directory of records at its end"),
+    "cut twice": (ONE[:-200] + ONE[-22:], "", "is damaged"),
+    "zip of others": (rezipped(ONE, lambda x: x.pop(PICKLE)), "", "not one of torch.save"),
+    "compressed": (
+        rezipped(ONE, lambda x: None, compression=zipfile.ZIP_DEFLATED),
+        "",
+        "is compressed or encrypted",
+    ),
+    "TorchScript": (
+        rezipped(ONE, lambda x: x.update({"archive/constants.pkl": b""})),
+        "",
+        "is an archive of TorchScript, which is a program",
+    ),
+    "big endian": (
+        rezipped(ONE, lambda x: x.update({"archive/byteorder": b"big"})),
+        "",
+        "another order of bytes",
+    ),
+    "short storage": (
+        rezipped(ONE, lambda x: x.update({"archive/data/0": b"1234"})),
+        "x",
+        "do not fit 4 bytes",
+    ),
+    "no storage": (
+        rezipped(ONE, lambda x: x.pop("archive/data/0")),
+        "x",
+        "its storage '0' is missing",
+    ),
+    "no pickle": (rezipped(ONE, lambda x: x.update({PICKLE: b""})), "", "is damaged"),
+    "pickle twice": (
+        rezipped(ONE, lambda x: x.update({PICKLE: b"\x80\x02}(X\1\0\0\0aK\1X\1\0\0\0aK\1u."})),
+        "",
+        "the name 'a' is there twice",
+    ),
+    "deep name": (
+        rezipped(ONE, lambda x: x.update({PICKLE: b"})" + b"\x85" * 10**6 + b"K\1s."})),
+        "",
+        "a name that is no text: tuple",
+    ),
+    "runs": (saved({"x": X, "run": Runs()}), "run", "got posix.system"),
+    "needs more": (saved({"x": X, "args": argparse.Namespace(a=1)}), "args", "argparse.Namespace"),
+    "number as a name": (saved({1: X}), "", "a name that is no text: int"),
+    "number": (saved({"x": X, "step": 3}), "step", "got int"),
+    "sparse": (saved({"x": X.to_sparse()}), "x", "got a sparse tensor"),
+    "meta": (saved({"x": X.to("meta")}), "x", "got a tensor on meta, without values"),
+    "expanded": (saved({"x": torch.ones(1).expand(10)}), "x", "do not fit 4 bytes"),
+    "negated": (saved({"x": torch.ones(2, dtype=torch.cfloat).conj().imag}), "x", "negates"),
+}
+
+
+@pytest.fixture(scope="module")
+def groups() -> Any:
+    with mf.make_groups(1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_damaged_is_refused_by_name(tmp_path: Path, groups: mf.Groups, name: str):
+    content, leaf, line = DAMAGED[name]
+    path = tmp_path / "a.weights"
+    path.write_bytes(content)
+    with pytest.raises(mf.errors.FileError) as error:
+        mf.load_shards(path, groups)
+    text = str(error.value)
+    assert text.startswith(f"load_shards: {path} ")
+    assert line in text
+    assert "\n  fix: " in text
+    assert "weights_only=False" not in text
+    assert (error.value.path, error.value.leaf) == (str(path), leaf)
+
+
+def test_limits_can_be_raised_and_lowered(tmp_path: Path, groups: mf.Groups):
+    tensors = {f"w{i}": torch.ones(2) for i in range(5)}
+    for write in (write_safetensors, write_torch):
+        path = tmp_path / write.__name__
+        write(path, tensors)
+        limits: list[dict[str, Any]] = [{"max_leaves": 4}, {"max_header_bytes": 100}]
+        for limit in limits:
+            (name,) = limit
+            with pytest.raises(mf.errors.FileError, match=f"larger than the limits\n.*\n.*{name}"):
+                mf.load_shards(path, groups, **limit)
+            with pytest.raises(mf.errors.FileError, match="init_model: .*larger than the limits"):
+                mf.init_model(lambda: torch.nn.Linear(1, 1), groups, seed=0, weights=path, **limit)
+        assert len(mf.load_shards(path, groups, max_leaves=5)) == 5
+
+
+# Names that lead elsewhere.
+
+
+def indexed(folder: Path, name: Any, text: str | None = None) -> Path:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": name}}) if text is None else text)
+    return index
+
+
+def outside(folder: Path) -> Path:
+    (folder / "other").mkdir()
+    (folder / "here").mkdir()
+    write_safetensors(folder / "other" / "secret.safetensors", {"x": X})
+    return folder / "here"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("../other/secret.safetensors", "it leads out of the folder"),
+        ("sub/../../other/secret.safetensors", "it leads out of the folder"),
+        ("{}/other/secret.safetensors", "it leads out of the folder"),
+        ("link", "it is a symbolic link, or behind one"),
+        ("folder/secret.safetensors", "it is a symbolic link, or behind one"),
+        ("fifo", "is a FIFO, not a regular file"),
+        (".", "is a folder, not a regular file"),
+        ("model.safetensors.index.json", "it is an index, too"),
+        ("absent", "No such file"),
+        ("a\0b", "that is not the name of a file"),
+        ("\ud800", "that is not the name of a file"),
+        ("", "that is not the name of a file"),
+        (3, "that is not the name of a file"),
+        (None, "that is not the name of a file"),
+        (["a"], "that is not the name of a file"),
+        ({"a": "b"}, "that is not the name of a file"),
+        ("a" * 5000, "File name too long"),
+    ],
+)
+def test_names_in_an_index_stay_in_its_folder(tmp_path, groups, name, reason):
+    here = outside(tmp_path)
+    (here / "link").symlink_to(tmp_path / "other" / "secret.safetensors")
+    (here / "folder").symlink_to(tmp_path / "other")
+    os.mkfifo(here / "fifo")
+    name = name.format(tmp_path) if isinstance(name, str) else name
+    indexed(here, name)
+    with pytest.raises(mf.errors.FileError) as error:
+        mf.load_shards(here, groups)
+    assert reason in str(error.value)
+    assert str(here) in str(error.value)
+    elsewhere = "symbolic" in reason or "leads out" in reason
+    if elsewhere:
+        shards: Any = mf.load_shards(here, groups, trust=True)
+        same_bits(shards["x"].data, X)
+    else:
+        with pytest.raises(mf.errors.FileError):
+            mf.load_shards(here, groups, trust=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"x": "a", "x": "b"}}',
+        "[" * 10**5,
+        "\0",
+    ],
+)
+def test_an_index_of_something_else_is_refused(tmp_path, groups, text):
+    index = indexed(tmp_path, "", text)
+    with pytest.raises(mf.errors.FileError, match="has no weight_map of names to files") as error:
+        mf.load_shards(index, groups)
+    assert error.value.path == str(index)
+
+
+def test_only_regular_files_are_opened(tmp_path, groups):
+    os.mkfifo(tmp_path / "fifo")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(mf.errors.FileError, match=f"{path} is {kind}, not a regular file"):
+            mf.load_shards(path, groups, trust=True)
+    with pytest.raises(mf.errors.FileError, match="no file 'a"):
+        mf.load_shards("a\0b", groups)
+
+
+def test_a_link_that_the_user_names_is_followed_and_one_in_a_folder_is_not(tmp_path, groups):
+    here = outside(tmp_path)
+    link = here / "model.safetensors"
+    link.symlink_to(tmp_path / "other" / "secret.safetensors")
+    assert list(mf.load_shards(link, groups)) == ["x"]
+    with pytest.raises(mf.errors.FileError, match="is not opened: it is a symbolic link"):
+        mf.load_shards(here, groups)
+    assert list(mf.load_shards(here, groups, trust=True)) == ["x"]
+    linear = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    write_safetensors(tmp_path / "other" / "secret.safetensors", linear)
+    mf.init_model(lambda: torch.nn.Linear(1, 1), groups, seed=0, weights=here, trust=True)
+
+
+# What torch.save writes.
+
+
+def kept() -> dict[str, Any]:
+    x = torch.arange(24.0).view(4, 6)
+    with_state = torch.ones(3)
+    with_state.note = "of a user"  # pyright: ignore[reportAttributeAccessIssue]
+    return {
+        "plain": x,
+        "part": x[1:3],
+        "turned": x.t(),
+        "columns": x[:, 1:5:2],
+        "last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+        "with_state": with_state,
+        "parameter_with_state": torch.nn.Parameter(with_state),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.ones(0, 5),
+        "one": torch.ones(5, 5)[:, :1][:1],
+        "int": torch.tensor([1, -1]),
+        "uint16": torch.tensor([1, 2], dtype=torch.uint16),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "complex": torch.ones(3, dtype=torch.cfloat),
+        "bool": torch.tensor([True, False]),
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_all_that_torch_saves_of_tensors_is_read_as_torch_reads_it(tmp_path, protocol):
+    path = tmp_path / "a.pt"
+    values = OrderedDict(kept())
+    values._metadata = {"": {"version": 1}}  # pyright: ignore[reportAttributeAccessIssue]
+    torch.save(values, path, pickle_protocol=protocol)
+    with open_weights("test", path, LIMITS) as found:
+        want = torch.load(path, weights_only=False)  # which knows every protocol
+        assert list(found) == list(want)
+        for name, x in want.items():
+            assert (found[name].shape, found[name].dtype) == (tuple(x.shape), x.dtype), name
+            flat = x.detach().reshape(-1)
+            for start, stop in ((0, x.numel()), (1, x.numel() - 1), (x.numel() // 2, x.numel())):
+                if 0 <= start <= stop:
+                    got = found[name].read(start, stop)
+                    assert torch.equal(got.view(torch.uint8), flat[start:stop].view(torch.uint8))
+
+
+# Reading is agreed.
+
+
+def cut_on_one(layout: Layout, path: Path, odd: int, verb: str) -> str:
+    """Read files of which one is cut after it was opened."""
+    rank, own = dist.get_rank(), Path(f"{path}{dist.get_rank()}")
+
+    def order(path: str) -> int:  # is asked for when the file is open
+        if rank == odd:
+            os.truncate(own, 9)
+        return 0
+
+    try:
+        if verb == "load_shards":
+            mf.load_shards(own, groups_of(layout), order=order)
+        else:
+            make = partial(torch.nn.Linear, 8, 64)
+            mf.init_model(make, groups_of(layout), seed=0, weights=own, order=order)
+    except mf.MicsError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("verb", ["load_shards", "init_model"])
+@pytest.mark.parametrize("write", [write_safetensors, write_torch])
+@pytest.mark.parametrize(
+    "layout", [Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2), Layout((4,), 4)], ids=str
+)
+@pytest.mark.covering("write", "layout")
+def test_what_cannot_be_read_on_one_rank_is_an_error_on_all(ranks, tmp_path, layout, write, verb):
+    odd = layout.world_size - 2
+    for rank in range(layout.world_size):
+        tensors = {"weight": random(0, 64, 8), "bias": random(1, 64)}
+        write(tmp_path / f"w{rank}", tensors)
+    found = ranks(layout.world_size).run(cut_on_one, layout, tmp_path / "w", odd, verb)
+    for rank, text in enumerate(found):
+        if rank == odd:
+            assert text.startswith(f"FileError: {verb}: {tmp_path}/w{rank} was cut while it was")
+        else:
+            assert text.startswith(f"DesyncError: {verb}: ")
+            assert f"rank {odd}: FileError: {verb}: {tmp_path}/w{odd} " in text
