@@ -74,7 +74,7 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
         say(f"p = {p}: counting ...")
         with mf.make_groups(p, node_size=config.node_size, device=device) as groups:
             full_bytes, mine = _run(config, groups, interface)
-            every: list[RankBytes] = of_all_ranks(mine)
+            every = [_rebuilt(*one) for one in of_all_ranks(mine)]
             found.append(_summarize(config, groups, full_bytes, every))
     if not is_first():
         return {}
@@ -110,6 +110,11 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
     formula = step_bytes(names, sizes, groups.num_replicas, full_bytes, config.accumulate)
     crossing = crossing_bytes(groups, formula, config.node_size)
     return full_bytes, RankBytes(ledger, formula, crossing, wire, seconds)
+
+
+def _rebuilt(*values: Any) -> RankBytes:
+    found = RankBytes(*values)
+    return found._replace(wire=found.wire and Counters(*found.wire))
 
 
 def crossing_bytes(

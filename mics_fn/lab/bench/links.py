@@ -50,7 +50,7 @@ def node_interface(node_size: int) -> str | None:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        mine = (kernel, os.stat("/proc/self/ns/net").st_ino)
+        mine = f"{kernel} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         mine = None
     seen = of_all_ranks((mine, name != "lo" and read_counters(name) is not None))

@@ -94,7 +94,7 @@ def _measure(
     with make_place(name, n, config.node_size, device=device) as groups:
         buckets, live, mine = _run(config, groups, precision)
         sizes, replicas = groups.hierarchy.route.sizes, groups.num_replicas
-    every: list[Held] = of_all_ranks(mine)
+    every = [Held(*held) for held in of_all_ranks(mine)]
     parts = memory_formula(
         buckets,
         cut,

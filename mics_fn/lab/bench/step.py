@@ -57,7 +57,8 @@ def measure_step(config: StepConfig) -> dict[str, Any]:
     if world_size > 1 and world_size in chosen:
         names = chosen[world_size]
         say(f"world {world_size}: {', '.join(names)} take turns ...")
-        every = of_all_ranks(_run(config, device, names))
+        found = of_all_ranks(_run(config, device, names))
+        every = [[Laps(*lap) for lap in laps] for laps in found]
         merged = [_merge(laps) for laps in zip(*every, strict=True)]
         together = _compare(merged, names, config, of_ranks=world_size)
     if rank:
@@ -96,7 +97,7 @@ def _merge(laps: Sequence[Laps]) -> Laps:
         [_most(each) for each in sent],  # ranks of a node count the same bytes
         max(lap.held_bytes for lap in laps),
         _most(peaks),
-        [torch.stack(each).mean() for each in zip(*(lap.results for lap in laps), strict=True)],
+        [fmean(each) for each in zip(*(lap.results for lap in laps), strict=True)],
     )
 
 

@@ -10,6 +10,8 @@ step is, while the time on the clock depends on who got a core.
 If the rates of links can be set, each round has a turn of every peer at every rate.
 """
 
+import itertools
+import json
 import os
 import statistics
 import sys
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import _device, tree
+from mics_fn import _device, _torch, tree
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.lab.bench.process_memory import peak_growth
@@ -31,6 +33,7 @@ from mics_fn.lab.ranks.launch import launch
 
 TIMEOUT_S = 3600.0  # as long as ranks wait while rank 0 measures alone
 PEAK_STEPS = 2
+_calls = itertools.count()  # of `of_all_ranks`, equal on all ranks
 
 
 class Spread(NamedTuple):
@@ -273,12 +276,13 @@ def world_size() -> int:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks, on every rank."""
+    """The values of all ranks, on every rank, as JSON gives them back: with lists for tuples."""
+    text = json.dumps(value, default=float)  # such as the loss of a step
     if world_size() == 1:
-        return [value]
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, value)
-    return found
+        return [json.loads(text)]
+    store, call = _torch.apart(_torch.default_store(), "bench"), next(_calls)
+    store.set(f"{call}/{dist.get_rank()}", text)
+    return [json.loads(store.get(f"{call}/{rank}")) for rank in range(world_size())]
 
 
 def is_first() -> bool:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
+from mics_fn.lab.ranks import loopback
 from mics_fn.lab.ranks.errors import exit_text
 from mics_fn.lab.ranks.launch import BOOT, DEFAULTS, leave_call
 
@@ -66,9 +65,7 @@ def run_bounded(
     Returns:
         How each rank ended. No process is left over, also after an exception in this one.
     """
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )
+    store = loopback.serve_store()
     folder, started = leave_call(fn, args), time.monotonic()
     procs: list[subprocess.Popen] = []
     try:
@@ -92,7 +89,7 @@ def _variables(rank: int, n: int, port: int) -> dict[str, str]:
     """What torchrun would set for a rank of one machine."""
     numbers = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
     numbers |= {"GROUP_RANK": 0, "MASTER_PORT": port}
-    texts = {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    texts = {"MASTER_ADDR": loopback.ADDRESS, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return texts | {name: str(number) for name, number in numbers.items()}
 
 

@@ -28,11 +28,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mics_fn.errors import MicsError, message, name_ranks
+from mics_fn.lab.ranks import loopback
 from mics_fn.lab.ranks.errors import exit_text
 
 BOOT = Path(__file__).with_name("boot.py")
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-DEFAULTS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+DEFAULTS = {"OMP_NUM_THREADS": "1"} | dict.fromkeys(
+    ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK
+)
 MONITOR_S = 0.1
 # A rank that raised waits this long before it ends. When a rank is killed, its peers raise at once
 # ("connection closed"); the one that was killed must be the first that the launcher sees.
@@ -69,7 +72,8 @@ def launch(fn: Callable[..., Any], n: int, *args: Any) -> list[Any]:
     Returns:
         Each rank's result. Ranks find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the
         rendezvous in their environment; only rank 0 writes to this terminal, the others to files
-        that are kept when something fails. OMP_NUM_THREADS is 1 unless it is set.
+        that are kept when something fails. OMP_NUM_THREADS is 1 unless it is set. Nothing listens
+        beyond loopback, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says so.
 
     Raises:
         LaunchError: a rank failed, or the launch was interrupted (exit code 130). No process is
@@ -122,9 +126,8 @@ def _config(n: int, folder: Path) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=n,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port
-        local_addr="localhost",  # not the host's name, which may resolve to nothing
+        rdzv_backend=loopback.BACKEND,
+        local_addr=loopback.ADDRESS,  # not the host's name, which may resolve to nothing
         max_restarts=0,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),

@@ -1,0 +1,102 @@
+"""What the lab starts listens on loopback alone, and no agent reads objects from its store."""
+
+import gc
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mics_fn as mf
+from mics_fn.lab.ranks import bounded, launch, loopback
+
+LISTENING = "0A"
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc/net/tcp")
+
+
+def listening(pid: int | str = "self") -> list[str]:
+    """The addresses on which a process listens, as text."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    open_files = {os.readlink(link) for link in links if link.is_symlink()}
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in open_files:
+                found.append(address_of(fields[1]))
+    return found
+
+
+def address_of(text: str) -> str:
+    """An address as Linux lists it: words of 32 bits in the order of the machine."""
+    host = text.partition(":")[0]
+    words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]
+    raw = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+
+
+def sockets_of_a_step() -> tuple[list[str], list[str]]:
+    """Where this rank and the process that started it listen, in the middle of a job."""
+    mf.init_distributed(device="cpu", timeout_s=60)
+    with mf.make_groups(2, node_size=1) as groups:
+        shards = mf.shard({"w": torch.ones(4)}, groups)
+        mf.unshard(shards, groups)
+        found = listening(), listening(os.getppid())
+        dist.barrier()
+    return found
+
+
+def of_pool() -> list[str]:
+    with mf.make_groups(2) as groups:
+        mf.unshard(mf.shard({"w": torch.ones(4)}, groups), groups)
+        found = listening()
+        dist.barrier()
+    return found
+
+
+def check(found: list[list[str]]) -> None:
+    """All loopback, and every process has a socket, so that an empty list proves nothing."""
+    assert all(found)
+    assert {address for each in found for address in each} == {"127.0.0.1"}
+
+
+def test_a_socket_beyond_loopback_would_be_seen():
+    with socket.create_server(("0.0.0.0", 0)):
+        assert "0.0.0.0" in listening()
+    with socket.create_server(("::1", 0), family=socket.AF_INET6):
+        assert "::1" in listening()
+    assert "0.0.0.0" not in listening()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # torch's agent leaves its logs open
+def test_launched_ranks_and_their_agent_listen_on_loopback(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for own, parent in launch.launch(sockets_of_a_step, 2):
+        check([own, parent])
+    gc.collect()
+
+
+@pytest.mark.thorough  # the doctor runs it, too
+def test_bounded_ranks_and_their_store_listen_on_loopback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for ended in bounded.run_bounded(sockets_of_a_step, 2, limit_s=60.0):
+        assert ended.well, ended
+        check(list(ended.result))
+
+
+def test_ranks_of_a_pool_listen_on_loopback(ranks):
+    check(ranks(2).run(of_pool))
+
+
+def test_the_agent_meets_no_other_and_its_store_is_on_loopback():
+    config = launch._config(2, Path("/tmp"))
+    assert config.rdzv_backend == loopback.BACKEND
+    before = listening()
+    store = loopback.serve_store()
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    assert sorted(listening()) == sorted([*before, "127.0.0.1"])
