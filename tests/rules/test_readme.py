@@ -165,6 +165,8 @@ def test_its_torchrun_lines_parse():
     for line in lines:
         parsed = get_args_parser().parse_args(shlex.split(line)[1:])
         assert parsed.training_script == "train.py"
+        # Its other rendezvous unpickles what anybody writes to a port that is open to all.
+        assert (parsed.rdzv_backend, parsed.standalone) == ("static", False)
 
 
 def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
