@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _device
+from mics_fn import _device, interrupts
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
 from mics_fn.groups import Comm, Life
 from mics_fn.schedules import Stuck
@@ -257,6 +257,7 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
             if now - stalled > _STALL_S:
                 stalled, looked = now, True
                 life.look([s for pending in life.active if (s := pending.stuck)], _ISSUED)
+            interrupts.give_way(now - since)
             for pending in life.active:
                 pending.check_time(now - since)
             # Sleep in proportion to the wait so far, so that polling costs little time and delay.

@@ -1,6 +1,6 @@
 """`GradSum`: the gradients of a whole step, added up over its micro-steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ class GradSum:
         if not isinstance(micro_steps, int) or micro_steps < 1:
             raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
         self.micro_steps, self.dtype = micro_steps, dtype
+        self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
         self._bound: _Bound | None = None
         self._running = False  # whether `backward` is running
 
@@ -61,6 +62,7 @@ class GradSum:
             raise TreeError(message(text, fix="make a new GradSum for each step"))
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
         reduction = SumOfPasses(opened.uses, run, self.micro_steps, self.dtype, let_go)
+        reduction.before_last = self.before_last
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
         return variables

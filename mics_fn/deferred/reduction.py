@@ -16,7 +16,7 @@ bucket always fits. So full gradients take the memory of a few buckets, whatever
 model, and how much does not depend on timing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median_low
 
@@ -50,6 +50,7 @@ class Reduction:
     """
 
     has_target = True  # whether in this pass the mean has memory of its own
+    last = False  # whether this pass ends with hop 2
 
     def __init__(self, uses: Sequence[BucketUse], run: Run) -> None:
         self.uses, self._run = uses, run
@@ -60,6 +61,10 @@ class Reduction:
         self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
         self.own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         self._next = 0  # index in the order
+        far = [i for i in self.order if not uses[i].alone]
+        self._last_far = far[-1] if far else None
+        # Called before this rank sends its part of the step's last reduction.
+        self.before_last: Callable[[], None] = lambda: None
         run.slack = self._slack()
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -277,6 +282,8 @@ class Reduction:
             self._next += 1
 
     def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
+        if self.last and index == self._last_far:
+            self.before_last()
         use = self.uses[index]
         bucket, now = use.bucket, self.levels_now(use.route)
         device = use.home.device if out is None else out.device

@@ -52,7 +52,7 @@ class SumOfPasses(Reduction):
         super().__init__(uses, run)
 
     @property
-    def last(self) -> bool:
+    def last(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether this pass ends with hop 2."""
         return self.passes == self.micro_steps - 1
 

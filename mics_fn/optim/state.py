@@ -8,6 +8,7 @@ from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.interrupts import Commit
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.runs import any_requires_grad, devices
 from mics_fn.optim.transform import Transform, as_transform
@@ -72,7 +73,9 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       grads: tree of shards with the structure of `state.params`, both hops done (see
         `reduce_grads`).
       donate: update in the memory of `state`, which cannot be used afterwards: doing so raises and
-        names the value. What else lies in that memory, such as leaves of another tree, stays.
+        names the value. What else lies in that memory, such as leaves of another tree, stays. A
+        Ctrl-C meanwhile is raised after the return, once the result is assigned, so assign it at
+        once.
 
     Returns:
       A new `TrainState`, one step later. It has derivatives where one is asked for: inside
@@ -99,6 +102,17 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
+    if not donate:
+        return _stepped(state, grads, donate)
+    with Commit() as commit:
+        commit.write()
+        found = _stepped(state, grads, donate)
+        ending = commit.ending()
+    ending[0]  # see [Note: between two instructions] in `interrupts`
+    return found
+
+
+def _stepped(state: TrainState, grads: Tree, donate: bool) -> TrainState:
     before, ahead = unpacked(state.params), unpacked(grads)
     variables = _check_grads(before, ahead)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.

@@ -34,6 +34,10 @@ Equal runs: `Trainer(deterministic=True)` uses torch's deterministic algorithms 
 level by level from the innermost, then micro-steps in order, then replicas. Two runs then give
 equal bits, which gloo and NCCL alone do not promise.
 
+Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together, and
+`KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
+merge of replicas communicates while it writes, so Ctrl-C waits for it, `timeout_s` at most.
+
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
@@ -49,7 +53,8 @@ loops written by hand have it too.
 
 from mics_fn.train import replicas
 from mics_fn.train.data import sampler
-from mics_fn.train.trainer import StepMetrics, Trainer
+from mics_fn.train.metrics import StepMetrics
+from mics_fn.train.trainer import Trainer
 
 __all__ = [
     "StepMetrics",

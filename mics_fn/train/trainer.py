@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import GradSum, bucket_sizes, defer
+from mics_fn.interrupts import Commit
 from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import Precision, precision_of, refuse_derivative, unshard
@@ -19,39 +20,11 @@ from mics_fn.train.data import Epochs
 from mics_fn.train.defaults import schedules_for
 from mics_fn.train.given import as_shards, check_buffers, homes_for
 from mics_fn.train.loop import Progress, reproducible
+from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.program import program_of
 from mics_fn.train.replicas import every_step
 from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
-
-
-class StepMetrics(NamedTuple):
-    """What a step reports.
-
-    Args:
-      step: the number of optimizer steps after it.
-      loss: 0-dim tensor on the device: this rank's mean over micro-steps, which `fit` averages over
-        ranks.
-      samples: samples on all ranks together.
-      tokens: elements of the batch's first integer tensor with two or more dims, on all ranks
-        together; 0 if there is none.
-      seconds: host time of the call.
-      grad_norm: 0-dim float64 tensor, the norm of the gradient before clipping; None if the guard
-        does not need it.
-      scale: the factor that the loss was multiplied by.
-      accepted: whether the step was taken; if not, only the guard has changed.
-      spike: whether the norm was a spike.
-    """
-
-    step: int
-    loss: Tensor
-    samples: int
-    tokens: int
-    seconds: float
-    grad_norm: Tensor | None = None
-    scale: float = 1.0
-    accepted: bool = True
-    spike: bool = False
 
 
 class Trainer:
@@ -186,8 +159,9 @@ class Trainer:
         batch = to_device(batch, self._home.device)
         parts, state, losses = cut(batch, self.accumulate), self.state, []
         buffers = self._program.buffers.copies(state.buffers)
-        total = GradSum(self.accumulate, dtype=self.grad_dtype)
-        with torch.enable_grad(), reproducible(self.deterministic):
+        total, commit = GradSum(self.accumulate, dtype=self.grad_dtype), Commit()
+        total.before_last = commit.hold  # see [Note: commit] in `interrupts`
+        with commit, torch.enable_grad(), reproducible(self.deterministic):
             with defer(state.params, self._step_groups, self.schedule, into=total) as full:
                 for part in parts:
                     loss, buffers = self._program(
@@ -195,8 +169,9 @@ class Trainer:
                     )
                     losses.append(loss)
             del full  # else the update would copy shards that parameters share
-            verdict = self._update(total.grads(), buffers)
-        total.release()
+            commit.hold()
+            verdict = self._update(total.grads(), buffers, commit)
+            total.release()
         samples, tokens = count(batch)
         n, loss = self._home.world_size, torch.stack(losses).mean()
         return StepMetrics(
@@ -212,7 +187,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _update(self, grads: Tree, buffers: Values) -> Verdict:
+    def _update(self, grads: Tree, buffers: Values, commit: Commit) -> Verdict:
         """The optimizer's step if the guard accepts it, and the merge of replicas if it is due."""
         verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
         if verdict.accept:
@@ -220,6 +195,8 @@ class Trainer:
             if not self.replica_sync.due(self.sync_state):
                 home = self.replica_sync.groups(home)
             buffers = self._program.buffers.average(buffers, home)
+        commit.write()  # no collective is left, but those of a merge
+        if verdict.accept:
             state = replace(opt_step(state, verdict.grads, donate=True), buffers=buffers)
         params, self.sync_state = self.replica_sync.after(
             state.params, self.sync_state, self.groups, donate=True

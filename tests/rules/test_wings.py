@@ -31,13 +31,15 @@ FLOORS = [
     ["lab"],
 ]
 WINGS = [wing for row in FLOORS for wing in row]
-GROUND = ["errors", "tree", "store", "_torch", "_device"]  # files, which import only each other
+# Files, which import only each other.
+GROUND = ["errors", "tree", "store", "interrupts", "_torch", "_device"]
 DOORS = ["__init__", "__main__"]  # what users see; nothing imports them
 
 # What a wing or a file imports from outside, Python's own library aside.
 OUTSIDE = {
     "errors": [],
     "store": [],
+    "interrupts": [],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
     "_device": ["torch", "torch.distributed"],

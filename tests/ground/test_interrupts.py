@@ -1,0 +1,193 @@
+"""Signals that come while a step is written wait for its end, and none is lost."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mics_fn import interrupts
+from mics_fn.interrupts import Commit, give_way
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Handlers that note SIGUSR1 and SIGUSR2; pytest's own stays for the rest."""
+    found: list[int] = []
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, lambda n, frame: found.append(n)) for number in numbers]
+    yield found
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in interrupts._SIGNALS]
+
+
+def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[int]) -> None:
+    before = handlers()
+    with Commit() as commit:
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1], "nothing is held yet"
+        commit.write()
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+        assert heard == [signal.SIGUSR1]
+    assert heard == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1]
+    assert handlers() == before
+
+
+def error_of(block: Callable[[Commit], None]) -> BaseException | None:
+    """What comes out of a block."""
+    try:
+        with Commit() as commit:
+            block(commit)
+    except BaseException as error:
+        return error
+    return None
+
+
+def test_an_interrupt_is_raised_right_after_the_block() -> None:
+    before, done = handlers(), []
+
+    def block(commit: Commit) -> None:
+        commit.hold()
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+
+    assert isinstance(error_of(block), KeyboardInterrupt)
+    assert done
+    assert handlers() == before
+
+
+def test_handlers_that_raise_do_not_keep_the_others_away(heard: list[int]) -> None:
+    def block(commit: Commit) -> None:
+        commit.write()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)
+
+    assert isinstance(error_of(block), KeyboardInterrupt)
+    assert heard == [signal.SIGUSR1]
+
+
+def test_an_error_in_the_block_comes_with_the_interrupt() -> None:
+    before = handlers()
+
+    def block(commit: Commit) -> None:
+        commit.write()
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("mine")
+
+    def no_signal(commit: Commit) -> None:
+        commit.write()
+        raise ValueError("mine")
+
+    found = error_of(block)
+    assert isinstance(found, KeyboardInterrupt)
+    assert isinstance(found.__context__, ValueError)
+    assert handlers() == before
+    assert isinstance(error_of(no_signal), ValueError)
+    assert handlers() == before
+
+
+def result(*numbers: int) -> int:
+    """A function in which signals come, and which ends before they are raised."""
+    with Commit() as commit:
+        commit.write()
+        for number in numbers:
+            signal.raise_signal(number)
+        ending = commit.ending()
+    ending[0]
+    return 7
+
+
+def rest() -> None:
+    """Some instructions at which Python looks for signals."""
+    for _ in range(3):
+        time.sleep(0.001)
+
+
+def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
+    before, kept = handlers(), 0
+    try:
+        kept = result(signal.SIGINT, signal.SIGUSR1)
+        rest()
+        kept = 0
+    except KeyboardInterrupt:
+        assert kept == 7
+    rest()
+    assert kept == 7
+    assert heard == [signal.SIGUSR1]
+    assert handlers() == before
+    assert result() == 7
+    with Commit() as commit:
+        commit.hold()
+        kept = result(signal.SIGUSR1, signal.SIGUSR2)
+        rest()
+        assert len(heard) == 1
+    assert heard[1:] == [signal.SIGUSR1, signal.SIGUSR2]
+    assert handlers() == before
+
+
+def test_an_inner_block_leaves_signals_to_the_outer_one(heard: list[int]) -> None:
+    with Commit() as outer:
+        outer.hold()
+        with Commit() as inner:
+            inner.write()
+            signal.raise_signal(signal.SIGUSR1)
+        give_way(1e9)
+        assert heard == [], "the inner block writes for the outer one"
+    assert heard == [signal.SIGUSR1]
+
+
+def test_a_wait_gives_way_until_something_is_written(heard: list[int]) -> None:
+    with Commit() as commit:
+        commit.hold()
+        give_way(1e9)
+        signal.raise_signal(signal.SIGUSR1)
+        give_way(0.5)
+        assert heard == [], "other ranks may be about to send"
+        give_way(1.5)
+        assert heard == [signal.SIGUSR1]
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(heard) == 2, "and from here on nothing is held"
+        commit.hold()
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        give_way(0.0)
+        assert len(heard) == 3, "a second one insists"
+        commit.write()
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        give_way(1e9)
+        assert len(heard) == 3
+    assert len(heard) == 4
+
+
+def test_other_threads_hold_nothing() -> None:
+    before, found = handlers(), []
+
+    def elsewhere() -> None:
+        with Commit() as commit:
+            commit.write()
+            found.append(handlers())
+            give_way(1e9)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_what_python_does_not_handle_is_left_alone() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with Commit() as commit:
+            commit.write()
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,211 @@
+"""A step that Ctrl-C meets at any instant is taken in full or not at all, and by all ranks."""
+
+import os
+import random
+import signal
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import same_bits
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn import tree
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {"optimizer": mf.optim.adamw(1e-2)},
+    "clip": lambda: {
+        "optimizer": mf.optim.from_torch(torch.optim.RMSprop, lr=1e-3),
+        "guard": mf.optim.Guard(mf.optim.dynamic_scale(8.0, interval=3), max_norm=1.0),
+    },
+    "merge": lambda: {
+        "optimizer": mf.optim.lion(1e-3),
+        "replica_sync": mf.replicas.diloco(2),
+        "accumulate": 2,
+    },
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.BatchNorm1d(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def made(groups: mf.Groups, kind: str) -> mf.Trainer:
+    torch.manual_seed(0)
+    options = KINDS[kind]()
+    return mf.Trainer(Net(), options.pop("optimizer"), groups, bucket_bytes=3_000, **options)
+
+
+def batch() -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def held_by(trainer: mf.Trainer) -> tuple:
+    """All that a step changes, copied."""
+    leaves = tree.flatten((trainer.state, trainer.sync_state))[0]
+    tensors = [x.detach().clone() for x in leaves if isinstance(x, Tensor)]
+    rest = [x for x in leaves if not isinstance(x, Tensor)]
+    return tensors, rest, trainer.guard.scale
+
+
+class Sender:
+    """A process that sends SIGINT to this one after so many seconds."""
+
+    def __init__(self) -> None:
+        read, self._write = os.pipe()
+        receiver, self._child = os.getpid(), os.fork()
+        if self._child == 0:
+            os.close(self._write)
+            while len(word := os.read(read, 8)) == 8:
+                time.sleep(struct.unpack("d", word)[0])
+                os.kill(receiver, signal.SIGINT)
+            os._exit(0)
+        os.close(read)
+
+    def after(self, seconds: float) -> None:
+        os.write(self._write, struct.pack("d", seconds))
+
+    def close(self) -> None:
+        os.close(self._write)
+        os.waitpid(self._child, 0)
+
+
+def timed(trainer: mf.Trainer) -> float:
+    started = time.perf_counter()
+    trainer.step(batch())
+    return time.perf_counter() - started
+
+
+def interrupted(kind: str, trials: int) -> int:
+    """One rank alone; returns how many steps were not taken."""
+    groups, sender, refused = mf.make_groups(1), Sender(), 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    draw = random.Random(kind)
+    trainer, twin = made(groups, kind), made(groups, kind)
+    try:
+        step_s = min(timed(made(groups, kind)) for _ in range(3))
+        for _ in range(trials):
+            try:
+                sender.after(draw.uniform(0.0, 1.3) * step_s)
+                trainer.step(batch())
+                time.sleep(1)
+            except KeyboardInterrupt:
+                pass
+            if trainer.sync_state.step > twin.sync_state.step:
+                twin.step(batch())
+            else:
+                refused += 1
+            (mine, *rest), (wanted, *others) = held_by(trainer), held_by(twin)
+            same_bits(mine, wanted)
+            assert rest == others
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sender.close()
+    return refused
+
+
+def by_hand(trials: int) -> int:
+    """A loop of `opt_step` that keeps each state; returns how many steps were not taken."""
+    groups, sender, x, step = mf.make_groups(1), Sender(), torch.ones(1000), 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    state = mf.init_state(mf.shard({"w": torch.zeros(1000)}, groups), mf.optim.sgd(1.0))
+    draw, seen = random.Random(0), set()
+    try:
+        for _ in range(trials):
+            try:
+                sender.after(draw.uniform(0.0, 0.004))
+                while True:
+                    step = state.step
+                    grads = mf.reduce_grads({"w": x}, groups)
+                    state = mf.opt_step(state, grads, donate=True)
+            except KeyboardInterrupt:
+                pass
+            seen.add(state.step - step)
+            assert state.step - step in (0, 1)
+            assert state.params["w"].data.unique().tolist() == [-float(state.step)]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sender.close()
+    return len(seen)
+
+
+def test_a_step_by_hand_ends_before_the_interrupt(ranks):
+    assert ranks(1).run(by_hand, 200) == [2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_taken_in_full_or_not_at_all(ranks, kind):
+    (refused,) = ranks(1).run(interrupted, kind, 40)
+    assert 0 < refused < 40
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(500)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_one_of_many_steps_is_taken_in_full_or_not_at_all(ranks, kind):
+    for _ in range(7):
+        (refused,) = ranks(1).run(interrupted, kind, 100)
+        assert 0 < refused < 100
+
+
+def together(kind: str, seed: int, spread: float) -> tuple[int, str]:
+    """Ctrl-C for all ranks within one step; returns the step of this rank, and an error."""
+    groups, sender = mf.make_groups(2, node_size=1, timeout_s=20), Sender()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer, error = made(groups, kind), ""
+    try:
+        step_s = min(timed(trainer) for _ in range(2))
+        draw = random.Random(f"{seed} {dist.get_rank()}")
+        dist.barrier()
+        delay = random.Random(seed).uniform(0.0, 1.2) + draw.uniform(0.0, spread)
+        try:
+            sender.after(delay * step_s)
+            trainer.step(batch())
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        except mf.MicsError as found:
+            error = f"{found}"
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sender.close()
+        groups.life.abandon(KeyboardInterrupt())
+    return trainer.state.step, error
+
+
+def check_together(pool: Any, kind: str, seeds: range) -> set[int]:
+    """All ranks are at one step, or told; returns the steps."""
+    ends = set()
+    for seed in seeds:
+        found = pool.run(together, kind, seed, 0.3)
+        # Replicas that are apart count their own steps until they merge.
+        parts = [found[i : i + 2] for i in range(0, len(found), 2)] if kind == "merge" else [found]
+        for part in parts:
+            steps = {step for step, _ in part}
+            assert len(steps) == 1 or any(error for _, error in found), found
+            ends |= steps
+    return ends
+
+
+def test_ranks_end_at_one_step(ranks):
+    assert check_together(ranks(2), "plain", range(8)) == {2, 3}
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(500)
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_end_at_one_step_in_many_trials(ranks, n, kind):
+    check_together(ranks(n), kind, range(100, 150))
