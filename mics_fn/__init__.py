@@ -75,9 +75,11 @@ Gradients:
 
 Steps:
   `TrainState` - step, parameters, optimizer state and buffers as one value
-  `init_state` - the state before the first step
-  `opt_step` - state and gradients to the next state - what a transform in it sends
+  `init_state` - the state before the first step - with groups= 32 bytes, to compare options
+  `opt_step` - state and gradients to the next state - what a transform in it sends, 8 bytes once
   `optim` - the namespace of what is done with gradients
+  `optim.same_step` - a state whose ranks are at one step, if need be from a replica - 8 bytes
+  `optim.same_replicas` - a state whose replicas hold the same bits - 8 bytes per run of leaves
   `optim.Transform` - an optimizer as pure functions
   `optim.sgd` - stochastic gradient descent
   `optim.adam` - Adam with an L2 penalty
@@ -125,6 +127,7 @@ Errors:
   `errors.TreeError` - a tree that does not match another
   `errors.LeafError` - a leaf of the wrong kind
   `errors.DesyncError` - ranks that should agree do not
+  `errors.TornStepError` - ranks that hold states of different steps
   `errors.DonatedError` - a value used after it was given away
   `errors.GroupsError` - groups used before they exist or after they closed
   `errors.CollectiveError` - a collective that failed

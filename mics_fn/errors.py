@@ -67,6 +67,10 @@ class FileError(MicsError, ValueError):
         self.path, self.leaf = path, leaf
 
 
+class TornStepError(DesyncError):
+    """Ranks hold states of different steps, which must not be mixed."""
+
+
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
     """One error text: a headline, indented details, and the fix.
 

@@ -49,14 +49,14 @@ class Commit:
     Inside another one that holds signals already it does nothing of its own.
 
     Example:
+      >>> before = signal.signal(signal.SIGUSR1, lambda number, frame: print("heard"))
       >>> with Commit() as commit:
       ...     commit.write()
-      ...     signal.raise_signal(signal.SIGINT)
-      ...     done = True
-      Traceback (most recent call last):
-      KeyboardInterrupt
-      >>> done
-      True
+      ...     signal.raise_signal(signal.SIGUSR1)
+      ...     print("done")
+      done
+      heard
+      >>> old = signal.signal(signal.SIGUSR1, before)
     """
 
     def __init__(self) -> None:

@@ -53,6 +53,7 @@ from mics_fn.collectives.agreement import (
     check_same,
     checksum,
     collect_all,
+    collect_bytes,
     in_step,
     same_call,
 )
@@ -70,6 +71,8 @@ from mics_fn.collectives.levels import (
     mean_comms,
     mean_over_ranks,
     mean_steps,
+    send_from,
+    start_collect,
     start_mean,
 )
 from mics_fn.collectives.pending import Pending, Steps, push_all, wait_all, wait_until
@@ -85,6 +88,7 @@ __all__ = [
     "checksum",
     "collect",
     "collect_all",
+    "collect_bytes",
     "finish_readers",
     "in_step",
     "mean_comms",
@@ -94,8 +98,10 @@ __all__ = [
     "same_call",
     "scatter_comms",
     "scatter_steps",
+    "send_from",
     "spare_numel",
     "start_all_gather",
+    "start_collect",
     "start_fetch",
     "start_mean",
     "start_reduce_scatter",

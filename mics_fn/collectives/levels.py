@@ -3,7 +3,7 @@
 No other file calls what moves data.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,12 +182,26 @@ def collect(comm: Comm, tensor: Tensor) -> Tensor:
     """A small tensor from each rank, stacked in the communicator's order; no host sync on CUDA."""
     if comm.size == 1:
         return tensor.unsqueeze(0)
-    flat = tensor.contiguous().view(-1)
-    out = flat.new_empty(comm.size * flat.numel())
-    call = partial(_torch.all_gather_single, out, flat)
-    nbytes = (comm.size - 1) * flat.nbytes
-    _one(Collective(comm, "all-gather", nbytes, call), (flat, out))
-    return out.view(comm.size, *tensor.shape)
+    return start_collect([comm], tensor).wait().view(comm.size, *tensor.shape)
+
+
+def start_collect(comms: Sequence[Comm], tensor: Tensor) -> Pending:
+    """Start to collect a small tensor over one communicator after the other; the result is flat."""
+    comms, flat = [comm for comm in comms if comm.size > 1], tensor.contiguous().view(-1)
+    outs, numel = [], flat.numel()
+    for comm in comms:
+        numel *= comm.size
+        outs.append(flat.new_empty(numel))
+
+    def steps() -> Steps:
+        here = flat
+        for comm, out in zip(comms, outs, strict=True):
+            call = partial(_torch.all_gather_single, out, here)
+            yield Collective(comm, "all-gather", (comm.size - 1) * here.nbytes, call)
+            here = out
+        return here
+
+    return Pending(steps(), comms, keep=(flat, *outs), device=flat.device)
 
 
 def _one(collective: Collective, keep: tuple[Tensor, ...]) -> None:
@@ -208,10 +222,15 @@ def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
     own = groups.plan.partition_groups[groups.position // groups.partition_size]
     hops.append((groups.partition, groups.ranks[own[place]]))
     for comm, source in hops:
-        if comm.size > 1:
-            call = partial(dist.broadcast, tensor, src=source)
-            nbytes = tensor.nbytes if comm.rank == 0 else 0
-            _one(Collective(comm, "broadcast", nbytes, call), (tensor,))
+        send_from(comm, tensor, source)
+
+
+def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
+    """Overwrite `tensor` on all ranks of a communicator with that of the source."""
+    if comm.size > 1:
+        call = partial(dist.broadcast, tensor, src=source_rank)
+        nbytes = tensor.nbytes if comm.rank == 0 else 0
+        _one(Collective(comm, "broadcast", nbytes, call), (tensor,))
 
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:

@@ -66,15 +66,19 @@ Objects with `init` and `update` of other libraries can be used as they are. Add
 
 from mics_fn.optim.clip import clip_by_global_norm, clip_by_value, global_norm
 from mics_fn.optim.columns import fresh, map_columns
+from mics_fn.optim.drift import Comparison, same_replicas
 from mics_fn.optim.flat import by_leaf, replaced
 from mics_fn.optim.guard import Guard, Verdict, norm_spike
 from mics_fn.optim.loss_scale import LossScale, dynamic_scale, no_scale, static_scale
 from mics_fn.optim.optimizers import adam, adamw, lion, sgd, warmup_cosine
+from mics_fn.optim.options import optimizer_facts, same_options
 from mics_fn.optim.state import TrainState, init_state, opt_step
+from mics_fn.optim.steps import same_step
 from mics_fn.optim.torch_optim import from_torch
 from mics_fn.optim.transform import Rate, Transform, as_transform, chain
 
 __all__ = [
+    "Comparison",
     "Guard",
     "LossScale",
     "Rate",
@@ -98,7 +102,11 @@ __all__ = [
     "no_scale",
     "norm_spike",
     "opt_step",
+    "optimizer_facts",
     "replaced",
+    "same_options",
+    "same_replicas",
+    "same_step",
     "sgd",
     "static_scale",
     "warmup_cosine",

@@ -12,6 +12,7 @@ from mics_fn.errors import LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Home, fold_ranks
 from mics_fn.optim.columns import in_chunks, map_columns
 from mics_fn.optim.flat import by_leaf
+from mics_fn.optim.options import facts_from
 from mics_fn.optim.transform import Transform, from_update
 from mics_fn.shards import (
     Bucket,
@@ -253,7 +254,8 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
             factor = _for_parts(factor, counted_homes("clip_by_global_norm", grads, groups))
         return limited(grads, factor), state
 
-    return from_update(lambda params: (), update)
+    facts = facts_from("clip_by_global_norm", {"max_norm": max_norm})
+    return from_update(lambda params: (), update, facts)
 
 
 def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
@@ -292,4 +294,5 @@ def clip_by_value(max_value: float) -> Transform:
     def update(grads: Tree, state: tuple, params: Tree) -> tuple[Tree, tuple]:
         return limited(grads, max_value=max_value), state
 
-    return from_update(lambda params: (), update)
+    facts = facts_from("clip_by_value", {"max_value": max_value})
+    return from_update(lambda params: (), update, facts)

@@ -8,6 +8,7 @@ import torch
 
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, Unpacked, zeros
+from mics_fn.optim.options import facts_from
 from mics_fn.optim.torch_optim import from_torch
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -148,7 +149,8 @@ def lion(
         params, mean = work.targets()
         return params, LionState(state.count + 1, mean)
 
-    return from_step(init, step)
+    given = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "decay_mask": decay_mask}
+    return from_step(init, step, facts_from("lion", given))
 
 
 def warmup_cosine(

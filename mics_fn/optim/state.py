@@ -10,9 +10,19 @@ from mics_fn import _torch, tree
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.interrupts import Commit
 from mics_fn.optim.flat import Unpacked, unpacked
+from mics_fn.optim.options import optimizer_facts, same_options
 from mics_fn.optim.runs import any_requires_grad, devices
+from mics_fn.optim.steps import compare_once
 from mics_fn.optim.transform import Transform, as_transform
-from mics_fn.shards import Sharded, dtype_name, give_away, is_leaf
+from mics_fn.shards import (
+    Sharded,
+    dtype_name,
+    give_away,
+    homes_of,
+    is_leaf,
+    names,
+    reduced_over,
+)
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
@@ -39,7 +49,11 @@ class TrainState:
 
 
 def init_state(
-    params: Tree, optimizer: Any, *, buffers: dict[str, Tensor] | None = None
+    params: Tree,
+    optimizer: Any,
+    *,
+    buffers: dict[str, Tensor] | None = None,
+    groups: Any = None,
 ) -> TrainState:
     """The state before the first step.
 
@@ -47,14 +61,18 @@ def init_state(
       params: tree of shards.
       optimizer: a `Transform`, or anything with `init(params)` and `update(grads, state, params)`.
       buffers: the model's buffers, full tensors by name.
+      groups: as for `shard`; if they are given, their ranks compare the options of the optimizer.
 
     Returns:
       A `TrainState` at step 0.
+
+    Communication: with `groups`, 32 bytes over the partition group and the replication group.
 
     Memory: the optimizer's state for this rank's shards.
 
     Raises:
       OptimizerError: `optimizer` is neither of these.
+      DesyncError: ranks of `groups` have other options; on all of them, by name.
 
     Example:
       >>> groups = make_groups(1)
@@ -62,6 +80,11 @@ def init_state(
       0
     """
     transform = as_transform(optimizer)
+    if groups is not None:
+        homes = homes_of("init_state", groups, params)
+        several = any(home.partition_size * home.num_replicas > 1 for home in homes)
+        facts = optimizer_facts("init_state", transform, names(params), several)
+        same_options("init_state", facts, homes)
     return TrainState(0, params, transform.init(params), dict(buffers or {}), transform)
 
 
@@ -85,14 +108,16 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       partition group. Parameters that are leaves of autograd count as constants unless the
       gradients require a derivative.
 
-    Communication: only that of transforms that were given groups, such as clipping by norm. With
-      `donate` it waits for gathers of these shards that are under way.
+    Communication: only that of transforms that were given groups, such as clipping by norm, and 8
+      bytes the first time that gradients come from these groups, to compare the step; see [Note:
+      one step] in `optim.steps`. With `donate` it waits for gathers of these shards under way.
 
     Memory: a second copy of the state; none with `donate`.
 
     Raises:
       TreeError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
+      TornStepError: ranks are at different steps; on all of them, and nothing was written.
       OptimizerError: a derivative is asked for with `donate`, or of an optimizer without one.
 
     Example:
@@ -102,18 +127,20 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
+    ahead = unpacked(grads)
+    compare_once(state.step, reduced_over(ahead.leaves))
     if not donate:
-        return _stepped(state, grads, donate)
+        return _stepped(state, grads, ahead, donate)
     with Commit() as commit:
         commit.write()
-        found = _stepped(state, grads, donate)
+        found = _stepped(state, grads, ahead, donate)
         ending = commit.ending()
     ending[0]  # see [Note: between two instructions] in `interrupts`
     return found
 
 
-def _stepped(state: TrainState, grads: Tree, donate: bool) -> TrainState:
-    before, ahead = unpacked(state.params), unpacked(grads)
+def _stepped(state: TrainState, grads: Tree, ahead: Unpacked, donate: bool) -> TrainState:
+    before = unpacked(state.params)
     variables = _check_grads(before, ahead)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before

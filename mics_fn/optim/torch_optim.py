@@ -15,6 +15,7 @@ from mics_fn import _torch
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes, zeros
+from mics_fn.optim.options import facts_from
 from mics_fn.optim.runs import joined, whole_run
 from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
 from mics_fn.tree import Tree
@@ -110,7 +111,9 @@ def from_torch(
         moments = dict(zip(state.moments, kept, strict=True))
         return params, TorchState(state.count + 1, moments, scalars)
 
-    return from_step(init, step)
+    kind_of = f"{cls.__module__}.{cls.__qualname__}"
+    facts = facts_from(kind_of, {**options, "lr": lr, "decay_mask": decay_mask})
+    return from_step(init, step, facts)
 
 
 def _inspect(cls: Any, options: dict[str, Any]) -> _Kind:

@@ -1,7 +1,7 @@
 """Optimizers, and parts of optimizers, as pure functions over trees of shards."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +11,14 @@ from mics_fn import tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import map_columns
 from mics_fn.optim.flat import Unpacked, unpacked
+from mics_fn.optim.options import chained
 from mics_fn.shards import names, needs_derivative
 from mics_fn.tree import Tree
 
 # A learning rate, or a function from the step, counted from 0, to one. A tensor may be
 # differentiated by.
 Rate = float | Tensor | Callable[[int], float | Tensor]
+Facts = Callable[[Sequence[str]], Mapping[str, str]]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
 
 
@@ -31,15 +33,22 @@ class Transform(NamedTuple):
         with `donate` it may write into the memory of `state` and `params`.
       step_unpacked: `step` from `Unpacked` gradients and parameters to `Unpacked` parameters, if it
         has one, for a caller who has taken the trees apart already.
+      facts: from the paths of the trained leaves to texts of its options by name, for ranks to
+        compare. Without it they compare nothing, and say so.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
     step: Callable[[Tree, Any, Tree, bool], tuple[Tree, Any]]
     step_unpacked: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]] | None = None
+    facts: Facts | None = None
 
 
-def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, Any]]) -> Transform:
+def from_update(
+    init: Callable[[Tree], Any],
+    update: Callable[..., tuple[Tree, Any]],
+    facts: Facts | None = None,
+) -> Transform:
     """A `Transform` from its `init` and `update`; its step adds the updates to the parameters.
 
     Example:
@@ -50,11 +59,13 @@ def from_update(init: Callable[[Tree], Any], update: Callable[..., tuple[Tree, A
         updates, state = update(grads, state, params)
         return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
 
-    return Transform(init, update, step)
+    return Transform(init, update, step, facts=facts)
 
 
 def from_step(
-    init: Callable[[Tree], Any], step_unpacked: Callable[..., tuple[Unpacked, Any]]
+    init: Callable[[Tree], Any],
+    step_unpacked: Callable[..., tuple[Unpacked, Any]],
+    facts: Facts | None = None,
 ) -> Transform:
     """A `Transform` whose updates are the new parameters minus the old ones."""
 
@@ -67,7 +78,7 @@ def from_step(
         own = not needs_derivative(tree.flatten((new, params))[0])
         return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
-    return Transform(init, update, step, step_unpacked)
+    return Transform(init, update, step, step_unpacked, facts)
 
 
 def chain(*transforms: Any) -> Transform:
@@ -110,7 +121,7 @@ def chain(*transforms: Any) -> Transform:
         params, last = parts[-1].step(grads, states[-1], params, donate)
         return params, (*new, last)
 
-    return Transform(init, update, step)
+    return Transform(init, update, step, facts=chained(parts))
 
 
 def rate_at(lr: Rate, step: int) -> float | Tensor:

@@ -65,6 +65,7 @@ from mics_fn.shards.leaf import (
     names,
     needs_derivative,
     owner_index,
+    reduced_over,
     refuse_derivative,
     refuse_tracing,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "precision_of",
     "put",
     "reduce_grads",
+    "reduced_over",
     "refuse_derivative",
     "refuse_overlaps",
     "refuse_tracing",

@@ -191,6 +191,17 @@ def give_away(leaves: Sequence[Any], story: tuple, *, keep: Sequence[Any] = ()) 
             drop(leaf, "data")
 
 
+def mark_reduced(leaves: Sequence[Leaf], home: Any) -> None:
+    """Note on the first leaf of gradients over which groups it was reduced."""
+    if isinstance(leaves[0], Sharded):
+        object.__setattr__(leaves[0], "_reduced_over", home)
+
+
+def reduced_over(leaves: Sequence[Any]) -> Any:
+    """The groups that `mark_reduced` noted; None if there are none."""
+    return getattr(leaves[0], "_reduced_over", None) if leaves else None
+
+
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:
     """For each leaf the index of the leaf that holds its data: its own, unless it is `Tied`."""
     at: dict[tuple[Bucket, int], int] = {}

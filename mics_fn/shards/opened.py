@@ -13,7 +13,15 @@ from mics_fn.collectives import agree, checksum, collect_all
 from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement, message
 from mics_fn.groups import Comm, Hierarchy, Home, Route, require_replicas
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf, owner_index
+from mics_fn.shards.leaf import (
+    Leaf,
+    Sharded,
+    Tied,
+    dtype_name,
+    is_leaf,
+    mark_reduced,
+    owner_index,
+)
 from mics_fn.tree import Tree
 
 _OWN_GROUPS = "pass the groups that the tree was sharded with"
@@ -129,6 +137,8 @@ class Opened:
             use = self.uses[index]
             for i, piece in zip(use.members, values, strict=True):
                 out[i] = Sharded(piece, use.bucket, getattr(self.leaves[i], "slot", 0))
+        if pieces:
+            mark_reduced(out, self.homes[0])
         return self.spec.unflatten(out)
 
     def agree(self, schedule: str = "") -> "Opened":

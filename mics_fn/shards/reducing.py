@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_fn import tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.shards.gathering import PendingTree
-from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, needs_derivative
+from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced, needs_derivative
 from mics_fn.shards.leaf import donate as mark_donated
 from mics_fn.shards.linear import apply, deal, put, replica_mean, start
 from mics_fn.shards.opened import BucketUse, Opened, open_shards
@@ -266,6 +266,8 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
         i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
     ]
     if not indexes:
+        if opened.leaves:
+            mark_reduced(opened.leaves, opened.homes[0])
         return grads
     uses = [opened.uses[i] for i in indexes]
     if exact:

@@ -49,7 +49,7 @@ class ModuleBuffers:
         for group in self.shared:
             persistent |= set(group) if persistent & set(group) else set()
         floats = [name for name, value in buffers.items() if value.is_floating_point()]
-        self._averaged = [name for name in floats if name in persistent]
+        self.averaged = [name for name in floats if name in persistent]
 
     @staticmethod
     def _refuse(first: str, second: str, kind: str, which: str) -> None:
@@ -84,8 +84,8 @@ class ModuleBuffers:
         """
         if home.world_size == 1:
             return values
-        for dtype in dict.fromkeys(values[name].dtype for name in self._averaged):
-            mine = [name for name in self._averaged if values[name].dtype == dtype]
+        for dtype in dict.fromkeys(values[name].dtype for name in self.averaged):
+            mine = [name for name in self.averaged if values[name].dtype == dtype]
             flat = torch.cat([values[name].flatten() for name in mine])
             sizes = [values[name].numel() for name in mine]
             means = mean_over_ranks(home, flat).split(sizes)

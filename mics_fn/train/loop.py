@@ -29,6 +29,21 @@ def reproducible(on: bool) -> Iterator[None]:
         torch_deterministic.fill_uninitialized_memory = filled  # pyright: ignore
 
 
+@contextmanager
+def learning(deterministic: bool) -> Iterator[None]:
+    """A block in grad mode, and `reproducible`; an interrupt leaves grad mode as it was.
+
+    Inside of torch's own contexts it may be raised when the mode is set and nobody is to reset it.
+    """
+    before = torch.is_grad_enabled()
+    try:
+        torch.set_grad_enabled(True)
+        with reproducible(deterministic):
+            yield
+    finally:
+        torch.set_grad_enabled(before)
+
+
 def fills_memory() -> bool:
     """Whether torch writes to new memory in its deterministic mode."""
     return bool(torch_deterministic.fill_uninitialized_memory)  # pyright: ignore

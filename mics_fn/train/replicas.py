@@ -123,7 +123,7 @@ def diloco(every: int, outer: Any = None) -> ReplicaSync:
         # Copied into other memory, or the next donated step would change the anchor too.
         return map_columns(lambda p, a: p.copy_(a), mean, kept.params, donate=True), kept
 
-    return ReplicaSync(f"diloco({every})", every, True, begin, merge)
+    return ReplicaSync(f"diloco({every})", every, True, begin, merge, transform.facts)
 
 
 def _check_every(verb: str, every: Any) -> None:

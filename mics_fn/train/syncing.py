@@ -1,6 +1,6 @@
 """`ReplicaSync`: a policy that says when replicas are merged, and how; and what it carries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class ReplicaSync:
       begin: `begin(params) -> outer`, the first `outer` of a `SyncState`.
       merge: `merge(params, outer, groups, donate) -> (params, outer)`, after which all replicas
         hold the same bits.
+      facts: those of the outer optimizer, as for a `Transform`.
 
     Example:
       >>> from mics_fn.optim import sgd
@@ -64,6 +65,7 @@ class ReplicaSync:
     apart: bool
     begin: Callable[[Tree], Any]
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
+    facts: Callable[[Sequence[str]], Mapping[str, str]] | None = None
 
     def groups(self, groups: Any) -> Any:
         """The groups for the steps: those given, or one replica's if replicas are apart.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import GradSum, bucket_sizes, defer
 from mics_fn.interrupts import Commit
-from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step
+from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step, same_step
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train.batch import count, cut, to_device
@@ -19,8 +19,9 @@ from mics_fn.train.buffers import Values
 from mics_fn.train.data import Epochs
 from mics_fn.train.defaults import schedules_for
 from mics_fn.train.given import as_shards, check_buffers, homes_for
-from mics_fn.train.loop import Progress, reproducible
+from mics_fn.train.loop import Progress, learning
 from mics_fn.train.metrics import StepMetrics
+from mics_fn.train.options import compare_options, start_comparison
 from mics_fn.train.program import program_of
 from mics_fn.train.replicas import every_step
 from mics_fn.train.syncing import ReplicaSync
@@ -48,6 +49,8 @@ class Trainer:
       replica_sync: when replicas are merged; by default hop 2 in every step.
       deterministic: make equal runs give equal bits. In a step torch then uses deterministic
         algorithms, and reductions add up in the order of ranks.
+      check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
+      on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -61,11 +64,11 @@ class Trainer:
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
       order: as for `shard`; default the module's own order.
 
-    Communication: that of `shard` when it is made. In a step each bucket is gathered once if all
-      fit the budget, else each time that it is needed again. There is one hop 1 per micro-step, one
-      hop 2, and what the guard needs. At the end persistent float buffers are averaged over all
-      ranks, or over those of a replica while replicas are apart; integer and non-persistent buffers
-      stay as this rank computed them.
+    Communication: that of `shard` when it is made, and 32 bytes to compare options. In a step each
+      bucket is gathered once if all fit the budget, else each time that it is needed again. There
+      is one hop 1 per micro-step, one hop 2, and what the guard needs. At the end persistent float
+      buffers are averaged over all ranks, or over those of a replica while replicas are apart;
+      integer and non-persistent buffers stay as this rank computed them.
 
     Memory: 1/p of the states. Within a step also `live_bytes` and one bucket of gathered
       parameters, 1/p of the gradients, and a few buckets of them in full. With None these 1/p lie
@@ -77,6 +80,7 @@ class Trainer:
       LeafError: a parameter or buffer has no value, is on another device than the groups, or
         overlaps with another one in memory.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
+      DesyncError: ranks have other options that change numbers; on all of them, by name.
 
     Example:
       >>> from mics_fn.optim import sgd
@@ -100,6 +104,8 @@ class Trainer:
         guard: Guard | None = None,
         replica_sync: ReplicaSync | None = None,
         deterministic: bool = False,
+        check_replicas: int = 100,
+        on_drift: Literal["raise", "heal"] = "raise",
         live_bytes: int | Literal["auto"] | None = "auto",
         prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
@@ -114,6 +120,7 @@ class Trainer:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
         self.accumulate, self.deterministic = accumulate, deterministic
         self.precision, self.guard = precision_of(precision), guard or Guard()
+        self.check_replicas, self.on_drift = check_replicas, on_drift
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
         self._program = program_of(model, loss, params, self.precision)
         own, buffers = self._program.take()
@@ -132,8 +139,10 @@ class Trainer:
         chosen, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
         self.schedule = schedule or chosen
         self.state: TrainState = init_state(params, optimizer, buffers=buffers)
+        compare_options(self, params, groups)
         self.sync_state = self.replica_sync.init(params, groups)
-        self._epochs = Epochs()
+        # Whether all ranks are known to be at one step; replicas that are apart need not be.
+        self._epochs, self._compared = Epochs(), self.replica_sync.apart
 
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step.
@@ -146,22 +155,28 @@ class Trainer:
           `StepMetrics`; the new state is `self.state`.
 
         Communication: gathers, hop 1 in each micro-step, one hop 2, what the guard needs, and the
-          mean of the buffers.
+          mean of the buffers. The first one compares `state.step` between ranks.
 
         Raises:
           TreeError: dim 0 of a tensor is not a multiple of `accumulate`, or an object that has to
             be cut or moved cannot be opened.
           LeafError: the loss gave no parameter a gradient on any rank; or it is called inside
             torch.func, where a step has no derivative.
+          TornStepError: in the first call, if ranks hold states of different steps.
+          DesyncError: replicas have drifted apart; the step was not taken.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
+        if not self._compared:  # a state may have been put in its place since
+            same_step(self.state, self.groups)
+            self._compared = True
         started, guard = time.perf_counter(), self.guard
         batch = to_device(batch, self._home.device)
         parts, state, losses = cut(batch, self.accumulate), self.state, []
+        drift = start_comparison(self, self._program.buffers.averaged)
         buffers = self._program.buffers.copies(state.buffers)
         total, commit = GradSum(self.accumulate, dtype=self.grad_dtype), Commit()
         total.before_last = commit.hold  # see [Note: commit] in `interrupts`
-        with commit, torch.enable_grad(), reproducible(self.deterministic):
+        with commit, learning(self.deterministic):
             with defer(state.params, self._step_groups, self.schedule, into=total) as full:
                 for part in parts:
                     loss, buffers = self._program(
@@ -170,7 +185,10 @@ class Trainer:
                     losses.append(loss)
             del full  # else the update would copy shards that parameters share
             commit.hold()
-            verdict = self._update(total.grads(), buffers, commit)
+            grads = total.grads()
+            if drift is not None:
+                self.state = drift.finish(self.on_drift)
+            verdict = self._update(grads, buffers, commit)
             total.release()
         samples, tokens = count(batch)
         n, loss = self._home.world_size, torch.stack(losses).mean()

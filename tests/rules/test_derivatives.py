@@ -676,6 +676,8 @@ ELSEWHERE = {
     "from_torch": STEPS,
     "chain": STEPS,
     "init_state": "keeps the parameters as they are, and makes new moments",
+    "same_step": "keeps the state as it is, or takes that of a replica as a constant",
+    "same_replicas": "as same_step",
     "keep_all": "see 'defer, keep_all'",
     "on_demand": "see 'defer, on demand'",
     "every_step": "merges nothing",

@@ -102,6 +102,7 @@ def interrupted(kind: str, trials: int) -> int:
                 time.sleep(1)
             except KeyboardInterrupt:
                 pass
+            assert torch.is_grad_enabled()
             if trainer.sync_state.step > twin.sync_state.step:
                 twin.step(batch())
             else:
@@ -136,6 +137,7 @@ def by_hand(trials: int) -> int:
             assert state.step - step in (0, 1)
             assert state.params["w"].data.unique().tolist() == [-float(state.step)]
     finally:
+        torch.set_grad_enabled(True)  # torch's own contexts do not survive an interrupt
         signal.signal(signal.SIGINT, before)
         sender.close()
     return len(seen)
@@ -169,7 +171,7 @@ def together(kind: str, seed: int, spread: float) -> tuple[int, str]:
         step_s = min(timed(trainer) for _ in range(2))
         draw = random.Random(f"{seed} {dist.get_rank()}")
         dist.barrier()
-        delay = random.Random(seed).uniform(0.0, 1.2) + draw.uniform(0.0, spread)
+        delay = random.Random(seed).uniform(0.0, 2.0) + draw.uniform(0.0, spread)
         try:
             sender.after(delay * step_s)
             trainer.step(batch())
@@ -185,9 +187,9 @@ def together(kind: str, seed: int, spread: float) -> tuple[int, str]:
     return trainer.state.step, error
 
 
-def check_together(pool: Any, kind: str, seeds: range) -> set[int]:
-    """All ranks are at one step, or told; returns the steps."""
-    ends = set()
+def check_together(pool: Any, kind: str, seeds: range) -> None:
+    """All ranks are at one step, or told, in each trial; both ends of a step occur."""
+    ends: set[int] = set()
     for seed in seeds:
         found = pool.run(together, kind, seed, 0.3)
         # Replicas that are apart count their own steps until they merge.
@@ -196,11 +198,13 @@ def check_together(pool: Any, kind: str, seeds: range) -> set[int]:
             steps = {step for step, _ in part}
             assert len(steps) == 1 or any(error for _, error in found), found
             ends |= steps
-    return ends
+        if len(ends) == 2 and seed - seeds[0] >= 7 and len(seeds) < 50:
+            break  # the short suite has seen both
+    assert ends == {2, 3}
 
 
 def test_ranks_end_at_one_step(ranks):
-    assert check_together(ranks(2), "plain", range(8)) == {2, 3}
+    check_together(ranks(2), "plain", range(40))
 
 
 @pytest.mark.thorough

@@ -1,0 +1,141 @@
+"""At which step ranks are: compared on new groups, and mended from a replica.
+
+[Note: one step] A rank that was interrupted may be a step behind the others. Its shards must not be
+mixed with theirs: every number would stay finite, and the result would be the state of no step. So
+the first `opt_step` with gradients that come from new groups compares `state.step` over them before
+anything is written, and `Trainer` compares it before its first step.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch, tree
+from mics_fn.collectives import collect_all, send_from
+from mics_fn.errors import TornStepError, message, rank_lines
+from mics_fn.groups import Groups
+from mics_fn.optim.columns import fresh
+from mics_fn.shards import open_shards
+from mics_fn.tree import Tree
+
+_SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
+
+
+def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
+    """The same state, once all ranks are known to be at one step.
+
+    Args:
+      state: a `TrainState`.
+      groups: those of its parameters, with all replicas.
+      heal: let ranks that are behind take parameters, optimizer state and buffers from a replica
+        that is not.
+
+    Returns:
+      The state; a new one on ranks that were behind.
+
+    Communication: 8 bytes over the partition group and over the replication group. To heal, each
+      replication group that has ranks behind sends the state of one rank to the others.
+
+    Memory: to heal, a second copy of the state on ranks that are behind.
+
+    Raises:
+      TornStepError: on all ranks, if they are at different steps. With `heal` only if no rank has
+        some part of the newest state, or if leaves live on several groups.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
+      >>> optim.same_step(state, groups) is state
+      True
+    """
+    opened = open_shards("same_step", state.params, groups, root="state.params").require_replicas()
+    homes = [home for home in dict.fromkeys(opened.homes) if isinstance(home, Groups)]
+    for home in homes:
+        steps = _steps(state.step, home)
+        if len(set(steps.values())) > 1:
+            if not heal or len(homes) > 1 or _lost(steps, home):
+                raise _torn("same_step", steps, home)
+            state = _healed(state, steps, home)
+            home.agreed.add(_SEEN)
+    return state
+
+
+def compare_once(step: int, home: Any) -> None:
+    """Compare the step between the ranks of groups, unless that was done on them before.
+
+    Raises:
+      TornStepError: on all ranks, if they are at different steps.
+    """
+    if not isinstance(home, Groups) or home.world_size == 1 or _SEEN in home.agreed:
+        return
+    with _torch.without_torch_func():
+        steps = _steps(step, home)
+    if len(set(steps.values())) > 1:
+        raise _torn("opt_step", steps, home)
+
+
+def _steps(step: int, home: Groups) -> dict[int, int]:
+    """The step of each rank, by global rank."""
+    mine = torch.tensor(step, dtype=torch.int64, device=home.device)
+    steps = {rank: int(other) for rank, other in collect_all(home, mine).items()}
+    if len(set(steps.values())) == 1:
+        home.agreed.add(_SEEN)
+    return steps
+
+
+def _torn(verb: str, steps: dict[int, int], home: Groups) -> TornStepError:
+    lines = rank_lines({rank: f"step {step}" for rank, step in steps.items()})
+    fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
+    if _lost(steps, home):
+        fix = "no replica has all of the newest state: go back to one that all ranks have saved"
+    return TornStepError(message(f"{verb}: ranks are at different steps", lines, fix))
+
+
+def _lost(steps: dict[int, int], home: Groups) -> bool:
+    """Whether no rank has some part of the newest state."""
+    p, newest = home.partition_size, max(steps.values())
+    parts = [[steps[rank] for rank in home.ranks[place::p]] for place in range(p)]
+    return any(newest not in part for part in parts)
+
+
+def _healed(state: Any, steps: dict[int, int], home: Groups) -> Any:
+    newest, ranks = max(steps.values()), home.replicas.ranks
+    if all(steps[rank] == newest for rank in ranks):
+        return state
+    source = next(rank for rank in ranks if steps[rank] == newest)
+    return replaced_from(state, home, source, behind=steps[home.rank] < newest)
+
+
+def replaced_from(state: Any, home: Groups, source: int, *, behind: bool) -> Any:
+    """The state that one rank of the replication group has, on all of them.
+
+    Args:
+      state: a `TrainState`.
+      home: the groups.
+      source: global rank.
+      behind: whether this rank has other values. It gets them in new memory; on the other ranks
+        the same bits arrive where they are already.
+    """
+    if behind:
+        copied = tree.map_leaves(_copied, (state.opt, state.buffers))
+        state = replace(state, params=fresh(state.params), opt=copied[0], buffers=copied[1])
+    leaves, spec = tree.flatten(state)
+    plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
+    numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
+    with torch.no_grad():
+        send_from(home.replicas, numbers, source)
+        for i, number in zip(plain, numbers.tolist(), strict=True):
+            leaves[i] = type(leaves[i])(number)
+        for x in leaves:
+            if isinstance(x, Tensor) and x.numel():
+                sent = x.detach().contiguous()
+                send_from(home.replicas, sent.view(-1).view(torch.uint8), source)
+                if sent.data_ptr() != x.data_ptr():
+                    x.copy_(sent)
+    return spec.unflatten(leaves)
+
+
+def _copied(leaf: Tree) -> Tree:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

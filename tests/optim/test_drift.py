@@ -1,0 +1,163 @@
+"""Replicas that drift apart are reported within K steps: which leaf, which ranks, which is odd."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn.optim.flat import by_leaf
+
+TWO, THREE, FOUR = Layout((2, 2), 2), Layout((3,), 1), Layout((2, 2), 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.norm(self.first(x))) * self.fixed).square().mean()
+
+
+def flip(piece: Tensor) -> None:
+    if piece.numel():
+        piece.view(torch.int32)[0] ^= 1
+
+
+def spoil(state: Any, what: str) -> None:
+    """Change one bit of what a rank holds."""
+    match what:
+        case "params":
+            flip(state.params["first.weight"].data)
+        case "opt":
+            flip(by_leaf(state.opt.moments["exp_avg"])["first.weight"].data)
+        case "buffers":
+            flip(state.buffers["norm.running_var"])
+        case "fixed":
+            flip(state.params["fixed"].data)
+
+
+def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, str]:
+    """How many steps after a fault it was reported, and the report."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    trainer = mf.Trainer(
+        Net(),
+        mf.optim.adamw(1e-2),
+        groups_of(layout),
+        check_replicas=every,
+        bucket_bytes=100,
+        **how,
+    )
+    for step in range(9):
+        if step == 2 and rank == 2:
+            spoil(trainer.state, what)
+        before = trainer.state
+        try:
+            trainer.step(
+                torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + rank))
+            )
+        except mf.errors.DesyncError as error:
+            assert trainer.state is before, "the step was not taken"
+            return step - 2, str(error)
+    mf.optim.same_replicas(trainer.state, trainer.groups)
+    return -1, ""
+
+
+PATHS = {
+    "params": "state.params['first.weight']",
+    "opt": "state.opt.moments['exp_avg']['first.weight']",
+    "buffers": "state.buffers['norm.running_var']",
+    "fixed": "state.params['fixed']",
+}
+
+
+@pytest.mark.covering("what")
+@pytest.mark.parametrize("what", PATHS)
+@pytest.mark.parametrize("layout", [TWO, THREE, FOUR], ids=str)
+def test_a_flipped_bit_is_reported_with_its_leaf_and_ranks(ranks, layout, what):
+    found = ranks(layout.world_size).run(trained, layout, what, 1)
+    assert all(each == found[0] for each in found)
+    steps, text = found[0]
+    assert steps == 0
+    head = f"Trainer: replicas have drifted apart\n  first difference: {PATHS[what]}\n"
+    assert text.startswith(head)
+    if layout is TWO:  # of two nobody knows which is right
+        assert "  rank 0: own bits\n  rank 2: other bits\n" in text
+    else:
+        assert "the same bits\n  rank 2: odd\n" in text
+
+
+def test_it_is_reported_within_as_many_steps_as_were_asked_for(ranks):
+    for steps, _ in ranks(4).run(trained, FOUR, "params", 5):
+        assert steps == 3
+    for steps, text in ranks(4).run(trained, FOUR, "none", 1):
+        assert (steps, text) == (-1, "")
+
+
+def test_it_is_healed_from_those_that_agree(ranks):
+    for what in ("params", "opt", "buffers"):
+        assert ranks(4).run(healing, what) == [True] * 4
+
+
+def healing(what: str) -> bool:
+    return trained(FOUR, what, 1, on_drift="heal") == (-1, "")
+
+
+def clipped_on_one(layout: Layout) -> str:
+    """A clip by the norm of one replica alone, as a run of a large language model once had it."""
+    groups, rank = groups_of(layout), dist.get_rank()
+    shards = mf.shard({"norm": torch.ones(4), "w": torch.ones(6, 4)}, groups)
+    state = mf.init_state(shards, mf.optim.sgd(0.1))
+    for _ in range(2):
+        full = {
+            name: torch.full_like(x, 1.0) for name, x in mf.unshard(state.params, groups).items()
+        }
+        grads = mf.reduce_grads(full, groups, like=state.params)
+        if rank >= groups.partition_size:
+            grads = mf.optim.Guard(max_norm=0.5).judge(grads, groups.replica).grads
+        state = mf.opt_step(state, grads)
+    try:
+        mf.optim.same_replicas(state, groups)
+    except mf.errors.DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_clip_that_some_ranks_did_not_apply_is_found(ranks):
+    for text in ranks(4).run(clipped_on_one, TWO):
+        assert text.startswith(
+            "same_replicas: replicas have drifted apart\n  first difference: state.params['norm']\n"
+        )
+
+
+def apart(layout: Layout) -> None:
+    """Replicas on their own differ, and are compared after merges alone."""
+    torch.manual_seed(0)
+    sync = mf.replicas.local_sgd(2)
+    trainer = mf.Trainer(
+        Net(), mf.optim.adamw(1e-2), groups_of(layout), replica_sync=sync, check_replicas=1
+    )
+    for step in range(5):
+        seed = 9 * step + dist.get_rank()
+        trainer.step(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)))
+    spoil(trainer.state, "params" if dist.get_rank() == 2 else "")
+    trainer.step(torch.ones(4, 5))
+    spoil(trainer.state, "params" if dist.get_rank() == 2 else "")
+    with pytest.raises(mf.errors.DesyncError, match="drifted apart"):
+        trainer.step(torch.ones(4, 5))
+
+
+def test_replicas_that_are_apart_are_compared_after_merges(ranks):
+    ranks(4).run(apart, FOUR)
+
+
+def test_one_replica_has_nothing_to_compare():
+    with mf.make_groups(1) as groups:
+        state = mf.init_state(mf.shard({"w": torch.ones(2)}, groups), mf.optim.sgd(0.1))
+        assert mf.optim.same_replicas(state, groups) is state

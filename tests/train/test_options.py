@@ -1,0 +1,175 @@
+"""Options that change numbers and differ between ranks are named before the first step."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of
+from torch import nn
+
+import mics_fn as mf
+from mics_fn.optim import options
+
+PAIR, FOUR = Layout((2,), 2), Layout((2, 2), 2)
+optim = mf.optim
+
+
+def cosine(peak: float) -> Any:
+    return optim.warmup_cosine(peak, 5, 5_000)
+
+
+# What one rank is given instead of what all others have, and the option that the error names.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lr": ({"optimizer": optim.adamw(1e-2)}, {"optimizer": optim.adamw(2e-2)}),
+    "lr at steps 0, 1, 10, 1000": (
+        {"optimizer": optim.lion(cosine(0.1))},
+        {"optimizer": optim.lion(cosine(0.2))},
+    ),
+    "weight_decay": (
+        {"optimizer": optim.adamw(1e-2)},
+        {"optimizer": optim.adamw(1e-2, weight_decay=0.1)},
+    ),
+    "betas": ({"optimizer": optim.lion(0.1)}, {"optimizer": optim.lion(0.1, betas=(0.9, 0.98))}),
+    "decay_mask": (
+        {"optimizer": optim.adamw(1e-2, decay_mask=lambda path: "bias" in path)},
+        {"optimizer": optim.adamw(1e-2, decay_mask=lambda path: "weight" in path)},
+    ),
+    "fused": (
+        {"optimizer": optim.adamw(1e-2)},
+        {
+            "optimizer": optim.from_torch(
+                torch.optim.AdamW,
+                lr=1e-2,
+                betas=(0.9, 0.999),
+                eps=1e-8,
+                weight_decay=1e-2,
+                fused=False,
+            )
+        },
+    ),  # fmt: skip
+    "optimizer": (
+        {"optimizer": optim.from_torch(torch.optim.Adam, lr=1e-2)},
+        {"optimizer": optim.from_torch(torch.optim.AdamW, lr=1e-2)},
+    ),
+    "chain[0].max_value": (
+        {"optimizer": optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))},
+        {"optimizer": optim.chain(optim.clip_by_value(2.0), optim.sgd(0.1))},
+    ),
+    "accumulate": ({"accumulate": 1}, {"accumulate": 2}),
+    "guard max_norm": ({"guard": optim.Guard(max_norm=1.0)}, {"guard": optim.Guard(max_norm=0.1)}),
+    "guard scale": (
+        {"guard": optim.Guard(optim.static_scale(4.0))},
+        {"guard": optim.Guard(optim.static_scale(2.0))},
+    ),
+    "precision": ({"precision": None}, {"precision": "output=f32"}),
+    "grad_dtype": ({"grad_dtype": None}, {"grad_dtype": torch.float64}),
+    "outer lr": (
+        {"replica_sync": mf.replicas.diloco(2)},
+        {"replica_sync": mf.replicas.diloco(2, optim.sgd(0.5, momentum=0.9, nesterov=True))},
+    ),
+}
+
+
+def made(layout: Layout, name: str, odd: int | None) -> None:
+    usual, other = CASES[name]
+    given = {"optimizer": optim.sgd(0.1), **(other if dist.get_rank() == odd else usual)}
+    torch.manual_seed(0)
+    mf.Trainer(nn.Linear(8, 8), given.pop("optimizer"), groups_of(layout), **given)
+
+
+def error_of(layout: Layout, name: str, odd: int | None) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            made(layout, name, odd)
+        except mf.errors.DesyncError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_that_differs_is_named_on_all_ranks(ranks, name):
+    found = ranks(2).run(error_of, PAIR, name, 1)
+    head = f"Trainer: ranks differ in what changes numbers: {name}\n  rank 0: {name}: "
+    assert found[0].startswith(head)
+    assert f"\n  rank 1: {name}: " in found[0]
+    assert found[1] == found[0]
+    assert ranks(2).run(error_of, PAIR, name, None) == ["", ""]
+
+
+def test_the_rank_that_differs_is_named_in_any_replica(ranks):
+    for text in ranks(4).run(error_of, FOUR, "lr", 2):
+        assert "\n  ranks 0, 1, 3: lr: 0.01\n  rank 2: lr: 0.02\n  fix: pass the same" in text
+
+
+def by_hand(rate: float) -> str:
+    groups = groups_of(PAIR)
+    shards = mf.shard({"w": torch.ones(4)}, groups)
+    optimizer = optim.sgd(rate * (1 + dist.get_rank()))
+    mf.init_state(shards, optimizer)
+    try:
+        mf.init_state(shards, optimizer, groups=groups)
+    except mf.errors.DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loop_by_hand_compares_its_optimizer(ranks):
+    for text in ranks(2).run(by_hand, 0.5):
+        assert text.startswith("init_state: ranks differ in what changes numbers: lr\n")
+    assert ranks(2).run(by_hand, 0.0) == ["", ""]
+
+
+def without_facts() -> list[str]:
+    groups = groups_of(PAIR)
+    shards = mf.shard({"w": torch.ones(4)}, groups)
+    plain = optim.sgd(0.1)._replace(facts=None)
+    found = []
+    for optimizer in (plain, optim.chain(plain, optim.sgd(0.1)), optim.sgd(0.1)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            mf.init_state(shards, optimizer, groups=groups)
+        found.append(" ".join(str(x.message).partition("\n")[0] for x in seen))
+    return found
+
+
+def test_an_optimizer_without_facts_is_a_warning(ranks):
+    text = "init_state: this optimizer has no facts, so ranks cannot compare its options"
+    assert ranks(2).run(without_facts) == [[text, text, ""]] * 2
+
+
+def with_versions(*torch_versions: str) -> tuple[str, str]:
+    """The error and the warning if ranks have these versions."""
+    groups, found = groups_of(PAIR), ""
+    shards = mf.shard({"w": torch.ones(4)}, groups)
+    usual = options._versions
+    versions = {**usual(), "version of torch": torch_versions[dist.get_rank()]}
+    options._versions = lambda: versions  # pyright: ignore
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            mf.init_state(shards, optim.sgd(0.1), groups=groups)
+    except mf.errors.DesyncError as error:
+        found = str(error)
+    finally:
+        options._versions = usual
+    return found, " ".join(str(x.message) for x in seen)
+
+
+def test_versions_that_are_near_are_a_warning(ranks):
+    lines = "\n  rank 0: version of torch: 2.13.0\n  rank 1: version of torch: 2.13.1\n"
+    for error, warning in ranks(2).run(with_versions, "2.13.0", "2.13.1"):
+        assert error == ""
+        assert warning.startswith(f"init_state: ranks differ in the version of torch{lines}")
+    for error, warning in ranks(2).run(with_versions, "2.13.0", "3.0.0"):
+        assert error.startswith(
+            "init_state: ranks differ in what changes numbers: version of torch"
+        )
+        assert warning == ""
+
+
+def test_one_rank_alone_compares_nothing(monkeypatch):
+    monkeypatch.setattr(options, "_versions", lambda: pytest.fail("nobody to compare with"))
+    mf.Trainer(nn.Linear(2, 2), optim.sgd(0.1)._replace(facts=None), mf.make_groups(1))
