@@ -31,7 +31,8 @@ def agree(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> None:
       facts: one pair per leaf, in tree order.
 
     Raises:
-      DesyncError: on every rank, naming ranks and the first path at which they differ.
+      DesyncError: on every rank, naming ranks and the first path at which they differ; on ranks of
+        other partition groups when they wait for these.
 
     Communication: an all-gather of 32 bytes over the partition group, and one over the replication
       group, the first time for these facts.
@@ -42,7 +43,7 @@ def agree(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> None:
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
     found = {rank: bytes(other.tolist()) for rank, other in collect_all(groups, sent).items()}
     if len(set(found.values())) > 1:
-        raise _difference(groups, what, facts)
+        raise _told(groups, _difference(groups, what, facts))
     groups.agreed.add((what, mine))
 
 
@@ -59,6 +60,14 @@ def _difference(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> De
     first = [f"first difference: {by_value(found)[0][0][0]}"]
     texts = {rank: f"{path} {text}" for rank, (path, text) in found.items()}
     return disagreement(f"{what}: ranks disagree on the tree", texts, fix, first)
+
+
+def _told(home: Home, error: DesyncError) -> DesyncError:
+    """An error that all ranks of `home` raise, told to the other ranks of the groups, if any."""
+    channel = home.hierarchy.channel
+    if channel.job_size > home.partition_size * home.num_replicas:
+        channel.job.refuse(str(error))
+    return error
 
 
 def check_replicas(
@@ -174,7 +183,7 @@ def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
             found = collect_bytes(home, text.encode())
             if len(set(found.values())) > 1:
                 said = {rank: other.decode() for rank, other in found.items()}
-                raise disagreement(what, said, fix)
+                raise _told(home, disagreement(what, said, fix))
 
 
 def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:

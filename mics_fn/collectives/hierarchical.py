@@ -14,18 +14,24 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives.levels import all_gather, average, exchange, exchanges, moves
-from mics_fn.collectives.pending import Collective, Pending, Steps
+from mics_fn.collectives.pending import Collective, Pending, Steps, What
 from mics_fn.collectives.sources import reads
 from mics_fn.groups import Buffers, Comm, Route
 
 
-def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> Pending:
+def start_all_gather(
+    route: Route,
+    chunk: Tensor,
+    out: Tensor | None = None,
+    what: What = ("", "gather", ""),
+) -> Pending:
     """Start to gather equal chunks over the levels of a partition group.
 
     Args:
       route: its levels, outermost first.
       chunk: this rank's chunk, contiguous, of any shape.
       out: the output, contiguous (p, *chunk.shape); None allocates it.
+      what: as for `Pending`.
 
     Returns:
       A `Pending` whose result is (p, *chunk.shape), in chunk order.
@@ -40,11 +46,13 @@ def start_all_gather(route: Route, chunk: Tensor, out: Tensor | None = None) -> 
     elif out is None:
         out = chunk.new_empty(route.size, *chunk.shape)
     comms = gather_comms(route, chunk)
-    steps = gather_steps(route, chunk, out)
-    return reads(Pending(steps, comms, keep=(chunk, out), device=chunk.device), comms, chunk)
+    how = {"keep": (chunk, out), "device": chunk.device, "what": what}
+    return reads(Pending(gather_steps(route, chunk, out), comms, **how), comms, chunk)
 
 
-def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Pending:
+def start_fetch(
+    route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None, what: What
+) -> Pending:
     """Start to gather a bucket, and keep what the outer levels gave; see [Note: placements].
 
     Args:
@@ -54,6 +62,7 @@ def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | 
         the kept memory as `chunk` and as `held`, and gathers over the inner levels only.
       out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` or `chunk` is
         the whole bucket.
+      what: as for `Pending`.
 
     Returns:
       A `Pending` whose result is the whole bucket.
@@ -76,7 +85,8 @@ def start_fetch(route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | 
         return mine
 
     keep = (chunk, *(target for _, target in parts))
-    return reads(Pending(steps(), comms, keep=keep, device=chunk.device), comms, chunk)
+    how = {"keep": keep, "device": chunk.device, "what": what}
+    return reads(Pending(steps(), comms, **how), comms, chunk)
 
 
 def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:
@@ -98,7 +108,11 @@ def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
 
 
 def start_reduce_scatter(
-    route: Route, full: Tensor, buffers: Buffers, dtype: torch.dtype | None = None
+    route: Route,
+    full: Tensor,
+    buffers: Buffers,
+    dtype: torch.dtype | None = None,
+    what: What = ("", "hop 1", ""),
 ) -> Pending:
     """Start to average over a partition group; each rank keeps its own chunk.
 
@@ -107,6 +121,7 @@ def start_reduce_scatter(
       full: contiguous (p, *chunk shape), in chunk order; overwritten. Its dtype is what is sent.
       buffers: the pool that lends a second buffer, of `spare_numel` elements.
       dtype: of the result; None takes that of `full`.
+      what: as for `Pending`.
 
     Returns:
       A `Pending` whose result has the shape of one chunk: the mean over the group, times
@@ -130,7 +145,7 @@ def start_reduce_scatter(
         mean, factor = out.to(dtype or full.dtype), route.grad_factor
         return mean if factor == 1.0 else mean * factor
 
-    return Pending(steps(), comms, keep=(full, spare, out), device=full.device)
+    return Pending(steps(), comms, keep=(full, spare, out), device=full.device, what=what)
 
 
 def scatter_comms(route: Route, full: Tensor) -> list[Comm]:

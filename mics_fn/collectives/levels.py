@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch
 from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
-from mics_fn.collectives.pending import Collective, Pending, Steps
+from mics_fn.collectives.pending import Collective, Pending, Steps, What
 from mics_fn.groups import Comm, Groups
 
 SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more
@@ -106,19 +106,25 @@ def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how:
     return Collective(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
 
-def start_mean(comm: Comm, tensor: Tensor, wire: torch.dtype | None = None) -> Pending:
+def start_mean(
+    comm: Comm,
+    tensor: Tensor,
+    wire: torch.dtype | None = None,
+    what: What = ("", "mean", ""),
+) -> Pending:
     """Start to average a tensor over a communicator, in place.
 
     Args:
       comm: the communicator.
       tensor: contiguous.
       wire: the dtype that is sent; None takes that of `tensor`.
+      what: as for `Pending`.
 
     Communication: one all-reduce, in which each of r ranks sends 2(r - 1)/r of the tensor's bytes
       in `wire`.
     """
     comms, steps = mean_comms(comm, tensor), mean_steps(comm, tensor, wire)
-    return Pending(steps, comms, keep=(tensor,), device=tensor.device)
+    return Pending(steps, comms, keep=(tensor,), device=tensor.device, what=what)
 
 
 def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
@@ -178,14 +184,14 @@ def moves(tensor: Tensor) -> bool:
 # The functions below move small tensors, and are not called in the inner loop of training.
 
 
-def collect(comm: Comm, tensor: Tensor) -> Tensor:
+def collect(comm: Comm, tensor: Tensor, what: str = "comparison") -> Tensor:
     """A small tensor from each rank, stacked in the communicator's order; no host sync on CUDA."""
     if comm.size == 1:
         return tensor.unsqueeze(0)
-    return start_collect([comm], tensor).wait().view(comm.size, *tensor.shape)
+    return start_collect([comm], tensor, what).wait().view(comm.size, *tensor.shape)
 
 
-def start_collect(comms: Sequence[Comm], tensor: Tensor) -> Pending:
+def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison") -> Pending:
     """Start to collect a small tensor over one communicator after the other; the result is flat."""
     comms, flat = [comm for comm in comms if comm.size > 1], tensor.contiguous().view(-1)
     outs, numel = [], flat.numel()
@@ -201,17 +207,19 @@ def start_collect(comms: Sequence[Comm], tensor: Tensor) -> Pending:
             here = out
         return here
 
-    return Pending(steps(), comms, keep=(flat, *outs), device=flat.device)
+    how = {"keep": (flat, *outs), "device": flat.device, "what": ("", what, "")}
+    return Pending(steps(), comms, **how)
 
 
-def _one(collective: Collective, keep: tuple[Tensor, ...]) -> None:
+def _one(collective: Collective, keep: tuple[Tensor, ...], what: str) -> None:
     """Issue a single collective when it is first in its queue, and wait for it."""
 
     def steps() -> Steps:
         yield collective
         return keep[-1]
 
-    Pending(steps(), [collective.comm], keep=keep, device=keep[-1].device).wait()
+    how = {"keep": keep, "device": keep[-1].device, "what": ("", what, "")}
+    Pending(steps(), [collective.comm], **how).wait()
 
 
 def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
@@ -230,11 +238,12 @@ def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
     if comm.size > 1:
         call = partial(dist.broadcast, tensor, src=source_rank)
         nbytes = tensor.nbytes if comm.rank == 0 else 0
-        _one(Collective(comm, "broadcast", nbytes, call), (tensor,))
+        what = f"broadcast from rank {source_rank}"
+        _one(Collective(comm, "broadcast", nbytes, call), (tensor,), what)
 
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
     """Average a small tensor over all ranks, in place: in partition groups, then over replicas."""
     for comm in (groups.partition, groups.replicas):
-        start_mean(comm, tensor).wait()
+        start_mean(comm, tensor, what=("", "mean over all ranks", "")).wait()
     return tensor

@@ -16,8 +16,8 @@ their memory too early, and `record_stream` is not needed.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +27,15 @@ from torch import Tensor
 from mics_fn import _device, interrupts
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
 from mics_fn.groups import Comm, Life
-from mics_fn.schedules import Stuck
+from mics_fn.schedules import Stuck, call_text, made
 
 Steps = Generator["Collective", None, Tensor]
+What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
-_STALL_S = 1.0  # a wait without progress reads what other ranks wrote each time this has passed
-_ISSUED: Counter[str] = Counter()  # collectives by process group; see [Note: waiting in two places]
+# A wait without progress reads what other ranks wrote each time the first has passed. One store
+# answers all ranks, so the more there are, the less often each of them asks.
+_STALL_S, _STALL_S_PER_RANK = 0.25, 1e-4
 
 
 class Collective:
@@ -58,14 +60,6 @@ class Collective:
             self.work = self._call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
             raise self._failed(error) from error
-        self._group = group.group_name
-        _ISSUED[self._group] += 1
-        self._number = _ISSUED[self._group]
-
-    def stuck(self) -> Stuck:
-        """A description of this collective for the other ranks."""
-        text = f"{self.op} over '{self.comm.name}'"
-        return Stuck(self._group, self._number, self.comm.ranks, text)
 
     def done(self) -> bool:
         """Whether it has finished (or failed), without waiting."""
@@ -105,8 +99,13 @@ class Pending:
     Args:
       steps: a generator that issues one level after the other and returns the result.
       comms: the communicator of each collective that `steps` will issue, in order.
-      keep: every tensor that these read or write.
+      keep: every tensor that these read or write; the first has the same size on all ranks.
       device: where the tensors live.
+      what: the verb, what it does and to what; all ranks compare it.
+
+    Raises:
+      DesyncError: ranks are about to do different things; see [Note: the same calls] in
+        `schedules.calls`.
     """
 
     def __init__(
@@ -116,7 +115,13 @@ class Pending:
         *,
         keep: Sequence[Tensor],
         device: torch.device,
+        what: What,
     ) -> None:
+        self._call = (*what, keep[0].nbytes)
+        self._numbers: list[int] = []  # of this call over each of `comms`
+        for comm in comms:
+            comm.calls.add(self._call, partial(push_all, comm.life))
+            self._numbers.append(comm.calls.number)
         self._steps, self._comms = steps, comms
         self._keep: list[Any] = [*keep]
         self._issued: Collective | None = None
@@ -192,10 +197,16 @@ class Pending:
             comm.queue.remove(self)
 
     @property
-    def stuck(self) -> Stuck | None:
-        """The collective that is in flight and not done, if any."""
-        issued = self._issued
-        return None if issued is None or issued.done() else issued.stuck()
+    def stuck(self) -> list[Stuck]:
+        """The calls that have to be done before this one is, for the other ranks."""
+        first = max(0, self.level - 1)  # the level that is in flight, and those behind it
+        op = "a call" if self._issued is None else self._issued.op
+        what = f"({call_text(self._call)})"
+        left = list(zip(self._comms, self._numbers, strict=True))[first:]
+        return [
+            Stuck(comm.calls.key, number, comm.ranks, f"{op} over '{comm.name}' {what}")
+            for comm, number in left
+        ]
 
     def check_time(self, waited_s: float) -> None:
         """Give up and raise if the collective in flight has exceeded its timeout."""
@@ -211,7 +222,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait for the result, ready for the current stream; a second call returns it again."""
         if not self.finished:
-            wait_until(self._comms[0].life, lambda: self.finished)
+            wait_until(self._comms[0].life, lambda: self.finished, self)
         if self.ready is not None:
             _device.wait(self._device, self.ready)
         self._keep.clear()
@@ -236,15 +247,20 @@ def push_all(life: Life) -> bool:
     return moved
 
 
-def wait_until(life: Life, done: Callable[[], bool]) -> None:
+def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
     """Advance all collectives until `done()`, and sleep in between, so that Ctrl-C works at once.
+
+    Args:
+      life: of the communicators.
+      done: asked again and again.
+      pending: what has to get on before that is so.
 
     Raises:
       CollectiveTimeoutError: there was no progress for the timeout of a collective in flight.
       DesyncError: ranks wait for each other, or some of them left the schedule.
     """
     since = stalled = time.monotonic()
-    looked = False
+    looked, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(life.ranks))
     try:
         while True:
             if push_all(life):
@@ -254,12 +270,12 @@ def wait_until(life: Life, done: Callable[[], bool]) -> None:
             if not life.active:
                 raise CollectiveError("this wait cannot end: the collective failed before")
             now = time.monotonic()
-            if now - stalled > _STALL_S:
+            if now - stalled > patience:
                 stalled, looked = now, True
-                life.look([s for pending in life.active if (s := pending.stuck)], _ISSUED)
+                life.look(pending.stuck, made())
             interrupts.give_way(now - since)
-            for pending in life.active:
-                pending.check_time(now - since)
+            for each in life.active:
+                each.check_time(now - since)
             # Sleep in proportion to the wait so far, so that polling costs little time and delay.
             time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
     finally:

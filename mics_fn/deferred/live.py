@@ -44,7 +44,7 @@ Fetch = Callable[[BucketUse, Tensor, Tensor | None, Tensor | None], Fetched]
 
 
 def _fetch(use: BucketUse, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Fetched:
-    return start_fetch(use.route, chunk, held, out)
+    return start_fetch(use.route, chunk, held, out, ("defer", "fetch", use.bucket))
 
 
 class LiveBuckets:

@@ -51,6 +51,7 @@ class Reduction:
 
     has_target = True  # whether in this pass the mean has memory of its own
     last = False  # whether this pass ends with hop 2
+    does = "hop 1"  # what ranks compare before they reduce a bucket
 
     def __init__(self, uses: Sequence[BucketUse], run: Run) -> None:
         self.uses, self._run = uses, run
@@ -305,7 +306,8 @@ class Reduction:
             out = elements((slot.first, slot.second)[at], full.shape[1], full.dtype)
         late, levels = self.late_comms(use, out)
         steps, keep = self.steps(index, full, out, slot), (full, out, slot.second)
-        pending = Pending(steps, [*comms, *late], keep=keep, device=device)
+        what = ("defer", self.does, bucket)
+        pending = Pending(steps, [*comms, *late], keep=keep, device=device, what=what)
         self._pendings.append(pending)
         if not _device.is_async(device):
             slot.until = partial(_until_passed, use.home.life, pending, len(now.levels) + levels)
@@ -318,4 +320,4 @@ def elements(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _until_passed(life: Life, pending: Pending, levels: int) -> None:
     if not pending.passed(levels):
-        wait_until(life, lambda: pending.passed(levels))
+        wait_until(life, lambda: pending.passed(levels), pending)

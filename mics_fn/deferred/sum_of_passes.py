@@ -56,6 +56,11 @@ class SumOfPasses(Reduction):
         """Whether this pass ends with hop 2."""
         return self.passes == self.micro_steps - 1
 
+    @property
+    def does(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What ranks compare: those that accumulate more passes differ in the first already."""
+        return f"reduction in pass {self.passes + 1} of {self.micro_steps}"
+
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """As ever; see [Note: in the memory of parameters]."""
         if self.gets_room(index):

@@ -15,6 +15,7 @@ from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.groups.life import Life
 from mics_fn.groups.topology import fold_ranks
+from mics_fn.schedules import Calls, Channel
 from mics_fn.store import poll
 
 
@@ -69,6 +70,7 @@ class Comm:
     life: Life = field(repr=False)
     # `Pending`s that will issue a collective on it, in the order in which they must do so.
     queue: deque[Any] = field(default_factory=deque, repr=False)
+    calls: Calls = field(default_factory=Calls, repr=False)  # compared between its ranks
     fixed_order: bool = False  # reductions add up in the order of `ranks` on every backend
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
@@ -127,6 +129,7 @@ class Maker:
     backend: str
     timeout_s: float
     key: str  # prefix of their keys in the store; new, and the same on all ranks
+    channel: Channel = field(default_factory=Channel)  # of the partition group
     traffic: Traffic = field(default_factory=Traffic)
     life: Life = field(default_factory=Life)
 
@@ -182,7 +185,9 @@ class Maker:
         if group is not None and not late:
             group()
         place = members.index(self.rank)
-        return Comm(name, members, place, group, self.timeout_s, self.traffic, self.life)
+        calls = Calls(self.channel, name, members, self.timeout_s)
+        shared = {"traffic": self.traffic, "life": self.life, "calls": calls}
+        return Comm(name, members, place, group, self.timeout_s, **shared)
 
     def _group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         # Groups of one purpose are disjoint, so one member tells them apart.

@@ -13,8 +13,7 @@ import atexit
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +39,7 @@ class Life:
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
-    look: Callable[[Sequence[Stuck], Counter[str]], None] = lambda stuck, issued: None
+    look: Callable[[Sequence[Stuck], Mapping[str, int]], None] = lambda stuck, issued: None
     moved: Callable[[], None] = lambda: None
     report: Callable[[str], None] = lambda text: None  # `Channel.report`
 

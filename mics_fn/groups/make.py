@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _device, _torch
 from mics_fn.errors import PlanError, message
-from mics_fn.groups.communicator import Comm, Maker
+from mics_fn.groups.communicator import Maker
 from mics_fn.groups.devices import spot_of
 from mics_fn.groups.distributed import (
     device_and_backend,
@@ -202,6 +202,8 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
+    channel = _channel(maker, tuple(maker.ranks[at] for at in order))
+    maker = replace(maker, channel=channel)
     with maker.together():
         levels = tuple(
             _level(maker, name, plan.level_group(position, i))
@@ -218,10 +220,10 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         maker.warm_up([*inside, *([] if one_level is levels else [partition]), replicas], device)
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     route = Route(levels, coords, chunk, grad_factor=factor)
-    hierarchy = flat = Hierarchy(route, device, partition, _channel(maker, partition))
+    hierarchy = flat = Hierarchy(route, device, partition, channel)
     if one_level is not levels:
         route = Route(one_level, (chunk,), chunk, grad_factor=factor)
-        flat = Hierarchy(route, device, partition, hierarchy.channel)
+        flat = Hierarchy(route, device, partition, channel)
     return Groups(
         plan=plan,
         ranks=maker.ranks,
@@ -245,12 +247,10 @@ def _level(maker: Maker, name: str, positions: Sequence[int], *, late: bool = Fa
     return Level(name, gather, maker.comm(f"reduce {name}", positions))
 
 
-def _channel(maker: Maker, partition: Comm) -> Channel:
+def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
     store = _torch.default_store() if len(maker.ranks) > 1 else None
-    channel = Channel(
-        store, maker.key, partition.ranks, maker.rank, maker.timeout_s, len(maker.ranks)
-    )
+    channel = Channel(store, maker.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks))
     life = maker.life
     life.look, life.moved, life.report = channel.look, channel.moved, channel.report
     return channel

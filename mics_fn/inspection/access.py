@@ -179,7 +179,7 @@ def _gathered(leaf: Any, bucket: Bucket, route: Route) -> Tensor:
     lengths = [max(0, min(high, stop) - max(low, start)) for low, high in bounds]
     if len(sent) < max(lengths):
         sent = torch.cat([sent, sent.new_zeros(max(lengths) - len(sent))])
-    found = start_all_gather(route, sent).wait()
+    found = start_all_gather(route, sent, what=("get", "gather", bucket)).wait()
     return torch.cat([found[i, :length] for i, length in enumerate(lengths)]).view(leaf.shape)
 
 

@@ -124,7 +124,7 @@ def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
         if held:
             norms += _torch.foreach_norm(held, 2, dtype)
     here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
-    return collect(home.partition, here).sum(0)
+    return collect(home.partition, here, "norm").sum(0)
 
 
 def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     if p == 1:
         return here
     bucket = Bucket(0, torch.float64, p, ((p,),), (0,), p)
-    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,))], here.view(1))
+    (every,) = linear_map("gather", [BucketUse(bucket, home, (0,), "norm")], here.view(1))
     return every.sum()
 
 

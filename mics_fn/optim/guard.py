@@ -263,5 +263,5 @@ def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
     for home in homes:
         # With one set of groups, all ranks of a partition group have the same norm already.
         for comm in (home.partition, home.replicas) if len(homes) > 1 else (home.replicas,):
-            highest = collect(comm, highest).amax()
+            highest = collect(comm, highest, "verdict of a guard").amax()
     return highest

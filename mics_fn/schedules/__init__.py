@@ -43,13 +43,18 @@ the next one follows what it did. If ranks of a partition group use buckets in d
 they would hang, so a `DesyncError` names ranks, buckets and leaves. See [Note: the same order of
 use] in `desync.py` for how they find out.
 
+Ranks also compare all that they call on each communicator, whatever verb it comes from: see [Note:
+the same calls] in `calls.py`. A step that repeats sends no message.
+
 Start reading at `schedule.py` (the value) and `planning.py` (the plan), then `policy.py`, `run.py`
-(follow or record a schedule), `desync.py` (messages between ranks), `news.py` (how a rank hears of
-them), `several.py` (of trees on several groups) and `stalled.py` (ranks that wait for each other).
+(follow or record a schedule), `desync.py` (messages between ranks), `calls.py` and `habit.py` (the
+order of calls), `telling.py` and `news.py` (how all ranks hear of errors), `several.py` (of trees
+on several groups) and `stalled.py` (ranks that wait for each other).
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
 """
 
+from mics_fn.schedules.calls import Call, Calls, call_text, made
 from mics_fn.schedules.desync import Channel
 from mics_fn.schedules.planning import plan
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
@@ -61,6 +66,8 @@ from mics_fn.schedules.stalled import Stuck
 
 __all__ = [
     "Action",
+    "Call",
+    "Calls",
     "Channel",
     "Learned",
     "Offsets",
@@ -68,8 +75,10 @@ __all__ = [
     "Run",
     "Schedule",
     "Stuck",
+    "call_text",
     "first_difference",
     "keep_all",
+    "made",
     "offsets",
     "on_demand",
     "plan",

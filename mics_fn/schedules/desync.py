@@ -27,11 +27,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from mics_fn.errors import CollectiveTimeoutError, DesyncError, disagreement, message, name_ranks
-from mics_fn.schedules.news import Log, News
+from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
+from mics_fn.schedules.news import Log
 from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
+from mics_fn.schedules.telling import Job
 from mics_fn.store import Store, poll
 
 _ORDERS = "defer: ranks use parameters in different orders"
@@ -91,11 +92,11 @@ class Channel:
         self.job_size = job_size
         self.runs = 0  # number of runs so far
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
+        self.job = Job(store, key, rank)
         self._store = store if len(ranks) > 1 else None
         self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
         self._key = f"{key}/order/{min(ranks, default=0)}"
         self._ranks, self._rank, self._timeout_s = ranks, rank, timeout_s
-        self._news = None if store is None else News(store)
         self._log = None if self._store is None else Log(self._store, f"{self._key}/left")
         self._left: dict[int, dict[int, tuple[Step, str]]] = {}  # by run, then by rank
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `stalled`
@@ -138,7 +139,7 @@ class Channel:
         if first[0] == self._rank:
             self._written[-1].append(key)
         if first[1] != text:
-            self._raise_everywhere({first[0]: first[1], self._rank: text})
+            self.refuse({first[0]: first[1], self._rank: text})
 
     def extremes(
         self, event: str, count: int, text: str, *, lasting: bool = False
@@ -177,7 +178,7 @@ class Channel:
 
     def refuse(self, texts: Mapping[int, str]) -> None:
         """Raise DesyncError, here and on the other ranks: by rank, what they do differently."""
-        self._raise_everywhere(texts)
+        self.job.raise_everywhere(_ORDERS, texts, _ONE_ORDER)
 
     def first_of(self, event: str, text: str) -> str:
         """The text of the rank that came to this event first, among all replicas."""
@@ -207,7 +208,7 @@ class Channel:
         """Write down that this rank left the schedule at a step."""
         if self._log is not None:
             self._written[-1].append(self._log.append([number, self._rank, step, text]))
-            self._tell()
+            self.job.tell()
 
     def await_leave(self, number: int, text: str) -> None:
         """Wait until all ranks have left the schedule."""
@@ -216,8 +217,7 @@ class Channel:
         found = self._left.setdefault(number, {})
 
         def all_left() -> bool:
-            self._raise_reported()
-            self._read_left()
+            self.look()
             return len(found) == len(self._ranks)
 
         if not poll(all_left, len(self._ranks), time.monotonic() + self._timeout_s):
@@ -226,23 +226,26 @@ class Channel:
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
             raise CollectiveTimeoutError(message(what, lines, fix))
         if len(set(found.values())) > 1:
-            self._raise_everywhere({rank: text for rank, (_, text) in found.items()})
+            self.refuse({rank: text for rank, (_, text) in found.items()})
 
     def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
         """Raise the error that explains a wait without progress, if the others wrote down why.
 
         Args:
           stuck: what this rank waits for.
-          issued: number of collectives that this rank issued, by process group.
+          issued: number of calls that this rank made, by communicator.
         """
-        if self._shared is None or self._news is None:
+        news = self.job.news
+        if self._shared is None or news is None:
             return
         self._looked = time.monotonic()
-        if self._news.any():
-            self._raise_reported()
+        if news.any():
+            self.job.raise_reported()
             self._read_left()
+            for calls in self.job.calls:
+                calls.read()
             self._notes.clear()
-            self._news.mark_seen()
+            news.mark_seen()
         self._look_for_left()
         if stuck:
             self._look_for_stuck(self._shared, stuck, issued or {})
@@ -261,13 +264,7 @@ class Channel:
 
     def report(self, text: str) -> None:
         """Make all ranks of the groups raise this error when they look."""
-        if self._shared is not None:
-            self._shared.compare_set(f"{self._all}/trouble", "", text)
-            self._tell()
-
-    def _tell(self) -> None:
-        if self._news is not None:
-            self._news.tell()
+        self.job.report(text)
 
     def _look_for_stuck(
         self, store: Store, stuck: Sequence[Stuck], issued: Mapping[str, int]
@@ -279,37 +276,24 @@ class Channel:
         if mine != self._note:
             store.set(f"mics_fn/stuck/{self._rank}", mine)
             self._note = mine
-            self._tell()
+            self.job.tell()
         for other in neighbours(self._rank, stuck):
             if other not in self._notes:
                 key = f"mics_fn/stuck/{other}"
                 self._notes[other] = json.loads((store.check([key]) and store.get(key)) or "null")
             note = self._notes[other]
             if note and deadlocked(stuck, issued, note, other, self._rank):
-                self._raise_everywhere({other: note["text"], self._rank: text}, *_STUCK)
+                texts = {other: note["text"], self._rank: text}
+                self.job.raise_everywhere(_STUCK[0], texts, _STUCK[1])
 
     def _look_for_left(self) -> None:
         for progress in self._recent:
             for other, (step, text) in self._left.get(progress.number, {}).items():
                 mine = None if other == self._rank else progress.step_text(*step)
                 if mine is not None:
-                    self._raise_everywhere({other: text, self._rank: mine})
+                    self.refuse({other: text, self._rank: mine})
 
     def _read_left(self) -> None:
         """Take note of the ranks that left a schedule, also in runs that come later here."""
         for number, rank, (k, reduced), text in self._log.unread() if self._log else ():
             self._left.setdefault(number, {})[rank] = (k, reduced), text
-
-    def _raise_reported(self) -> None:
-        """Raise the error that another rank reported, in this replica or another."""
-        if self._shared is not None and self._shared.check([f"{self._all}/trouble"]):
-            raise DesyncError(self._shared.get(f"{self._all}/trouble").decode())
-
-    def _raise_everywhere(
-        self, texts: Mapping[int, str], what: str = _ORDERS, fix: str = _ONE_ORDER
-    ) -> NoReturn:
-        """Raise, here and on the other ranks, that ranks did different things."""
-        error = disagreement(what, texts, fix)
-        self.report(str(error))
-        self._raise_reported()
-        raise error

@@ -1,11 +1,11 @@
 """Find out whether two ranks wait for each other in different collectives.
 
-[Note: waiting in two places] A rank that waits issues nothing until one of the collectives that it
-waits for is done. So if B has not issued any of the collectives that A waits for, and A none of
-those that B waits for, then neither can ever proceed, and both can raise long before the timeout.
-An outdated note does no harm: for A to have proceeded since it wrote its note, B would have had to
-issue its part first, and B, which reads the note, knows that it has not. After a wait of a second,
-a rank writes a note of what it waits for, and reads those of a few ranks that take part in it.
+[Note: waiting in two places] A rank that waits makes no call until what it waits for is done. So if
+B has not made one of the calls that A waits for, and A not one of those that B waits for, then
+neither can ever proceed, and both can raise long before the timeout. An outdated note does no harm:
+for A to have proceeded since it wrote its note, B would have had to make its call first, and B,
+which reads the note, knows that it has not. A rank that waits for some time writes a note of what
+it waits for, and reads those of a few ranks that take part in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ _MOST = 8  # notes that a rank reads: in a large group all ranks may wait, with 
 
 
 class Stuck(NamedTuple):
-    """A collective that this rank issued and that is not done."""
+    """A call over one communicator that this rank made, and that is not done."""
 
-    group: str  # the name of its process group, which is the same on all of its ranks
-    number: int  # of the collective, counted from 1 on in its process group
+    group: str  # the key of the communicator's `Calls`, which is the same on all of its ranks
+    number: int  # of the call, counted from 1 on in its communicator
     ranks: tuple[int, ...]
     text: str
 
@@ -28,12 +28,9 @@ def deadlocked(
 ) -> bool:
     """Whether neither this rank nor another one that waits can ever proceed.
 
-    That holds only if this rank takes part in everything that the other waits for: a collective
-    without this rank may still end.
-
     Args:
-      mine: what this rank waits for.
-      issued: number of collectives that it issued, by process group.
+      mine: the calls all of which must be done before this rank goes on.
+      issued: number of calls that it made, by communicator.
       note: the `note_of` the other rank.
       rank: the other rank.
       own: this rank.
@@ -54,7 +51,7 @@ def deadlocked(
     lacks_mine = [
         own in ranks and issued.get(group, 0) < number for group, number, ranks in note["stuck"]
     ]
-    return bool(mine) and all(lacks_theirs) and bool(lacks_mine) and all(lacks_mine)
+    return any(lacks_theirs) and any(lacks_mine)
 
 
 def note_of(mine: Sequence[Stuck], issued: Mapping[str, int], text: str) -> dict[str, Any]:

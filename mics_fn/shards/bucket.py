@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from mics_fn.errors import PlanError
-from mics_fn.tree import natural
+from mics_fn.tree import digest, natural
 
 ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
 BUCKET_BYTES = 25 * 2**20
@@ -38,6 +38,7 @@ class Bucket:
       compute: dtype of the full leaves, in which a gather sends them; default `dtype`.
       reduce: dtype in which gradients travel; default `dtype`.
       accumulate: dtype of their sum over micro-steps; default `reduce`, but at least float32.
+      names: some of the leaves' paths and a digest of all, so that trees of one layout differ.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Bucket:
     compute: torch.dtype = None  # pyright: ignore[reportAssignmentType]
     reduce: torch.dtype = None  # pyright: ignore[reportAssignmentType]
     accumulate: torch.dtype = None  # pyright: ignore[reportAssignmentType]
+    names: str = ""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -73,6 +75,15 @@ class Bucket:
         """This bucket with `compute` and `reduce` set to its own dtype, so that nothing rounds."""
         plain = replace(self, compute=self.dtype, reduce=self.dtype)
         return self if plain == self else _one_of(plain)
+
+    @cached_property
+    def _text(self) -> str:
+        facts = [str(getattr(self, f.name)) for f in fields(self)]
+        return f"bucket {self.index} ({self.names}; layout {_short(facts)})"
+
+    def __str__(self) -> str:
+        """What ranks compare before they move it."""
+        return self._text
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -192,8 +203,24 @@ def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
         compute=compute or first.dtype,
         reduce=reduce or first.dtype,
         accumulate=accumulate,  # pyright: ignore[reportArgumentType]
+        names=_named([leaf.path for leaf in leaves]),
     )
     return _one_of(bucket)
+
+
+def _named(paths: Sequence[str]) -> str:
+    """Paths of leaves as a short text, which is another one for other paths.
+
+    >>> _named(["w"]), _named(["a", "b", "c"])
+    ('w', 'a, b, ..., paths 1d8d8bd2')
+    """
+    if len(paths) < 3:
+        return ", ".join(paths)
+    return f"{paths[0]}, {paths[1]}, ..., paths {_short(paths)}"
+
+
+def _short(texts: Sequence[str]) -> str:
+    return digest(texts).hex()[:8]
 
 
 @lru_cache(maxsize=4096)

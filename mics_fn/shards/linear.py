@@ -52,7 +52,8 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
         route = use.route
         how = {"dtype": use.bucket.compute, **like}  # cast before sending
         chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
-        pendings.append(start_all_gather(route, chunk))
+        what = (use.verb, "gather", use.bucket)
+        pendings.append(start_all_gather(route, chunk, what=what))
 
     def finish(found: list[Tensor]) -> list[Tensor]:
         out = []
@@ -74,7 +75,8 @@ def _reduce_scatter(
         buffers, dtype = use.hierarchy.pools.reducing, use.bucket.reduce
         full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
-        pendings.append(start_reduce_scatter(use.route, parts, buffers, use.bucket.dtype))
+        what = (use.verb, "hop 1", use.bucket)
+        pendings.append(start_reduce_scatter(use.route, parts, buffers, use.bucket.dtype, what))
         if use.far:  # otherwise the result is a view of it
             packed.append((buffers, full))
 
@@ -113,7 +115,8 @@ def replica_mean(
             chunk = chunk.clone()
         else:
             finish_readers([chunk])
-        pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce))
+        what = (use.verb, "hop 2", use.bucket)
+        pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce, what))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 
 

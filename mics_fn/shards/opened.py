@@ -34,6 +34,7 @@ class BucketUse:
     bucket: Bucket
     home: Home
     index: tuple[int | None, ...]  # for each slot the number of the leaf in the tree, or None
+    verb: str = ""  # for which it moves
 
     @property
     def hierarchy(self) -> Hierarchy:
@@ -193,7 +194,7 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     leaves, spec = tree.flatten(shards, is_leaf)
     homes = homes_of(verb, groups, shards)
     check_leaves(verb, shards, leaves, root)
-    uses = grouped(leaves, homes)
+    uses = grouped(leaves, homes, verb)
     for use in uses:
         _check_home(verb, use, homes)
     return Opened(verb, shards, root, leaves, spec, homes, uses)
@@ -210,7 +211,7 @@ def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> N
             )
 
 
-def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
+def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> list[BucketUse]:
     """Leaves by bucket, in the order of bucket numbers.
 
     A tree that contains two trees of the same layout gives two uses of each bucket.
@@ -228,7 +229,7 @@ def grouped(leaves: Sequence[Leaf], homes: Sequence[Any]) -> list[BucketUse]:
     for bucket, every in found.items():
         for slots in every:
             index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
-            uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index))
+            uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index, verb))
     return sorted(uses, key=lambda use: use.bucket.index)
 
 
@@ -246,12 +247,13 @@ def _facts(use: BucketUse) -> list[tuple[str, str]]:
     dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
     names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
     layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
+    title = (f"bucket {use.bucket.index}", str(use.bucket))
     shapes = [
         (f"bucket {use.bucket.index}[{slot}]", str(shape))
         for slot, shape in enumerate(use.bucket.shapes)
         if use.index[slot] is not None
     ]
-    return [(f"bucket {use.bucket.index}", layout), *shapes]
+    return [(f"bucket {use.bucket.index}", layout), *shapes, title]
 
 
 def require_groups(verb: str, groups: Any) -> None:

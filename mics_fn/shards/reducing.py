@@ -52,8 +52,9 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     """
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
-        grads = scatter_grads(grads, groups, like=like)
-    return sync_replicas(grads, groups)
+        owed = _owed("reduce_grads", grads, groups, like)
+        grads = _settled(owed, apply("scatter", owed.far, owed.full))
+    return _averaged("reduce_grads", grads, groups)
 
 
 def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
@@ -82,7 +83,7 @@ def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree
       >>> scatter_grads([torch.ones(2, 2)], groups)[0].data
       tensor([1., 1., 1., 1.])
     """
-    owed = _owed(grads, groups, like)
+    owed = _owed("scatter_grads", grads, groups, like)
     return _settled(owed, apply("scatter", owed.far, owed.full))
 
 
@@ -112,7 +113,7 @@ def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -
       >>> start_scatter_grads([torch.ones(2)], groups).wait()[0].data
       tensor([1., 1.])
     """
-    owed = _owed(grads, groups, like)
+    owed = _owed("start_scatter_grads", grads, groups, like)
     started = start("scatter_grads", "scatter", owed.far, owed.full)
     return PendingTree([started], lambda found: _settled(owed, found))
 
@@ -126,7 +127,7 @@ class _Owed(NamedTuple):
     full: list[Tensor | None]
 
 
-def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
+def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     """Match gradients with the layout of their parameters, and finish those of local buckets."""
     given = tree.flatten(grads, is_leaf)[0]
     if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
@@ -149,7 +150,7 @@ def _owed(grads: Tree, groups: Any, like: Tree | None) -> _Owed:
         for i in done:
             out[i] = given[i]
         if not done and use.far:
-            far.append(use)
+            far.append(replace(use, verb=verb))
         elif not done:
             for i in use.members:
                 out[i] = _local(full[i], slots[i], use.home.device)  # pyright: ignore
@@ -261,6 +262,12 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
+    return _averaged("sync_replicas", grads, groups, donate=donate, exact=exact)
+
+
+def _averaged(
+    verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
+) -> Tree:
     opened = open_shards("sync_replicas", grads, groups, root="grads")
     indexes = [
         i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
@@ -269,7 +276,7 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
         if opened.leaves:
             mark_reduced(opened.leaves, opened.homes[0])
         return grads
-    uses = [opened.uses[i] for i in indexes]
+    uses = [replace(opened.uses[i], verb=verb) for i in indexes]
     if exact:
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
     data = opened.data

@@ -106,7 +106,8 @@ def _compare(
     looks = [int(r is not None) << d for d, r in enumerate(rows)]
     mine = [sum(looks), len(batch), *batch[: _MOST_DIMS - 1]]
     mine += [0] * (_MOST_DIMS + 1 - len(mine))
-    found = collect(comm, torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+    found = collect(comm, sent, "shape of a batch").tolist()
     shapes = [f"batch {tuple(theirs[2 : 2 + theirs[1]])}" for theirs in found]
     if len(set(shapes)) > 1:
         text = f"{name}: ranks have batches of different shapes under vmap"
@@ -116,7 +117,7 @@ def _compare(
         raise DesyncError(message(text, lines, "give all ranks batches of one shape"))
     for d, own in enumerate(rows):
         if own is not None and all(theirs[0] >> d & 1 for theirs in found):
-            shared = collect(comm, own.to(torch.uint8)).sum(0)
+            shared = collect(comm, own.to(torch.uint8), "rows of a batch").sum(0)
             if bool((shared > 1).any()):
                 text = "torch.func: row k of a batch under vmap is another direction on each rank"
                 raise LeafError(message(text, [LOCAL_BASIS], SHARED_BASIS))

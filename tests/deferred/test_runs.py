@@ -405,7 +405,7 @@ def messages(layout, kind):
     """Messages to the store in each of a few equal runs."""
     (groups, store), found = counted_groups(layout), []
     run = kind(groups)
-    for _ in range(4):
+    for _ in range(5):
         store.calls = 0
         run()
         found.append(store.calls)
@@ -417,7 +417,8 @@ def messages(layout, kind):
 def test_runs_that_repeat_send_no_message(ranks, kind):
     for first, *later in ranks(2).run(messages, PAIR, kind):
         assert first > 0
-        assert later[-2:] == [0, 0], "the second may still say what it learned from the first"
+        # The second may say what it learned from the first, and the third whether it repeats that.
+        assert later[-2:] == [0, 0]
 
 
 def looks(layout, live, seconds):

@@ -1,0 +1,213 @@
+"""`Calls`: what this rank has called on one communicator, in step with its other ranks.
+
+[Note: the same calls] Ranks that call different collectives on one communicator would receive wrong
+bytes, hang, or abort. So each collective has a description: the verb, what it does, the bucket with
+its layout and the names of its leaves, and the bytes. If it is what `Habit` guesses, nothing is
+sent. If there is no guess, which all ranks know, it is compared through the store: one message,
+which never waits. If it is something else than the guess, other ranks may call what was guessed
+without a word. So this rank says in the store what it does instead, and moves no data before all
+ranks have heard of that. A rank hears of it when it comes to the same call and leaves its habit as
+well; or when it looks, since it waits for a collective or because it left another habit. If it is
+not yet at that call, it goes on and will compare it. If it is past it, it raises an error, and all
+ranks of the groups raise the same one when they look. So all ranks have one history, and different
+calls never meet. A step that repeats sends nothing from the third time on.
+
+A habit that is left often is not trusted at once: the next calls are compared although they were
+guessed, and more of them each time, up to `_MOST_DOUBT`. So a program without habits compares all
+of its calls, which does not wait, instead of waiting for the others at each of them.
+
+Which calls a rank makes on one communicator does not depend on when it makes them, so fetches and
+reductions may come in any order among each other, as uneven gradients need it.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
+from mics_fn.schedules.habit import Habit
+from mics_fn.schedules.telling import Job
+from mics_fn.store import poll
+
+Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
+
+_MOST_DOUBT = 64  # calls that are compared after a habit was left
+_KEPT = 1024  # no rank is so many calls behind, so nobody reads older messages
+_ALL: WeakSet["Calls"] = WeakSet()  # of all communicators of this process
+
+
+class Looks(Protocol):
+    """What reads all that other ranks told: a `Channel`."""
+
+    @property
+    def job(self) -> Job:
+        """What all ranks of the groups tell each other."""
+        ...
+
+    def look(self) -> None:
+        """Raise what others told this rank to raise, and answer those that wait for an answer."""
+        ...
+
+
+class Calls:
+    """The calls of one communicator; see [Note: the same calls].
+
+    Args:
+      channel: of the groups; None for a communicator of one rank.
+      name: of the communicator, the same on all of its ranks, and no other one has it.
+      ranks: its global ranks.
+      timeout_s: bound in seconds of the wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        channel: Looks | None = None,
+        name: str = "",
+        ranks: Sequence[int] = (),
+        timeout_s: float = 0.0,
+    ) -> None:
+        self._channel, self._name, self._ranks = channel, name, ranks
+        self._timeout_s = timeout_s
+        self._job = Job() if channel is None else channel.job
+        self._store = self._job.store if len(ranks) > 1 else None
+        self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
+        self._habit = Habit()
+        self.number = 0  # of calls so far
+        self._doubt = self._owed = (
+            0  # calls to compare after a habit was left, and still to compare
+        )
+        self._quiet = 0  # calls in a row about which nothing was sent
+        self._due = -1  # the call, still to be made, at which another rank left its habit
+        self._heard = deque[int](maxlen=8)  # the last calls at which ranks left, this one perhaps
+        self._written = deque[tuple[int, str]]()
+        if self._store is not None:
+            self._job.calls.append(self)
+            _ALL.add(self)
+
+    def add(self, call: Call, meanwhile: Callable[[], object]) -> None:
+        """Note a call that is about to be made; returns once it is safe to move data.
+
+        Args:
+          call: its description, which must be the same on all ranks.
+          meanwhile: called again and again while other ranks are waited for, so that what they
+            wait for gets on.
+
+        Raises:
+          DesyncError: other ranks make another call.
+          CollectiveTimeoutError: some rank made no call in time, nor looked.
+        """
+        if self._store is None:
+            return
+        if self._job.refusing:
+            self._job.go_on()
+        habit = self._habit
+        if call == habit.guess and not self._owed and self.number != self._due:
+            habit.follow()
+            self.number += 1
+            self._quiet += 1
+            return
+        self._compare(call, meanwhile)
+
+    def _compare(self, call: Call, meanwhile: Callable[[], object]) -> None:
+        """Compare a call, and wait for the others if they may guess another one."""
+        store: Any = self._store
+        number, habit, text = self.number, self._habit, call_text(call)
+        trusted = habit.guess is not None and not self._owed
+        leaves = number == self._due or (trusted and call != habit.guess)
+        rank, told = json.loads(store.compare_set(self._at(number), "", self._says(text)))
+        if told != text:
+            self._refuse(rank, told, text)
+        if rank == self._job.rank:
+            self._written.append((number, self._at(number)))
+            self._tidy(store)
+        if leaves:
+            self._owed = 0 if self._quiet > _MOST_DOUBT else self._doubt
+            self._doubt = min(_MOST_DOUBT, 2 * self._owed + 1)
+        elif self._owed and call == habit.guess:
+            self._owed -= 1
+        self._quiet = 0
+        # An interrupt while it waits counts as a call, as one in the collective would.
+        habit.add(call)
+        self.number += 1
+        if leaves:
+            self._leave(store, number, text, first=rank == self._job.rank, meanwhile=meanwhile)
+
+    def _leave(
+        self, store: Any, number: int, text: str, *, first: bool, meanwhile: Callable[[], object]
+    ) -> None:
+        """Leave the habit at a call; returns once all ranks know of it."""
+        heard = f"{self._at(number)}/heard"
+        if number != self._due:  # else this rank has said already that it knows
+            self._heard.append(number)
+            store.add(heard, 1)
+        if first:
+            self._written.append((number, heard))
+            store.set(f"{self.key}/left", json.dumps([number, self._job.rank, text]))
+            self._job.tell()
+
+        def all_heard() -> bool:
+            meanwhile()
+            if store.add(heard, 0) >= len(self._ranks):
+                return True
+            self._channel.look()  # pyright: ignore[reportOptionalMemberAccess]
+            return False
+
+        if not poll(all_heard, len(self._ranks), time.monotonic() + self._timeout_s):
+            what = f"call {number} over '{self._name}' has no answer in {self._timeout_s:g} s"
+            lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
+            fix = "look for a rank that stopped, or that makes fewer calls"
+            raise CollectiveTimeoutError(message(what, lines, fix))
+
+    def read(self) -> None:
+        """Read whether a rank left its habit: raise if this rank is past that call, else answer."""
+        store: Any = self._store
+        if not store.check([f"{self.key}/left"]):
+            return
+        number, rank, text = json.loads(store.get(f"{self.key}/left"))
+        if number in self._heard:
+            return
+        if number < self.number:
+            mine = self._habit.back(self.number - number)
+            self._refuse(rank, text, "went on" if mine is None else call_text(mine), number)
+        self._due = number
+        self._heard.append(number)
+        store.add(f"{self._at(number)}/heard", 1)
+
+    def _refuse(self, rank: int, told: str, mine: str, number: int | None = None) -> None:
+        """Raise, on all ranks of the groups, that two ranks make different calls."""
+        number = self.number if number is None else number
+        what = f"call {number} over '{self._name}' of {name_ranks(self._ranks)}: ranks differ in it"
+        fix = "call the same verbs on the same trees, in the same order, on all of these ranks"
+        self._job.raise_everywhere(what, {rank: told, self._job.rank: mine}, fix)
+
+    def _says(self, text: str) -> str:
+        return json.dumps([self._job.rank, text])
+
+    def _at(self, number: int) -> str:
+        return f"{self.key}/{number}"
+
+    def _tidy(self, store: Any) -> None:
+        """Delete what nobody reads any more."""
+        while self._written and self._written[0][0] < self.number - _KEPT:
+            with suppress(RuntimeError, NotImplementedError):
+                store.delete_key(self._written.popleft()[1])
+
+
+def call_text(call: Call) -> str:
+    """A call in words, which other calls do not have.
+
+    >>> call_text(("gather", "gather", "bucket 0 (w)", 8)), call_text(("", "norm", "", 8))
+    ('gather: gather of bucket 0 (w), 8 bytes', 'norm, 8 bytes')
+    """
+    verb, does, about, nbytes = call
+    what = f"{does} of {about}" if about else does
+    return f"{verb}: {what}, {nbytes} bytes" if verb else f"{what}, {nbytes} bytes"
+
+
+def made() -> dict[str, int]:
+    """How many calls this rank has made over each communicator, by the key of its `Calls`."""
+    return {calls.key: calls.number for calls in _ALL}

@@ -1,0 +1,202 @@
+"""The calls of a communicator: guessed alike, compared before they move data, silent in a habit."""
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from mics_fn.errors import CollectiveTimeoutError, DesyncError
+from mics_fn.schedules import Calls, Channel, habit
+from mics_fn.schedules.habit import Habit
+
+N = 3
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self):
+        self.store, self.asked = HashStore(), Counter()
+
+    def __getattr__(self, name):
+        self.asked[name] += 1
+        return getattr(self.store, name)
+
+
+class Rank(threading.Thread):
+    """Makes calls, each of which ends once all ranks have made theirs, unless an error comes."""
+
+    def __init__(self, rank, store, programs, made, timeout_s=20.0):
+        super().__init__(daemon=True)
+        self.rank, self.programs, self.made = rank, programs, made
+        self.channel = Channel(store, "key", range(N), rank, timeout_s, N)
+        self.calls = Calls(self.channel, "all", range(N), timeout_s)
+        self.error: Any = None
+        self.ahead = 0  # calls that are made before the first of them is waited for
+
+    def run(self):
+        try:
+            for i, verb in enumerate(self.programs[self.rank]):
+                self.calls.add((verb, "", "", 8), lambda: None)
+                self.made[self.rank].append(verb)
+                self.wait(i - self.ahead)
+            self.wait(len(self.programs[self.rank]) - 1)
+        except (DesyncError, CollectiveTimeoutError) as error:
+            self.error = error
+
+    def wait(self, i):
+        while any(len(made) <= i for made in self.made):
+            self.channel.look()
+            time.sleep(1e-4)
+
+
+def run(programs, ahead=0, timeout_s=20.0):
+    """What each rank made, its error, and what the store was asked."""
+    store, made = Counting(), [[] for _ in range(N)]
+    ranks = [Rank(rank, store, programs, made, timeout_s) for rank in range(N)]
+    for rank in ranks:
+        rank.ahead = ahead
+        rank.start()
+    for rank in ranks:
+        rank.join(60.0)
+        assert not rank.is_alive()
+    return made, [rank.error for rank in ranks], store
+
+
+@given(st.text("abc", max_size=30))
+def test_a_guess_is_what_followed_the_longest_match_of_the_past(text):
+    known = Habit()
+    for end, entry in enumerate(text):
+        known.add(entry)
+        past = text[: end + 1]
+        if end and guess == entry:  # noqa: F821
+            guess = known.guess
+            assert guess is not None, "it goes on where it was right"
+            continue
+        alike = [
+            next((n for n in range(i) if past[i - 1 - n] != past[end - n]), i)
+            for i in range(1, end + 1)
+        ]
+        best = max(alike, default=0)
+        places = [i for i, n in enumerate(alike, 1) if n == best]
+        guess = past[places[-1]] if best else None
+        assert known.guess == guess
+
+
+def test_a_habit_forgets_and_goes_on(monkeypatch):
+    monkeypatch.setattr(habit, "_MOST", 16)
+    known, wrong = Habit(), 0
+    for _ in range(40):
+        for entry in "abcab":
+            wrong += known.guess != entry
+            known.add(entry)
+            assert len(known._past) <= 16
+    assert wrong <= 10, "of 200"
+
+
+@pytest.mark.parametrize("step", ["a", "abcde", "aab", "abacab"])
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_a_step_that_repeats_sends_nothing(step, ahead):
+    asked = []
+    for times in (4, 12):
+        made, errors, store = run([step * times] * N, ahead)
+        assert errors == [None] * N
+        assert made == [list(step * times)] * N
+        asked.append({name: store.asked[name] for name in ("compare_set", "set")})
+        assert store.asked["compare_set"] <= N * 3 * len(step)
+    assert asked[0] == asked[1]
+
+
+def test_what_comes_every_few_steps_becomes_a_habit_too():
+    sent = []
+    for rounds in (6, 12):
+        _, errors, store = run([("abc" * 5 + "xy") * rounds] * N)
+        assert errors == [None] * N
+        sent.append(store.asked["compare_set"])
+    assert sent[0] == sent[1]
+
+
+def test_a_program_without_habits_waits_for_others_at_few_of_its_calls():
+    text = "".join("abcd"[(i * i * 7 + i // 3) % 4] for i in range(400))
+    _, errors, store = run([text] * N)
+    assert errors == [None] * N
+    assert store.asked["set"] < 20, "ranks that left a habit"
+
+
+@given(
+    st.text("ab", min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.text("abc", max_size=3),
+    st.integers(0, N - 1),
+    st.sampled_from(["more", "fewer", "other"]),
+    st.sampled_from([0, 2]),
+)
+def test_different_calls_never_meet(step, times, odd, rank, kind, ahead):
+    before, after = step * times, step * 3
+    usual = before + after
+    changed = {
+        "more": before + odd + after,
+        "fewer": before + after[len(odd) :],
+        "other": before + odd + after[len(odd) :],
+    }[kind]
+    length = min(len(usual), len(changed))
+    programs = [(changed if r == rank else usual)[:length] for r in range(N)]
+    made, errors, _ = run(programs, ahead)
+    for calls in zip(*made, strict=False):
+        assert len(set(calls)) == 1, "else bytes of one call would come to another"
+    if len(set(programs)) == 1:
+        assert errors == [None] * N
+    else:
+        first = next(i for i in range(length) if changed[i] != usual[i])
+        assert all(isinstance(error, DesyncError) for error in errors)
+        assert len({str(error) for error in errors}) == 1
+        assert f"call {first} over 'all' of ranks 0-2: ranks differ in it" in str(errors[0])
+        assert f"rank {rank}: {changed[first]}: , 8 bytes" in str(errors[0])
+        assert all(len(each) <= first + 1 + ahead for each in made)
+
+
+def test_ranks_may_differ_in_the_order_of_calls_on_different_communicators():
+    """Both leave a habit of one communicator, and wait there for each other's answer."""
+    store = HashStore()
+    errors: list[Any] = [None, None]
+    last = threading.Barrier(2)
+
+    def go(rank):
+        channel = Channel(store, "key", (0, 1), rank, 10.0, 2)  # pyright: ignore[reportArgumentType]
+        first, second = (Calls(channel, name, (0, 1), 10.0) for name in "xy")
+        try:
+            for _ in range(4):
+                for calls in (first, second):
+                    calls.add(("usual", "", "", 8), lambda: None)
+            last.wait(10.0)
+            for calls in (first, second) if rank else (second, first):
+                calls.add(("unusual", "", "", 8), lambda: None)
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=go, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert errors == [None, None]
+
+
+def test_a_rank_that_never_answers_is_a_late_one():
+    _, errors, _ = run(["ababab" + "x", "ababab", "ababab"], timeout_s=0.3)
+    assert isinstance(errors[0], CollectiveTimeoutError)
+    assert "rank 0: x: , 8 bytes\n  asked: ranks 0-2" in str(errors[0])
+    assert errors[1:] == [None, None]
+
+
+def test_a_single_rank_sends_nothing():
+    calls = Calls()
+    for verb in "abcabx":
+        calls.add((verb, "", "", 0), lambda: None)
+    assert calls.number == 0

@@ -1,0 +1,194 @@
+"""One rank calls other verbs than the rest: all ranks raise soon, and nothing came out wrong."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, forget_groups, groups_of, random
+
+import mics_fn as mf
+from mics_fn.errors import DesyncError
+
+ODD, STEPS, AT = 1, 7, 4  # the rank that is wrong, in which step of how many
+LAYOUTS = [
+    Layout((2,), 1),
+    Layout((2,), 2),
+    Layout((2, 2), 1),
+    Layout((2, 2), 2),
+    Layout((2, 2), 4),
+]
+
+
+class Gathers:
+    """Two trees of equal or unequal size, both agreed on, are gathered in every step."""
+
+    def __init__(self, groups, size=8):
+        self.groups = groups
+        self.trees = [mf.shard({n: torch.full((k,), v)}, groups) for n, k, v in self.wanted(size)]
+        self.size = size
+        for tree in self.trees:
+            mf.gather(tree, groups)
+
+    def wanted(self, size):
+        return ("a", 8, 1.0), ("b", size, 2.0), ("c", 8, 3.0)
+
+    def gather(self, i):
+        ((name, count, value),) = self.wanted(self.size)[i : i + 1]
+        assert mf.gather(self.trees[i], self.groups)[name].tolist() == [value] * count
+
+    def step(self, odd):
+        for i in self.order(odd):
+            self.gather(i)
+        mf.sync_replicas(self.trees[0], self.groups)  # else the other replicas never wait
+
+    def order(self, odd):
+        return (1, 0) if odd else (0, 1)
+
+
+class OtherTree(Gathers):
+    """Another tree that was agreed on is gathered once."""
+
+    def order(self, odd):
+        return (0, 2) if odd else (0, 1)
+
+
+class Reductions(Gathers):
+    """Gradients of the two trees are reduced in every step."""
+
+    def gather(self, i):
+        ((name, count, value),) = self.wanted(self.size)[i : i + 1]
+        grads = mf.reduce_grads(
+            {name: torch.full((count,), value)}, self.groups, like=self.trees[i]
+        )
+        assert set(grads[name].data.tolist()) <= {value, 0.0}
+
+
+class ByHand(Gathers):
+    """One more or fewer call of some verb, in a step of several."""
+
+    def __init__(self, groups, verb="", more=True):
+        super().__init__(groups)
+        self.verb, self.more = verb, more
+
+    def step(self, odd):
+        self.gather(0)
+        calls = 1 + (odd and self.more) - (odd and not self.more)
+        for _ in range(calls):
+            if self.verb == "unshard":
+                assert mf.unshard(self.trees[1], self.groups)["b"].tolist() == [2.0] * 8
+            else:
+                mf.sync_replicas(self.trees[1], self.groups)
+        mf.reduce_grads({"a": torch.ones(8)}, self.groups, like=self.trees[0])
+
+
+class Training:
+    """A `Trainer` that steps and evaluates, with a mistake of one rank."""
+
+    def __init__(self, groups, mistake):
+        torch.manual_seed(0)
+        self.mistake, self.rank, odd = mistake, dist.get_rank(), dist.get_rank() == ODD
+        given: dict[str, Any] = {"live_bytes": 0, "bucket_bytes": 80}
+        if mistake == "keep_all eval":
+            given["live_bytes"] = None
+        if mistake == "accumulate" and odd:
+            given["accumulate"] = 2
+        if mistake == "guard" and odd:
+            given["guard"] = mf.optim.Guard(check=True)
+        if mistake == "live_bytes" and odd:
+            given["live_bytes"] = 100
+        self.order = (0, 1, 2)
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+        self.trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=self.loss, **given)
+
+    def loss(self, model, x):
+        for i in self.order:
+            x = model[i](x)
+        return x.square().mean()
+
+    def step(self, odd):
+        x = random(self.rank, 2, 4)
+        self.order = (0, 2, 1) if odd and self.mistake == "way" else (0, 1, 2)
+        if odd and self.mistake in ("eval", "keep_all eval"):
+            self.trainer.eval(x)
+        elif odd and self.mistake == "step":
+            self.trainer.step(x)
+        elif odd and self.mistake == "unshard":
+            self.trainer.params()
+        self.trainer.step(x)
+        if not (odd and self.mistake == "no eval"):
+            self.trainer.eval(x)
+
+
+PROGRAMS = {
+    "gathers swapped": Gathers,
+    "unequal gathers swapped": lambda groups: Gathers(groups, 24),
+    "another agreed tree": OtherTree,
+    "reductions swapped": Reductions,
+    "unequal reductions swapped": lambda groups: Reductions(groups, 24),
+    "sync_replicas too many": lambda groups: ByHand(groups, "sync_replicas"),
+    "sync_replicas too few": lambda groups: ByHand(groups, "sync_replicas", more=False),
+    "unshard too many": lambda groups: ByHand(groups, "unshard"),
+    "unshard too few": lambda groups: ByHand(groups, "unshard", more=False),
+    "eval too many": lambda groups: Training(groups, "eval"),
+    "eval too many, all kept": lambda groups: Training(groups, "keep_all eval"),
+    "eval too few": lambda groups: Training(groups, "no eval"),
+    "step too many": lambda groups: Training(groups, "step"),
+    "params too many": lambda groups: Training(groups, "unshard"),
+    "other accumulate": lambda groups: Training(groups, "accumulate"),
+    "other guard": lambda groups: Training(groups, "guard"),
+    "other live_bytes": lambda groups: Training(groups, "live_bytes"),
+    "another order of use": lambda groups: Training(groups, "way"),
+}
+INSIDE = {
+    *("gathers", "unequal gathers", "another agreed tree", "unshard", "params"),
+    *("other live_bytes", "another order of use"),
+}
+BETWEEN = {"sync_replicas", "other guard"}
+
+
+def matters(name, layout):
+    """Whether a mistake changes what is sent: some verbs send nothing in groups of one rank."""
+    kind = name.partition(" swapped")[0].partition(" too")[0]
+    if kind in INSIDE:
+        return layout.partition_size > 1
+    return kind not in BETWEEN or layout.partition_size < layout.world_size
+
+
+def go_wrong(layout, name):
+    """The error of this rank, when the step that is wrong began on it, and when it raised."""
+    forget_groups(layout)
+    groups, started = groups_of(layout, timeout_s=30.0), time.monotonic()
+    try:
+        program = PROGRAMS[name](groups)
+        for k in range(STEPS):
+            if k == AT or k == 0 and name.startswith("other "):
+                started = time.monotonic()
+            program.step(k == AT and dist.get_rank() == ODD)
+    except DesyncError as error:
+        return str(error), started, time.monotonic()
+    finally:
+        forget_groups(layout)
+    return "no error", started, started
+
+
+CASES = [
+    pytest.param(layout, name, id=f"{layout}-{name}")
+    for layout in LAYOUTS
+    for name in PROGRAMS
+    if matters(name, layout)
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+@pytest.mark.covering
+def test_all_ranks_raise_before_anything_wrong_is_moved(ranks, layout, name):
+    found = ranks(layout.world_size).run(go_wrong, layout, name)
+    texts = {text for text, *_ in found}
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert f"rank {ODD}: " in text or f"rank {ODD}, " in text, text
+    assert text.count("rank") > 2
+    began, ended = (max(times) for times in zip(*(times for _, *times in found), strict=True))
+    assert ended - began < 1.5, text
