@@ -120,7 +120,8 @@ class Trainer:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
         self.accumulate, self.deterministic = accumulate, deterministic
         self.precision, self.guard = precision_of(precision), guard or Guard()
-        self.check_replicas, self.on_drift = check_replicas, on_drift
+        self.check_replicas = check_replicas
+        self.on_drift: Literal["raise", "heal"] = on_drift
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
         self._program = program_of(model, loss, params, self.precision)
         own, buffers = self._program.take()
