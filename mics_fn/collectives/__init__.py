@@ -44,7 +44,8 @@ file that calls what moves data; `means.py` has the arithmetic, `agreement.py` w
 and `sources.py` which memory must not be overwritten yet. To add a collective, write a generator
 that yields one `Collective` per level with the bytes that it sends, list its communicators in the
 same order, and give both to a `Pending`. To compare something new between ranks, use `agree` for a
-tree and `same_call` for a call.
+tree and `same_call` for a call. What each `Pending` does is compared as well, before it moves data:
+see [Note: the same calls] in `schedules.calls`.
 """
 
 from mics_fn.collectives.agreement import (

@@ -54,7 +54,7 @@ To add a policy, write a function from a record and sizes to a schedule; the win
 the data, and asks a `Run` what to fetch and drop.
 """
 
-from mics_fn.schedules.calls import Call, Calls, call_text, made
+from mics_fn.schedules.calls import Calls, call_text, made
 from mics_fn.schedules.desync import Channel
 from mics_fn.schedules.planning import plan
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
@@ -66,7 +66,6 @@ from mics_fn.schedules.stalled import Stuck
 
 __all__ = [
     "Action",
-    "Call",
     "Calls",
     "Channel",
     "Learned",

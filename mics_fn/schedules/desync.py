@@ -9,10 +9,10 @@ others wait for a fetch.
 
 A rank whose model leaves the schedule writes that down, and waits until the others leave it at the
 same step. A rank that does not leave will sooner or later wait for it in a collective. Every wait
-without progress looks here once per second; it then finds out which rank left, or which rank waits
-in another collective, and both raise an error that says so. The other replicas would wait for these
-ranks in hop 2, and find the same error in the same manner. From the second run on in which all
-ranks follow a schedule, nothing is sent.
+without progress looks here a few times per second; it then finds out which rank left, or which one
+waits in another collective, and both raise an error that says so. The other replicas would wait for
+these ranks in hop 2, and find the same error in the same manner. From the second run on in which
+all ranks follow a schedule, nothing is sent.
 
 On an accelerator the host does not wait for collectives, so it looks for a rank that left only when
 a run ends, in `Trainer` or at the end of a `with` block, and at most once per second: that is one

@@ -212,7 +212,7 @@ def _named(paths: Sequence[str]) -> str:
     """Paths of leaves as a short text, which is another one for other paths.
 
     >>> _named(["w"]), _named(["a", "b", "c"])
-    ('w', 'a, b, ..., paths 1d8d8bd2')
+    ('w', 'a, b, ..., paths 13e22856')
     """
     if len(paths) < 3:
         return ", ".join(paths)

@@ -405,20 +405,29 @@ def messages(layout, kind):
     """Messages to the store in each of a few equal runs."""
     (groups, store), found = counted_groups(layout), []
     run = kind(groups)
-    for _ in range(5):
-        store.calls = 0
-        run()
-        found.append(store.calls)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "_STALL_S", 60.0)  # a wait for a slow rank would look
+        for _ in range(9):
+            store.calls = 0
+            run()
+            found.append(store.calls)
     forget_groups(layout)
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_that_repeat_send_no_message(ranks, kind):
-    for first, *later in ranks(2).run(messages, PAIR, kind):
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(PAIR, kind) for kind in KINDS]
+    + [(Layout((2,), 1), kind) for kind in (stepping, accumulating, evaluating)],
+)
+def test_runs_that_repeat_send_no_message(ranks, layout, kind):
+    for first, *later in ranks(2).run(messages, layout, kind):
         assert first > 0
-        # The second may say what it learned from the first, and the third whether it repeats that.
+        # The second may say what it learned from the first, the third whether it repeats that, and
+        # later ones delete what these have said.
         assert later[-2:] == [0, 0]
+        assert layout == PAIR or later[2:] == [0] * 6
+        assert later[2] == 0
 
 
 def looks(layout, live, seconds):

@@ -82,6 +82,19 @@ def test_a_report_is_found_by_every_rank_at_every_look():
         assert found_by(channels) == found_by(channels) == ["what happened"] * N
 
 
+def test_what_some_ranks_refuse_is_raised_by_the_others_until_these_go_on():
+    _, channels, _ = job(partition=2)
+    for channel in channels[:2]:
+        channel.job.refuse("another tree")
+    assert found_by(channels) == found_by(channels) == [None] * 2 + ["another tree"] * (N - 2)
+    for channel in channels[:2]:
+        channel.job.go_on()
+    assert found_by(channels) == [None] * N
+    for channel in channels:
+        channel.job.refuse("each its own")
+    assert found_by(channels) == [None] * N, "all of them have raised it"
+
+
 @pytest.mark.parametrize("known_before", [False, True])
 def test_a_rank_that_left_is_found_once_others_are_where_it_left(known_before):
     store, channels, programs = job()

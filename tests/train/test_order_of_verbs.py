@@ -1,6 +1,7 @@
 """One rank calls other verbs than the rest: all ranks raise soon, and nothing came out wrong."""
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -171,6 +172,65 @@ def go_wrong(layout, name):
     finally:
         forget_groups(layout)
     return "no error", started, started
+
+
+class Interrupted(torch.autograd.Function):
+    """The identity, whose backward may raise."""
+
+    raises: type[BaseException] | None = None
+
+    @staticmethod
+    def forward(ctx, x):  # pyright: ignore
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore
+        if Interrupted.raises is not None:
+            raise Interrupted.raises("all ranks")
+        return grad
+
+
+def interrupted(layout, where, kind, live):
+    """Parameters after some steps, of which some were begun in vain on all ranks."""
+    groups, odd = groups_of(layout), iter(())
+    found = []
+
+    def loss(model, x):
+        x = Interrupted.apply(model[1](model[0](x)))
+        if where == "forward" and next(odd, False):
+            raise kind("all ranks")
+        return model[2](x).square().mean()
+
+    for times in (0, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+        given = {"loss": loss, "live_bytes": live, "bucket_bytes": 80}
+        trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, **given)
+        for k in range(6):
+            for _ in range(times if k in (0, 1, 4) else 0):
+                odd, Interrupted.raises = iter([True]), None if where == "forward" else kind
+                with pytest.raises(kind, match="all ranks"):
+                    trainer.step(random(dist.get_rank(), 2, 4))
+                Interrupted.raises = None
+            trainer.step(random(dist.get_rank(), 2, 4))
+        found.append(list(trainer.params().values()))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def quietly(*args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the order of use changed
+        interrupted(*args)
+
+
+@pytest.mark.parametrize("live", [0, None])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.covering
+def test_a_step_that_all_ranks_begin_in_vain_leaves_no_trace(ranks, layout, where, kind, live):
+    ranks(layout.world_size).run(quietly, layout, where, kind, live)
 
 
 CASES = [
