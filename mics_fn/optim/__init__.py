@@ -53,6 +53,11 @@ Rules:
   parameters that are leaves are constants unless their gradients were taken with
   `create_graph=True`. Under `torch.no_grad()` nothing is tracked, as in `Trainer`.
 
+- Ranks compare what nothing later would show: at which step they are, on new groups (`same_step`);
+  all options that change numbers, by `facts` of a `Transform` (`Trainer`, `init_state(groups=)`);
+  and the bits of replicas (`same_replicas`, or every 100 steps of a `Trainer`).
+- Ctrl-C cannot tear a step: `opt_step(donate=True)` raises it once its result is assigned.
+
 Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
 `optimizers` for a whole optimizer; then `runs`, `flat` and `columns` for memory, `torch_optim` for
 torch's own classes, `clip`, `loss_scale` and `guard`.
