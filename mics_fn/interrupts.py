@@ -18,17 +18,20 @@ Only handlers that Python runs are held, in the main thread, where alone they ca
 [Note: between two instructions] A function that returns a new state cannot hold signals until its
 caller has assigned it. But Python looks for signals only where it calls a function, starts one or
 jumps back, and between an index, a return and an assignment it does none of these. So an index ends
-the block of such a function, in C from the first handler to the last signal, and what was held is
-raised once the caller has assigned the result, unless it does something else with it before.
+the block of such a function, in C from the first handler to the last signal. What was held is sent
+again by a thread, after a moment in which the caller assigns the result: where torch.compile has
+put an evaluator of its own in the place of Python's, that looks for signals after a call, too. A
+signal that comes in just these microseconds is not held there: it may come before the assignment.
 """
 
 import signal
 import threading
+import time
 
 # Those of `signal` run Python code around these.
 from _signal import getsignal  # pyright: ignore[reportMissingImports]
 from _signal import signal as set_handler  # pyright: ignore[reportMissingImports]
-from _thread import interrupt_main
+from _thread import interrupt_main, start_new_thread
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +41,7 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _SIGNALS = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
+_MOMENT_S = 0.001  # in which a result is assigned
 _PATIENCE_S = 1.0  # how long a wait without progress keeps a signal before anything is written
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -128,7 +132,8 @@ class Commit:
         _holding = None
         # Ctrl-C comes last: once its handler is back, nothing looks for signals here.
         back = starmap(set_handler, reversed(self._handlers.items()))
-        return defaultdict(partial(deque, chain(back, map(interrupt_main, self._held)), 0))
+        again = map(partial(start_new_thread, _send_again), zip(self._held, strict=True))
+        return defaultdict(partial(deque, chain(back, again), 0))
 
     def __enter__(self) -> "Commit":
         return self
@@ -144,6 +149,12 @@ class Commit:
 
 
 _holding: Commit | None = None  # the one that holds signals now
+
+
+def _send_again(number: int) -> None:
+    """Let a signal that was held interrupt the main thread."""
+    time.sleep(_MOMENT_S)
+    interrupt_main(number)  # pyright: ignore[reportArgumentType]
 
 
 def give_way(idle_s: float) -> None:

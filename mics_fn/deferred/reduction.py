@@ -57,13 +57,12 @@ class Reduction:
         self.uses, self._run = uses, run
         self.order = [i for i in run.order if uses[i].bucket.trainable]
         self._pendings: list[Pending] = []
-        self._complete: dict[int, _Complete] = {}  # in this pass
+        self._complete: dict[int, _Complete] = {}  # of this pass
         self._rooms: dict[int, tuple[int, int]] = {}  # by ring: its bytes, and the most parts
         self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
         self.own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         self._next = 0  # index in the order
-        far = [i for i in self.order if not uses[i].alone]
-        self._last_far = far[-1] if far else None
+        self._last_far = next((i for i in reversed(self.order) if not uses[i].alone), None)
         # Called before this rank sends its part of the step's last reduction.
         self.before_last: Callable[[], None] = lambda: None
         run.slack = self._slack()
@@ -262,10 +261,9 @@ class Reduction:
     def _lend(self, index: int, device: torch.device) -> Slot:
         """Memory for a bucket's reduction; waits for those that still use it."""
         ring, own = self.uses[index].hierarchy.pools.hops, self.own.get(index)
-        sizes = self.slot_sizes(index, own is not None)
         if id(ring) not in self._rooms:
             self._rooms[id(ring)] = self._room(ring)
-        slot = ring.lend(sizes, *self._rooms[id(ring)], device)
+        slot = ring.lend(self.slot_sizes(index, own is not None), *self._rooms[id(ring)], device)
         slot.first = slot.first if own is None else own
         return slot
 
@@ -273,8 +271,7 @@ class Reduction:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
         while self._next < len(self.order):
             index = self.order[self._next]
-            complete = self._complete.get(index)
-            if complete is None:
+            if (complete := self._complete.get(index)) is None:
                 return
             self._complete[index] = _STARTED  # lets go of the full gradients
             if complete is not _STARTED:
@@ -289,8 +286,8 @@ class Reduction:
         bucket, now = use.bucket, self.levels_now(use.route)
         device = use.home.device if out is None else out.device
         push_all(use.home.life)
-        if index in self._slots:  # else a later pass could be added to the sum first
-            self._slots[index].until()
+        if index in self._slots:
+            self._slots[index].until()  # else a later pass could be added to the sum first
         slot = self._slots[index] = self._lend(index, device)
         if now.size > 1 or out is None:
             # Gradients that are not sent need no rounding.

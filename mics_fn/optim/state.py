@@ -98,7 +98,8 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       donate: update in the memory of `state`, which cannot be used afterwards: doing so raises and
         names the value. What else lies in that memory, such as leaves of another tree, stays. A
         Ctrl-C meanwhile is raised after the return, once the result is assigned, so assign it at
-        once.
+        once. In a process that uses torch.compile it may, rarely, come before the assignment: then
+        the state is lost, and using it raises. `Trainer` has no such gap.
 
     Returns:
       A new `TrainState`, one step later. It has derivatives where one is asked for: inside

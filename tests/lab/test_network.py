@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.lab.ranks import bounded, launch, loopback
+from mics_fn.lab.ranks.pool import run_ranks
 
 LISTENING = "0A"
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc/net/tcp")
@@ -88,8 +89,8 @@ def test_bounded_ranks_and_their_store_listen_on_loopback(monkeypatch: pytest.Mo
         check(list(ended.result))
 
 
-def test_ranks_of_a_pool_listen_on_loopback(ranks):
-    check(ranks(2).run(of_pool))
+def test_ranks_of_a_pool_listen_on_loopback():
+    check(run_ranks(of_pool, 2))  # new ones: other tests open stores of their own
 
 
 def test_the_agent_meets_no_other_and_its_store_is_on_loopback():
