@@ -5,9 +5,9 @@ two shared cores, torch 2.13.0; a figure on GPUs does not exist yet. Ratios are 
 rounds, with the least and the most; below 1 is in favour of this library. The model is a GPT of
 13.7 M float32 parameters in 53 leaves.
 
-- `Trainer` over a plain torch loop, world of 1: 1.06 (0.96 to 1.17); that is host time at ops of
-  1 ms and less. The same over FSDP2 in a world of 1: 0.61 (0.53 to 0.67). Medians of six peers in
-  three runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
+- `Trainer` over a plain torch loop, world of 1: 1.07 (0.95 to 1.18); that is host time at ops of
+  1 ms and less. The same over FSDP2 in a world of 1: 0.61 (0.53 to 0.67). Medians of ten peers in
+  five runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
   --peers keep zero3 plain fsdp2`
 - A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
   mics_fn bench touch`
