@@ -2,13 +2,12 @@
 
 [Note: join and fetch] The pieces of all buckets pass through one `_Join` node (unless a `GradSum`
 takes the gradients), and then through one `_Fetch` node for each bucket, whose outputs are the
-deferred parameters. In backward each `_Fetch`
-runs as soon as the gradients of its bucket are complete, because its sequence number is the highest
-in the graph. It starts hop 1, and passes on pieces that have no values yet. `_Join` runs after all
-of them: it reduces the buckets that got no gradient, waits, and passes the pieces on. So nothing
-downstream ever sees a gradient without values. `_Start` and `_Wait` are these two halves as
-differentiable maps, so that second derivatives are those of the reduce-scatter; see [Note: adjoint]
-in `shards.linear`.
+deferred parameters. In backward each `_Fetch` runs as soon as the gradients of its bucket are
+complete, because its sequence number is the highest in the graph. It starts hop 1, and passes on
+pieces that have no values yet. `_Join` runs after all of them: it reduces the buckets that got no
+gradient, waits, and passes the pieces on. So nothing downstream ever sees a gradient without
+values. `_Start` and `_Wait` are these two halves as differentiable maps, so that second derivatives
+are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
 """
 
 from collections.abc import Sequence
