@@ -160,12 +160,12 @@ class Reduction:
         self, use: BucketUse, values: Sequence[Tensor | None], *, copy: bool
     ) -> list[Tensor]:
         device, dtype = use.home.device, self.dtype_of(use.bucket)
-        return [
-            torch.zeros(numel, dtype=dtype, device=device)
-            if value is None
-            else value.reshape(numel).to(dtype, copy=copy)
-            for numel, value in zip(use.by_member(use.bucket.numels), values, strict=True)
+        flat = [
+            torch.zeros(n, dtype=dtype, device=device) if value is None else value.reshape(n)
+            for n, value in zip(use.by_member(use.bucket.numels), values, strict=True)
         ]
+        same = not copy and all(x.dtype is dtype for x in flat)
+        return flat if same else [x.to(dtype, copy=copy) for x in flat]
 
     def late_levels(self, route: Route) -> Route:
         """The levels that are reduced after `levels_now` in this pass."""

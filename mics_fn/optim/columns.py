@@ -191,7 +191,7 @@ class _Held(NamedTuple):
         if whole is None or self.pieces:
             found = [self.pieces[i] for i, _, _ in run.laid]
         else:
-            found = [x for x in split(run, whole) if x.numel()]
+            found = self.given.cut(r, whole)
         return [x.detach() for x in found] if any_requires_grad(found) else found
 
     def change(self, fn: Callable[[Run, Tensor], Tensor]) -> "_Held":
@@ -213,14 +213,11 @@ class _Held(NamedTuple):
         """What it holds, in new nodes."""
         if isinstance(self.given, Unpacked):
             return self.given.with_pieces(self.pieces)
-        pairs = zip(self.runs, self.wholes, strict=True)
-        return with_wholes(
-            self.given.layout,
-            [
-                joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
-                for run, whole in pairs
-            ],
-        )
+        wholes = [
+            joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
+            for run, whole in zip(self.runs, self.wholes, strict=True)
+        ]
+        return with_wholes(self.given.layout, wholes, self.given.cuts)
 
 
 def _held(trees: Sequence[Tree]) -> list[_Held]:

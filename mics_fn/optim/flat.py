@@ -92,6 +92,24 @@ class FlatShards:
     def __getitem__(self, key: Any) -> Any:
         return self.by_leaf()[key]
 
+    @cached_property
+    def cuts(self) -> dict[int, tuple[Tensor, list[Tensor]]]:
+        """What `cut` has found, by run; a step that writes in place hands it on."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"runs": self.runs, "layout": self.layout}  # each view would be saved as a whole
+
+    def cut(self, r: int, whole: Tensor) -> list[Tensor]:
+        """The pieces of a run that are not empty, as views of its long tensor."""
+        known = self.cuts.get(r)
+        if known is not None and known[0] is whole:
+            return known[1]
+        pieces = [x for x in split(self.layout.runs[r], whole) if x.numel()]
+        if whole is self.wholes[r]:  # these would keep the memory of a copy
+            self.cuts[r] = whole, pieces
+        return pieces
+
     @property
     def wholes(self) -> list[Tensor]:
         """The long tensors."""
@@ -231,7 +249,22 @@ def _zeros(run: Run, pieces: Sequence[Tensor]) -> Tensor:
     return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
-def with_wholes(layout: Layout, wholes: Sequence[Tensor]) -> FlatShards:
-    """Flat shards of a layout from their long tensors."""
+def with_wholes(
+    layout: Layout,
+    wholes: Sequence[Tensor],
+    cuts: dict[int, tuple[Tensor, list[Tensor]]] | None = None,
+) -> FlatShards:
+    """Flat shards of a layout from their long tensors.
+
+    Args:
+      layout: of the tree.
+      wholes: the long tensors.
+      cuts: `FlatShards.cuts` of those that they replace.
+    """
     pairs = zip(layout.runs, wholes, strict=True)
-    return FlatShards([Sharded(x, run.bucket, 0) if run.bucket else x for run, x in pairs], layout)
+    runs = [Sharded(x, run.bucket, 0) if run.bucket else x for run, x in pairs]
+    made = FlatShards(runs, layout)
+    # Those of other memory would keep it.
+    same = ((r, cut) for r, cut in (cuts or {}).items() if cut[0] is wholes[r])
+    made.cuts.update(same)
+    return made

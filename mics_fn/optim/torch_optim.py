@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from mics_fn import _torch
 from mics_fn.errors import OptimizerError, message
@@ -27,6 +28,8 @@ REFUSED = {
     "LBFGS": "it calls the loss several times a step and takes inner products over all parameters",
     "SparseAdam": "it needs sparse gradients, and gathered gradients are dense",
 }
+# Options of Adam with which most of a step's time would go into making an object for it.
+_FUSED_ADAM = {"lr", "betas", "eps", "weight_decay", "fused"}
 # Their state begins with zeros, and torch's code for them has derivatives by the rate too.
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -200,14 +203,24 @@ def _step(
     state: TorchState,
 ) -> dict[str, Tensor]:
     """Let torch step in place on columns of (parameter, *moments, gradient); gives new scalars."""
+    count = len(mine)
+    # One copy of each scalar for every column, made together.
+    scalars = [scalar.repeat(count).unbind() for scalar in state.scalars.values()]
+    if _is_fused_adam(cls, options):
+        values, means, squares, grads = map(list, zip(*mine, strict=True))
+        (steps,) = map(list, scalars)
+        given = {name: options[name] for name in ("lr", "weight_decay", "eps", "fused")}
+        given |= dict(zip(("beta1", "beta2"), options["betas"], strict=True))
+        given |= {"amsgrad": False, "maximize": False}
+        given["decoupled_weight_decay"] = cls is torch.optim.AdamW
+        adam(values, grads, means, squares, [], steps, **given)
+        return dict.fromkeys(kind.scalars, steps[0])
     params = [_with_grad(piece, grad) for piece, *_, grad in mine]
     if cls is torch.optim.SGD and any(p.itemsize == 2 and p.is_cpu for p in params):
         # On the CPU torch's fused SGD skips most 16-bit elements: pytorch issue 191763.
         options = {**options, "fused": False}
     optimizer = cls(params, **options)
-    names, count = (*kind.moments, *state.scalars), len(mine)
-    # One copy of each scalar for every column, made together.
-    scalars = [scalar.repeat(count).unbind() for scalar in state.scalars.values()]
+    names = (*kind.moments, *state.scalars)
     kept = [column[1:-1] for column in mine]
     for param, targets, *own in zip(params, kept, *scalars, strict=True):
         optimizer.state[param] = dict(zip(names, (*targets, *own), strict=True))
@@ -221,6 +234,14 @@ def _step(
             if found[name] is not target:
                 target.copy_(found[name])
     return {name: optimizer.state[params[0]][name] for name in kind.scalars}
+
+
+def _is_fused_adam(cls: Any, options: dict[str, Any]) -> bool:
+    """Whether torch's function for a step does the same as an object that is made for it."""
+    if cls not in (torch.optim.Adam, torch.optim.AdamW) or set(options) != _FUSED_ADAM:
+        return False
+    rate = options["lr"]  # the object checks it
+    return options["fused"] is True and isinstance(rate, int | float) and rate >= 0
 
 
 def _live_step(

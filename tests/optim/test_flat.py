@@ -1,5 +1,6 @@
 """State kept by bucket: the numbers of state kept by leaf, in few kernels, read by leaf."""
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -250,3 +251,24 @@ def test_an_exception_in_the_middle_of_a_step_gives_nothing_away():
     rate[0] = 0.1
     same_bits(mf.unshard(state.params, groups), {"w": before})
     assert mf.opt_step(state, grads, donate=True).step == 2
+
+
+def test_pieces_of_a_moment_are_cut_once_and_keep_no_memory():
+    groups = mf.make_groups(1)
+    start, grads = tensors([(3,), (4,)], 0), tensors([(3,), (4,)], 9)
+    given = lambda: mf.reduce_grads({k: x.clone() for k, x in grads.items()}, groups)  # noqa: E731
+    state = mf.init_state(mf.shard(start, groups), mf.optim.adam(0.1))
+    state = mf.opt_step(state, given(), donate=True)
+    cuts = state.opt.moments["exp_avg"].cuts
+    state = mf.opt_step(state, given(), donate=True)
+    moment = state.opt.moments["exp_avg"]
+    assert len(cuts) == 1
+    assert moment.cuts[0][1] is cuts[0][1], "cut again"
+    assert pickle.dumps(moment).count(b"_rebuild_tensor") <= 1
+    copied = mf.opt_step(state, given()).opt.moments["exp_avg"]
+    assert moment.cuts
+    for each in (moment, copied):
+        assert all(whole is each.wholes[r] for r, (whole, _) in each.cuts.items())
+    set_by_hand = mf.set(state, "opt.moments['exp_avg']['p0']", torch.ones(3), groups)
+    again = mf.opt_step(set_by_hand, given()).opt.moments["exp_avg"]["p0"].data
+    torch.testing.assert_close(again, 0.9 + 0.1 * grads["p0"])
