@@ -188,10 +188,10 @@ class _Held(NamedTuple):
     def single(self, r: int) -> list[Tensor]:
         """The pieces of a run that are not empty."""
         whole, run = self.wholes[r], self.runs[r]
-        if whole is None or self.pieces:
-            found = [self.pieces[i] for i, _, _ in run.laid]
-        else:
+        if isinstance(self.given, FlatShards) and whole is not None:
             found = self.given.cut(r, whole)
+        else:
+            found = [self.pieces[i] for i, _, _ in run.laid]
         return [x.detach() for x in found] if any_requires_grad(found) else found
 
     def change(self, fn: Callable[[Run, Tensor], Tensor]) -> "_Held":

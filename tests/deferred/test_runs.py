@@ -432,8 +432,7 @@ def test_runs_that_repeat_send_no_message(ranks, layout, kind):
 
 def looks(layout, live, seconds):
     """Messages of equal steps that end at such times, where the host looks as on an accelerator."""
-    (groups, store), found = counted_groups(layout), []
-    trainer, close = make_trainer(groups, live_bytes=live), LiveBuckets.close
+    (groups, store), found, close = counted_groups(layout), [], LiveBuckets.close
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() * 1e-9 + now, sleep=time.sleep)
 
     def close_and_look(buckets):
@@ -441,6 +440,8 @@ def looks(layout, live, seconds):
         buckets.run.look()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "_STALL_S", 60.0)  # a wait for a slow rank would look, by its clock
+        trainer = make_trainer(groups, live_bytes=live)
         patch.setattr(LiveBuckets, "close", close_and_look)
         patch.setattr(desync, "time", clock)
         # What the first two runs wrote is deleted four runs later.
