@@ -265,8 +265,11 @@ def test_pieces_of_a_moment_are_cut_once_and_keep_no_memory():
     assert len(cuts) == 1
     assert moment.cuts[0][1] is cuts[0][1], "cut again"
     assert pickle.dumps(moment).count(b"_rebuild_tensor") <= 1
+    before = moment["p1"].data.clone()
     copied = mf.opt_step(state, given()).opt.moments["exp_avg"]
     assert moment.cuts
+    same_bits(moment["p1"].data, before)
+    torch.testing.assert_close(copied["p1"].data, 0.9 * before + 0.1 * grads["p1"])
     for each in (moment, copied):
         assert all(whole is each.wholes[r] for r, (whole, _) in each.cuts.items())
     set_by_hand = mf.set(state, "opt.moments['exp_avg']['p0']", torch.ones(3), groups)
