@@ -6,6 +6,7 @@ place to look for the difference.
 
 import ctypes
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -81,6 +82,21 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
 def default_store() -> Any:
     """The key-value store that the default process group was created with."""
     return c10d._get_default_store()
+
+
+def store_host(store: Any) -> tuple[int | None, str]:
+    """The rank that holds a store, if a rank does, and the address of the store, if it has one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
+        return None, ""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return None if agent else 0, f"{store.host}:{store.port}"
+
+
+def groups_named(name: str) -> list[dist.ProcessGroup]:
+    """The process groups that `new_group` has made, or is about to return, under a name."""
+    return [group for group, own in list(c10d._world.pg_names.items()) if own == name]
 
 
 def apart(store: Any, prefix: str) -> Any:

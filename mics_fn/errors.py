@@ -49,6 +49,36 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """A collective that did not finish within `timeout_s`."""
 
 
+class PeerFailed(MicsError, RuntimeError):
+    """Another rank failed, and what this rank waits for cannot come any more.
+
+    Args:
+      text: the whole text.
+      rank: the global rank that failed; None if it is the store of the job, and no rank holds that.
+      kind: "raised", "interrupted", "exited", "killed" (it is gone without a word) or "silent".
+      step: the optimizer step that it was in, where that is known.
+      operation: the call that it had begun last; of a rank that could not say so, the call that
+        waits for it.
+      leaf: the bucket of that call, with the names of its leaves.
+      remote_traceback: of its own error.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        rank: int | None = None,
+        kind: str = "",
+        *,
+        step: int | None = None,
+        operation: str = "",
+        leaf: str = "",
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.rank, self.kind, self.step = rank, kind, step
+        self.operation, self.leaf, self.remote_traceback = operation, leaf, remote_traceback
+
+
 class OptimizerError(MicsError, ValueError):
     """An optimizer that cannot work on flat shards, or that is used wrongly."""
 

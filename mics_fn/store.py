@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 
@@ -16,7 +17,25 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
-def poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:
+def later(store: Any, name: str, *args: Any) -> None:
+    """Ask for something whose end nobody waits for, where the store can do that.
+
+    It may fail, as the store may be gone too; so an error that is shown later stays the first.
+    """
+    ask = getattr(store, "later", None)
+    if ask is not None:
+        ask(name, *args)
+    else:
+        with suppress(RuntimeError, NotImplementedError):
+            getattr(store, name)(*args)
+
+
+def poll(
+    done: Callable[[], bool],
+    num_waiting: int,
+    deadline: float,
+    check: Callable[[float], None] = lambda idle_s: None,
+) -> bool:
     """Ask until `done()` is true; False if the deadline passes first.
 
     Polling, unlike a blocking wait on the store, lets Ctrl-C interrupt at once.
@@ -25,12 +44,16 @@ def poll(done: Callable[[], bool], num_waiting: int, deadline: float) -> bool:
       done: asked again and again.
       num_waiting: how many ranks wait on the same store.
       deadline: in seconds of `time.monotonic`.
+      check: called with the seconds waited so far; raises if waiting has become useless.
     """
+    started = time.monotonic()
     # One server answers all ranks, so each of them asks less often the more of them wait.
     pause_s, longest_s = 0.001, max(0.05, 5e-5 * num_waiting)
     while not done():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             return False
+        check(now - started)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
     return True

@@ -59,7 +59,8 @@ class Collective:
         try:
             self.work = self._call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
-            raise self._failed(error) from error
+            raise self._failed(error, wait=False) from error
+        self.comm.calls.issued += 1
 
     def done(self) -> bool:
         """Whether it has finished (or failed), without waiting."""
@@ -70,7 +71,7 @@ class Collective:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self._failed(error, wait=True) from error
 
     def late(self) -> CollectiveTimeoutError:
         """The error to raise if it does not finish in time."""
@@ -82,15 +83,17 @@ class Collective:
             )
         )
 
-    def _failed(self, error: Exception) -> CollectiveError:
+    def _failed(self, error: Exception, *, wait: bool) -> Exception:
+        """What to raise; it may wait for a moment to learn which rank was the cause."""
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return CollectiveError(
+        own = CollectiveError(
             message(
                 f"{self.op} over '{self.comm.name}' failed: {first}",
                 [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
                 fix="look at the other ranks' errors, then make new groups: these are broken",
             )
         )
+        return self.comm.life.explained(own, wait=wait)
 
 
 class Pending:
@@ -120,6 +123,7 @@ class Pending:
         self._call = (*what, keep[0].nbytes)
         self._numbers: list[int] = []  # of this call over each of `comms`
         for comm in comms:
+            comm.life.call = self._call
             comm.calls.add(self._call, partial(push_all, comm.life))
             self._numbers.append(comm.calls.number)
         self._steps, self._comms = steps, comms
@@ -213,7 +217,9 @@ class Pending:
         issued = self._issued
         if issued is not None and waited_s > issued.comm.timeout_s:
             self._abandon()
-            raise issued.late()
+            error = issued.late()
+            issued.comm.life.fail(error)
+            raise error
 
     def passed(self, levels: int) -> bool:
         """Whether so many levels are done, without waiting."""
@@ -258,6 +264,7 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
     Raises:
       CollectiveTimeoutError: there was no progress for the timeout of a collective in flight.
       DesyncError: ranks wait for each other, or some of them left the schedule.
+      PeerFailed: a rank has failed without which this cannot end.
     """
     since = stalled = time.monotonic()
     looked, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(life.ranks))
@@ -270,6 +277,8 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
             if not life.active:
                 raise CollectiveError("this wait cannot end: the collective failed before")
             now = time.monotonic()
+            if life.standing:
+                life.check(pending.stuck, now - since)
             if now - stalled > patience:
                 stalled, looked = now, True
                 life.look(pending.stuck, made())

@@ -10,7 +10,7 @@ from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.grad_sum import GradSum
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.errors import PlanError, message
-from mics_fn.groups import require_replicas
+from mics_fn.groups import require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Schedule, joined
 from mics_fn.shards import (
     Opened,
@@ -67,8 +67,9 @@ class DeferredParams:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
+        if error is not None:
             self._live.abandon()
+            tell_all(error)
         elif not self._pending():
             self.close()
 

@@ -57,7 +57,7 @@ from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
-from mics_fn.groups.life import Life
+from mics_fn.groups.life import Life, Telling, tell_all
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
@@ -74,6 +74,7 @@ __all__ = [
     "Ring",
     "Route",
     "Slot",
+    "Telling",
     "Topology",
     "fold_ranks",
     "init_distributed",
@@ -83,5 +84,6 @@ __all__ = [
     "read_launch",
     "require_replicas",
     "ring_bytes",
+    "tell_all",
     "valid_partition_sizes",
 ]

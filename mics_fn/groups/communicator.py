@@ -1,9 +1,10 @@
 """Communicators: their members, this rank's place among them, the bytes sent, and their making."""
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -13,10 +14,13 @@ import torch.distributed as dist
 
 from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.groups.clerk import bounded
 from mics_fn.groups.life import Life
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Calls, Channel
-from mics_fn.store import poll
+from mics_fn.store import later, poll
+
+_FIX = "look at these ranks' own errors, then call make_groups again on all"
 
 
 class Traffic:
@@ -128,7 +132,8 @@ class Maker:
     rank: int  # this rank, global
     backend: str
     timeout_s: float
-    key: str  # prefix of their keys in the store; new, and the same on all ranks
+    deadline: float = math.inf  # in seconds of `time.monotonic`, when all groups have to be made
+    store: Any = None  # of the job; None for a single rank
     channel: Channel = field(default_factory=Channel)  # of the partition group
     traffic: Traffic = field(default_factory=Traffic)
     life: Life = field(default_factory=Life)
@@ -148,24 +153,28 @@ class Maker:
         if len(self.ranks) == 1:
             yield
             return
-        store, n = _torch.default_store(), len(self.ranks)
-        made, failed = f"{self.key}/made", f"{self.key}/failed"
+        store, n, key = self.store, len(self.ranks), self.life.key
+        made, failed = f"{key}/made", f"{key}/not made"
         try:
             yield
-            deadline = time.monotonic() + self.timeout_s
             store.set(f"{made}/{self.rank}", "made")
             store.add(made, 1)
-            if not poll(lambda: store.check([failed]) or store.add(made, 0) == n, n, deadline):
+
+            def all_made() -> bool:
+                return store.check([failed]) or store.add(made, 0) == n
+
+            if not poll(all_made, n, self.deadline, partial(self.life.check, ())):
                 late = [rank for rank in self.ranks[:1024] if not store.check([f"{made}/{rank}"])]
                 what = f"{name_ranks(late)} did not make all groups within {self.timeout_s:g} s"
                 store.compare_set(failed, "", what if late else "")
             what = store.get(failed).decode() if store.check([failed]) else ""
             if what:
-                fix = "look at these ranks' own errors, then call make_groups again on all"
-                raise GroupsError(message(f"make_groups: {what}", fix=fix))
+                raise GroupsError(message(f"make_groups: {what}", fix=_FIX))
         except BaseException as error:
-            with suppress(RuntimeError):  # if the store is gone too, show the first error
-                store.compare_set(failed, "", f"rank {self.rank} could not make its groups")
+            what = "could not make its groups"
+            if isinstance(error.__cause__, TimeoutError):
+                what = f"did not make all groups within {self.timeout_s:g} s"
+            later(store, "compare_set", failed, "", f"rank {self.rank} {what}")
             self.life.abandon(error)
             raise
 
@@ -181,7 +190,8 @@ class Maker:
           GroupsError: torch cannot make the process group.
         """
         members = tuple(self.ranks[position] for position in positions)
-        group = cache(partial(self._group, name, members)) if len(members) > 1 else None
+        make = partial(self._group, name, members, late=late)
+        group = cache(make) if len(members) > 1 else None
         if group is not None and not late:
             group()
         place = members.index(self.rank)
@@ -189,12 +199,22 @@ class Maker:
         shared = {"traffic": self.traffic, "life": self.life, "calls": calls}
         return Comm(name, members, place, group, self.timeout_s, **shared)
 
-    def _group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+    def _group(self, name: str, members: tuple[int, ...], *, late: bool) -> dist.ProcessGroup:
         # Groups of one purpose are disjoint, so one member tells them apart.
-        unique = f"{self.key}/{name}/{members[0]}"
+        unique = f"{self.life.key}/{name}/{members[0]}"
         options = {"timeout_s": self.timeout_s, "backend": self.backend, "name": unique}
+        make = partial(_torch.new_group, members, **options, purpose=f"mics_fn {name}")
         try:
-            group = _torch.new_group(members, **options, purpose=f"mics_fn {name}")
+            if self.backend == "gloo":  # it connects the members, in C++
+                deadline = max(self.deadline, time.monotonic() + self.timeout_s * late)
+                group = bounded(make, deadline, partial(self.life.check, ()))
+            else:
+                group = make()
+        except TimeoutError as error:
+            for group in _torch.groups_named(unique):
+                self.life.own(group)
+            what = f"{name_ranks([self.rank])} did not make all groups within {self.timeout_s:g} s"
+            raise GroupsError(message(f"make_groups: {what}", fix=_FIX)) from error
         except (RuntimeError, ValueError) as error:
             raise self._failed("make", name, members, error) from error
         self.life.own(group)
@@ -223,5 +243,4 @@ class Maker:
     ) -> GroupsError:
         what = f"make_groups: rank {self.rank} cannot {did} '{name}' of {name_ranks(members)}"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        fix = "look at these ranks' own errors, then call make_groups again on all"
-        return GroupsError(message(what, [first], fix))
+        return GroupsError(message(what, [first], _FIX))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _device, _torch
 from mics_fn.errors import (
+    CollectiveTimeoutError,
     GroupsError,
     MicsError,
     PlanError,
@@ -22,6 +24,7 @@ from mics_fn.errors import (
     rank_lines,
 )
 from mics_fn.groups import devices
+from mics_fn.groups.clerk import Clerk, Served, StoreLost, bounded
 from mics_fn.groups.devices import Spot, check_distinct, spot_of
 from mics_fn.groups.environment import Launch, launched_world_size, read_launch
 from mics_fn.groups.rendezvous import meet
@@ -67,25 +70,34 @@ def init_distributed(
       device(type='cpu')
     """
     launch = None if dist.is_initialized() else read_launch(os.environ)
+    deadline = time.monotonic() + timeout_s
     chosen, problem = _choose(device, launch)
     own = _device.backend(chosen)
     mine = {"asked": str(device), "problem": problem, "spot": spot_of(chosen, alone=not problem)}
     if launch is None:
         _judge_devices({0: mine})
     else:
-        store = _agreed_store(launch, mine, timeout_s)
+        store = _agreed_store(launch, mine, timeout_s, deadline)
     if _device.is_async(chosen):
         devices.machine.use(chosen)
     if launch is None:
         return chosen
     order_launches(own)
-    dist.init_process_group(
+    start = partial(
+        dist.init_process_group,
         f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own,
         store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    if own == "gloo":  # it connects the ranks, in C++
+        try:
+            bounded(start, deadline)
+        except (RuntimeError, TimeoutError) as error:
+            raise _no_store(launch, timeout_s, error) from error
+    else:
+        start()
     return chosen
 
 
@@ -106,25 +118,56 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
     return chosen, f"{chosen} is asked for, and this process sees {count} devices of its kind"
 
 
-def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float) -> Any:
+def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadline: float) -> Any:
     """The store of the launch, once all ranks found their devices fit for a start."""
-    # env:// also finds the store of torchrun's agent; other launchers have no such store.
-    address = f"tcp://{launch.master_addr}:{launch.master_port}"
-    address = "env://" if launch.source == "torchrun" else address
     rank, size = launch.rank, launch.world_size
-    shared, _, _ = next(rendezvous(address, rank, size, timeout=timedelta(seconds=timeout_s)))
-    store = _torch.apart(shared, "mics_fn")
+    limit = timedelta(seconds=timeout_s)
+
+    def connect() -> Any:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun's agent
+            return next(rendezvous("env://", rank, size, timeout=limit))[0]
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            launch.master_addr,
+            launch.master_port,
+            size,
+            is_master=rank == 0,
+            timeout=limit,
+            wait_for_workers=False,  # `meet` waits for them, and names those that are missing
+            multi_tenant=True,
+        )
+
     try:
-        wait = {"verb": "init_distributed", "timeout_s": timeout_s}
-        meet(store, range(size), rank, mine, _judge_devices, **wait)
+        store = _torch.apart(bounded(connect, deadline), "mics_fn")
+    except (RuntimeError, TimeoutError, OSError) as error:
+        raise _no_store(launch, timeout_s, error) from error
+    clerk = Clerk(store)
+
+    def lost(why: StoreLost) -> CollectiveTimeoutError:
+        return _no_store(launch, timeout_s, why)
+
+    served = Served(clerk, store, timeout_s, lost)
+    try:
+        wait = {"verb": "init_distributed", "timeout_s": deadline - time.monotonic()}
+        meet(served, range(size), rank, mine, _judge_devices, **wait)
     except MicsError:
         with suppress(RuntimeError):
             # Rank 0 may serve the store from its process: it leaves after the others have read.
-            store.add("left", 1)
+            served.add("left", 1)
             if rank == 0:
-                poll(lambda: store.add("left", 0) >= size, 1, time.monotonic() + _LINGER_S)
+                poll(lambda: served.add("left", 0) >= size, 1, time.monotonic() + _LINGER_S)
         raise
+    finally:
+        clerk.end()
     return store
+
+
+def _no_store(launch: Launch, timeout_s: float, error: Exception) -> CollectiveTimeoutError:
+    """The error of a rank that cannot reach the store, or the others through it."""
+    first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
+    what = f"init_distributed: rank {launch.rank} cannot start with the store that rank 0 holds"
+    fix = "start rank 0, on the host of MASTER_ADDR and with a free MASTER_PORT"
+    where = f"{what} at {launch.master_addr}:{launch.master_port}"
+    return CollectiveTimeoutError(message(where, [first], fix))
 
 
 def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:

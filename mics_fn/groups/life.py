@@ -3,29 +3,30 @@
 [Note: leaving by an error] To destroy a group of NCCL is collective, and the destructor of one of
 gloo waits for what is under way. So a rank that left by an error would wait for the others, which
 wait for it, and its traceback would be lost. It abandons its groups instead: it writes down why,
-which ranks that wait on the host read within about a second, and aborts its groups. Aborting frees
+which all other ranks read within about a second, and aborts its groups. Aborting frees
 memory, for which a device waits for all of its kernels, those of other groups too, and NCCL may
 wait for other ranks of the node. So each group is aborted on a thread of its own, all at once, and
 this rank goes on after `_PATIENCE_S` in any case.
 """
 
-import atexit
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import message
-from mics_fn.schedules import Stuck
+from mics_fn.groups.peers import Failure, failure_of, same_place
+from mics_fn.schedules import Job, Stuck, call_text, issued, made
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
+_IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
+_LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
 
 
 @dataclass(eq=False)
@@ -34,19 +35,139 @@ class Life:
 
     ranks: tuple[int, ...] = ()  # global ranks of the job
     rank: int = 0  # this rank, global
+    key: str = ""  # prefix of the keys of these groups in the store
     whole: bool = True  # False if ranks outside the job may hold parts of the same model
     closed: bool = False
+    heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
+    failed: BaseException | None = None  # why no collective on these groups can end any more
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
+    step: int | None = None  # the optimizer step under way, for errors
+    call: Any = None  # the last call, as `Calls` describes it
+    # What other ranks said of failures, by rank, first things first; the monitor sets it.
+    standing: Mapping[int | None, Failure] = field(default_factory=dict)
+    told: Failure | None = None  # what this rank said of itself last
     # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
     look: Callable[[Sequence[Stuck], Mapping[str, int]], None] = lambda stuck, issued: None
     moved: Callable[[], None] = lambda: None
-    report: Callable[[str], None] = lambda text: None  # `Channel.report`
+    job: Job = field(default_factory=Job)
+    # Of the monitor: say a failure, make one final (False if it was withdrawn), look at once.
+    report: Callable[[Failure], None] = lambda failure: None
+    settle: Callable[[Failure], bool] = lambda failure: True
+    listen: Callable[[], None] = lambda: None
+    left: Callable[[], None] = lambda: None  # that these groups are closed here
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
         self.owned.append(group)
         _OPEN.add(self)
+
+    def fail(self, error: BaseException) -> None:
+        """Note why no collective on these groups can end any more; the first reason stays."""
+        if self.failed is None:
+            self.failed = error
+
+    def check(
+        self,
+        stuck: Sequence[Stuck] = (),
+        idle_s: float = _IDLE_S,
+        missing: Sequence[int] = (),
+        *,
+        made: bool = False,
+    ) -> None:
+        """Raise if a rank has failed without which a wait cannot end; see [Note: no torn step].
+
+        Args:
+          stuck: calls that have to be done.
+          idle_s: for how long there was no progress.
+          missing: ranks that are waited for, whatever they have called.
+          made: whether `stuck` waits for calls, and not until these are issued.
+
+        Raises:
+          PeerFailed: another rank failed.
+          DesyncError: ranks have told why they fail.
+        """
+        if not self.standing or idle_s < _IDLE_S:
+            return
+        for failure in list(self.standing.values()):
+            if failure.rank == self.rank and not failure.final:
+                continue  # the next call withdraws it
+            lacks = failure.lacks(stuck, missing, made=made) and not self._shares(failure)
+            if lacks or idle_s > self.heartbeat_s:
+                self._give_up(failure, stuck[0].text if stuck else "")
+
+    def _shares(self, failure: Failure) -> bool:
+        """Whether this rank raised the same, so that the other one may go on, too, in a moment."""
+        if failure.final or self.told is None:
+            return False
+        both = {failure.kind, self.told.kind} == {"interrupted"}
+        return both or same_place(self.told.made or {}, failure.made or {})
+
+    def _give_up(self, failure: Failure, waits: str) -> None:
+        """Raise the error of a failure, unless it was withdrawn meanwhile."""
+        if self.failed is None:
+            self.job.raise_reported()
+        if not failure.final and not self.settle(failure):
+            return
+        error = self.first(failure).error(waits)
+        self.fail(error)
+        self.tell(error, final=True)
+        raise error
+
+    def first(self, failure: Failure) -> Failure:
+        """What began it, of a failure that may have come of others."""
+        seen = set[int | None]()
+        while failure.because is not None and failure.rank not in seen:
+            seen.add(failure.rank)
+            cause = failure.because if failure.because >= 0 else None
+            failure = self.standing.get(cause, failure)
+        return failure
+
+    def explained(self, error: Exception, *, wait: bool) -> Exception:
+        """The error of a collective that failed: of the rank that caused it, if that is known.
+
+        Args:
+          error: to raise if it is not known.
+          wait: whether to wait for up to a second to learn of it.
+        """
+        deadline = time.monotonic() + _LEARN_S * wait
+        while len(self.ranks) > 1 and not self.closed:
+            failure = next((each for each in self.standing.values() if each.final), None)
+            if failure is not None:
+                cause = self.first(failure)
+                error = cause.error(str(error).partition("\n")[0])
+                break
+            if time.monotonic() > deadline:
+                break
+            self.listen()
+            time.sleep(0.02)
+        self.fail(error)
+        self.tell(error, final=True)
+        return error
+
+    def tell(self, error: BaseException, *, final: bool, kind: str = "") -> None:
+        """Tell the other ranks of an error of this one.
+
+        Args:
+          error: the error.
+          final: whether these groups are finished; else the next call on them withdraws it.
+          kind: of the failure; "" by the type of the error.
+        """
+        if self.told is not None and self.told.final:
+            return
+        counts = {"made": made(self.key), "issued": issued(self.key)}
+        operation, leaf = "", ""
+        if self.call is not None:
+            operation, leaf = call_text(self.call), str(self.call[2])
+        known = {"step": self.step, "operation": operation, "leaf": leaf, **counts}
+        failure = failure_of(error, self.rank, final=final, **known)
+        did = "left its groups" if final else "failed"
+        text = f"rank {self.rank} {did}: {failure.text}"
+        if kind == "exited":
+            text = f"rank {self.rank} exited, and its groups were still open"
+        self.told = replace(failure, text=text, kind=kind or failure.kind)
+        self.job.raised = not final
+        self.report(self.told)
 
     def abandon(self, error: BaseException) -> None:
         """Give up the process groups without the other ranks; see [Note: leaving by an error].
@@ -54,16 +175,14 @@ class Life:
         Args:
           error: why; ranks of the job that wait for this one raise an error that names it.
         """
-        first = f"{type(error).__name__}: {error}".partition("\n")[0]
-        fix = "look at its own error, then make new groups on all ranks"
-        report = partial(
-            self.report, message(f"rank {self.rank} left its groups: {first}", fix=fix)
-        )
+        _try(partial(self.tell, error, final=True))  # first: what is aborted fails elsewhere
         groups = [group for group in self.owned if _torch.is_alive(group)]
-        tasks = [report, *(partial(_torch.abort, group) for group in groups)]
         self._let_go()
         self.owned.clear()
-        threads = [threading.Thread(target=_try, args=(task,), daemon=True) for task in tasks]
+        tasks = [partial(_torch.abort, group) for group in groups]
+        threads = [
+            threading.Thread(target=_try, args=(task,), daemon=True) for task in (*tasks, self.left)
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + _PATIENCE_S
@@ -78,6 +197,7 @@ class Life:
     def close(self) -> None:
         """Destroy the owned process groups, newest first; a second call has no effect."""
         self._let_go()
+        _try(self.left)
         while self.owned:
             group = self.owned.pop()
             if _torch.is_alive(group):
@@ -87,19 +207,44 @@ class Life:
 _OPEN: set[Life] = set()  # what owns process groups, until it is closed
 
 
+def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
+    """Tell the ranks of all groups that are open here of an error of this rank, as `Life.tell`."""
+    for life in list(_OPEN):
+        _try(partial(life.tell, error, final=final, kind=kind))
+
+
+class Telling:
+    """A block that is one step of a program; an error that leaves it is told to the other ranks.
+
+    Args:
+      life: of the groups that step.
+      step: the number of the step.
+    """
+
+    def __init__(self, life: Life, step: int) -> None:
+        self._life, self._step = life, step
+
+    def __enter__(self) -> None:
+        self._life.step = self._step
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            tell_all(error)
+
+
+def never_destruct() -> None:
+    """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
+    for group in [group for life in _OPEN for group in life.owned]:
+        if _torch.is_alive(group) and dist.get_backend(group) == "gloo":
+            _torch.never_destruct(group)
+
+
 def _try(task: Callable[[], None]) -> None:
     """Call something that may fail because other ranks or the store are gone already."""
     with suppress(Exception):
         task()
-
-
-@atexit.register
-def _keep_after_an_error() -> None:
-    """Let a process end that an error ended, although it could not leave its groups in order.
-
-    Torch destructs them at exit. Those of NCCL abort then, but those of gloo would wait.
-    """
-    if getattr(sys, "last_value", None) is not None:
-        for group in [group for life in _OPEN for group in life.owned]:
-            if _torch.is_alive(group) and dist.get_backend(group) == "gloo":
-                _torch.never_destruct(group)

@@ -6,6 +6,7 @@ hangs if ranks differ, so they first compare their arguments, in `rendezvous.py`
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, _torch
+from mics_fn import _device
 from mics_fn.errors import PlanError, message
 from mics_fn.groups.communicator import Maker
 from mics_fn.groups.devices import spot_of
@@ -29,6 +30,7 @@ from mics_fn.groups.facts import Fact, Location, judged, told
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.life import Life
+from mics_fn.groups.monitor import limit_by_default, monitor
 from mics_fn.groups.rendezvous import meet
 from mics_fn.groups.topology import Plan, Topology, plan_groups
 from mics_fn.schedules import Channel
@@ -45,6 +47,7 @@ def make_groups(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout_s: float = 600.0,
+    heartbeat_s: float | None = None,
     mean_over: int | None = None,
     whole: bool = False,
 ) -> Groups:
@@ -68,6 +71,9 @@ def make_groups(
       timeout_s: bound in seconds of this call, and later of every wait on these groups: on the CPU
         the host raises after it; on accelerators it is the limit of the backend's watchdog, which
         ends the process. The slowest rank may load data or write files for that long.
+      heartbeat_s: a rank that gives no sign of life for so many seconds has failed, and the others
+        raise PeerFailed. None takes 10 where a person is at a prompt, else 60. A rank may hold its
+        interpreter for almost as long, as some loaders and compilers do.
       mean_over: number of ranks that gradients are averaged over; None takes those of these groups.
         Expert leaves live on fewer ranks than there are losses: their gradient on a rank is a sum
         over tokens that other ranks sent, while the loss is a mean over all data-parallel ranks.
@@ -80,7 +86,8 @@ def make_groups(
     Returns:
       Frozen `Groups`, which a `with` block closes at its end.
 
-    Communication: a few small messages through the store of torch.distributed. On an accelerator a
+    Communication: a few small messages through the store of torch.distributed, and while the groups
+      are open two more each quarter of a second, by a thread. On an accelerator a
       barrier on each communicator, which connects its ranks; the gathers of `Groups.flat` are
       connected at their first use, by all ranks of a partition group. If the default group is bound
       to a device (`device_id=`), NCCL splits it: then all ranks of the world must make their groups
@@ -94,6 +101,7 @@ def make_groups(
       GroupsError: torch.distributed is not initialised, some rank cannot create a group, or several
         ranks use one accelerator without gloo, and with the same NCCL_HOSTID or none.
       CollectiveTimeoutError: some rank of the job did not call it in time.
+      PeerFailed: a rank of the job failed meanwhile, or the rank that holds the store.
 
     Example:
       >>> with make_groups() as groups:
@@ -111,24 +119,32 @@ def make_groups(
     order_launches(served_by)
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
     sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
-    problem = _problem(timeout_s, **wiring, **sizes)
+    problem = _problem(timeout_s, heartbeat_s, **wiring, **sizes)
     here = _location(rank, None if problem else node_size, known=bool(problem or topology))
     common = {"partition_size": partition_size, **wiring, "device": chosen.type}
     seconds = float(timeout_s) if isinstance(timeout_s, int) else timeout_s
     common |= {"backend": served_by, "timeout_s": seconds, "mean_over": mean_over, "whole": whole}
-    key, found = "", 1
-    if len(universe) > 1:
-        facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
-        wait = {"verb": "make_groups", "timeout_s": 600.0 if problem else timeout_s}
-        mine, judge = told(facts, here, spot), partial(judged, facts)
-        key, found = meet(_torch.default_store(), universe, rank, mine, judge, **wait)
-    if problem is not None:  # raised only now, so that ranks with other arguments raise as well
-        raise problem
-    wired = topology or Topology.of(len(universe), found, nodes_per_rack)
-    plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
-    maker = Maker(universe, rank, served_by, timeout_s, key, life=life)
-    return _create(plan, maker, chosen, mean_over)
+    limit_s = 600.0 if problem else timeout_s
+    life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default()
+    store, found, deadline = None, 1, time.monotonic() + limit_s
+    try:
+        if len(universe) > 1:
+            store = monitor.join(life, limit_s)
+            facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
+            wait = {"verb": "make_groups", "timeout_s": limit_s, "check": partial(life.check, ())}
+            mine, judge = told(facts, here, spot), partial(judged, facts)
+            key, found = meet(store, universe, rank, mine, judge, **wait)
+            monitor.name(life, key)
+        if problem is not None:  # raised only now, so that ranks with other arguments raise as well
+            raise problem
+        wired = topology or Topology.of(len(universe), found, nodes_per_rack)
+        plan = plan_groups(wired, wired.sizes[-1] if partition_size is None else partition_size)
+        maker = Maker(universe, rank, served_by, timeout_s, deadline, store, life=life)
+        return _create(plan, maker, chosen, mean_over)
+    except BaseException:
+        life.left()
+        raise
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -143,6 +159,7 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
 
 def _problem(
     timeout_s: float,
+    heartbeat_s: float | None,
     *,
     node_size: int | None,
     nodes_per_rack: int | None,
@@ -153,9 +170,11 @@ def _problem(
 ) -> PlanError | None:
     """What is wrong with the arguments, in words that are equal for equal arguments."""
     try:
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e8:
-            fix = "pass seconds above 0"
-            raise PlanError(message(f"timeout_s={timeout_s!r} is not a time limit", fix=fix))
+        for name, limit in (("timeout_s", timeout_s), ("heartbeat_s", heartbeat_s)):
+            given = name == "timeout_s" or limit is not None
+            if given and (not isinstance(limit, int | float) or not 0 < limit < 1e8):
+                fix = "pass seconds above 0"
+                raise PlanError(message(f"{name}={limit!r} is not a time limit", fix=fix))
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
             raise PlanError(message(f"mean_over={mean_over!r} is not a positive int", fix=fix))
@@ -249,8 +268,8 @@ def _level(maker: Maker, name: str, positions: Sequence[int], *, late: bool = Fa
 
 def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     """The channel of a partition group, which every wait for a collective consults."""
-    store = _torch.default_store() if len(maker.ranks) > 1 else None
-    channel = Channel(store, maker.key, ranks, maker.rank, maker.timeout_s, len(maker.ranks))
-    life = maker.life
-    life.look, life.moved, life.report = channel.look, channel.moved, channel.report
+    life, job_size = maker.life, len(maker.ranks)
+    channel = Channel(maker.store, life.key, ranks, maker.rank, maker.timeout_s, job_size)
+    life.look, life.moved, life.job = channel.look, channel.moved, channel.job
+    life.job.check, life.job.fail, life.job.withdraw = life.check, life.fail, monitor.withdraw
     return channel

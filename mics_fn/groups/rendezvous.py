@@ -13,7 +13,6 @@ meeting, then neither meeting can succeed, and the same verdict is published to 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from mics_fn.errors import (
     message,
     name_ranks,
 )
-from mics_fn.store import Store, poll
+from mics_fn.store import Store, later, poll
 
 _JUDGED = {kind.__name__: kind for kind in (DesyncError, GroupsError, PlanError)}
 _KINDS = _JUDGED | {"CollectiveTimeoutError": CollectiveTimeoutError}
@@ -50,6 +49,7 @@ def meet(
     *,
     verb: str,
     timeout_s: float,
+    check: Callable[[float], None] = lambda idle_s: None,
 ) -> Meeting:
     """Judge the facts of `ranks`; each of them calls this the same number of times for a verb.
 
@@ -61,6 +61,7 @@ def meet(
       judge: gets those of all ranks by rank; what it returns or raises comes to all of them.
       verb: who calls, for errors.
       timeout_s: bound in seconds of the wait for the others.
+      check: as for `poll`.
 
     Returns:
       A key that is new and the same on all ranks, and what the judge returned.
@@ -79,20 +80,18 @@ def meet(
         store.set(waits, json.dumps(here))
         store.set(f"{here['key']}/{rank}", json.dumps(mine))
         if rank == ranks[0]:
-            _judge_all(store, ranks, here, judge, deadline)
+            _judge_all(store, ranks, here, judge, deadline, check)
         key = f"{here['key']}/verdict"
-        if not poll(lambda: store.check([key]), len(ranks), deadline):
+        if not poll(lambda: store.check([key]), len(ranks), deadline, check):
             _publish(store, [here["key"]], _absence(store, here, ranks))
         verdict = json.loads(store.get(key))
     except BaseException:
         # Undo this call, so that after an interrupt all ranks can call again.
-        with suppress(RuntimeError):
-            store.delete_key(f"{here['key']}/{rank}")
-            store.add(_calls(here["digest"], rank), -1)
+        later(store, "delete_key", f"{here['key']}/{rank}")
+        later(store, "add", _calls(here["digest"], rank), -1)
         raise
     finally:
-        with suppress(RuntimeError):  # if the store is gone, show the first error that says so
-            store.set(waits, "{}")
+        later(store, "set", waits, "{}")
     if "error" in verdict:
         raise _KINDS[verdict["error"]](verdict["text"])
     return Meeting(here["key"], verdict["found"])
@@ -112,13 +111,18 @@ def _enter(store: Store, ranks: Sequence[int], rank: int, verb: str) -> dict[str
 
 
 def _judge_all(
-    store: Store, ranks: Sequence[int], here: dict[str, Any], judge: Judge, deadline: float
+    store: Store,
+    ranks: Sequence[int],
+    here: dict[str, Any],
+    judge: Judge,
+    deadline: float,
+    check: Callable[[float], None],
 ) -> None:
     """On the first rank: read what all ranks wrote, and publish the verdict."""
     key, found = here["key"], {}
     for other in ranks:
         mine, there = f"{key}/{other}", {}
-        if not poll(partial(_settled, store, other, here, there), 1, deadline):
+        if not poll(partial(_settled, store, other, here, there), 1, deadline, check):
             return _publish(store, [key], _absence(store, here, ranks))
         if there:
             return _publish(store, [key, there["key"]], _conflict(here, there))

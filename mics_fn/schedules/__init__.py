@@ -54,8 +54,9 @@ To add a policy, write a function from a record and sizes to a schedule; the win
 the data, and asks a `Run` what to fetch and drop.
 """
 
-from mics_fn.schedules.calls import Calls, call_text, made
+from mics_fn.schedules.calls import Calls, call_text, issued, made
 from mics_fn.schedules.desync import Channel
+from mics_fn.schedules.news import NEWS
 from mics_fn.schedules.planning import plan
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
@@ -63,11 +64,14 @@ from mics_fn.schedules.schedule import Action, Schedule, first_difference
 from mics_fn.schedules.several import joined
 from mics_fn.schedules.sharing import Offsets, offsets
 from mics_fn.schedules.stalled import Stuck
+from mics_fn.schedules.telling import Job
 
 __all__ = [
+    "NEWS",
     "Action",
     "Calls",
     "Channel",
+    "Job",
     "Learned",
     "Offsets",
     "OnDemand",
@@ -76,6 +80,7 @@ __all__ = [
     "Stuck",
     "call_text",
     "first_difference",
+    "issued",
     "keep_all",
     "made",
     "offsets",

@@ -30,6 +30,7 @@ from weakref import WeakSet
 
 from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
 from mics_fn.schedules.habit import Habit
+from mics_fn.schedules.stalled import Stuck
 from mics_fn.schedules.telling import Job
 from mics_fn.store import poll
 
@@ -77,6 +78,7 @@ class Calls:
         self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
         self._habit = Habit()
         self.number = 0  # of calls so far
+        self.issued = 0  # those of them whose collective was issued
         self._doubt = self._owed = (
             0  # calls to compare after a habit was left, and still to compare
         )
@@ -102,7 +104,7 @@ class Calls:
         """
         if self._store is None:
             return
-        if self._job.refusing:
+        if self._job.raised:
             self._job.go_on()
         habit = self._habit
         if call == habit.guess and not self._owed and self.number != self._due:
@@ -156,11 +158,17 @@ class Calls:
             self._channel.look()  # pyright: ignore[reportOptionalMemberAccess]
             return False
 
-        if not poll(all_heard, len(self._ranks), time.monotonic() + self._timeout_s):
+        def check(idle_s: float) -> None:
+            self._job.check([Stuck(self.key, number + 1, ranks, text)], idle_s, made=True)
+
+        ranks, deadline = tuple(self._ranks), time.monotonic() + self._timeout_s
+        if not poll(all_heard, len(ranks), deadline, check):
             what = f"call {number} over '{self._name}' has no answer in {self._timeout_s:g} s"
             lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
-            raise CollectiveTimeoutError(message(what, lines, fix))
+            error = CollectiveTimeoutError(message(what, lines, fix))
+            self._job.fail(error)
+            raise error
 
     def read(self) -> None:
         """Read whether a rank left its habit: raise if this rank is past that call, else answer."""
@@ -208,6 +216,15 @@ def call_text(call: Call) -> str:
     return f"{verb}: {what}, {nbytes} bytes" if verb else f"{what}, {nbytes} bytes"
 
 
-def made() -> dict[str, int]:
-    """How many calls this rank has made over each communicator, by the key of its `Calls`."""
-    return {calls.key: calls.number for calls in _ALL}
+def made(key: str = "") -> dict[str, int]:
+    """How many calls this rank has made over each communicator, by the key of its `Calls`.
+
+    Args:
+      key: with which theirs begin; that of some groups.
+    """
+    return {calls.key: calls.number for calls in _ALL if calls.key.startswith(key)}
+
+
+def issued(key: str = "") -> dict[str, int]:
+    """How many of these calls were issued; the others wait for what was begun before."""
+    return {calls.key: calls.issued for calls in _ALL if calls.key.startswith(key)}

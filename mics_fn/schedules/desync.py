@@ -33,7 +33,7 @@ from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
 from mics_fn.schedules.news import Log
 from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
 from mics_fn.schedules.telling import Job
-from mics_fn.store import Store, poll
+from mics_fn.store import Store, later, poll
 
 _ORDERS = "defer: ranks use parameters in different orders"
 _ONE_ORDER = (
@@ -220,11 +220,20 @@ class Channel:
             self.look()
             return len(found) == len(self._ranks)
 
-        if not poll(all_left, len(self._ranks), time.monotonic() + self._timeout_s):
-            late = [rank for rank in self._ranks if rank not in found]
-            what = f"defer: {name_ranks(late)} did not leave the schedule in {self._timeout_s:g} s"
+        def late() -> list[int]:
+            return [rank for rank in self._ranks if rank not in found]
+
+        def check(idle_s: float) -> None:
+            self.job.check((), idle_s, late())
+
+        deadline = time.monotonic() + self._timeout_s
+        if not poll(all_left, len(self._ranks), deadline, check):
+            who = name_ranks(late())
+            what = f"defer: {who} did not leave the schedule in {self._timeout_s:g} s"
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
-            raise CollectiveTimeoutError(message(what, lines, fix))
+            error = CollectiveTimeoutError(message(what, lines, fix))
+            self.job.fail(error)
+            raise error
         if len(set(found.values())) > 1:
             self.refuse({rank: text for rank, (_, text) in found.items()})
 
@@ -259,8 +268,7 @@ class Channel:
         """Withdraw this rank's note: what it waited for is done, or was given up."""
         if self._note and self._shared is not None:
             self._note = ""
-            with suppress(RuntimeError):  # if the store is gone too, show the first error
-                self._shared.set(f"mics_fn/stuck/{self._rank}", "")
+            later(self._shared, "set", f"mics_fn/stuck/{self._rank}", "")
 
     def report(self, text: str) -> None:
         """Make all ranks of the groups raise this error when they look."""

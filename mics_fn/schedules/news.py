@@ -12,7 +12,7 @@ from typing import Any
 
 from mics_fn.store import Store
 
-_COUNTER = "mics_fn/news"
+NEWS = "mics_fn/news"  # the key of the counter
 
 
 class News:
@@ -24,11 +24,11 @@ class News:
 
     def tell(self) -> None:
         """Say that this rank has written something."""
-        self._store.add(_COUNTER, 1)
+        self._store.add(NEWS, 1)
 
     def any(self) -> bool:
         """Whether ranks have told anything since what `mark_seen` marks."""
-        self._read = self._store.add(_COUNTER, 0)
+        self._read = self._store.add(NEWS, 0)
         return self._read != self._seen
 
     def mark_seen(self) -> None:

@@ -8,7 +8,7 @@ others what they refused, and withdraw it with their next call. Until then the o
 they look, but for those that refuse something themselves at that time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from mics_fn.errors import DesyncError, disagreement
@@ -29,9 +29,13 @@ class Job:
         self.store, self.key, self.rank = store, key, rank
         self.news = None if store is None else News(store)
         self.calls: list[Any] = []  # the `Calls` of each communicator that this rank is in
-        self.refusing = (
-            False  # whether this rank raised an error with some others, and no call since
-        )
+        # Whether this rank raised an error with some others, and no call since; or one of its own.
+        self.refusing = self.raised = False
+        self.withdraw: Callable[[], None] = lambda: None  # what it told of an error of its own
+        # Raises if a rank has failed without which a wait cannot end, and notes why groups failed;
+        # both of the groups' `Life`.
+        self.check: Callable[..., None] = lambda *args, **kwargs: None
+        self.fail: Callable[[BaseException], None] = lambda error: None
         self._trouble, self._refused = f"{key}/all/trouble", f"{key}/all/refused"
 
     def tell(self) -> None:
@@ -48,15 +52,17 @@ class Job:
     def refuse(self, text: str) -> None:
         """Make the other ranks raise an error that this rank and some others raise now."""
         if self.store is not None:
-            self.refusing = True
+            self.refusing = self.raised = True
             self.store.compare_set(self._refused, "", text)
             self.tell()
 
     def go_on(self) -> None:
-        """Withdraw what this rank refused."""
-        if self.store is not None:
+        """Withdraw what this rank refused, or told of an error of its own."""
+        if self.store is not None and self.refusing:
             self.refusing = False
             self.store.set(self._refused, "")
+        self.withdraw()
+        self.raised = False
 
     def raise_reported(self) -> None:
         """Raise the error that another rank reported, in this replica or another."""

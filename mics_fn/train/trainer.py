@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import GradSum, bucket_sizes, defer
+from mics_fn.groups import Telling
 from mics_fn.interrupts import Commit
 from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step, same_step
 from mics_fn.schedules import OnDemand, Schedule
@@ -165,8 +166,13 @@ class Trainer:
             torch.func, where a step has no derivative.
           TornStepError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
+          PeerFailed: another rank failed in this step.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
+        with Telling(self._home.life, self.state.step):
+            return self._one_step(batch)
+
+    def _one_step(self, batch: Any) -> StepMetrics:
         if not self._compared:  # a state may have been put in its place since
             same_step(self.state, self.groups)
             self._compared = True

@@ -1,0 +1,206 @@
+"""`Clerk`: a thread that talks to the store, so that no thread that computes is ever stuck in it.
+
+[Note: the clerk] A call to the store ends in C++, where it hears neither Ctrl-C nor a time limit:
+if the rank that holds the store is stopped, it never ends. So each call is handed to a thread with
+a connection of its own. Whoever asks waits for the answer in Python, in short waits, and no longer
+than it may. The thread may be stuck for good; then nobody else is.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+
+_WAIT_S = 0.1  # between two looks of whoever waits for an answer
+
+
+class StoreLost(RuntimeError):
+    """The connection to the store has failed, or it does not answer; `silent` says which."""
+
+    def __init__(self, text: str, *, silent: bool) -> None:
+        super().__init__(text)
+        self.silent = silent
+
+
+class Task:
+    """Something that the clerk was asked to do."""
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        self.call = call  # with the clerk's own connection
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def run(self, store: Any) -> None:
+        """Do it, and keep the value or the error."""
+        try:
+            self.value = self.call(store)
+        except BaseException as error:
+            self.error = error
+
+
+class Clerk:
+    """A thread with a connection to a store of its own; see [Note: the clerk].
+
+    Args:
+      store: of torch.distributed, or what does the same.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._given = store
+        self._tasks = SimpleQueue[Task | None]()
+        self.lost: StoreLost | None = None  # why it can do nothing any more
+        threading.Thread(target=self._serve, name="mics_fn store", daemon=True).start()
+
+    def ask(self, call: Callable[[Any], Any]) -> Task:
+        """Hand in a call and do not wait."""
+        task = Task(call)
+        if self.lost is None:
+            self._tasks.put(task)
+        else:
+            task.error = self.lost
+            task.done.set()
+        return task
+
+    def answer(self, task: Task, patience_s: float) -> Any:
+        """Wait for the end of a task; raises its error.
+
+        Raises:
+          StoreLost: the store does not answer within these seconds.
+        """
+        deadline = time.monotonic() + patience_s
+        while not task.done.wait(_WAIT_S):
+            if self.lost is not None and not task.done.is_set():
+                raise self.lost
+            if time.monotonic() > deadline:
+                raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
+        if task.error is not None:
+            raise task.error
+        return task.value
+
+    def end(self) -> None:
+        """Let the thread end once it has done all that it was asked."""
+        self._tasks.put(None)
+
+    def _serve(self) -> None:
+        store = None
+        while (task := self._tasks.get()) is not None:
+            if self.lost is not None:
+                task.error = self.lost
+                task.done.set()
+                continue
+            try:
+                if store is None:
+                    store = _connected(self._given)
+                task.run(store)
+            except BaseException as error:  # no connection
+                task.error = error
+            if _is_lost(task.error):
+                first = (str(task.error).strip().splitlines() or [""])[0]
+                self.lost = task.error = StoreLost(first, silent=False)
+            task.done.set()
+
+
+def _connected(store: Any) -> Any:
+    """Another connection to the same store; the store itself where there is no such thing."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError):
+        return store
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    lost = (dist.DistNetworkError, dist.DistStoreError)  # pyright: ignore[reportPrivateImportUsage]
+    return isinstance(error, lost)
+
+
+class Served:
+    """A `mics_fn.store.Store` whose calls a clerk makes; see [Note: the clerk].
+
+    Args:
+      clerk: makes them.
+      store: the store they go to, if it is no plain store that the clerk can connect to itself.
+      patience_s: how long each call may take.
+      failed: makes an error of the store that is lost.
+    """
+
+    def __init__(
+        self, clerk: Clerk, store: Any, patience_s: float, failed: Callable[[StoreLost], Exception]
+    ) -> None:
+        plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
+        self._clerk, self._store = clerk, None if plain else store
+        self._patience_s, self._failed = patience_s, failed
+
+    def set(self, key: str, value: str) -> Any:
+        """Write."""
+        return self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Read what is there; `check` first, as a key that is missing is waited for."""
+        return self._ask("get", key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys exist."""
+        return self._ask("check", keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; an interrupted call has not done so."""
+        try:
+            return self._ask("add", key, amount)
+        except Exception:
+            raise
+        except BaseException:
+            self.later("add", key, -amount)
+            raise
+
+    def delete_key(self, key: str) -> bool:
+        """Delete."""
+        return self._ask("delete_key", key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write if the value is as expected; returns the value after that."""
+        return self._ask("compare_set", key, expected, desired)
+
+    def later(self, name: str, *args: Any) -> None:
+        """Make a call whose end nobody waits for."""
+        self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        task = self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
+        try:
+            return self._clerk.answer(task, self._patience_s)
+        except StoreLost as lost:
+            raise self._failed(lost) from None
+
+
+def bounded(
+    call: Callable[[], Any], deadline: float, check: Callable[[float], None] = lambda idle_s: None
+) -> Any:
+    """Make a call that may be stuck in C++ on a thread of its own, and wait in Python.
+
+    Args:
+      call: what to do; it goes on if this raises.
+      deadline: in seconds of `time.monotonic`.
+      check: called with the seconds waited so far; raises if waiting has become useless.
+
+    Raises:
+      TimeoutError: it has not ended by the deadline.
+    """
+    task, started = Task(lambda store: call()), time.monotonic()
+
+    def run() -> None:
+        task.run(None)
+        task.done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not task.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
+        now = time.monotonic()
+        if now >= deadline:
+            raise TimeoutError
+        check(now - started)
+    if task.error is not None:
+        raise task.error
+    return task.value

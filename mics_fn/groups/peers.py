@@ -1,0 +1,224 @@
+"""`Failure`: what is known of a rank that failed; the `Journal` in which all ranks read of it.
+
+[Note: the journal] The first failure wins, an exception that is caught may be withdrawn, and a rank
+that waits may have given up before that. All ranks must come to the same end, so what they say is
+one list in the store: each entry is appended by `compare_set` at the first free number, so a writer
+has read all that was written before it. What comes first counts: a withdrawal after some rank gave
+up is void, and so is giving up after a withdrawal.
+
+[Note: no torn step] A rank that raised in step k + 1 has finished step k, which a slower rank may
+still be in: it must finish it too. So a rank says how many collectives it had issued on each
+communicator, and others go on waiting for one that it did issue. A rank that gives up says the same
+of itself, so that those who wait for it give up as well.
+"""
+
+import json
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mics_fn.errors import PeerFailed, message
+from mics_fn.schedules import Stuck
+
+_MOST_TEXT, _MOST_TRACE = 1_000, 8_000  # characters of an error that other ranks are told
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a rank that failed."""
+
+    rank: int | None
+    kind: str
+    text: str  # what happened, in one line
+    step: int | None = None
+    operation: str = ""
+    leaf: str = ""
+    trace: str = ""
+    made: dict[str, int] | None = None  # calls by communicator; None if it could not say
+    issued: dict[str, int] | None = None  # those of them that were issued
+    final: bool = True  # whether it cannot be withdrawn
+    because: int | None = None  # it gave up because of this rank; -1: of the store
+
+    def lacks(self, stuck: Sequence[Stuck], missing: Sequence[int], *, made: bool) -> bool:
+        """Whether this rank will never do a part of what another one waits for.
+
+        Args:
+          stuck: calls that have to be done, or heard of.
+          missing: ranks that are waited for, whatever they have done before.
+          made: whether it is enough to have made the calls, or whether they must be issued.
+        """
+        counts = self.made if made else self.issued
+        if counts is None or self.rank is None or self.rank in missing:
+            return True
+        return any(
+            self.rank in each.ranks and counts.get(each.group, 0) < each.number for each in stuck
+        )
+
+    def error(self, waits: str) -> PeerFailed:
+        """The error of a rank that waits for it."""
+        at = "" if self.step is None else f"in step {self.step}"
+        last = f"its last call: {self.operation}" if self.operation else ""
+        own = f"this rank waits for {waits}" if waits else ""
+        where = [", ".join(part for part in (at, last) if part), own]
+        fix = "look at its own error, then call groups = mf.reset(groups) on all ranks"
+        if self.kind in ("killed", "exited", "silent"):
+            fix = "look at its own output, then start the job again"
+        return PeerFailed(
+            message(self.text, [line for line in where if line], fix),
+            self.rank,
+            self.kind,
+            step=self.step,
+            operation=self.operation or waits,
+            leaf=self.leaf,
+            remote_traceback=self.trace,
+        )
+
+
+def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
+    """What this rank says of its own error."""
+    first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]
+    kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "raised"
+    trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
+    because = None
+    if isinstance(error, PeerFailed):
+        because = -1 if error.rank is None else error.rank
+    return Failure(rank, kind, first, trace=trace, because=because, **known)
+
+
+class Journal:
+    """What has been said of failures by the ranks of some groups; see [Note: the journal].
+
+    Only the clerk calls what takes a store.
+
+    Args:
+      key: prefix of its keys, which no other groups of the job use.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = f"{key}/failed"
+        self._read = 0  # entries read
+        self.standing: dict[int | None, Failure] = {}  # by rank, in the order of the entries
+
+    def read(self, store: Any) -> None:
+        """Read what is new."""
+        while store.check([self._at()]):
+            self._take(store.get(self._at()))
+
+    def say(self, store: Any, failure: Failure) -> bool:
+        """Append a failure, unless the same stands; returns whether it was appended."""
+        self.read(store)
+        while (known := self.standing.get(failure.rank)) is None or not known.final:
+            if known is not None and not failure.final:
+                return False
+            if self._append(store, {"fails": asdict(failure)}):
+                return True
+        return False
+
+    def withdraw(self, store: Any, rank: int) -> bool:
+        """Withdraw what a rank said of itself; False if another rank has given up because of it."""
+        self.read(store)
+        while (known := self.standing.get(rank)) is not None:
+            if known.final:
+                return False
+            self._append(store, {"withdraws": rank})
+        return True
+
+    def settle(self, store: Any, rank: int | None) -> bool:
+        """Make a failure final; False if it was withdrawn before."""
+        self.read(store)
+        while (known := self.standing.get(rank)) is not None:
+            if known.final:
+                return True
+            self._append(store, {"settles": rank})
+        return False
+
+    def _at(self) -> str:
+        return f"{self._key}/{self._read}"
+
+    def _append(self, store: Any, entry: dict[str, Any]) -> bool:
+        mine = json.dumps(entry)
+        found = store.compare_set(self._at(), "", mine)
+        self._take(found)
+        return found.decode() == mine
+
+    def _take(self, found: bytes) -> None:
+        self._read += 1
+        entry, standing = json.loads(found), dict(self.standing)
+        if "withdraws" in entry:
+            known = standing.get(entry["withdraws"])
+            if known is not None and not known.final:
+                del standing[entry["withdraws"]]
+        elif "settles" in entry:
+            known = standing.get(entry["settles"])
+            if known is not None:
+                standing[entry["settles"]] = replace(known, final=True)
+        else:
+            failure = Failure(**entry["fails"])
+            known = standing.get(failure.rank)
+            if known is None:
+                standing[failure.rank] = failure
+            elif not known.final:  # it said why before
+                standing[failure.rank] = replace(
+                    known,
+                    final=failure.final,
+                    made=failure.made or known.made,
+                    issued=failure.issued or known.issued,
+                )
+        self.standing = standing
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, as others on its host can find it."""
+
+    host: str  # one boot of a machine, and one space of process numbers in it
+    pid: int
+    started: str  # in clock ticks since the boot; another process of this number has another one
+
+    @classmethod
+    def own(cls) -> "Process":
+        """This process; its host is unknown where there is no /proc."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            host = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+            return cls(host, os.getpid(), _stat(os.getpid())[1])
+        except OSError:
+            return cls("", os.getpid(), "")
+
+    def is_gone(self) -> bool:
+        """Whether it has ended; only asked on its own host."""
+        return _stat(self.pid)[1] != self.started
+
+    def is_ready(self) -> bool:
+        """Whether it computes, or waits for a processor; only asked on its own host."""
+        return _stat(self.pid) == ("R", self.started)
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """The state of a process, and when it was started; "" if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""
+    return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
+
+
+def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
+    """The ranks that a rank follows: all of a few, else those next to it on both sides.
+
+    >>> followed(1, range(4)), followed(0, range(100), most=4)
+    ([0, 2, 3], [98, 99, 1, 2])
+    """
+    if rank not in ranks or len(ranks) <= most:
+        return [other for other in ranks if other != rank]
+    at, half = ranks.index(rank), most // 2
+    return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
+
+
+def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    """Whether two ranks have made equally many calls on each communicator that both are in."""
+    return all(theirs[key] == made for key, made in mine.items() if key in theirs)
