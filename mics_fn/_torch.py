@@ -88,10 +88,9 @@ def store_host(store: Any) -> tuple[int | None, str]:
     """The rank that holds a store, if a rank does, and the address of the store, if it has one."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
-        return None, ""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return None if agent else 0, f"{store.host}:{store.port}"
+    of_tcp = hasattr(store, "port")
+    return None if agent or not of_tcp else 0, f"{store.host}:{store.port}" if of_tcp else ""
 
 
 def groups_named(name: str) -> list[dist.ProcessGroup]:

@@ -31,7 +31,7 @@ from mics_fn.groups.rendezvous import meet
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import poll
 
-_LINGER_S = 5.0  # how long a rank that fails keeps the store for others to read why
+_LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
 
 
 def init_distributed(
@@ -147,8 +147,8 @@ def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadli
 
     served = Served(clerk, store, timeout_s, lost)
     try:
-        wait = {"verb": "init_distributed", "timeout_s": deadline - time.monotonic()}
-        meet(served, range(size), rank, mine, _judge_devices, **wait)
+        wait = {"verb": "init_distributed", "timeout_s": timeout_s}
+        meet(served, range(size), rank, mine, _judge_devices, deadline=deadline, **wait)
     except MicsError:
         with suppress(RuntimeError):
             # Rank 0 may serve the store from its process: it leaves after the others have read.

@@ -30,9 +30,10 @@ from mics_fn.groups.facts import Fact, Location, judged, told
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.life import Life
-from mics_fn.groups.monitor import limit_by_default, monitor
+from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import meet
 from mics_fn.groups.topology import Plan, Topology, plan_groups
+from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
 
 
@@ -130,6 +131,7 @@ def make_groups(
     store, found, deadline = None, 1, time.monotonic() + limit_s
     try:
         if len(universe) > 1:
+            listen()
             store = monitor.join(life, limit_s)
             facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
             wait = {"verb": "make_groups", "timeout_s": limit_s, "check": partial(life.check, ())}

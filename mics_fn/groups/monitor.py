@@ -14,13 +14,11 @@ finds out that the clerk is stuck: then the store, or the rank that holds it, ha
 while some groups of more than one rank are open in this process.
 """
 
-import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -28,52 +26,15 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import PeerFailed
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, Task
-from mics_fn.groups.life import Life, never_destruct, tell_all
-from mics_fn.groups.peers import Failure, Journal, Process, followed
+from mics_fn.groups.life import Life
+from mics_fn.groups.peers import Failure, Journal
+from mics_fn.groups.signs import PARKED, Peer, Process, followed
 from mics_fn.schedules import NEWS
 
 _TICK_S = 0.25
 _RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
-_PARKED = "closed"  # of a rank none of whose groups are open
 _PATIENCE_S = 0.5  # how long a rank that fails or closes its groups waits for the store
 _BEAT = "mics_fn/beat"
-
-
-def limit_by_default() -> float:
-    """Seconds of silence after which a rank has failed: 10 for people at a prompt, else 60."""
-    shell = sys.modules.get("IPython")
-    prompt = hasattr(sys, "ps1") or (shell is not None and shell.get_ipython() is not None)
-    return 10.0 if prompt else 60.0
-
-
-class Peer:
-    """What is known of another rank."""
-
-    def __init__(self) -> None:
-        self.beat = ""  # what it wrote last
-        self.process: Process | None = None  # if it can be seen on this host
-        self._seen: Process | None = None
-        self.silent_s = 0.0
-        self.gone = False
-        self.parked = True  # whether none of its groups are open, as far as is known
-
-    def heard(self, beat: str, own: Process, tick_s: float) -> None:
-        """Take note of what it wrote, read at least a tick after the last time."""
-        if beat == self.beat or not beat:
-            self.silent_s += tick_s
-            return
-        _, state, host, pid, started = beat.split(" ")
-        process = Process(host, int(pid), started)
-        if process != self._seen:
-            self._seen = process
-            near = host and host == own.host and not process.is_gone()  # else it cannot be seen
-            self.process = process if near else None
-        self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == _PARKED, False
-
-    def is_silent(self, limit_s: float) -> bool:
-        """Whether it has failed; one that waits for a processor is given twice the time."""
-        waits = self.process is not None and self.process.is_ready()
-        return self.silent_s > limit_s * (2 if waits else 1)
 
 
 class Monitor:
@@ -105,7 +66,6 @@ class Monitor:
           life: of the groups.
           timeout_s: bound in seconds of each call to the store.
         """
-        _listen_to_errors()
         store = _torch.default_store()
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         if plain and self._store is not None and store is not self._store:
@@ -140,7 +100,7 @@ class Monitor:
             return
         self._stop.set()
         self._wake.set()
-        self._bounded(partial(self._beat, state=_PARKED), None)
+        self._bounded(partial(self._beat, state=PARKED), None)
 
     def withdraw(self) -> None:
         """Withdraw what this rank has said of an error of its own, as it goes on.
@@ -344,44 +304,6 @@ def _settled(journal: Journal, store: Any, rank: int | None) -> bool:
 
 
 monitor = Monitor()  # of this process
-
-
-@cache
-def _listen_to_errors() -> None:
-    """Tell the other ranks of errors that no block of the groups hears of."""
-    shell = sys.modules.get("IPython")
-    shell = None if shell is None else shell.get_ipython()
-    if shell is not None:
-        shell.events.register("post_run_cell", _after_cell)
-        return
-    before = sys.excepthook
-
-    def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        tell_all(error, final=True)
-        before(kind, error, trace)
-
-    sys.excepthook = tell_and_show
-
-
-def _after_cell(result: Any) -> None:
-    """Tell of the error of a cell; the next cell may go on."""
-    if result.error_in_exec is not None:
-        tell_all(result.error_in_exec)
-
-
-@atexit.register
-def _end() -> None:
-    """Tell the other ranks, and let a process end that could not leave its groups in order.
-
-    Torch destructs them at exit. Those of NCCL abort then, but those of gloo would wait.
-    """
-    error = getattr(sys, "last_value", None)
-    if error is None:
-        tell_all(SystemExit(), final=True, kind="exited")
-    else:
-        tell_all(error, final=True)
-        never_destruct()
-    monitor.linger()
 
 
 def _forget() -> None:

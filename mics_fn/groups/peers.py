@@ -13,11 +13,9 @@ of itself, so that those who wait for it give up as well.
 """
 
 import json
-import os
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mics_fn.errors import PeerFailed, message
@@ -168,55 +166,6 @@ class Journal:
                     issued=failure.issued or known.issued,
                 )
         self.standing = standing
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, as others on its host can find it."""
-
-    host: str  # one boot of a machine, and one space of process numbers in it
-    pid: int
-    started: str  # in clock ticks since the boot; another process of this number has another one
-
-    @classmethod
-    def own(cls) -> "Process":
-        """This process; its host is unknown where there is no /proc."""
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            host = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-            return cls(host, os.getpid(), _stat(os.getpid())[1])
-        except OSError:
-            return cls("", os.getpid(), "")
-
-    def is_gone(self) -> bool:
-        """Whether it has ended; only asked on its own host."""
-        return _stat(self.pid)[1] != self.started
-
-    def is_ready(self) -> bool:
-        """Whether it computes, or waits for a processor; only asked on its own host."""
-        return _stat(self.pid) == ("R", self.started)
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """The state of a process, and when it was started; "" if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return "", ""
-    return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
-
-
-def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
-    """The ranks that a rank follows: all of a few, else those next to it on both sides.
-
-    >>> followed(1, range(4)), followed(0, range(100), most=4)
-    ([0, 2, 3], [98, 99, 1, 2])
-    """
-    if rank not in ranks or len(ranks) <= most:
-        return [other for other in ranks if other != rank]
-    at, half = ranks.index(rank), most // 2
-    return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
 
 
 def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:

@@ -49,6 +49,7 @@ def meet(
     *,
     verb: str,
     timeout_s: float,
+    deadline: float | None = None,
     check: Callable[[float], None] = lambda idle_s: None,
 ) -> Meeting:
     """Judge the facts of `ranks`; each of them calls this the same number of times for a verb.
@@ -61,6 +62,7 @@ def meet(
       judge: gets those of all ranks by rank; what it returns or raises comes to all of them.
       verb: who calls, for errors.
       timeout_s: bound in seconds of the wait for the others.
+      deadline: when it gives up, if other things take of that time; by `time.monotonic`.
       check: as for `poll`.
 
     Returns:
@@ -72,7 +74,7 @@ def meet(
       DesyncError, GroupsError, PlanError: what the judge raised, on every rank.
       CollectiveTimeoutError: some rank did not call this in time.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s if deadline is None else deadline
     here = _enter(store, ranks, rank, verb)
     here["timeout_s"] = timeout_s
     waits = f"mics_fn/waits/{rank}"

@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mics_fn.errors import MicsError, message, name_ranks
+from mics_fn.groups import tell_all
 from mics_fn.lab.ranks import loopback
 from mics_fn.lab.ranks.errors import exit_text
 
@@ -228,6 +229,7 @@ def work(folder: Path) -> None:
         text = "".join(traceback.format_exception_only(err)).strip().removeprefix("mics_fn.errors.")
         trace.write("".join(traceback.format_exception(err)))
         trace.flush()
+        tell_all(err, final=True)
         partial = folder / f"error{rank}.partial"
         partial.write_text(json.dumps({"time_ns": time.time_ns(), "text": text}))
         partial.rename(folder / f"error{rank}.json")

@@ -1,0 +1,57 @@
+"""Errors that no block of the groups hears of, and the end of a process: other ranks are told."""
+
+import atexit
+import sys
+from functools import cache
+from typing import Any
+
+from mics_fn.groups.life import never_destruct, tell_all
+from mics_fn.groups.monitor import monitor
+
+
+def _shell() -> Any:
+    """IPython's shell if this process has one."""
+    shell = sys.modules.get("IPython")
+    return None if shell is None else shell.get_ipython()
+
+
+def limit_by_default() -> float:
+    """Seconds of silence after which a rank has failed: 10 for people at a prompt, else 60."""
+    return 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
+
+
+@cache
+def listen() -> None:
+    """Tell the other ranks of errors that no block of the groups hears of."""
+    shell = _shell()
+    if shell is not None:
+        shell.events.register("post_run_cell", _after_cell)
+        return
+    before = sys.excepthook
+
+    def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        tell_all(error, final=True)
+        before(kind, error, trace)
+
+    sys.excepthook = tell_and_show
+
+
+def _after_cell(result: Any) -> None:
+    """Tell of the error of a cell; the next cell may go on."""
+    if result.error_in_exec is not None:
+        tell_all(result.error_in_exec)
+
+
+@atexit.register
+def _end() -> None:
+    """Tell the other ranks, and let a process end that could not leave its groups in order.
+
+    Torch destructs them at exit. Those of NCCL abort then, but those of gloo would wait.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        tell_all(SystemExit(), final=True, kind="exited")
+    else:
+        tell_all(error, final=True)
+        never_destruct()
+    monitor.linger()

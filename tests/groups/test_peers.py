@@ -1,0 +1,283 @@
+"""A rank fails, and all others raise soon, with its name; one that is only late is left alone."""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mics_fn as mf
+from mics_fn.collectives import pending
+from mics_fn.errors import MicsError
+from mics_fn.groups import uncaught
+
+N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
+LIMIT_S = 1.5
+
+
+class Ranks:
+    """Forked processes, each of which calls a function and leaves what it returned in a file."""
+
+    def __init__(self, folder: Any, program: Callable[..., Any], *args: Any, n: int = N):
+        self.folder, self.pids, self.alive = folder, [], set(range(n))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = port = free.getsockname()[1]
+        importlib.import_module("torch._dynamo")  # else each of them would
+        for rank in range(n):
+            pid = os.fork()
+            if pid == 0:
+                self.child(rank, n, port, lambda: program(*args))
+            self.pids.append(pid)
+
+    def child(self, rank: int, n: int, port: int, program: Callable[[], Any]) -> None:
+        os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{n}", LOCAL_RANK=f"{rank}")
+        os.environ.update(LOCAL_WORLD_SIZE=f"{n}", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(self.folder / f"out{rank}", "w") as out:
+            os.dup2(out.fileno(), 2)
+        try:
+            found = program()
+        except SystemExit:
+            found = "exit"
+        except BaseException as error:
+            found, sys.last_value = f"{type(error).__name__}: {error}", error
+        (self.folder / f"tmp{rank}").write_text(json.dumps(found))
+        (self.folder / f"tmp{rank}").rename(self.folder / f"{rank}")
+        uncaught._end()  # as at the exit of any process
+        os._exit(0)
+
+    def wait(self, ranks: set[int], limit_s: float = 30.0) -> dict[int, Any]:
+        """What these ranks found; they have ended."""
+        deadline = time.monotonic() + limit_s
+        while self.alive & ranks and time.monotonic() < deadline:
+            for rank in list(self.alive & ranks):
+                if os.waitpid(self.pids[rank], os.WNOHANG)[0]:
+                    self.alive.discard(rank)
+            time.sleep(0.01)
+        assert not self.alive & ranks, f"{self.alive & ranks} hang"
+        return {rank: json.loads((self.folder / f"{rank}").read_text()) for rank in ranks}
+
+    def end(self) -> None:
+        for rank in self.alive:
+            os.kill(self.pids[rank], signal.SIGKILL)
+            os.waitpid(self.pids[rank], 0)
+        self.alive.clear()
+
+
+@pytest.fixture
+def fork(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def start(program: Callable[..., Any], *args: Any, n: int = N) -> Ranks:
+        made.append(Ranks(tmp_path, program, *args, n=n))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+def grouped(heartbeat_s: float = LIMIT_S, timeout_s: float = 30.0) -> Any:
+    torch.set_num_threads(1)
+    mf.init_distributed(device="cpu", timeout_s=30.0)
+    return mf.make_groups(2, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
+
+
+def fail(fault: str) -> None:
+    """What a rank does that fails, or that is late by half the limit."""
+    if fault == "raised":
+        raise KeyError("mine")
+    if fault == "interrupted":
+        raise KeyboardInterrupt
+    if fault == "exited":
+        sys.exit()
+    if fault == "killed":
+        os._exit(3)
+    if fault == "silent":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "late":
+        time.sleep(LIMIT_S / 2)
+    if fault == "holds its interpreter":
+        ctypes.PyDLL(None).usleep(int(LIMIT_S / 2 * 1e6))
+
+
+def train(fault: str, odd: int) -> Any:
+    """Steps by hand, over both hops; how many were done, and the error of this rank."""
+    groups, rank = grouped(), int(os.environ["RANK"])
+    shards = mf.shard({"w": torch.ones(8)}, groups)
+    for k in range(STEPS):
+        began = time.time()
+        if k == AT and rank == odd:
+            fail(fault)
+        try:
+            mf.gather(shards, groups)
+            mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
+        except MicsError as error:
+            kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
+            groups.life.abandon(error)
+            return k, kind, who, time.time() - began, str(error)
+    return STEPS, "", None, 0.0, ""
+
+
+@pytest.mark.parametrize("odd", [2, 0], ids=["a rank", "the rank that holds the store"])
+@pytest.mark.parametrize("fault", ["raised", "exited", "killed", "silent"])
+def test_all_others_raise_soon_and_name_the_rank(fork: Any, fault: str, odd: int) -> None:
+    others = set(range(N)) - {odd}
+    found = fork(train, fault, odd).wait(others)
+    within_s = 1.0 + (LIMIT_S if fault == "silent" else 0.0)
+    for done, kind, who, seconds, text in found.values():
+        assert (done, kind, who) == (AT, fault, odd), text
+        assert seconds < within_s, text
+        assert f"rank {odd}" in text
+        assert "fix: " in text
+
+
+@pytest.mark.parametrize("fault", ["late", "holds its interpreter"])
+def test_a_rank_that_is_late_is_no_alarm(fork: Any, fault: str) -> None:
+    found = fork(train, fault, 2).wait(set(range(N)))
+    assert {tuple(each) for each in found.values()} == {(STEPS, "", None, 0.0, "")}
+
+
+def torn() -> Any:
+    """Rank 1 raises right after a gather that rank 0 has issued too, but which it sees late."""
+    groups, rank = grouped(), int(os.environ["RANK"])
+    shards, done, error = mf.shard({"w": torch.ones(8)}, groups), 0, ""
+    try:
+        with groups:
+            for k in range(STEPS):
+                if k == AT and rank == 0:
+                    slow(0.8)
+                mf.gather(shards, groups)
+                done = k + 1
+                if k == AT and rank == 1:
+                    raise KeyError("mine")
+    except (MicsError, KeyError) as found:
+        error = type(found).__name__
+    return done, error
+
+
+def slow(seconds: float) -> None:
+    """See no collective as done for some seconds."""
+    is_done, until = pending.Collective.done, time.monotonic() + seconds
+
+    def done(self: Any) -> bool:
+        return time.monotonic() > until and is_done(self)
+
+    pending.Collective.done = done  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_step_that_the_culprit_has_done_is_done_by_all(fork: Any) -> None:
+    found = fork(torn, n=2).wait({0, 1})
+    assert found == {0: [AT + 1, "PeerFailed"], 1: [AT + 1, "KeyError"]}
+
+
+def stopped_store() -> Any:
+    """The rank that holds the store is stopped; rank 1 is interrupted in its wait."""
+    groups, rank = grouped(heartbeat_s=20.0), int(os.environ["RANK"])
+    shards = mf.shard({"w": torch.ones(8)}, groups)
+    mf.gather(shards, groups)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)
+    signal.setitimer(signal.ITIMER_REAL, 0.7)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        mf.gather(mf.shard({"w": torch.ones(3)}, groups), groups)
+    except KeyboardInterrupt:
+        return time.monotonic() - began
+    return "no interrupt"
+
+
+def test_ctrl_c_is_heard_while_the_store_is_stopped(fork: Any) -> None:
+    found = fork(stopped_store, n=2).wait({1}, 10.0)
+    assert found[1] < 1.5
+
+
+def caught(kind: str, both: bool) -> Any:
+    """An error in a step that a rank catches at once, or that all ranks do, a little apart."""
+    groups, rank = grouped(), int(os.environ["RANK"])
+    raises = iter([both or rank == 0])
+
+    def loss(model: Any, x: Any) -> Any:
+        if next(raises, False):
+            raise ValueError("in a step")
+        return model(x).square().mean()
+
+    trainer = mf.Trainer(torch.nn.Linear(4, 4), mf.optim.sgd(0.1), groups, loss=loss)
+    try:
+        trainer.step(torch.ones(2, 4))
+    except ValueError:
+        time.sleep(0.4 * rank if kind == "apart" else 0)
+    for _ in range(2):
+        trainer.step(torch.ones(2, 4))
+    return trainer.state.step
+
+
+@pytest.mark.parametrize("kind", ["at once", "apart"])
+def test_an_error_that_all_ranks_share_leaves_the_groups_as_they_were(fork: Any, kind: str) -> None:
+    assert set(fork(caught, kind, True).wait(set(range(N))).values()) == {2}
+
+
+def start_without(how: str) -> Any:
+    """One rank never comes to the start, or dies in it."""
+    rank, began = int(os.environ["RANK"]), time.monotonic()
+    if how == "absent" and rank == 1:
+        return ""
+    try:
+        mf.init_distributed(device="cpu", timeout_s=1.5)
+        if how == "no groups":
+            if rank == 1:
+                time.sleep(4)
+                return ""
+            mf.make_groups(2, timeout_s=1.5)
+        if rank == 1:
+            mf.groups.make.monitor.join(mf.groups.Life((0, 1), 1), 1.0)
+            os._exit(1)
+        mf.make_groups(2, timeout_s=20.0)
+    except MicsError as error:
+        return type(error).__name__, f"{error}", time.monotonic() - began
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("absent", "CollectiveTimeoutError", "init_distributed: rank 1 did not call it within 1.5"),
+        ("no groups", "CollectiveTimeoutError", "make_groups: rank 1 did not call it within 1.5"),
+        ("dies", "PeerFailed", "rank 1 is gone"),
+    ],
+)
+def test_a_start_is_bounded_and_names_who_is_missing(
+    fork: Any, how: str, kind: str, text: str
+) -> None:
+    name, said, seconds = fork(start_without, how, n=2).wait({0})[0]
+    assert name == kind, said
+    assert text in said
+    assert seconds < 3.5
+
+
+def unanswered() -> Any:
+    began = time.monotonic()
+    try:
+        mf.init_distributed(device="cpu", timeout_s=1.0)
+    except MicsError as error:
+        return type(error).__name__, f"{error}", time.monotonic() - began
+    return "no error"
+
+
+def test_a_store_that_nobody_holds_is_named_with_its_address(fork: Any) -> None:
+    started = fork(lambda: unanswered() if os.environ["RANK"] == "1" else "", n=2)
+    name, said, seconds = started.wait({1})[1]
+    assert name == "CollectiveTimeoutError"
+    assert f"127.0.0.1:{started.port}" in said
+    assert seconds < 2.5
