@@ -145,6 +145,8 @@ class Pending:
 
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
+        if self._comms and self._comms[0].life.standing:  # no wait on the host would find out
+            self._guard(lambda: self._comms[0].life.check(self.stuck))
         with _device.keep_stream(self._device):
             if self._comms:
                 _device.follow(self._comms[0].stream(self._device), self._device)

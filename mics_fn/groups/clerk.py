@@ -52,6 +52,7 @@ class Clerk:
     def __init__(self, store: Any) -> None:
         self._given = store
         self._tasks = SimpleQueue[Task | None]()
+        self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
         threading.Thread(target=self._serve, name="mics_fn store", daemon=True).start()
 
@@ -95,6 +96,7 @@ class Clerk:
             try:
                 if store is None:
                     store = _connected(self._given)
+                    self.connected = True
                 task.run(store)
             except BaseException as error:  # no connection
                 task.error = error

@@ -164,8 +164,8 @@ def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadli
 def _no_store(launch: Launch, timeout_s: float, error: Exception) -> CollectiveTimeoutError:
     """The error of a rank that cannot reach the store, or the others through it."""
     first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
-    what = f"init_distributed: rank {launch.rank} cannot start with the store that rank 0 holds"
-    fix = "start rank 0, on the host of MASTER_ADDR and with a free MASTER_PORT"
+    what = f"init_distributed: rank {launch.rank} cannot start with the store"
+    fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
     where = f"{what} at {launch.master_addr}:{launch.master_port}"
     return CollectiveTimeoutError(message(where, [first], fix))
 

@@ -21,11 +21,15 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
+from mics_fn.errors import MicsError
 from mics_fn.groups.peers import Failure, failure_of, same_place
 from mics_fn.schedules import Job, Stuck, call_text, issued, made
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
 _IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
+_GRACE_S = (
+    5.0  # after which groups on a device are aborted if their rank has not heard of a failure
+)
 _LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
 
 
@@ -37,6 +41,7 @@ class Life:
     rank: int = 0  # this rank, global
     key: str = ""  # prefix of the keys of these groups in the store
     whole: bool = True  # False if ranks outside the job may hold parts of the same model
+    on_device: bool = False  # whether collectives are done by an accelerator, not by the host
     closed: bool = False
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
     failed: BaseException | None = None  # why no collective on these groups can end any more
@@ -44,6 +49,7 @@ class Life:
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     step: int | None = None  # the optimizer step under way, for errors
     call: Any = None  # the last call, as `Calls` describes it
+    _failed_s: float = 0.0  # since a rank failed, on an accelerator
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, Failure] = field(default_factory=dict)
     told: Failure | None = None  # what this rank said of itself last
@@ -131,6 +137,10 @@ class Life:
           wait: whether to wait for up to a second to learn of it.
         """
         deadline = time.monotonic() + _LEARN_S * wait
+        try:
+            self.job.raise_reported()
+        except MicsError as told:
+            return told
         while len(self.ranks) > 1 and not self.closed:
             failure = next((each for each in self.standing.values() if each.final), None)
             if failure is not None:
@@ -176,18 +186,33 @@ class Life:
           error: why; ranks of the job that wait for this one raise an error that names it.
         """
         _try(partial(self.tell, error, final=True))  # first: what is aborted fails elsewhere
-        groups = [group for group in self.owned if _torch.is_alive(group)]
+        threads = [*self._abort(), _started(self.left)]
         self._let_go()
         self.owned.clear()
-        tasks = [partial(_torch.abort, group) for group in groups]
-        threads = [
-            threading.Thread(target=_try, args=(task,), daemon=True) for task in (*tasks, self.left)
-        ]
-        for thread in threads:
-            thread.start()
         deadline = time.monotonic() + _PATIENCE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _abort(self) -> list[threading.Thread]:
+        groups = [group for group in self.owned if _torch.is_alive(group)]
+        return [_started(partial(_torch.abort, group)) for group in groups]
+
+    def end_blocked_waits(self, passed_s: float) -> None:
+        """Abort the groups if a rank has failed and this one waits for its device all the same.
+
+        A host that waits for a device is in C++, and hears nothing until collectives there end.
+
+        Args:
+          passed_s: since this was called last.
+        """
+        if not self.on_device or self.failed is not None or not self.standing:
+            self._failed_s = 0.0
+            return
+        if any(failure.final for failure in self.standing.values()):
+            self._failed_s += passed_s
+            if self._failed_s > _GRACE_S:
+                self.fail(self.first(next(iter(self.standing.values()))).error("its device"))
+                self._abort()
 
     def _let_go(self) -> None:
         self.closed = True
@@ -242,6 +267,12 @@ def never_destruct() -> None:
     for group in [group for life in _OPEN for group in life.owned]:
         if _torch.is_alive(group) and dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
+
+
+def _started(task: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=_try, args=(task,), daemon=True)
+    thread.start()
+    return thread
 
 
 def _try(task: Callable[[], None]) -> None:

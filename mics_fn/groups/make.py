@@ -127,6 +127,7 @@ def make_groups(
     common |= {"backend": served_by, "timeout_s": seconds, "mean_over": mean_over, "whole": whole}
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
     limit_s = 600.0 if problem else timeout_s
+    life.on_device = _device.is_async(chosen)
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default()
     store, found, deadline = None, 1, time.monotonic() + limit_s
     try:

@@ -28,7 +28,7 @@ from mics_fn.errors import PeerFailed
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, Task
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Failure, Journal
-from mics_fn.groups.signs import PARKED, Peer, Process, followed
+from mics_fn.groups.signs import PARKED, Near, Peer, Process, followed
 from mics_fn.schedules import NEWS
 
 _TICK_S = 0.25
@@ -45,6 +45,7 @@ class Monitor:
         self._clerk: Clerk | None = None
         self._store: Any = None  # that the clerk is connected to
         self._peers: dict[int, Peer] = {}
+        self._near = Near()
         self._beats = 0
         self._news = ""
         self._rank = 0
@@ -73,19 +74,22 @@ class Monitor:
             self._clerk = None
         if self._clerk is None or self._clerk.lost is not None:
             self._clerk, self._store = Clerk(store), store if plain else None
-            self._begin()
+            self._begin(self._clerk)
         elif not self._lives:
-            self._begin()
+            self._begin(self._clerk)
         self._rank, self._host = life.rank, _torch.store_host(store)
         life.report = partial(self._report, life)
         life.settle = partial(self._settle, life)
         life.listen, life.left = self._listen, partial(self.leave, life)
-        gone = {rank: self._failure(rank, "killed") for rank in life.ranks if self._is_gone(rank)}
-        life.standing, self._lives[life] = gone, Journal("")
-        patience_s = min(timeout_s, life.heartbeat_s)
+        gone = [rank for rank in life.ranks if self._is_gone(rank)]
+        life.standing = {rank: self._failure(rank, "killed") for rank in gone}
+        self._lives[life] = Journal("")
         failed = partial(self._store_failed, life)
-        self._bounded(self._beat, None)
-        return Served(self._clerk, store, patience_s, failed)
+        try:  # to connect may take long, as it looks for names of hosts
+            self._clerk.answer(self._clerk.ask(self._beat), timeout_s)
+        except StoreLost as lost:
+            raise failed(lost) from None
+        return Served(self._clerk, store, timeout_s, failed)
 
     def name(self, life: Life, key: str) -> None:
         """Give groups their key in the store, once all ranks have agreed on one."""
@@ -93,6 +97,7 @@ class Monitor:
         journal = self._lives[life] = Journal(key)
         for failure in life.standing.values():
             self._ask(partial(self._say_and_read, life, journal, failure))
+        self._listen()
 
     def leave(self, life: Life) -> None:
         """Watch no more for these groups, which this rank has closed."""
@@ -136,7 +141,7 @@ class Monitor:
         journal = self._lives.get(life)
         if journal is None:
             return True
-        return self._bounded(partial(_settled, journal, rank=failure.rank), True)
+        return self._bounded(partial(journal.settle, rank=failure.rank), True)
 
     def _listen(self) -> None:
         """Have the next tick at once."""
@@ -167,18 +172,17 @@ class Monitor:
         """The failure of the rank that holds the store, or of the store if no rank does."""
         rank, address = self._host
         who = "the store" if rank is None else f"rank {rank}, which holds the store,"
-        who = f"{who} at {address}" if address else who
-        if lost.silent:
-            return Failure(rank, "silent", f"{who} gives no answer")
-        return Failure(rank, "killed", f"{who} is gone: {lost}".rstrip(": "))
+        what = "gives no answer" if lost.silent else f"is gone: {lost}"
+        kind = "silent" if lost.silent else "killed"
+        return Failure(rank, kind, f"{who}{' at ' if address else ''}{address} {what}")
 
     # The threads.
 
-    def _begin(self) -> None:
-        self._stop.set()  # a thread that watched with a store that was lost
-        self._peers, self._own = {}, Process.own()
+    def _begin(self, clerk: Clerk) -> None:
+        self._stop.set()  # of a thread that watched with a store that was lost
+        self._peers, self._near, self._own = {}, Near(), Process.own()
         self._stop, self._task, self._news = threading.Event(), None, ""
-        watch = partial(self._watch, self._stop, self._clerk)
+        watch = partial(self._watch, self._stop, clerk)
         threading.Thread(target=watch, name="mics_fn monitor", daemon=True).start()
 
     def _is_gone(self, rank: int) -> bool:
@@ -186,15 +190,16 @@ class Monitor:
         return peer is not None and peer.gone and not peer.parked
 
     def _watch(self, stop: threading.Event, clerk: Clerk) -> None:
-        last = time.monotonic()
+        last, near = time.monotonic(), self._near
         while not stop.is_set():
             self._wake.wait(self._tick_s())
             self._wake.clear()
             now = time.monotonic()
             passed_s, last = min(now - last, self._tick_s()), now
             if stop.is_set():
-                return
+                break
             self._tick(clerk, passed_s)
+        near.forget()
 
     def _tick_s(self) -> float:
         most = max((len(life.ranks) for life in list(self._lives)), default=1)
@@ -202,15 +207,13 @@ class Monitor:
 
     def _tick(self, clerk: Clerk, passed_s: float) -> None:
         """One look at all that may have failed."""
-        for rank, peer in list(self._peers.items()):
-            if not peer.gone and peer.process is not None and peer.process.is_gone():
-                peer.gone = True
-                self._accuse(rank, "killed")
         task, self._waited_s = self._task, self._waited_s + passed_s
         if task is not None and not task.done.is_set():
             limit_s = min((life.heartbeat_s for life in list(self._lives)), default=60.0)
-            if clerk.lost is None and self._waited_s > limit_s:
+            if clerk.lost is None and clerk.connected and self._waited_s > limit_s:
                 clerk.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
+        for life in list(self._lives):
+            life.end_blocked_waits(passed_s)
         if clerk.lost is not None:
             self._all_fail(self._of_store(clerk.lost))
         elif task is None or task.done.is_set():
@@ -218,12 +221,18 @@ class Monitor:
                 self._judge(task.value, passed_s)
             self._waited_s = 0.0
             self._task = clerk.ask(self._exchange)
+        for rank in self._near.ended():
+            if not self._peers[rank].gone:
+                self._peers[rank].gone = True
+                self._accuse(rank, "killed")
 
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, beat in beats.items():
             peer = self._peers.setdefault(rank, Peer())
-            peer.heard(beat, self._own, passed_s)
+            process = peer.heard(beat, self._own, passed_s)
+            if process is not None:
+                self._near.add(rank, process)
             limits = [life.heartbeat_s for life in list(self._lives) if rank in life.ranks]
             if limits and not peer.parked and not peer.gone and peer.is_silent(min(limits)):
                 peer.gone = True
@@ -289,7 +298,7 @@ def _beat_of(rank: int) -> str:
 
 def _said(journal: Journal, store: Any, failure: Failure) -> None:
     if journal.say(store, failure):
-        store.add(NEWS, 1)
+        store.add(NEWS, 1)  # all ranks read it
 
 
 def _withdrawn(journal: Journal, store: Any, rank: int) -> bool:
@@ -297,10 +306,6 @@ def _withdrawn(journal: Journal, store: Any, rank: int) -> bool:
         return journal.withdraw(store, rank)
     finally:
         store.add(NEWS, 1)
-
-
-def _settled(journal: Journal, store: Any, rank: int | None) -> bool:
-    return journal.settle(store, rank)
 
 
 monitor = Monitor()  # of this process

@@ -1,6 +1,7 @@
 """Signs of life of another rank: what it wrote last, and its process if that is on this host."""
 
 import os
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,41 @@ def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
     return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
 
 
+class Near:
+    """Which processes on this host have ended; to ask is cheap where the kernel has pidfds."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll() if hasattr(os, "pidfd_open") else None
+        self._files: dict[int, int] = {}  # of a process, by its rank
+        self._others: dict[int, Process] = {}
+
+    def add(self, rank: int, process: Process) -> None:
+        """Watch the process of a rank."""
+        try:
+            if self._poll is None:
+                raise OSError
+            self._files[rank] = file = os.pidfd_open(process.pid)
+        except OSError:
+            self._others[rank] = process
+            return
+        if process.is_gone():  # another one has its number
+            self._others[rank] = process
+        else:
+            self._poll.register(file, select.POLLIN)
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        files = {file for file, _ in self._poll.poll(0)} if self._poll and self._files else ()
+        found = [rank for rank, file in self._files.items() if file in files]
+        return found + [rank for rank, process in self._others.items() if process.is_gone()]
+
+    def forget(self) -> None:
+        """Watch none of them any more."""
+        for file in self._files.values():
+            os.close(file)
+        self.__init__()
+
+
 class Peer:
     """What is known of another rank."""
 
@@ -68,14 +104,20 @@ class Peer:
         self.gone = False
         self.parked = True  # whether none of its groups are open, as far as is known
 
-    def heard(self, beat: str, own: Process, tick_s: float) -> None:
-        """Take note of what it wrote, read at least a tick after the last time."""
+    def heard(self, beat: str, own: Process, tick_s: float) -> Process | None:
+        """Take note of what it wrote, read at least a tick after the last time.
+
+        Returns:
+          its process, if that is on this host and was not known.
+        """
         if beat == self.beat or not beat:
             self.silent_s += tick_s
-            return
+            return None
         _, state, host, pid, started = beat.split(" ")
-        self.process = Process(host, int(pid), started) if host and host == own.host else None
+        process = Process(host, int(pid), started) if host and host == own.host else None
+        found, self.process = None if process == self.process else process, process
         self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == PARKED, False
+        return found
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""

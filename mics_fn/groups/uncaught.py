@@ -30,7 +30,7 @@ def listen() -> None:
     before = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        tell_all(error, final=True)
+        tell_all(error, final=not (hasattr(sys, "ps1") or sys.flags.interactive))
         before(kind, error, trace)
 
     sys.excepthook = tell_and_show

@@ -259,6 +259,10 @@ class Channel:
         if stuck:
             self._look_for_stuck(self._shared, stuck, issued or {})
 
+    def check(self) -> None:
+        """Raise if a rank has failed, without a message."""
+        self.job.check()
+
     def glance(self) -> None:
         """`look`, unless this rank has looked within the last second."""
         if time.monotonic() - self._looked >= _GLANCE_S:

@@ -289,7 +289,11 @@ class Run:
         return [Action("drop", (i,)) for i in self.live]
 
     def look(self) -> None:
-        """Look for what other ranks told, at most once per second; `keep_all` never needs to."""
+        """Look for what other ranks told, at most once per second; `keep_all` never needs to.
+
+        Whether one has failed this rank knows by itself.
+        """
+        self._channel.check()
         if not self.policy.at_once:
             self._channel.glance()
 

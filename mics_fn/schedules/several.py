@@ -57,6 +57,10 @@ class Channels(Channel):
         """Look in every group."""
         self._in_each(lambda part: part.look(stuck, issued))
 
+    def check(self) -> None:
+        """Check in every group."""
+        self._in_each(lambda part: part.check())
+
     def glance(self) -> None:
         """Glance in every group."""
         self._in_each(lambda part: part.glance())

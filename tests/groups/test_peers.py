@@ -18,6 +18,7 @@ import mics_fn as mf
 from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.groups import uncaught
+from mics_fn.groups.monitor import monitor
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
 LIMIT_S = 1.5
@@ -241,7 +242,7 @@ def start_without(how: str) -> Any:
                 return ""
             mf.make_groups(2, timeout_s=1.5)
         if rank == 1:
-            mf.groups.make.monitor.join(mf.groups.Life((0, 1), 1), 1.0)
+            monitor.join(mf.groups.Life((0, 1), 1), 1.0)
             os._exit(1)
         mf.make_groups(2, timeout_s=20.0)
     except MicsError as error:
