@@ -60,8 +60,8 @@ def init_distributed(
     Communication: the start of torch.distributed, and a few small messages through its store.
 
     Raises:
-      GroupsError: some of the launcher's variables are missing, a rank does not have its device, or
-        several ranks have the same; the text names the ranks and the fix.
+      GroupsError: some of the launcher's variables are missing, the store cannot be held, a rank
+        does not have its device, or several have the same; the text names the ranks and the fix.
       DesyncError: some ranks would use the CPU and others would not.
       CollectiveTimeoutError: some rank did not call it in time.
 
@@ -142,7 +142,7 @@ def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadli
         raise _no_store(launch, timeout_s, error) from error
     clerk = Clerk(store)
 
-    def lost(why: StoreLost) -> CollectiveTimeoutError:
+    def lost(why: StoreLost) -> MicsError:
         return _no_store(launch, timeout_s, why)
 
     served = Served(clerk, store, timeout_s, lost)
@@ -161,13 +161,14 @@ def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadli
     return store
 
 
-def _no_store(launch: Launch, timeout_s: float, error: Exception) -> CollectiveTimeoutError:
+def _no_store(launch: Launch, timeout_s: float, error: Exception) -> MicsError:
     """The error of a rank that cannot reach the store, or the others through it."""
     first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
     what = f"init_distributed: rank {launch.rank} cannot start with the store"
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
     where = f"{what} at {launch.master_addr}:{launch.master_port}"
-    return CollectiveTimeoutError(message(where, [first], fix))
+    late = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
+    return (CollectiveTimeoutError if late else GroupsError)(message(where, [first], fix))
 
 
 def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:

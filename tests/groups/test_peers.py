@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.collectives import pending
@@ -27,17 +28,21 @@ LIMIT_S = 1.5
 class Ranks:
     """Forked processes, each of which calls a function and leaves what it returned in a file."""
 
-    def __init__(self, folder: Any, program: Callable[..., Any], *args: Any, n: int = N):
+    def __init__(self, folder: Any, program: Callable[..., Any], args: Any, n: int, served: bool):
         self.folder, self.pids, self.alive = folder, [], set(range(n))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = port = free.getsockname()[1]
+        # One of loopback alone, so that the store looks for no names of hosts, which may take long.
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = port = self.listening.getsockname()[1]
+        if not served:
+            self.listening.close()
         importlib.import_module("torch._dynamo")  # else each of them would
         for rank in range(n):
             pid = os.fork()
             if pid == 0:
+                os.environ["LISTENING"] = str(self.listening.fileno())
                 self.child(rank, n, port, lambda: program(*args))
             self.pids.append(pid)
+        self.listening.close()
 
     def child(self, rank: int, n: int, port: int, program: Callable[[], Any]) -> None:
         os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{n}", LOCAL_RANK=f"{rank}")
@@ -78,8 +83,8 @@ class Ranks:
 def fork(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
-    def start(program: Callable[..., Any], *args: Any, n: int = N) -> Ranks:
-        made.append(Ranks(tmp_path, program, *args, n=n))
+    def start(program: Callable[..., Any], *args: Any, n: int = N, served: bool = True) -> Ranks:
+        made.append(Ranks(tmp_path, program, args, n, served))
         return made[-1]
 
     yield start
@@ -88,8 +93,12 @@ def fork(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
 
 
 def grouped(heartbeat_s: float = LIMIT_S, timeout_s: float = 30.0) -> Any:
-    torch.set_num_threads(1)
-    mf.init_distributed(device="cpu", timeout_s=30.0)
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    given = {"master_listen_fd": int(os.environ["LISTENING"])} if rank == 0 else {}
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        "127.0.0.1", port, size, rank == 0, wait_for_workers=False, **given
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return mf.make_groups(2, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
 
 
@@ -261,7 +270,7 @@ def start_without(how: str) -> Any:
 def test_a_start_is_bounded_and_names_who_is_missing(
     fork: Any, how: str, kind: str, text: str
 ) -> None:
-    name, said, seconds = fork(start_without, how, n=2).wait({0})[0]
+    name, said, seconds = fork(start_without, how, n=2, served=False).wait({0})[0]
     assert name == kind, said
     assert text in said
     assert seconds < 3.5
@@ -277,7 +286,7 @@ def unanswered() -> Any:
 
 
 def test_a_store_that_nobody_holds_is_named_with_its_address(fork: Any) -> None:
-    started = fork(lambda: unanswered() if os.environ["RANK"] == "1" else "", n=2)
+    started = fork(lambda: unanswered() if os.environ["RANK"] == "1" else "", n=2, served=False)
     name, said, seconds = started.wait({1})[1]
     assert name == "CollectiveTimeoutError"
     assert f"127.0.0.1:{started.port}" in said

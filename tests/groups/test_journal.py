@@ -1,0 +1,204 @@
+"""What ranks say of failures, and what each of them hears; the threads are in test_peers.py."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from mics_fn.groups import uncaught
+from mics_fn.groups.peers import Failure, Journal
+from mics_fn.groups.signs import PARKED, Near, Peer, Process
+from mics_fn.schedules import Stuck
+
+
+def said(rank: int, *, final: bool, because: int | None = None) -> Failure:
+    return Failure(rank, "raised", f"rank {rank}", made={}, issued={}, final=final, because=because)
+
+
+WORDS = st.tuples(
+    st.integers(0, 2), st.sampled_from(["fails", "ends", "goes on", "gives up"]), st.integers(0, 2)
+)
+
+
+@given(st.lists(WORDS, max_size=25))
+def test_all_ranks_read_the_same_whoever_reads_when(words: Any) -> None:
+    """A rank goes on only if no other one has given up on it, and the other way round."""
+    store: Any = HashStore()
+    ranks = [Journal("key") for _ in range(3)]
+    given_up, gone_on = set[int](), set[int]()
+    for rank, word, other in words:
+        if word in ("fails", "ends"):
+            ranks[rank].say(store, said(rank, final=word == "ends"))
+            gone_on.discard(rank)
+            if word == "ends":
+                given_up.add(rank)
+        elif word == "goes on":
+            assert ranks[rank].withdraw(store, rank) == (rank not in given_up)
+            if rank not in given_up:
+                gone_on.add(rank)
+        elif other in ranks[rank].standing or ranks[rank].read(store) is None:
+            stood = other in ranks[other].standing and other not in gone_on
+            assert ranks[rank].settle(store, other) == (stood or other in given_up)
+            if stood:
+                given_up.add(other)
+    for journal in ranks:
+        journal.read(store)
+    found = [{r: each.final for r, each in journal.standing.items()} for journal in ranks]
+    assert found[0] == found[1] == found[2]
+    assert {r for r, final in found[0].items() if final} == given_up
+
+
+class Racing:
+    """A store in which something else happens just before the first write."""
+
+    def __init__(self, store: Any, meanwhile: Any):
+        self.store, self.meanwhile = store, meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def compare_set(self, *args: str) -> bytes:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return self.store.compare_set(*args)
+
+
+@pytest.mark.parametrize("first", ["goes on", "gives up"])
+def test_of_two_ranks_at_once_the_one_that_writes_first_is_right(first: str) -> None:
+    store: Any = HashStore()
+    culprit, other, third = (Journal("key") for _ in range(3))
+    culprit.say(store, said(0, final=False))
+    went_on, gave_up = [], []
+    if first == "goes on":
+        race: Any = Racing(store, lambda: went_on.append(culprit.withdraw(store, 0)))
+        gave_up.append(other.settle(race, 0))
+    else:
+        race = Racing(store, lambda: gave_up.append(other.settle(store, 0)))
+        went_on.append(culprit.withdraw(race, 0))
+    assert (went_on, gave_up) == ([first == "goes on"], [first == "gives up"])
+    for journal in (culprit, other, third):
+        journal.read(store)
+        assert [each.final for each in journal.standing.values()] == [True] * gave_up[0]
+
+
+def test_a_rank_that_fails_in_two_ways_failed_in_the_first() -> None:
+    store: Any = HashStore()
+    one, other = Journal("key"), Journal("key")
+    one.say(store, said(1, final=False))
+    assert other.say(store, Failure(1, "killed", "rank 1 is gone"))
+    one.read(store)
+    assert one.standing == other.standing
+    (failure,) = one.standing.values()
+    assert (failure.kind, failure.text, failure.final) == ("raised", "rank 1", True)
+    assert not other.say(store, Failure(1, "silent", "rank 1 is silent"))
+
+
+def test_a_wait_is_in_vain_if_a_rank_has_not_issued_its_part() -> None:
+    failure = Failure(1, "raised", "", made={"a": 3}, issued={"a": 2})
+
+    def lacks(number: int, ranks: tuple[int, ...] = (0, 1), group: str = "a", **given: Any) -> bool:
+        return failure.lacks([Stuck(group, number, ranks, "")], (), made=False, **given)
+
+    assert [lacks(number) for number in (1, 2, 3)] == [False, False, True]
+    assert not lacks(3, (0, 2)), "it takes no part"
+    assert lacks(1, group="b"), "it has issued nothing there"
+    assert not failure.lacks([Stuck("a", 3, (0, 1), "")], (), made=True)
+    assert failure.lacks([], [1], made=True)
+    assert Failure(1, "killed", "").lacks([], (), made=False)
+
+
+def sign(number: int, state: str = "open", process: Process | None = None) -> str:
+    own = process or Process.own()
+    return f"{number} {state} {own.host} {own.pid} {own.started}"
+
+
+def test_silence_is_added_up_from_the_ticks_of_the_reader() -> None:
+    peer, elsewhere = Peer(), Process("another host", 1, "")
+    peer.heard(sign(1), elsewhere, 0.25)
+    for _ in range(7):
+        peer.heard(sign(1), elsewhere, 0.25)
+    assert (peer.silent_s, peer.is_silent(2.0), peer.is_silent(1.5)) == (1.75, False, True)
+    peer.heard(sign(2, PARKED), elsewhere, 0.25)
+    assert (peer.silent_s, peer.parked) == (0.0, True)
+
+
+def test_one_that_waits_for_a_processor_has_twice_the_time() -> None:
+    peer = Peer()
+    for _ in range(9):
+        peer.heard(sign(1), Process.own(), 0.25)
+    assert not peer.is_silent(1.5), "this process runs"
+    assert peer.is_silent(0.9)
+
+
+@pytest.mark.parametrize("pidfds", [True, False])
+def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(
+    pidfds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not pidfds:
+        monkeypatch.delattr(os, "pidfd_open")
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reads, 1)
+        os._exit(0)
+    near, peer, own = Near(), Peer(), Process.own()
+    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    process = peer.heard(sign(1, process=Process(own.host, pid, started)), own, 0.25)
+    assert process is not None
+    near.add(1, process)
+    near.add(2, Process(own.host, os.getpid(), "another time"))
+    assert near.ended() == [2], "another process has its number now"
+    os.write(writes, b"x")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert sorted(near.ended()) == [1, 2]
+    os.waitpid(pid, 0)
+    assert sorted(near.ended()) == [1, 2]
+    near.forget()
+    assert near.ended() == []
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+
+    def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
+        found.append((error, final))
+
+    monkeypatch.setattr(uncaught, "tell_all", tell_all)
+    return found
+
+
+def test_an_uncaught_error_is_told_before_it_is_shown(
+    told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, shown = ValueError("mine"), []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append((args, list(told))))
+    uncaught.listen.__wrapped__()
+    sys.excepthook(ValueError, error, None)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(ValueError, error, None)
+    assert told == [(error, True), (error, False)], "a person at a prompt goes on"
+    assert shown[0] == ((ValueError, error, None), told[:1])
+
+
+def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
+    told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks: dict[str, Any] = {}
+    shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert uncaught.limit_by_default() == 10.0
+    uncaught.listen.__wrapped__()
+    error = ValueError("mine")
+    for each in (None, error):
+        hooks["post_run_cell"](SimpleNamespace(error_in_exec=each))
+    assert told == [(error, False)]
