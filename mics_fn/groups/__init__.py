@@ -28,7 +28,9 @@ nodes each. The result is a frozen `Groups`, a value that every verb takes:
 
 A block that ends closes its groups, which on NCCL all ranks do together. One that an exception
 leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
-[Note: leaving by an error] in `life`. So a rank must not leave the block by an exception that is
+[Note: leaving by an error] in `life`. While groups are open, a thread watches the other ranks: one
+that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all others; see
+[Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a rank must not leave the block by an exception that is
 no failure.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
@@ -42,7 +44,8 @@ rank's place in each), `Pools` of memory that is reused, and a `Channel` for mes
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
-`communicator.py`, `life.py` and `buffers.py` are the values; `make.py` makes them, with
+`communicator.py`, `life.py` and `buffers.py` are the values; `peers.py`, `signs.py`, `clerk.py`,
+`monitor.py` and `uncaught.py` are about ranks that fail; `make.py` makes groups, with
 `distributed.py` (device and backend), `devices.py` (which GPU), `environment.py` (launchers),
 `rendezvous.py` (ranks meet before any group exists) and `facts.py` (what they compare). To add a
 launcher, add a row to `_MPI` in `environment.py`, or a reader beside `_slurm`, and its cases to

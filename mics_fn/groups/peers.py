@@ -144,27 +144,21 @@ class Journal:
 
     def _take(self, found: bytes) -> None:
         self._read += 1
+        # Whoever wrote it had read all that was written before, so it can be taken as it stands.
         entry, standing = json.loads(found), dict(self.standing)
         if "withdraws" in entry:
-            known = standing.get(entry["withdraws"])
-            if known is not None and not known.final:
-                del standing[entry["withdraws"]]
+            del standing[entry["withdraws"]]
         elif "settles" in entry:
-            known = standing.get(entry["settles"])
-            if known is not None:
-                standing[entry["settles"]] = replace(known, final=True)
+            standing[entry["settles"]] = replace(standing[entry["settles"]], final=True)
         else:
             failure = Failure(**entry["fails"])
-            known = standing.get(failure.rank)
-            if known is None:
-                standing[failure.rank] = failure
-            elif not known.final:  # it said why before
-                standing[failure.rank] = replace(
-                    known,
-                    final=failure.final,
-                    made=failure.made or known.made,
-                    issued=failure.issued or known.issued,
-                )
+            first = standing.get(failure.rank, failure)  # it may have said why before
+            standing[failure.rank] = replace(
+                first,
+                final=failure.final,
+                made=failure.made or first.made,
+                issued=failure.issued or first.issued,
+            )
         self.standing = standing
 
 

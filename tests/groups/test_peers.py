@@ -94,7 +94,7 @@ def fork(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
 
 def grouped(heartbeat_s: float = LIMIT_S, timeout_s: float = 30.0) -> Any:
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    given = {"master_listen_fd": int(os.environ["LISTENING"])} if rank == 0 else {}
+    given: dict[str, Any] = {"master_listen_fd": int(os.environ["LISTENING"])} if rank == 0 else {}
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         "127.0.0.1", port, size, rank == 0, wait_for_workers=False, **given
     )
