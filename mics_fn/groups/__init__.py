@@ -30,8 +30,8 @@ A block that ends closes its groups, which on NCCL all ranks do together. One th
 leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
 [Note: leaving by an error] in `life`. While groups are open, a thread watches the other ranks: one
 that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all others; see
-[Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a rank must not leave the block by an
-exception that is no failure.
+[Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a
+rank must not leave the block by an exception that is no failure.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
 In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
