@@ -27,13 +27,14 @@ from mics_fn import _torch
 from mics_fn.errors import PeerFailed
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, Task
 from mics_fn.groups.life import Life
-from mics_fn.groups.peers import Failure, Journal
+from mics_fn.groups.peers import Failure, Journal, without_a_word
 from mics_fn.groups.signs import PARKED, Near, Peer, Process, followed
 from mics_fn.schedules import NEWS
 
 _TICK_S = 0.25
 _RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
 _PATIENCE_S = 0.5  # how long a rank that fails or closes its groups waits for the store
+_GONE_S = 0.6  # a rank is gone that is silent for so long, alone, after a connection was closed
 _BEAT = "mics_fn/beat"
 
 
@@ -80,9 +81,9 @@ class Monitor:
         self._rank, self._host = life.rank, _torch.store_host(store)
         life.report = partial(self._report, life)
         life.settle = partial(self._settle, life)
-        life.listen, life.left = self._listen, partial(self.leave, life)
+        life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
         gone = [rank for rank in life.ranks if self._is_gone(rank)]
-        life.standing = {rank: self._failure(rank, "killed") for rank in gone}
+        life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
         self._lives[life] = Journal("")
         failed = partial(self._store_failed, life)
         try:  # to connect may take long, as it looks for names of hosts
@@ -97,7 +98,7 @@ class Monitor:
         journal = self._lives[life] = Journal(key)
         for failure in life.standing.values():
             self._ask(partial(self._say_and_read, life, journal, failure))
-        self._listen()
+        self._wake.set()
 
     def leave(self, life: Life) -> None:
         """Watch no more for these groups, which this rank has closed."""
@@ -143,10 +144,15 @@ class Monitor:
             return True
         return self._bounded(partial(journal.settle, rank=failure.rank), True)
 
-    def _listen(self) -> None:
-        """Have the next tick at once."""
+    def _listen(self, life: Life) -> None:
+        """Have the next tick at once, and find who is gone on another host, for `explained`."""
         self._again = True
         self._wake.set()
+        peers = [(rank, self._peers[rank]) for rank in life.ranks if rank in self._peers]
+        silent = [rank for rank, peer in peers if peer.silent_s > _GONE_S and not peer.parked]
+        if len(silent) == 1 and not self._peers[silent[0]].gone:
+            self._peers[silent[0]].gone = True
+            self._accuse(silent[0], "killed")
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._clerk is not None:
@@ -240,7 +246,7 @@ class Monitor:
 
     def _accuse(self, rank: int, kind: str) -> None:
         """Say that a rank has failed, in the journals of all groups that it is in."""
-        failure, parked = self._failure(rank, kind), self._peers[rank].parked
+        failure, parked = without_a_word(rank, kind), self._peers[rank].parked
         for life, journal in list(self._lives.items()):
             if rank not in life.ranks or (parked and life.key):
                 continue
@@ -248,12 +254,6 @@ class Monitor:
                 self._ask(partial(self._say_and_read, life, journal, failure))
             else:  # groups that are still to be made
                 life.standing = {**life.standing, rank: failure}
-
-    def _failure(self, rank: int, kind: str) -> Failure:
-        what = "gone: its process ended without a word"
-        if kind == "silent":
-            what = "silent: it is stopped, cut off, or something holds its interpreter"
-        return Failure(rank, kind, f"rank {rank} is {what}")
 
     def _say_and_read(self, life: Life, journal: Journal, failure: Failure, store: Any) -> None:
         _said(journal, store, failure=failure)

@@ -75,6 +75,14 @@ class Failure:
         )
 
 
+def without_a_word(rank: int, kind: str) -> Failure:
+    """The failure of a rank that could not say so itself."""
+    what = "gone: its process ended without a word"
+    if kind == "silent":
+        what = "silent: it is stopped, cut off, or something holds its interpreter"
+    return Failure(rank, kind, f"rank {rank} is {what}")
+
+
 def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     """What this rank says of its own error."""
     first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]

@@ -20,6 +20,7 @@ from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.groups import uncaught
 from mics_fn.groups.monitor import monitor
+from mics_fn.groups.signs import Process
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
 LIMIT_S = 1.5
@@ -149,6 +150,19 @@ def test_all_others_raise_soon_and_name_the_rank(fork: Any, fault: str, odd: int
         assert seconds < within_s, text
         assert f"rank {odd}" in text
         assert "fix: " in text
+
+
+def elsewhere() -> Any:
+    """As if each rank were on a host of its own."""
+    own = Process.own()
+    Process.own = classmethod(lambda cls: Process("", own.pid, own.started))
+    return train("killed", 2)
+
+
+def test_a_rank_of_another_host_whose_connections_close_is_named(fork: Any) -> None:
+    for done, kind, who, seconds, text in fork(elsewhere).wait({0, 1, 3}).values():
+        assert (done, kind, who) == (AT, "killed", 2), text
+        assert seconds < 1.5
 
 
 @pytest.mark.parametrize("fault", ["late", "holds its interpreter"])
