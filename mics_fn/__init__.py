@@ -27,6 +27,7 @@ Ranks and groups:
   `init_distributed` - starts torch.distributed as the launcher says, chooses the device - its start
   `make_groups` - makes the process groups of this rank - small messages through torch's store
   `Groups` - this rank's process groups; a `with` block closes them
+  `reset` - new groups in the place of those that an error ended - small messages through the store
   `groups` - the namespace of who takes part
   `groups.plan_groups` - which ranks form which group, for any world, without processes
   `groups.Topology` - how ranks are wired: sizes, slowest link first
@@ -140,7 +141,7 @@ Errors:
 from mics_fn import errors, groups, inspection, optim, schedules, shards, tree
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record
 from mics_fn.errors import MicsError
-from mics_fn.groups import Groups, init_distributed, make_groups, placement
+from mics_fn.groups import Groups, init_distributed, make_groups, placement, reset
 from mics_fn.init import init_model, load_shards
 from mics_fn.inspection import get, summary
 from mics_fn.inspection import set as set
@@ -185,6 +186,7 @@ __all__ = [
     "record",
     "reduce_grads",
     "replicas",
+    "reset",
     "sampler",
     "scatter_grads",
     "schedules",

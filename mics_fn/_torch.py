@@ -69,7 +69,7 @@ def abort(group: dist.ProcessGroup) -> None:
     c10d._abort_process_group(group)
 
 
-def never_destruct(group: dist.ProcessGroup) -> None:
+def never_destruct(group: Any) -> None:
     """Keep a process group until the process is gone: gloo's destructor waits for its members."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -93,9 +93,9 @@ def store_host(store: Any) -> tuple[int | None, str]:
     return None if agent or not of_tcp else 0, f"{store.host}:{store.port}" if of_tcp else ""
 
 
-def groups_named(name: str) -> list[dist.ProcessGroup]:
-    """The process groups that `new_group` has made, or is about to return, under a name."""
-    return [group for group, own in list(c10d._world.pg_names.items()) if own == name]
+def groups_named(name: str | None) -> list[dist.ProcessGroup]:
+    """The process groups that `new_group` has made, or is about to return, of a name, or of any."""
+    return [group for group, own in list(c10d._world.pg_names.items()) if name in (None, own)]
 
 
 def apart(store: Any, prefix: str) -> Any:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.collectives.collective import Collective
 from mics_fn.collectives.levels import all_gather, average, exchange, exchanges, moves
-from mics_fn.collectives.pending import Collective, Pending, Steps, What
+from mics_fn.collectives.pending import Pending, Steps, What
 from mics_fn.collectives.sources import reads
 from mics_fn.groups import Buffers, Comm, Route
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _device, _torch
+from mics_fn.collectives.collective import Collective
 from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
-from mics_fn.collectives.pending import Collective, Pending, Steps, What
+from mics_fn.collectives.pending import Pending, Steps, What
 from mics_fn.groups import Comm, Groups
 
 SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more

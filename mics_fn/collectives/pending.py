@@ -21,79 +21,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _device, interrupts
-from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
+from mics_fn.collectives.collective import Collective
+from mics_fn.errors import CollectiveError
 from mics_fn.groups import Comm, Life
 from mics_fn.schedules import Stuck, call_text, made
 
-Steps = Generator["Collective", None, Tensor]
+Steps = Generator[Collective, None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 5e-3
 # A wait without progress reads what other ranks wrote each time the first has passed. One store
 # answers all ranks, so the more there are, the less often each of them asks.
 _STALL_S, _STALL_S_PER_RANK = 0.25, 1e-4
-
-
-class Collective:
-    """One collective on one communicator: what a step of a `Pending` yields, to have it issued.
-
-    Args:
-      comm: the communicator.
-      op: its name, for error texts.
-      nbytes_sent: what this rank sends.
-      call: issues it; takes `group` and `async_op` as torch.distributed does.
-    """
-
-    def __init__(self, comm: Comm, op: str, nbytes_sent: int, call: Callable[..., Any]) -> None:
-        self.comm, self.op = comm, op
-        self._nbytes_sent, self._call = nbytes_sent, call
-
-    def issue(self, *, async_op: bool) -> None:
-        """Issue it; without `async_op` it is queued on the current stream as any other op."""
-        self.comm.traffic.add(self.comm.name, self._nbytes_sent)
-        group = self.comm.process_group()
-        try:
-            self.work = self._call(group=group, async_op=async_op)
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(error, wait=False) from error
-        self.comm.calls.issued += 1
-
-    def done(self) -> bool:
-        """Whether it has finished (or failed), without waiting."""
-        return self.work.is_completed()
-
-    def finish(self) -> None:
-        """Let go of one that is done, or raise if it failed."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self._failed(error, wait=True) from error
-
-    def late(self) -> CollectiveTimeoutError:
-        """The error to raise if it does not finish in time."""
-        return CollectiveTimeoutError(
-            message(
-                f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
-                [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-                fix="look for a rank that stopped, or that calls other verbs",
-            )
-        )
-
-    def _failed(self, error: Exception, *, wait: bool) -> Exception:
-        """What to raise; it may wait for a moment to learn which rank was the cause."""
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        own = CollectiveError(
-            message(
-                f"{self.op} over '{self.comm.name}' failed: {first}",
-                [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
-                fix="look at the other ranks' errors, then make new groups: these are broken",
-            )
-        )
-        return self.comm.life.explained(own, wait=wait)
 
 
 class Pending:
@@ -109,6 +51,7 @@ class Pending:
     Raises:
       DesyncError: ranks are about to do different things; see [Note: the same calls] in
         `schedules.calls`.
+      GroupsError: the groups were closed or have failed, or another thread uses them.
     """
 
     def __init__(
@@ -122,10 +65,6 @@ class Pending:
     ) -> None:
         self._call = (*what, keep[0].nbytes)
         self._numbers: list[int] = []  # of this call over each of `comms`
-        for comm in comms:
-            comm.life.call = self._call
-            comm.calls.add(self._call, partial(push_all, comm.life))
-            self._numbers.append(comm.calls.number)
         self._steps, self._comms = steps, comms
         self._keep: list[Any] = [*keep]
         self._issued: Collective | None = None
@@ -134,14 +73,34 @@ class Pending:
         self._device = device
         self.finished = False  # whether the host has nothing left to issue or to wait for
         self.level = 0  # number of collectives issued so far
-        for comm in comms:
-            comm.queue.append(self)
-        if _device.is_async(device):
-            self._run_on_streams()
+        if not comms:
+            self._start()
             return
-        self.push()
-        if not self.finished:  # else nobody would look at it again, and its result would stay
-            comms[0].life.active.append(self)
+        life = comms[0].life
+        comms[0].check_open()
+        life.turns.enter()
+        try:
+            life.call = self._call
+            for comm in comms:
+                comm.calls.add(self._call, partial(push_all, life))
+                self._numbers.append(comm.calls.number)
+            self._start()
+        finally:
+            life.turns.leave()
+
+    def _start(self) -> None:
+        try:
+            for comm in self._comms:
+                comm.queue.append(self)
+            if _device.is_async(self._device):
+                self._run_on_streams()
+                return
+            self.push()
+            if not self.finished:  # else nobody would look at it again, and its result would stay
+                self._comms[0].life.active.append(self)
+        except BaseException as error:  # the others think that it was started
+            self._fail(error)
+            raise
 
     def _run_on_streams(self) -> None:
         """See [Note: streams]."""
@@ -193,14 +152,21 @@ class Pending:
             return step()
         except StopIteration:
             raise
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Give it up, after which its groups are finished; see [Note: failed groups] in `life`."""
+        self._abandon()
+        for comm in self._comms[:1]:
+            comm.life.fail(error)
 
     def _abandon(self) -> None:
         self.finished, self._issued = True, None
         for comm in self._comms[self.level :]:
-            comm.queue.remove(self)
+            if self in comm.queue:
+                comm.queue.remove(self)
 
     @property
     def stuck(self) -> list[Stuck]:
@@ -218,9 +184,8 @@ class Pending:
         """Give up and raise if the collective in flight has exceeded its timeout."""
         issued = self._issued
         if issued is not None and waited_s > issued.comm.timeout_s:
-            self._abandon()
             error = issued.late()
-            issued.comm.life.fail(error)
+            self._fail(error)
             raise error
 
     def passed(self, levels: int) -> bool:
@@ -249,9 +214,13 @@ def push_all(life: Life) -> bool:
     if not life.active:
         return False
     moved = False
-    for pending in list(life.active):
-        moved |= pending.push()
-    life.active[:] = [pending for pending in life.active if not pending.finished]
+    life.turns.enter()
+    try:
+        for pending in list(life.active):
+            moved |= pending.push()
+        life.active[:] = [pending for pending in life.active if not pending.finished]
+    finally:
+        life.turns.leave()
     return moved
 
 
@@ -265,9 +234,12 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
 
     Raises:
       CollectiveTimeoutError: there was no progress for the timeout of a collective in flight.
+      GroupsError: its groups were closed or have failed, or another thread uses them.
       DesyncError: ranks wait for each other, or some of them left the schedule.
       PeerFailed: a rank has failed without which this cannot end.
     """
+    pending._comms[0].check_open()
+    life.turns.enter()
     since = stalled = time.monotonic()
     looked, patience = False, max(_STALL_S, _STALL_S_PER_RANK * len(life.ranks))
     try:
@@ -290,6 +262,7 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
             # Sleep in proportion to the wait so far, so that polling costs little time and delay.
             time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, (now - since) / 25)))
     finally:
+        life.turns.leave()
         if looked:
             life.moved()
 

@@ -31,7 +31,9 @@ def finish_readers(written: Sequence[Tensor]) -> None:
     under_way = [
         (pending, storage)
         for pending, (storage, life) in _READERS.items()
-        if not life.closed and (pending.ready is not None or not pending.finished)
+        if not life.closed
+        and life.failed is None
+        and (pending.ready is not None or not pending.finished)
     ]
     if under_way:
         storages = {_torch.storage_id(tensor) for tensor in written}

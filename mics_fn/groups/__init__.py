@@ -60,8 +60,10 @@ from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
-from mics_fn.groups.life import Life, Telling, tell_all
+from mics_fn.groups.life import Life, tell_all
 from mics_fn.groups.make import make_groups
+from mics_fn.groups.resetting import replaced, reset
+from mics_fn.groups.telling import Telling
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = [
@@ -85,7 +87,9 @@ __all__ = [
     "placement",
     "plan_groups",
     "read_launch",
+    "replaced",
     "require_replicas",
+    "reset",
     "ring_bytes",
     "tell_all",
     "valid_partition_sizes",

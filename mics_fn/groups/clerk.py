@@ -162,6 +162,10 @@ class Served:
         """Delete."""
         return self._ask("delete_key", key)
 
+    def list_keys(self) -> list[str]:
+        """All keys."""
+        return self._ask("list_keys")
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write if the value is as expected; returns the value after that."""
         return self._ask("compare_set", key, expected, desired)

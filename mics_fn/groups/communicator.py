@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.groups.clerk import bounded
+from mics_fn.groups.forks import NO_FORK
 from mics_fn.groups.life import Life
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Calls, Channel
@@ -94,11 +95,20 @@ class Comm:
         return self.life.closed
 
     def check_open(self) -> None:
-        """Raise GroupsError if its groups were closed, even if its size is 1."""
+        """Raise GroupsError if its groups were closed or failed, even if its size is 1."""
+        failed = self.life.failed
+        if not self.closed and failed is None:
+            return
+        what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used"
         if self.closed:
-            what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used after its groups were"
             fix = "keep them open, or call make_groups again"
-            raise GroupsError(message(f"{what} closed", fix=fix))
+            raise GroupsError(message(f"{what} after its groups were closed", fix=fix))
+        if self.life.forked:
+            raise GroupsError(message(f"{what} in a fork of rank {self.life.rank}", fix=NO_FORK))
+        first = f"{type(failed).__name__}: {failed}".partition("\n")[0]
+        fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
+        lines = [f"rank {self.life.rank}: {first}"]
+        raise GroupsError(message(f"{what} after its groups have failed", lines, fix))
 
     def stream(self, device: torch.device) -> torch.Stream:
         """The stream of all its collectives on an accelerator, in the order they are issued in."""
@@ -192,12 +202,16 @@ class Maker:
         members = tuple(self.ranks[position] for position in positions)
         make = partial(self._group, name, members, late=late)
         group = cache(make) if len(members) > 1 else None
-        if group is not None and not late:
-            group()
+        if group is not None:
+            self.life.forgets.append(group.cache_clear)
+            if not late:
+                group()
         place = members.index(self.rank)
         calls = Calls(self.channel, name, members, self.timeout_s)
         shared = {"traffic": self.traffic, "life": self.life, "calls": calls}
-        return Comm(name, members, place, group, self.timeout_s, **shared)
+        comm = Comm(name, members, place, group, self.timeout_s, **shared)
+        self.life.forgets.append(comm.queue.clear)
+        return comm
 
     def _group(self, name: str, members: tuple[int, ...], *, late: bool) -> dist.ProcessGroup:
         # Groups of one purpose are disjoint, so one member tells them apart.

@@ -7,15 +7,18 @@ which all other ranks read within about a second, and aborts its groups. Abortin
 memory, for which a device waits for all of its kernels, those of other groups too, and NCCL may
 wait for other ranks of the node. So each group is aborted on a thread of its own, all at once, and
 this rank goes on after `_PATIENCE_S` in any case.
+
+[Note: failed groups] After a collective that failed, or that one rank gave up, ranks no longer know
+what the others have sent, and the next one might mix its bytes with theirs. So the first such error
+ends the groups: each later use of them raises at once, and says what to call. An error of the
+program is no such end, for what is in flight then can still be completed.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +26,8 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import MicsError
 from mics_fn.groups.peers import Failure, failure_of, same_place
+from mics_fn.groups.retiring import discard, free, quietly
+from mics_fn.groups.turns import Turns
 from mics_fn.schedules import Job, Stuck, call_text, issued, made
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -43,9 +48,12 @@ class Life:
     whole: bool = True  # False if ranks outside the job may hold parts of the same model
     on_device: bool = False  # whether collectives are done by an accelerator, not by the host
     closed: bool = False
+    forked: bool = False  # whether this process is a fork of the one that made them
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
-    failed: BaseException | None = None  # why no collective on these groups can end any more
+    failed: BaseException | None = None  # why they are finished; see [Note: failed groups]
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
+    # What lets go of all other references to them that are kept.
+    forgets: list[Callable[[], None]] = field(default_factory=list)
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     step: int | None = None  # the optimizer step under way, for errors
     call: Any = None  # the last call, as `Calls` describes it
@@ -62,6 +70,9 @@ class Life:
     settle: Callable[[Failure], bool] = lambda failure: True
     listen: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None  # that these groups are closed here
+    depart: Callable[[str], Callable[[], None]] = lambda how: _quiet  # `Departures.depart`
+    again: Any = None  # makes groups like these; see `again`
+    turns: Turns = field(default_factory=Turns)
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
@@ -129,12 +140,13 @@ class Life:
             failure = self.standing.get(cause, failure)
         return failure
 
-    def explained(self, error: Exception, *, wait: bool) -> Exception:
+    def explained(self, error: Exception, *, wait: bool, call: Stuck | None = None) -> Exception:
         """The error of a collective that failed: of the rank that caused it, if that is known.
 
         Args:
           error: to raise if it is not known.
           wait: whether to wait for up to a second to learn of it.
+          call: what failed; some rank may have closed its groups without a part in it.
         """
         deadline = time.monotonic() + _LEARN_S * wait
         try:
@@ -146,6 +158,10 @@ class Life:
             if failure is not None:
                 cause = self.first(failure)
                 error = cause.error(str(error).partition("\n")[0])
+                break
+            gone = None if call is None else self.job.gone(call)
+            if gone is not None:
+                error = gone
                 break
             if time.monotonic() > deadline:
                 break
@@ -185,13 +201,43 @@ class Life:
         Args:
           error: why; ranks of the job that wait for this one raise an error that names it.
         """
-        _try(partial(self.tell, error, final=True))  # first: what is aborted fails elsewhere
-        threads = [*self._abort(), _started(self.left)]
+        if self.forked:
+            return self._let_go()
+        quietly(partial(self.tell, error, final=True))  # first: what is aborted fails elsewhere
+        tasks = self.left, self.depart("left its groups")
+        threads = [*self._abort(), *map(_started, tasks)]
         self._let_go()
-        self.owned.clear()
         deadline = time.monotonic() + _PATIENCE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return None
+
+    def close(self) -> None:
+        """Destroy the owned process groups, newest first; a second call has no effect."""
+        if self.failed is not None and not self.closed:
+            self.abandon(self.failed)
+        elif not self.closed:
+            self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
+
+    def retire(self) -> None:
+        """Give up the process groups, as all ranks do; see [Note: retired groups] in `retiring`."""
+        self._end("called reset", discard, 0.0)
+
+    def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
+        """End the process groups and tell so; a thread frees what is left."""
+        tidy = self.depart(how)
+        groups = [group for group in self.owned if _torch.is_alive(group)]
+        self._let_go()
+        quietly(self.left)
+        for i in reversed(range(len(groups))):
+            end(groups[i])
+        self.failed = None  # its traceback refers to what is to be freed, as all of these do
+        self.look, self.moved, self.depart, self.job = _quiet, _quiet, lambda how: _quiet, Job()
+        self.report, self.settle, self.listen, self.left = _quiet, bool, _quiet, _quiet
+        if groups:
+            thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
+            thread.start()
+            thread.join(patience_s)
 
     def _abort(self) -> list[threading.Thread]:
         groups = [group for group in self.owned if _torch.is_alive(group)]
@@ -217,49 +263,31 @@ class Life:
     def _let_go(self) -> None:
         self.closed = True
         self.active.clear()
+        self.owned.clear()
         _OPEN.discard(self)
-
-    def close(self) -> None:
-        """Destroy the owned process groups, newest first; a second call has no effect."""
-        self._let_go()
-        _try(self.left)
-        while self.owned:
-            group = self.owned.pop()
-            if _torch.is_alive(group):
-                dist.destroy_process_group(group)
+        while self.forgets:
+            self.forgets.pop()()
 
 
 _OPEN: set[Life] = set()  # what owns process groups, until it is closed
 
 
+def _quiet(*told: Any) -> None:
+    pass
+
+
+def end_in_fork(error: Exception) -> None:
+    """Let all open groups fail in a process that was forked from a rank."""
+    for life in _OPEN:
+        life.failed, life.forked, life.turns = error, True, Turns()
+        life.active.clear()
+    _OPEN.clear()
+
+
 def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
     """Tell the ranks of all groups that are open here of an error of this rank, as `Life.tell`."""
     for life in list(_OPEN):
-        _try(partial(life.tell, error, final=final, kind=kind))
-
-
-class Telling:
-    """A block that is one step of a program; an error that leaves it is told to the other ranks.
-
-    Args:
-      life: of the groups that step.
-      step: the number of the step.
-    """
-
-    def __init__(self, life: Life, step: int) -> None:
-        self._life, self._step = life, step
-
-    def __enter__(self) -> None:
-        self._life.step = self._step
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            tell_all(error)
+        quietly(partial(life.tell, error, final=final, kind=kind))
 
 
 def never_destruct() -> None:
@@ -270,12 +298,6 @@ def never_destruct() -> None:
 
 
 def _started(task: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=_try, args=(task,), daemon=True)
+    thread = threading.Thread(target=quietly, args=(task,), daemon=True)
     thread.start()
     return thread
-
-
-def _try(task: Callable[[], None]) -> None:
-    """Call something that may fail because other ranks or the store are gone already."""
-    with suppress(Exception):
-        task()

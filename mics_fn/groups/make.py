@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _device
 from mics_fn.errors import PlanError, message
+from mics_fn.groups.again import again
 from mics_fn.groups.communicator import Maker
 from mics_fn.groups.devices import spot_of
 from mics_fn.groups.distributed import (
@@ -27,6 +28,7 @@ from mics_fn.groups.distributed import (
 )
 from mics_fn.groups.environment import node_of
 from mics_fn.groups.facts import Fact, Location, judged, told
+from mics_fn.groups.forks import check_fork
 from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.life import Life
@@ -112,6 +114,7 @@ def make_groups(
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
     """
+    check_fork("make_groups")
     started = require_distributed()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     universe = universe_of(ranks, mesh, rank, world_size)
@@ -225,6 +228,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
+    life.again = again(maker, lambda maker: _create(plan, maker, device, mean_over))
     channel = _channel(maker, tuple(maker.ranks[at] for at in order))
     maker = replace(maker, channel=channel)
     with maker.together():
@@ -276,4 +280,5 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     channel = Channel(maker.store, life.key, ranks, maker.rank, maker.timeout_s, job_size)
     life.look, life.moved, life.job = channel.look, channel.moved, channel.job
     life.job.check, life.job.fail, life.job.withdraw = life.check, life.fail, monitor.withdraw
+    life.depart, life.job.explain = channel.departures.depart, life.explained
     return channel

@@ -18,7 +18,7 @@ from mics_fn.collectives import Pending, checksum, collect_all, start_collect
 from mics_fn.errors import DesyncError, by_value, message, name_ranks
 from mics_fn.groups import Groups
 from mics_fn.optim.flat import FlatShards, by_leaf, unpacked
-from mics_fn.optim.runs import split, whole_run
+from mics_fn.optim.runs import joined, split, whole_run
 from mics_fn.optim.steps import replaced_from
 from mics_fn.shards import Fixed, Sharded, homes_of, is_leaf
 
@@ -107,9 +107,11 @@ class Comparison:
         found = unpacked(self._state.params)
         sums: list[Tensor] = []
         for run in found.runs():
-            whole = whole_run(run, found.pieces)
             pieces = [found.pieces[i] for i in run.members]
-            sums.append(_sum([whole] if whole is not None and not any(run.sizes[::2]) else pieces))
+            if not any(run.sizes[::2]):  # a sum does not depend on where a rank has them in memory
+                whole = whole_run(run, found.pieces)
+                pieces = [joined(run, pieces) if whole is None else whole]
+            sums.append(_sum(pieces))
         sums += [checksum(leaf.data) for leaf in found.leaves if isinstance(leaf, Fixed)]
         for leaf in self._opt():
             if isinstance(leaf, FlatShards):

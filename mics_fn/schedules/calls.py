@@ -156,6 +156,7 @@ class Calls:
             if store.add(heard, 0) >= len(self._ranks):
                 return True
             self._channel.look()  # pyright: ignore[reportOptionalMemberAccess]
+            self._job.await_call(Stuck(self.key, number + 1, ranks, text))
             return False
 
         def check(idle_s: float) -> None:

@@ -26,11 +26,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
+from mics_fn.schedules.leaving import Departures
 from mics_fn.schedules.news import Log
+from mics_fn.schedules.policy import Learned, Seen
 from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
 from mics_fn.schedules.telling import Job
 from mics_fn.store import Store, later, poll
@@ -92,7 +93,10 @@ class Channel:
         self.job_size = job_size
         self.runs = 0  # number of runs so far
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
+        self.seen = Seen()  # what runs have learned
         self.job = Job(store, key, rank)
+        self.departures = Departures(self.job, job_size)
+        self.job.gone, self.job.await_call = self.departures.found, self.departures.check
         self._store = store if len(ranks) > 1 else None
         self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
         self._key = f"{key}/order/{min(ranks, default=0)}"
@@ -121,10 +125,13 @@ class Channel:
             # Nobody reads the messages of old runs, but the store would keep them in memory.
             past = self._written[0] if len(self._written) == _RUNS_KEPT else []
             for key in past:
-                with suppress(RuntimeError, NotImplementedError):
-                    self._shared.delete_key(key)
+                later(self._shared, "delete_key", key)
             self._written.append([])
         return self.runs
+
+    def remember(self, learned: Learned) -> None:
+        """Note what a run begins with, and will add to."""
+        self.seen.add(learned)
 
     def compare(self, text: str) -> None:
         """Raise DesyncError if the n-th call on another rank has another text; never waits.
@@ -170,8 +177,7 @@ class Channel:
         """Let the store forget the numbers of these events."""
         if self._store is not None:
             for event in events:
-                with suppress(RuntimeError, NotImplementedError):
-                    self._store.delete_key(self._count(event))
+                later(self._store, "delete_key", self._count(event))
 
     def _count(self, event: str) -> str:
         return f"{self._key}/count/{event}"
@@ -254,8 +260,11 @@ class Channel:
             for calls in self.job.calls:
                 calls.read()
             self._notes.clear()
+            self.departures.read()
             news.mark_seen()
         self._look_for_left()
+        for call in stuck:
+            self.departures.check(call)
         if stuck:
             self._look_for_stuck(self._shared, stuck, issued or {})
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
+from weakref import WeakSet
 
 from mics_fn.errors import PlanError, message
 from mics_fn.schedules.planning import plan
@@ -30,6 +32,44 @@ class Learned:
     recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
     said: bool = False  # the warning was given that the loss uses parameters that nobody trains
     again: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
+
+    @property
+    def facts(self) -> str:
+        """What must be the same on all ranks; empty if nothing was learned."""
+        if self.schedule is None and self.order is None:
+            return ""
+        return f"{self.schedule}; {self.order}; {self.firsts}; {self.passes}"
+
+    def carry_over(self, *, forget: bool) -> None:
+        """Prepare for new groups, whose runs count from 1; a run that an error ended is left out.
+
+        Args:
+          forget: whether to forget all that ranks must have in common.
+        """
+        self.before, self.since, self.last = None, 0, None
+        if forget:
+            self.schedule = self.order = self.firsts = self.passes = None
+
+
+class Seen:
+    """What the runs on some groups have learned, for as long as a policy remembers it."""
+
+    def __init__(self) -> None:
+        self._learned = WeakSet[Learned]()
+
+    def add(self, learned: Learned) -> None:
+        """Note what a run begins with, and will add to."""
+        self._learned.add(learned)
+
+    def digest(self) -> str:
+        """What ranks that have made the same runs have in common."""
+        facts = sorted(filter(None, (learned.facts for learned in self._learned)))
+        return sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+    def carry_over(self, *, forget: bool) -> None:
+        """Prepare all for new groups; see `Learned.carry_over`."""
+        for learned in self._learned:
+            learned.carry_over(forget=forget)
 
 
 @dataclass(eq=False)

@@ -63,6 +63,7 @@ class Run:
         self._channel, self.name = channel, name
         self._digest = sha256()
         self.number = channel.begin_run(self)
+        channel.remember(learned)
         learned.last = self
 
     @property

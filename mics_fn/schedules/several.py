@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mics_fn.errors import DesyncError
 from mics_fn.schedules.desync import Channel, Progress, Step, Told
+from mics_fn.schedules.policy import Learned
 from mics_fn.schedules.stalled import Stuck
 
 
@@ -24,6 +25,10 @@ class Channels(Channel):
         """Begin a run with the same number in every group."""
         number = number or 1 + max(part.runs for part in self._parts)
         return max(part.begin_run(progress, number) for part in self._parts)
+
+    def remember(self, learned: Learned) -> None:
+        """Note it in every group."""
+        self._in_each(lambda part: part.remember(learned))
 
     def compare(self, text: str) -> None:
         """Compare the text in every group of the tree."""

@@ -36,6 +36,11 @@ class Job:
         # both of the groups' `Life`.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
         self.fail: Callable[[BaseException], None] = lambda error: None
+        # `Departures.found` and `check`: of a rank that closed its groups without a part in a call.
+        self.gone: Callable[[Any], Exception | None] = lambda call: None
+        self.await_call: Callable[[Any], None] = lambda call: None
+        # What to raise instead, if some rank has failed and that was the cause.
+        self.explain: Callable[..., Exception] = lambda error, *, wait: error
         self._trouble, self._refused = f"{key}/all/trouble", f"{key}/all/refused"
 
     def tell(self) -> None:
@@ -70,7 +75,10 @@ class Job:
             if self.store is not None and self.store.check([key]):
                 text = self.store.get(key).decode()
                 if text:
-                    raise DesyncError(text)
+                    error = DesyncError(text)
+                    if key == self._trouble:
+                        self.fail(error)
+                    raise error
 
     def raise_everywhere(self, what: str, texts: Mapping[int, str], fix: str) -> NoReturn:
         """Raise, here and on the other ranks, that ranks did different things."""

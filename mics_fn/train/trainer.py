@@ -25,6 +25,7 @@ from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.options import compare_options, start_comparison
 from mics_fn.train.program import program_of
 from mics_fn.train.replicas import every_step
+from mics_fn.train.resetting import at_one_step, on_new_groups
 from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
 
@@ -167,9 +168,10 @@ class Trainer:
           TornStepError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
           PeerFailed: another rank failed in this step.
+          GroupsError: the groups were closed or have failed, or another thread uses them.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
-        with Telling(self._home.life, self.state.step):
+        with self._home.life.turns.alone(), Telling(self._home.life, self.state.step):
             return self._one_step(batch)
 
     def _one_step(self, batch: Any) -> StepMetrics:
@@ -197,19 +199,11 @@ class Trainer:
                 self.state = drift.finish(self.on_drift)
             verdict = self._update(grads, buffers, commit)
             total.release()
-        samples, tokens = count(batch)
         n, loss = self._home.world_size, torch.stack(losses).mean()
-        return StepMetrics(
-            step=self.state.step,
-            loss=loss,
-            samples=samples * n,
-            tokens=tokens * n,
-            seconds=time.perf_counter() - started,
-            grad_norm=verdict.norm,
-            scale=guard.scale.value,
-            accepted=verdict.accept,
-            spike=verdict.spike,
-        )
+        samples, tokens = (number * n for number in count(batch))
+        seconds, scale = time.perf_counter() - started, guard.scale.value
+        found = verdict.norm, scale, verdict.accept, verdict.spike
+        return StepMetrics(self.state.step, loss, samples, tokens, seconds, *found)
 
     @torch.no_grad()
     def _update(self, grads: Tree, buffers: Values, commit: Commit) -> Verdict:
@@ -248,6 +242,7 @@ class Trainer:
         batch = to_device(batch, self._home.device)
         buffers = self._program.buffers.copies(self.state.buffers)
         with (
+            self._home.life.turns.alone(),
             torch.no_grad(),
             self._program.evaluating(),
             defer(self.state.params, self.groups, self._eval_schedule) as full,
@@ -265,6 +260,28 @@ class Trainer:
         Communication: as for `unshard`.
         """
         return unshard(self.state.params, self.groups)
+
+    def reset(self, *, heal: bool = True) -> None:
+        """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
+
+        The state, the guard, when replicas are merged, the epochs of `fit` and the learned order of
+        fetches are kept, and nothing of a step that was not completed.
+
+        Args:
+          heal: let a rank that is behind take the newer state from a replica.
+
+        Communication: that of `mics_fn.reset`, and small all-gathers over the partition group and
+          over the replication group. To heal, that of `optim.same_step`.
+
+        Raises:
+          TornStepError: on all ranks, if they are at different steps, and `heal` is false or no
+            replica that steps together with the others has all of the newest state.
+          CollectiveTimeoutError: some rank did not call it in time.
+        """
+        self.groups, self._home = on_new_groups(self.groups, self.state.params, self._home)
+        self._step_groups, self._compared = self.replica_sync.groups(self.groups), False
+        self.state, self.sync_state, self.guard = at_one_step(self, heal=heal)
+        self._compared = True
 
     def fit(
         self, loader: Iterable[Any], steps: int, *, log_every: int = 10, progress: bool = True

@@ -1,0 +1,159 @@
+"""`reset`: new groups in the place of those that have failed, among the same ranks.
+
+[Note: what is found again] Which ranks there are, and how they are wired, does not change by a
+failure, so `reset` detects nothing. Ranks meet once, under a key that is new. There they compare
+which groups they reset, and what they have learned about the order of use: a rank that was behind
+may have learned less, and then all forget it. No name is used twice, so a rank that is already on
+the new groups never meets one that is still on the old ones.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mics_fn import tree
+from mics_fn.errors import GroupsError, disagreement, message
+from mics_fn.groups.communicator import Comm
+from mics_fn.groups.forks import check_fork
+from mics_fn.groups.groups import Groups
+from mics_fn.groups.hierarchy import Hierarchy, Level, Pools
+from mics_fn.groups.life import Life
+from mics_fn.schedules import Channel
+
+
+def reset(groups: Any) -> Any:
+    """New groups among the same ranks, after an error has ended the old ones. All ranks call it.
+
+    Shards, states, policies, guards and samplers remain valid. `optim.same_step` compares the step
+    of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
+
+    Args:
+      groups: `Groups`, with or without a placement, or a pytree of them. They may have failed, or
+        be closed; they cannot be used afterwards.
+
+    Returns:
+      New groups in the same form. Use them in a `with` block, or close them.
+
+    Communication: a few small messages through the store of torch.distributed, and the connections
+      of the new groups. Nothing is detected again.
+
+    Memory: that of the old groups is freed, once all ranks have called this.
+
+    Raises:
+      GroupsError: a function from paths to groups is given, or a rank cannot connect.
+      DesyncError: ranks reset other groups.
+      CollectiveTimeoutError: some rank did not call it within `timeout_s` of the groups.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> groups = reset(groups)
+      >>> groups
+      Groups(n=1 p=1 levels=none, rank 0, cpu)
+    """
+    if callable(groups):
+        fix = "reset the groups that it returns, and pass a function that returns the new ones"
+        raise GroupsError(message("reset: groups is a function from paths", fix=fix))
+    old = tree.flatten(groups)[0]
+    wrong = [type(home).__name__ for home in old if not isinstance(home, Groups)]
+    if wrong or not old:
+        text = f"reset: got {wrong[0] if wrong else 'no groups'}, expected Groups"
+        raise GroupsError(message(text, fix="pass what make_groups or place gave"))
+    return tree.map_leaves(replaced(old).__getitem__, groups)
+
+
+def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
+    """What takes the place of each of these groups; see `reset`.
+
+    Those that share process groups, such as placements of the same groups, share the new ones.
+    """
+    homes = list(dict.fromkeys(homes))
+    whose = {home.life: home for home in homes}
+    makers = {life: _Again(home, alone=len(whose) == 1) for life, home in whose.items()}
+    return {home: makers[home.life].like(home) for home in homes}
+
+
+@dataclass(eq=False)
+class _Again:
+    """New groups for those of one life, and their parts by name.
+
+    Args:
+      home: some groups of that life.
+      alone: whether no others are reset at the same time. If there are, their ranks may be others,
+        so nobody knows whether all ranks have learned the same.
+    """
+
+    home: Groups
+    alone: bool
+
+    def __post_init__(self) -> None:
+        home, channel = self.home, self.home.hierarchy.channel
+        check_fork("reset")
+        self.base = _made_again(home.life, channel, self.alone)
+        route, flat = self.base.hierarchy.route, self.base.flat.route
+        levels = (*route.levels, *flat.levels)
+        comms = [comm for level in levels for comm in (level.gather, level.reduce)]
+        comms += [self.base.partition, self.base.replicas]
+        self._comms = {comm.name: comm for comm in comms}
+        self._hierarchies: dict[Hierarchy, Hierarchy] = {}
+        self._fresh: dict[
+            int, Any
+        ] = {}  # pools and digests, which placements share, by those before
+
+    def like(self, old: Groups) -> Groups:
+        """The new groups in the placement of old ones."""
+        return replace(
+            old,
+            hierarchy=self._hierarchy(old.hierarchy),
+            flat=self._hierarchy(old.flat),
+            partition=self._comm(old.partition),
+            replicas=self._comm(old.replicas),
+            life=self.base.life,
+            agreed=self._fresh.setdefault(id(old.agreed), set()),
+        )
+
+    def _hierarchy(self, old: Hierarchy) -> Hierarchy:
+        if old not in self._hierarchies:
+            levels = tuple(
+                Level(level.name, self._comm(level.gather), self._comm(level.reduce))
+                for level in old.route.levels
+            )
+            self._hierarchies[old] = replace(
+                old,
+                route=replace(old.route, levels=levels),
+                partition=self._comm(old.partition),
+                channel=self.base.hierarchy.channel,
+                pools=self._fresh.setdefault(id(old.pools), Pools()),
+                agreed=self._fresh.setdefault(id(old.agreed), set()),
+            )
+        return self._hierarchies[old]
+
+    def _comm(self, old: Comm) -> Comm:
+        new = self._comms[old.name]
+        if new.ranks != old.ranks:  # a replica alone, see `Groups.replica`
+            return Comm.of_one(old.name, old.ranks[0], self.base.life)
+        return replace(new, traffic=old.traffic, fixed_order=old.fixed_order)
+
+
+def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:
+    """Groups like those of a life, in the same place but without placements."""
+    life.fail(GroupsError("reset was called"))
+    if life.told is not None:
+        life.settle(life.told)  # others that wait for this rank need not ask whether it goes on
+    life.depart("called reset")
+    mine, judge = [channel.job.key, channel.seen.digest()], partial(_judged, alone)
+    base, equal = life.again(mine, judge, life.retire)
+    channel.seen.carry_over(forget=equal is False)
+    if equal is not False:
+        now = base.hierarchy.channel
+        now.fixed, now.seen = channel.fixed, channel.seen
+    return base
+
+
+def _judged(alone: bool, found: Mapping[int, Any]) -> bool:
+    """Whether ranks have learned the same; raises DesyncError if they reset other groups."""
+    keys = {rank: str(mine[0]) for rank, mine in found.items()}
+    if len(set(keys.values())) > 1:
+        fix = "reset the same groups on all ranks, in the same order"
+        raise disagreement("reset: ranks reset different groups", keys, fix)
+    return alone and len({mine[1] for mine in found.values()}) < 2

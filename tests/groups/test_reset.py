@@ -1,0 +1,328 @@
+"""Groups that failed say so at once, and `reset` gives new ones in their place."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mics_fn as mf
+from mics_fn import _torch
+from mics_fn.collectives.hierarchical import start_all_gather
+from mics_fn.errors import CollectiveError, DesyncError, GroupsError, MicsError
+from mics_fn.groups import Groups, Topology
+from mics_fn.lab.ranks.pool import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def works(groups: Groups) -> bool:
+    """Whether a gather and hop 2 give what they should."""
+    mine = float(dist.get_rank())
+    shards = mf.shard({"w": torch.arange(10.0)}, groups)
+    grads = mf.reduce_grads({"w": torch.full((10,), mine)}, groups, like=shards)
+    same = mf.gather(shards, groups)["w"].equal(torch.arange(10.0))
+    return same and grads["w"].data.unique().tolist() in (
+        [],
+        [sum(groups.ranks) / len(groups.ranks)],
+    )
+
+
+def text_of(call: Callable[[], Any], kind: type[Exception] = GroupsError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def fail_and_reset(others: bool) -> tuple[list[str], float, bool]:
+    """Rank 1 joins no gather; returns what later uses raise, how long they take, and the end."""
+    groups, subset = mf.make_groups(timeout_s=1), None
+    shards = mf.shard({"w": torch.ones(4)}, groups)
+    if dist.get_rank() == 1:
+        time.sleep(2.5)  # the other rank may look for a second who was the cause
+        texts, seconds = [], 0.0
+    else:
+        with pytest.raises(CollectiveError):
+            mf.gather(shards, groups)
+        started = time.perf_counter()
+        uses = (lambda: mf.gather(shards, groups), lambda: mf.unshard(shards, groups))
+        texts = [text_of(use) for use in uses]
+        seconds = time.perf_counter() - started
+    if others and dist.get_rank() == 0:  # the number of other people's groups is no condition
+        subset = dist.new_group([0], use_local_synchronization=True)
+    old, groups = groups, mf.reset(groups)
+    assert old.closed
+    good = works(groups)
+    groups.close()
+    if subset is not None:
+        dist.destroy_process_group(subset)
+    return texts, seconds, good
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_failed_groups_say_why_and_what_to_call(ranks: Pools, others: bool) -> None:
+    (texts, seconds, good), (_, _, also) = ranks(2).run(fail_and_reset, others)
+    for text in texts:
+        assert text.startswith("'partition' of ranks 0, 1 is used after its groups have failed\n")
+        assert re.search("rank 0: Collective(Timeout)?Error: all-gather over 'partition' ", text)
+        assert "groups = mics_fn.reset(groups), or trainer.reset(), on all ranks" in text
+    assert len(texts) == 2
+    assert seconds < 0.1
+    assert good
+    assert also
+
+
+def reset_placed(scheme: str) -> None:
+    made = mf.make_groups(4, topology=Topology((2, 2)), timeout_s=20)
+    placed = mf.placement.place(made, scheme)
+    ordered = mf.placement.fixed_order(placed)
+    new = mf.reset({"a": made, "b": [placed, ordered]})
+    for old, now in zip((made, placed, ordered), (new["a"], *new["b"]), strict=True):
+        assert now.describe() == old.describe()
+        assert now.flat.describe() == old.flat.describe()
+        assert now.partition.fixed_order == old.partition.fixed_order
+        assert old.closed
+        assert not now.closed
+        assert works(now)
+    assert new["a"].life is new["b"][1].life
+    assert new["a"].hierarchy.pools is new["b"][0].hierarchy.pools or scheme == "fsdp"
+    new["a"].close()
+    again = mf.reset(new["b"][0])  # of groups that are closed
+    assert works(again)
+    again.close()
+
+
+@pytest.mark.parametrize("scheme", ["hpz", "fsdp", "zero1"])
+def test_placements_are_kept(ranks: Pools, scheme: str) -> None:
+    ranks(4).run(reset_placed, scheme)
+
+
+def reset_replica() -> bool:
+    groups = mf.make_groups(2, timeout_s=20)
+    alone, whole = mf.reset((groups.replica, groups))
+    good = alone.apart and alone.num_replicas == 1 and whole.num_replicas == 2 and works(whole)
+    mine = mf.gather(mf.shard({"w": torch.ones(3)}, alone), alone)["w"].tolist() == [1.0] * 3
+    whole.close()
+    return good and mine
+
+
+def test_a_replica_alone_is_made_again(ranks: Pools) -> None:
+    assert all(ranks(4).run(reset_replica))
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def keys() -> int:
+    return _torch.default_store().num_keys()
+
+
+def cycles(count: int) -> tuple[list[Any], float]:
+    """Resets with a gather under way on one rank; threads, descriptors and keys between them."""
+    groups, found, slowest = mf.make_groups(timeout_s=20), [], 0.0
+    for k in range(count):
+        works(groups)
+        if dist.get_rank() == k % dist.get_world_size():
+            with suppress(GroupsError):  # a call that others do not make may say so at once
+                start_all_gather(groups.hierarchy.route, torch.ones(4))
+        started = time.perf_counter()
+        groups = mf.reset(groups)
+        slowest = max(slowest, time.perf_counter() - started)
+        if k in (2, count - 1):
+            works(groups)
+            time.sleep(0.3)  # old groups are freed and their keys deleted by then
+            found.append((*held(), keys()))
+    groups.close()
+    return found, slowest
+
+
+def test_cycles_leave_nothing(ranks: Pools) -> None:
+    for (early, late), slowest in ranks(4).run(cycles, 10):
+        assert late[0] <= early[0]
+        assert late[1] <= early[1]
+        assert late[2] <= early[2] + 4, "keys of words that ranks are telling just now"
+        assert slowest < 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [4, 8])
+def test_many_cycles_leave_nothing(ranks: Pools, n: int) -> None:
+    for (early, late), slowest in ranks(n).run(cycles, 50):
+        assert late[0] <= early[0]
+        assert late[1] <= early[1]
+        assert late[2] <= early[2] + n
+        assert slowest < 2
+
+
+def close_alone(many: bool) -> list[str] | None:
+    groups = mf.make_groups(timeout_s=20)
+    shards = mf.shard({"w": torch.ones(4)}, groups)
+    for _ in range(3 if many else 1):
+        mf.gather(shards, groups)
+    if dist.get_rank() == 1:
+        groups.close()
+        return None
+    started = time.perf_counter()
+    text = text_of(lambda: mf.gather(shards, groups))
+    later = text_of(lambda: mf.gather(shards, groups))
+    assert time.perf_counter() - started < 1.5
+    groups.close()
+    return [text, later]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_rank_that_closed_is_named(ranks: Pools, many: bool) -> None:
+    first, *others = ranks(3).run(close_alone, many)
+    for texts in (first, others[1]):
+        assert texts[0].startswith("a call that rank 1 will not make, since it closed its groups\n")
+        assert "used after its groups have failed" in texts[1]
+
+
+def close_in_turn() -> int:
+    """Ranks that close one after the other, while slower ones are still at the last call."""
+    before = keys()
+    groups = mf.make_groups(timeout_s=20)
+    works(groups)
+    if dist.get_rank() == 2:
+        time.sleep(0.6)
+    works(groups)
+    groups.close()
+    time.sleep(0.5)
+    return keys() - before
+
+
+def test_closing_leaves_no_keys(ranks: Pools) -> None:
+    ranks(3).run(close_in_turn)
+    assert max(ranks(3).run(close_in_turn)) <= 2
+
+
+def two_threads() -> tuple[str, bool]:
+    """A second thread gathers while the first one waits for rank 1."""
+    groups = mf.make_groups(timeout_s=20)
+    shards, found = mf.shard({"w": torch.ones(4)}, groups), []
+    mf.gather(shards, groups)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    second = threading.Timer(0.2, lambda: found.append(text_of(lambda: mf.gather(shards, groups))))
+    if dist.get_rank() == 0:
+        second.start()
+    good = mf.gather(shards, groups)["w"].tolist() == [1.0] * 4
+    if dist.get_rank() == 0:
+        second.join()
+    good = good and works(groups)
+    groups.close()
+    return "".join(found), good
+
+
+def test_a_second_thread_is_refused(ranks: Pools) -> None:
+    (text, good), (_, other) = ranks(2).run(two_threads)
+    assert "uses groups that another thread is using" in text
+    assert good
+    assert other
+
+
+def fork() -> list[str]:
+    """What a forked child is told; its rank goes on."""
+    groups = mf.make_groups(2, timeout_s=20)
+    shards = mf.shard({"w": torch.ones(4)}, groups)
+    mf.gather(shards, groups)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        calls = (
+            lambda: mf.gather(shards, groups),
+            lambda: mf.defer(shards, groups, mf.on_demand()),
+            mf.make_groups,
+            lambda: mf.reset(groups),
+        )
+        for call in calls:
+            try:
+                call()
+                os.write(write, b"nothing;")
+            except GroupsError as error:
+                os.write(write, f"{error}".replace(";", ",").replace("\n", " ").encode() + b";")
+        groups.close()
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    told = os.read(read, 10_000).decode().split(";")
+    os.close(read)
+    assert works(groups)
+    assert works(mf.reset(groups))
+    return told[:-1]
+
+
+def test_a_fork_is_refused(ranks: Pools) -> None:
+    for rank, told in enumerate(ranks(2).run(fork)):
+        used = f"'partition' of ranks 0, 1 is used in a fork of rank {rank}"
+        heads = [
+            used,
+            used,
+            *(f"{verb}: this process is a fork" for verb in ("make_groups", "reset")),
+        ]
+        assert [text.startswith(head) for text, head in zip(told, heads, strict=True)] == [True] * 4
+
+
+def learn(same: bool) -> list[Any]:
+    groups, policy = mf.make_groups(timeout_s=20), mf.on_demand(live_bytes=0)
+    shards = mf.shard({"a": torch.ones(4), "b": torch.ones(4)}, groups, bucket_bytes=16)
+
+    def run(now: Groups) -> None:
+        with mf.defer(shards, now, policy) as full:
+            (full["a"] + full["b"]).sum()
+
+    for _ in range(3):
+        run(groups)
+    (learned,) = policy.learned.values()
+    known = learned.schedule
+    if not same and dist.get_rank() == 1:
+        learned.schedule = None
+    groups = mf.reset(groups)
+    found = [known is not None, learned.schedule == known, learned.before, learned.last]
+    for _ in range(3):
+        run(groups)
+    groups.close()
+    return [*found, learned.schedule == known]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_schedules_are_kept_if_all_ranks_have_them(ranks: Pools, same: bool) -> None:
+    assert ranks(2).run(learn, same) == [[True, same, None, None, True]] * 2
+
+
+def reset_others() -> str:
+    both = [mf.make_groups(timeout_s=20) for _ in range(2)]
+    error = text_of(lambda: mf.reset(both[dist.get_rank()]), DesyncError)
+    for groups in both:
+        groups.close()
+    return error
+
+
+def test_ranks_that_reset_different_groups_are_told(ranks: Pools) -> None:
+    for text in ranks(2).run(reset_others):
+        assert text.startswith("reset: ranks reset different groups\n")
+
+
+def test_a_world_of_one():
+    old = mf.make_groups()
+    groups = mf.reset(old)
+    assert old.closed
+    shards = mf.shard({"w": torch.ones(2)}, groups)
+    assert mf.gather(shards, groups)["w"].tolist() == [1.0, 1.0]
+    assert mf.reset([groups, {"a": groups}])[1]["a"].closed is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [(lambda path: None, "a function"), (None, "got"), ({}, "no groups"), (3, "got int")],
+)
+def test_what_is_no_groups_is_refused(wrong: Any, says: str) -> None:
+    with pytest.raises(MicsError, match=says):
+        mf.reset(wrong)

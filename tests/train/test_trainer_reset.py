@@ -1,0 +1,276 @@
+"""A `Trainer` goes on after a fault: on new groups, at one step, and to the same bits."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import same_bits
+from torch import Tensor, nn
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.errors import GroupsError, MicsError, TornStepError
+from mics_fn.groups import Topology
+from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike
+
+Pools = Callable[[int], RankPool]
+SIZE = 16
+
+
+class Net(nn.Module):
+    """Some layers; the rank that is told to raises before one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.norm = nn.BatchNorm1d(SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == Fault.at:
+                Fault.at = None
+                raise Fault.kind("of one rank alone")
+        return self.norm(x).square().mean()
+
+
+class Fault:
+    at: int | None = None  # the layer
+    kind: type[BaseException] = ValueError
+
+
+def made(groups: Any, **options: Any) -> mf.Trainer:
+    torch.manual_seed(0)
+    guard = Guard(dynamic_scale(8.0, interval=3), max_norm=1.0, spike=norm_spike(warmup=1))
+    given = {"guard": guard, "live_bytes": 0, "bucket_bytes": 1100} | options
+    return mf.Trainer(Net(), adamw(1e-2), groups, **given)
+
+
+def batch(k: int) -> Tensor:
+    seed = 100 * k + dist.get_rank()
+    return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def held_by(trainer: mf.Trainer) -> tuple[list[Tensor], list[Any]]:
+    leaves = tree.flatten((trainer.state, trainer.sync_state))[0]
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return tensors, [*(x for x in leaves if not isinstance(x, Tensor)), trainer.guard]
+
+
+def same(one: mf.Trainer, other: mf.Trainer) -> None:
+    (mine, *rest), (wanted, *others) = held_by(one), held_by(other)
+    same_bits(mine, wanted)
+    assert rest == others
+
+
+def go_on(p: int, faults: int, options: dict[str, Any]) -> tuple[list[str], float]:
+    """One rank raises in a step, all reset; a twin without faults has the same bits."""
+    n = dist.get_world_size()
+    topology = Topology((n // 2, 2))
+    groups = [mf.make_groups(p, topology=topology, timeout_s=20) for _ in range(2)]
+    trainer, twin = (made(each, **options) for each in groups)
+    found, slowest = [], 0.0
+    for k in range(faults):
+        for each in (trainer, twin):
+            each.step(batch(k))
+        if dist.get_rank() == (k + 1) % n:
+            Fault.at = k % 3
+        with pytest.raises((ValueError, MicsError)) as caught:
+            trainer.step(batch(-k - 1))
+        found.append(f"{caught.value}")
+        del caught
+        dist.barrier()  # time the reset alone, not how long others took to raise
+        started = time.perf_counter()
+        trainer.reset()
+        slowest = max(slowest, time.perf_counter() - started)
+        for each in (trainer, twin):
+            each.step(batch(-k - 1))
+        same(trainer, twin)
+    for each in (trainer, twin):
+        each.eval(batch(0))
+        each.groups.close()
+    return found, slowest
+
+
+def check_go_on(found: list[Any]) -> None:
+    for texts, slowest in found:
+        assert all("of one rank alone" in text for text in texts)
+        assert slowest < 1
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_the_next_step_is_right(ranks: Pools, p: int) -> None:
+    check_go_on(ranks(4).run(go_on, p, 2, {}))
+
+
+def test_with_all_kept_and_in_fixed_order(ranks: Pools) -> None:
+    check_go_on(ranks(4).run(go_on, 2, 1, {"live_bytes": None, "deterministic": True}))
+
+
+def test_with_replicas_apart(ranks: Pools) -> None:
+    check_go_on(ranks(4).run(go_on_apart))
+
+
+def go_on_apart() -> tuple[list[str], float]:
+    return go_on(2, 3, {"replica_sync": mf.replicas.diloco(2), "accumulate": 2})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_eight_ranks(ranks: Pools, p: int) -> None:
+    check_go_on(ranks(8).run(go_on, p, 12, {}))
+
+
+def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
+    """Some ranks have lost their last step; all reset, and are told or go on."""
+    sync = mf.replicas.local_sgd(3) if apart else None
+    trainer, twin = (
+        made(mf.make_groups(p, timeout_s=20), replica_sync=sync, check_replicas=1) for _ in range(2)
+    )
+    for k in range(2):
+        for each in (trainer, twin):
+            each.step(batch(k))
+    before = trainer.state.opt, trainer.sync_state, trainer.guard
+    state = replace(
+        trainer.state,
+        params=tree.map_leaves(lambda x: x.clone(), trainer.state.params),
+        opt=tree.map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, before[0]),
+    )
+    for each in (trainer, twin):
+        each.step(batch(2))
+    if dist.get_rank() in late:
+        trainer.state, trainer.sync_state, trainer.guard = state, *before[1:]
+    try:
+        trainer.reset(heal=heal)
+    except TornStepError as error:
+        with pytest.raises(TornStepError):  # and no step mixes them
+            trainer.step(batch(3))
+        return str(error)
+    for each in (trainer, twin):
+        each.step(batch(3))
+    same(trainer, twin)
+    trainer.groups.close()
+    twin.groups.close()
+    return "healed"
+
+
+@pytest.mark.parametrize(("p", "late"), [(2, (1,)), (1, (0, 3)), (2, (0, 3))])
+def test_a_rank_that_is_behind_takes_the_newer_state(
+    ranks: Pools, p: int, late: tuple[int, ...]
+) -> None:
+    assert ranks(4).run(behind, p, late, True, False) == ["healed"] * 4
+
+
+@pytest.mark.parametrize(
+    ("p", "late", "heal", "apart"),
+    [
+        (2, (1,), False, False),
+        (2, (0, 2), True, False),
+        (4, (1,), True, False),
+        (2, (1,), True, True),
+    ],
+)
+def test_where_nothing_heals_all_are_told(
+    ranks: Pools, p: int, late: tuple[int, ...], heal: bool, apart: bool
+) -> None:
+    texts = ranks(4).run(behind, p, late, heal, apart)
+    assert all("ranks are at different steps" in text for text in texts)
+
+
+def refused_on_some() -> tuple[int, float]:
+    """A rank did not hear that a step was refused, so only its guard is behind."""
+    trainer = made(mf.make_groups(2, timeout_s=20))
+    trainer.step(batch(0))
+    if dist.get_rank() != 2:
+        trainer.sync_state = replace(trainer.sync_state, step=2)
+        trainer.guard = replace(trainer.guard, scale=trainer.guard.scale.adjust(False))
+    trainer.reset()
+    trainer.step(batch(1))
+    trainer.groups.close()
+    return trainer.sync_state.step, trainer.guard.scale.value
+
+
+def test_a_guard_that_is_behind_takes_the_newer_numbers(ranks: Pools) -> None:
+    assert ranks(4).run(refused_on_some) == [(3, 4.0)] * 4
+
+
+def by_path() -> bool:
+    """Leaves live on several groups, given by a function from paths."""
+    made_twice = [[mf.make_groups(p, timeout_s=20) for p in (4, 2)] for _ in range(2)]
+    trainer, twin = (
+        made(lambda path, both=both: both["0" in path], guard=None) for both in made_twice
+    )
+    for k in range(3):
+        trainer.step(batch(k))
+        trainer.reset()
+        twin.step(batch(k))
+        same(trainer, twin)
+    return all(groups.closed for groups in made_twice[0])
+
+
+def test_several_groups_by_path(ranks: Pools) -> None:
+    assert all(ranks(4).run(by_path))
+
+
+def epochs() -> list[int]:
+    trainer = made(mf.make_groups(timeout_s=20))
+    data = torch.utils.data.TensorDataset(torch.randn(8, SIZE))
+    sampler = mf.sampler(data, trainer.groups)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+    found = []
+    for _ in range(3):
+        trainer.fit(loader, 2, progress=False)
+        trainer.reset()
+        found.append(sampler.epoch)
+    trainer.groups.close()
+    return found
+
+
+def test_epochs_go_on(ranks: Pools) -> None:
+    assert ranks(2).run(epochs) == [[0, 1, 2]] * 2
+
+
+def step_twice() -> tuple[list[str], int]:
+    """A second thread steps while the first one waits in a step for the other rank."""
+    trainer, found = made(mf.make_groups(timeout_s=20)), []
+    trainer.step(batch(0))
+
+    def second() -> None:
+        for verb in (trainer.step, trainer.eval):
+            with pytest.raises(GroupsError) as caught:
+                verb(batch(1))
+            found.append(f"{caught.value}")
+
+    timer = threading.Timer(0.2, second)
+    if dist.get_rank() == 0:
+        timer.start()
+    else:
+        time.sleep(0.5)
+    trainer.step(batch(1))
+    if dist.get_rank() == 0:
+        timer.join()
+    step = trainer.step(batch(2)).step
+    trainer.groups.close()
+    return found, step
+
+
+def test_a_second_thread_cannot_step(ranks: Pools) -> None:
+    (found, step), (_, other) = ranks(2).run(step_twice)
+    assert len(found) == 2
+    assert all("uses groups that another thread is using" in text for text in found)
+    assert step == other == 3
+
+
+def test_a_world_of_one():
+    groups = mf.make_groups()
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+    trainer.step(torch.ones(1, 2))
+    trainer.reset()
+    assert groups.closed
+    assert trainer.step(torch.ones(1, 2)).step == 2
