@@ -28,7 +28,7 @@ from mics_fn.errors import MicsError
 from mics_fn.groups.peers import Failure, failure_of, same_place
 from mics_fn.groups.retiring import discard, free, quietly
 from mics_fn.groups.turns import Turns
-from mics_fn.schedules import Job, Stuck, call_text, issued, made
+from mics_fn.schedules import LEFT, Job, Stuck, call_text, issued, made
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
 _IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
@@ -204,7 +204,7 @@ class Life:
         if self.forked:
             return self._let_go()
         quietly(partial(self.tell, error, final=True))  # first: what is aborted fails elsewhere
-        tasks = self.left, self.depart("left its groups")
+        tasks = self.left, self.depart(LEFT)
         threads = [*self._abort(), *map(_started, tasks)]
         self._let_go()
         deadline = time.monotonic() + _PATIENCE_S

@@ -56,6 +56,7 @@ the data, and asks a `Run` what to fetch and drop.
 
 from mics_fn.schedules.calls import Calls, call_text, issued, made
 from mics_fn.schedules.desync import Channel
+from mics_fn.schedules.leaving import LEFT
 from mics_fn.schedules.news import NEWS
 from mics_fn.schedules.planning import plan
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
@@ -67,6 +68,7 @@ from mics_fn.schedules.stalled import Stuck
 from mics_fn.schedules.telling import Job
 
 __all__ = [
+    "LEFT",
     "NEWS",
     "Action",
     "Calls",

@@ -96,7 +96,7 @@ class Channel:
         self.seen = Seen()  # what runs have learned
         self.job = Job(store, key, rank)
         self.departures = Departures(self.job, job_size)
-        self.job.gone, self.job.await_call = self.departures.found, self.departures.check
+        self.job.gone, self.job.await_call = self.departures.closed, self.departures.check
         self._store = store if len(ranks) > 1 else None
         self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
         self._key = f"{key}/order/{min(ranks, default=0)}"

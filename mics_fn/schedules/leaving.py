@@ -17,6 +17,7 @@ from mics_fn.schedules.stalled import Stuck
 from mics_fn.schedules.telling import Job
 from mics_fn.store import later
 
+LEFT = "left its groups by an error"  # of which it has told the others itself
 _RESET = "called reset"
 
 
@@ -82,11 +83,16 @@ class Departures:
         if error is not None:  # a rank that resets its groups does so because of another error
             raise self._job.explain(error, wait=_RESET in f"{error}")
 
+    def closed(self, call: Stuck) -> GroupsError | None:
+        """The error of a rank that closed its groups in order, if one did so without its part."""
+        error = self.found(call)
+        return None if error is None or _RESET in f"{error}" else error
+
     def found(self, call: Stuck) -> GroupsError | None:
         """The error that `check` raises; None if there is none."""
         for rank in call.ranks:
             how, issued = self._note(rank)
-            if how and issued.get(call.group, 0) < call.number:
+            if how not in ("", LEFT) and issued.get(call.group, 0) < call.number:
                 lines = [f"rank {self._job.rank}: waits for {call.text}"]
                 fix = "call the same verbs on all ranks before any of them closes its groups"
                 if how == _RESET:

@@ -42,10 +42,10 @@ def text_of(call: Callable[[], Any], kind: type[Exception] = GroupsError) -> str
 
 def fail_and_reset(others: bool) -> tuple[list[str], float, bool]:
     """Rank 1 joins no gather; returns what later uses raise, how long they take, and the end."""
-    groups, subset = mf.make_groups(timeout_s=1), None
+    groups, subset = mf.make_groups(timeout_s=1.5), None
     shards = mf.shard({"w": torch.ones(4)}, groups)
     if dist.get_rank() == 1:
-        time.sleep(2.5)  # the other rank may look for a second who was the cause
+        time.sleep(2.2)  # the other rank may look for a second who was the cause
         texts, seconds = [], 0.0
     else:
         with pytest.raises(CollectiveError):
