@@ -36,7 +36,7 @@ class Job:
         # both of the groups' `Life`.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
         self.fail: Callable[[BaseException], None] = lambda error: None
-        # `Departures.closed` and `check`: of a rank that closed its groups without a part in a call.
+        # `Departures.closed` and `check`: of ranks that closed groups without a part in a call.
         self.gone: Callable[[Any], Exception | None] = lambda call: None
         self.await_call: Callable[[Any], None] = lambda call: None
         # What to raise instead, if some rank has failed and that was the cause.
