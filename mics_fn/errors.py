@@ -83,6 +83,20 @@ class OptimizerError(MicsError, ValueError):
     """An optimizer that cannot work on flat shards, or that is used wrongly."""
 
 
+class NonFiniteError(MicsError, FloatingPointError):
+    """A gradient that is not finite, of a step that was not taken.
+
+    Args:
+      text: the whole text, the same on all ranks.
+      leaf: the path of the first leaf that is not finite; "" if only the norm is not.
+      ranks: on which it arose; none if it was finite on all of them, or if that is not known.
+    """
+
+    def __init__(self, text: str, leaf: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.leaf, self.ranks = leaf, tuple(ranks)
+
+
 class FileError(MicsError, ValueError):
     """A file that is damaged, or that asks for more than to be read.
 

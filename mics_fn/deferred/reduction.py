@@ -35,7 +35,7 @@ from mics_fn.collectives import (
 )
 from mics_fn.groups import LEAST_RING, Comm, Life, Ring, Route, Slot, ring_bytes
 from mics_fn.schedules import Run
-from mics_fn.shards import Bucket, BucketUse, dense, pack_full, split_chunk
+from mics_fn.shards import Bucket, BucketUse, dense, note_origins, pack_full, split_chunk
 
 _Complete = tuple[list[Tensor | None], Tensor | None]  # full gradients, and memory for the mean
 _STARTED: _Complete = ([], None)
@@ -296,8 +296,8 @@ class Reduction:
         else:
             full = out  # nothing is scattered, so they are packed where the mean goes
         pack_full(bucket, use.by_slot(values), device=device, out=full)
-        full = full.view(now.size, -1)
-        comms = scatter_comms(now, full)
+        note_origins(bucket, full)
+        comms = scatter_comms(now, full := full.view(now.size, -1))
         if out is None:  # NCCL reads one of two buffers and writes the other, alternately
             at = len(comms) % 2 if _device.is_async(device) else 0
             out = elements((slot.first, slot.second)[at], full.shape[1], full.dtype)

@@ -35,10 +35,11 @@ Rules:
 - An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
   classes of torch and refuses `Adafactor`, `Muon`, `LBFGS` and `SparseAdam` by name. The
   arithmetic is torch's; that of lion alone is written here.
-- With a scale, a watch or `check=True` a gradient that is not finite, in any dtype, refuses the
-  step on all ranks: nothing changes but the scale and its counts, and the host reads two numbers
-  per step. A guard that only clips never makes the host wait. `Trainer(guard=)` does all this, and
-  its `StepMetrics` has `grad_norm`, `scale`, `accepted` and `spike`.
+- With a scale, a watch or `on_nonfinite="skip"` a gradient that is not finite, in any dtype,
+  refuses the step on all ranks: nothing changes but the scale and its counts, and the host reads
+  two numbers per step. `Verdict.nonfinite` names the leaf and the ranks on which it arose; "raise"
+  raises it. A guard that only clips never makes the host wait. `Trainer(guard=)` does all this, and
+  its `StepMetrics` has `grad_norm`, `scale`, `accepted`, `spike` and `nonfinite`.
 - A guard is a value and does not change under a step, so that a gradient is always divided by the
   scale that its loss was multiplied by.
 - A norm needs groups of all ranks that hold a part of the model. Where groups cover a part of the

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.collectives import collect
-from mics_fn.errors import OptimizerError, PlanError, message
+from mics_fn.errors import NonFiniteError, OptimizerError, PlanError, message
 from mics_fn.groups import Home, require_replicas
 from mics_fn.optim.clip import (
     check_limit,
@@ -21,9 +21,18 @@ from mics_fn.optim.clip import (
     norm_here,
     norm_problem,
 )
+from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.loss_scale import LossScale, no_scale, require
+from mics_fn.optim.nonfinite import NonFinite, find_nonfinite
+from mics_fn.shards import (
+    Sharded,
+    forget_origins,
+    homes_of,
+    is_leaf,
+    refuse_derivative,
+    watch_origins,
+)
 from mics_fn.shards import donate as mark_donated
-from mics_fn.shards import homes_of, is_leaf, refuse_derivative
 from mics_fn.tree import Tree
 
 
@@ -110,6 +119,8 @@ class Verdict(NamedTuple):
       spike: whether the norm was a spike.
       accept: whether to take the step; the same on all ranks.
       next: the guard for the next step, whether this one was taken or refused.
+      nonfinite: the first leaf that is not finite, and on which ranks that arose, in words, the
+        same on all ranks; None if the norm is finite or nothing was decided.
     """
 
     grads: Tree
@@ -118,6 +129,7 @@ class Verdict(NamedTuple):
     spike: bool
     accept: bool
     next: "Guard"
+    nonfinite: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +141,14 @@ class Guard:
       max_norm: gradients are multiplied so that their global norm is at most this.
       max_value: after that each element is clamped to [-max_value, max_value].
       spike: a watch made by `norm_spike`.
-      check: refuse steps whose gradient is not finite; with a scale or a watch they are refused
-        in any case.
+      on_nonfinite: what is done with a gradient that is not finite on some rank: "skip" refuses the
+        step, "raise" raises NonFiniteError on all ranks, "ignore" takes the step. The default is
+        "skip" with a scale or a watch, else "ignore". While a dynamic scale can still fall, "raise"
+        skips too, since its overflows are usual.
 
     Raises:
-      OptimizerError: a limit is not above 0, or `scale` or `spike` is something else.
+      OptimizerError: a limit is not above 0; `scale`, `spike` or `on_nonfinite` is something else;
+        or "ignore" with a dynamic scale, whose overflows are never taken.
 
     Example:
       >>> groups, guard = make_groups(1), Guard(optim.dynamic_scale(8.0), max_norm=1.0)
@@ -153,7 +168,7 @@ class Guard:
     max_norm: float | None = None
     max_value: float | None = None
     spike: NormSpike | None = None
-    check: bool = False
+    on_nonfinite: Literal["skip", "raise", "ignore"] | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
@@ -167,11 +182,20 @@ class Guard:
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
             raise OptimizerError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
+        what = f"Guard: on_nonfinite={self.on_nonfinite!r}"
+        if self.on_nonfinite not in ("skip", "raise", "ignore", None):
+            raise OptimizerError(f"{what}, expected 'skip', 'raise' or 'ignore'")
+        if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
+            fix = "pass 'skip' or 'raise', or static_scale"
+            raise OptimizerError(message(f"{what} with a dynamic scale", fix=fix))
+        if self.decides:
+            watch_origins()
 
     @property
     def decides(self) -> bool:
         """Whether it may refuse a step. If so, the host waits once per step, otherwise never."""
-        return self.scale.checks or self.spike is not None or bool(self.check)
+        refuses = self.on_nonfinite in ("skip", "raise")
+        return self.scale.checks or self.spike is not None or refuses
 
     def judge(self, grads: Tree, groups: Any, donate: bool = False) -> Verdict:
         """Unscale and clip gradients, and decide whether to step on them.
@@ -179,7 +203,8 @@ class Guard:
         Args:
           grads: tree of shards, both hops done, of a loss that this guard's `scale` multiplied.
           groups: as for `shard`. With `max_norm` or a watch, each of them must reach all ranks of
-            the model, as for `global_norm`; with `check` or a scale it is enough that one does.
+            the model, as for `global_norm`; to refuse what is not finite it is enough that one
+            does.
           donate: write into the chunks of `grads`, which cannot be used afterwards if anything had
             to be written.
 
@@ -188,7 +213,7 @@ class Guard:
 
         Communication: that of `global_norm` if the norm is needed; to decide, also all-gathers of 8
           bytes over the replication groups, and with several groups over their partition
-          groups.
+          groups. If the norm is not finite, also a few small all-gathers to learn where.
 
         Memory: a copy of the gradients' shards; none with `donate`, or where nothing is written.
 
@@ -197,6 +222,7 @@ class Guard:
             have.
           PlanError: the groups do not reach all ranks that hold a part of the model.
           GroupsError: a hierarchy was given, which does not know the replicas.
+          NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
         leaves = [getattr(leaf, "data", leaf) for leaf in tree.flatten(grads, is_leaf)[0]]
@@ -221,11 +247,25 @@ class Guard:
         finite, spike, watch = math.isfinite(highest), False, self.spike
         if watch is not None:
             spike, watch = watch.look(highest)
-        after = replace(self, scale=self.scale.adjust(finite), spike=watch)
-        if not finite or (spike and watch and watch.action == "skip"):
-            return Verdict(grads, norm, finite, spike, False, after)
+        where = None if finite else find_nonfinite(grads, groups)
+        leaves = tree.flatten(by_leaf(grads), is_leaf)[0]
+        forget_origins({leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)})
+        if where and self._raises:
+            raise _error(where)
+        why, after = (
+            where and where.text,
+            replace(self, scale=self.scale.adjust(finite), spike=watch),
+        )
+        skips = not finite and self.on_nonfinite != "ignore"
+        if skips or (spike and watch and watch.action == "skip"):
+            return Verdict(grads, norm, finite, spike, False, after, why)
         out = self._limited(grads, times / self.scale.value, donate)
-        return Verdict(out, norm, finite, spike, True, after)
+        return Verdict(out, norm, finite, spike, True, after, why)
+
+    @property
+    def _raises(self) -> bool:
+        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
+        return self.on_nonfinite == "raise" and not falls
 
     def check_groups(self, like: Tree, groups: Any) -> bool:
         """Refuse groups on which this guard cannot know what it needs.
@@ -241,6 +281,8 @@ class Guard:
           PlanError: see [Note: parts of a model] in `clip`. To refuse gradients that are not
             finite, it is enough that some groups reach all ranks: every rank learns of them then.
         """
+        if self.decides:  # also of a guard that came from another process
+            watch_origins()
         homes = counted_homes("Guard.judge", like, groups)
         problem = norm_problem("Guard.judge", homes)
         needs_norm = self.max_norm is not None or self.spike is not None
@@ -254,6 +296,14 @@ class Guard:
         if donate and out is not grads:
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out
+
+
+def _error(where: NonFinite) -> NonFiniteError:
+    what = "Guard.judge: the gradient is not finite, and the step was not taken"
+    fix = (
+        "look at the batch, the loss and the rate there; on_nonfinite='skip' leaves such steps out"
+    )
+    return NonFiniteError(message(what, [where.text], fix), where.leaf, where.ranks)
 
 
 def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:

@@ -30,6 +30,7 @@ from mics_fn.collectives import (
 )
 from mics_fn.shards.leaf import refuse_derivative, refuse_tracing
 from mics_fn.shards.opened import BucketUse
+from mics_fn.shards.origins import note_origins
 from mics_fn.shards.pack import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
 from mics_fn.shards.rows import check_rows, in_front
 
@@ -74,6 +75,7 @@ def _reduce_scatter(
     for use, leaves in deal(uses, data):
         buffers, dtype = use.hierarchy.pools.reducing, use.bucket.reduce
         full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
+        note_origins(use.bucket, full)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         what = (use.verb, "hop 1", use.bucket)
         pendings.append(start_reduce_scatter(use.route, parts, buffers, use.bucket.dtype, what))
@@ -115,6 +117,8 @@ def replica_mean(
             chunk = chunk.clone()
         else:
             finish_readers([chunk])
+        if use.bucket.parts == 1:  # there was no hop 1
+            note_origins(use.bucket, chunk)
         what = (use.verb, "hop 2", use.bucket)
         pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce, what))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))

@@ -21,6 +21,7 @@ class StepMetrics(NamedTuple):
       scale: the factor that the loss was multiplied by.
       accepted: whether the step was taken; if not, only the guard has changed.
       spike: whether the norm was a spike.
+      nonfinite: as in the guard's `Verdict`: which leaf was not finite, and where that arose.
     """
 
     step: int
@@ -32,3 +33,4 @@ class StepMetrics(NamedTuple):
     scale: float = 1.0
     accepted: bool = True
     spike: bool = False
+    nonfinite: str | None = None

@@ -168,7 +168,7 @@ class Trainer:
           TornStepError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
           PeerFailed: another rank failed in this step.
-          GroupsError: the groups were closed or have failed, or another thread uses them.
+          NonFiniteError: the guard raises it; the step was not taken.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
         with self._home.life.turns.alone(), Telling(self._home.life, self.state.step):
@@ -200,10 +200,18 @@ class Trainer:
             verdict = self._update(grads, buffers, commit)
             total.release()
         n, loss = self._home.world_size, torch.stack(losses).mean()
-        samples, tokens = (number * n for number in count(batch))
-        seconds, scale = time.perf_counter() - started, guard.scale.value
-        found = verdict.norm, scale, verdict.accept, verdict.spike
-        return StepMetrics(self.state.step, loss, samples, tokens, seconds, *found)
+        return StepMetrics(
+            step=self.state.step,
+            loss=loss,
+            samples=samples * n,
+            tokens=tokens * n,
+            seconds=time.perf_counter() - started,
+            grad_norm=verdict.norm,
+            scale=guard.scale.value,
+            accepted=verdict.accept,
+            spike=verdict.spike,
+            nonfinite=verdict.nonfinite,
+        )
 
     @torch.no_grad()
     def _update(self, grads: Tree, buffers: Values, commit: Commit) -> Verdict:

@@ -104,7 +104,7 @@ def clips_by(layout, max_norm, max_value):
     found = []
     for guard, given_grads in (
         (plain, grads),
-        (replace(plain, check=True), grads),
+        (replace(plain, on_nonfinite="skip"), grads),
         (replace(plain, scale=mf.optim.static_scale(times)), scaled),
         (replace(plain, scale=mf.optim.dynamic_scale(times)), poison(scaled)),
     ):
@@ -145,7 +145,7 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype, scale):
     exact = random(0, 400, dtype=F64).to(dtype).double()
     grads = mf.shard({"w": (exact * scale.value).to(dtype)}, groups)
     norm = exact.norm()
-    for guard in (mf.optim.Guard(scale, 0.3), mf.optim.Guard(scale, 0.3, check=True)):
+    for guard in (mf.optim.Guard(scale, 0.3), mf.optim.Guard(scale, 0.3, on_nonfinite="skip")):
         verdict = guard.judge(grads, groups)
         assert verdict.norm is not None
         assert abs(verdict.norm - norm) <= 400 * 2.0**-24 * norm
@@ -161,13 +161,13 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
-@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("check", [None, "skip"])
 def test_a_norm_may_be_above_what_the_dtype_holds(dtype, check):
     """No element is infinite, so it is no overflow: float16 ends at 65504, this norm is 6e5."""
     groups = mf.make_groups(1)
     grads = mf.shard([torch.full((100,), 6e4, dtype=dtype), torch.ones(3, dtype=F32)], groups)
     each = float(torch.tensor(6e4, dtype=dtype))
-    verdict = mf.optim.Guard(max_norm=1.0, check=check).judge(grads, groups)
+    verdict = mf.optim.Guard(max_norm=1.0, on_nonfinite=check).judge(grads, groups)
     assert verdict.accept
     assert verdict.norm is not None
     norm = math.sqrt(100 * each**2 + 3)
@@ -247,7 +247,7 @@ def test_a_scale_leaves_no_trace_in_a_run(ranks, layout):
     """Bit for bit the run without one that leaves out the same steps."""
     pool, bad = ranks(layout.world_size), {2, 3}
     runs = [
-        pool.run(train, layout, F32, bad, mf.optim.Guard(scale, check=True), 7, False)[0]
+        pool.run(train, layout, F32, bad, mf.optim.Guard(scale, on_nonfinite="skip"), 7, False)[0]
         for scale in (
             mf.optim.no_scale(),
             mf.optim.static_scale(2.0**9),
@@ -314,7 +314,9 @@ def only_experts_overflow(layout):
     grads = gradients(dist.get_rank())
     if dist.get_rank() == 1:
         grads["experts"][0][2] = math.inf
-    verdict = mf.optim.Guard(check=True).judge(mf.scatter_grads(grads, groups, like=shards), groups)
+    verdict = mf.optim.Guard(on_nonfinite="skip").judge(
+        mf.scatter_grads(grads, groups, like=shards), groups
+    )
     assert verdict.norm is not None
     seen = everywhere(verdict.norm.isfinite(), layout.world_size)
     return verdict.accept, [bool(x) for x in seen]
@@ -336,7 +338,7 @@ def experts_of_some_ranks():
         grads = {"dense": torch.ones(9), "experts": torch.ones(5)}
         if dist.get_rank() == 3:
             grads["experts"][4] = math.nan
-        verdict = mf.optim.Guard(check=True).judge(mf.reduce_grads(grads, groups), groups)
+        verdict = mf.optim.Guard(on_nonfinite="skip").judge(mf.reduce_grads(grads, groups), groups)
         return verdict.accept
 
 
@@ -456,11 +458,11 @@ def test_the_host_waits_once_where_something_is_decided_and_else_never(monkeypat
         assert verdict.next is guard
         assert (verdict.norm is None) == (guard.max_norm is None)
     for guard in (
-        mf.optim.Guard(check=True),
+        mf.optim.Guard(on_nonfinite="skip"),
         mf.optim.Guard(mf.optim.static_scale(1.0)),
         mf.optim.Guard(mf.optim.dynamic_scale()),
         mf.optim.Guard(spike=mf.optim.norm_spike()),
-        replace(limited_too, check=True),
+        replace(limited_too, on_nonfinite="skip"),
         replace(limited_too, scale=mf.optim.dynamic_scale()),
     ):
         waits.clear()
@@ -472,9 +474,9 @@ def test_the_host_waits_once_where_something_is_decided_and_else_never(monkeypat
     "guard",
     [
         mf.optim.Guard(),
-        mf.optim.Guard(check=True),
+        mf.optim.Guard(on_nonfinite="skip"),
         mf.optim.Guard(mf.optim.static_scale(1.0)),
-        mf.optim.Guard(max_norm=100.0, check=True),
+        mf.optim.Guard(max_norm=100.0, on_nonfinite="skip"),
     ],
 )
 def test_where_nothing_is_to_do_nothing_is_touched(guard):
@@ -552,7 +554,7 @@ def test_a_factor_on_the_device_and_one_on_the_host_give_the_same():
 
 def test_an_empty_tree_is_judged():
     groups = mf.make_groups(1)
-    guard = mf.optim.Guard(mf.optim.dynamic_scale(), 1.0, 1.0, mf.optim.norm_spike(), True)
+    guard = mf.optim.Guard(mf.optim.dynamic_scale(), 1.0, 1.0, mf.optim.norm_spike(), "skip")
     verdict = guard.judge({}, groups)
     assert verdict.accept
     assert verdict.norm is not None
@@ -570,6 +572,14 @@ def test_an_empty_tree_is_judged():
         (lambda: mf.optim.Guard(max_value=-1.0), "Guard: max_value=-1.0 must be above 0"),
         (lambda: mf.optim.Guard(2.0**16), "Guard: scale=65536.0 is not a LossScale"),  # pyright: ignore
         (lambda: mf.optim.Guard(spike=10.0), "Guard: spike=10.0 is not a watch"),  # pyright: ignore
+        (
+            lambda: mf.optim.Guard(on_nonfinite=True),  # pyright: ignore
+            "Guard: on_nonfinite=True, expected 'skip', 'raise' or 'ignore'",
+        ),
+        (
+            lambda: mf.optim.Guard(mf.optim.dynamic_scale(), on_nonfinite="ignore"),
+            "Guard: on_nonfinite='ignore' with a dynamic scale",
+        ),
     ],
 )
 def test_a_guard_that_can_not_work_is_refused(make, said):
@@ -598,9 +608,9 @@ def test_a_watch_that_can_not_work_is_refused(options, said):
 def test_gradients_that_still_owe_a_hop_are_refused():
     groups = mf.make_groups(1)
     with pytest.raises(mf.errors.LeafError, match=r"grads\['w'\] is not a shard"):
-        mf.optim.Guard(check=True).judge({"w": torch.ones(2)}, groups)
+        mf.optim.Guard(on_nonfinite="skip").judge({"w": torch.ones(2)}, groups)
     grads = mf.shard({"w": torch.ones(2)}, groups)
     with pytest.raises(mf.errors.GroupsError, match="Guard.judge: got a hierarchy, needs groups"):
-        mf.optim.Guard(check=True).judge(grads, groups.hierarchy)
+        mf.optim.Guard(on_nonfinite="skip").judge(grads, groups.hierarchy)
     with pytest.raises(mf.errors.GroupsError, match="Guard.judge: groups is None"):
         mf.optim.Guard().judge(grads, None)

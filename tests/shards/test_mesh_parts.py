@@ -198,7 +198,7 @@ REFUSED = {
     "clip_by_global_norm": lambda grads, groups: mf.optim.clip_by_global_norm(1.0, groups),
     "max_norm": lambda grads, groups: mf.optim.Guard(max_norm=1.0).judge(grads, groups),
     "spike": lambda grads, groups: mf.optim.Guard(spike=mf.optim.norm_spike()).judge(grads, groups),
-    "check": lambda grads, groups: mf.optim.Guard(check=True).judge(grads, groups),
+    "check": lambda grads, groups: mf.optim.Guard(on_nonfinite="skip").judge(grads, groups),
     "scale": lambda grads, groups: mf.optim.Guard(mf.optim.dynamic_scale()).judge(grads, groups),
     "static scale": lambda grads, groups: mf.optim.Guard(mf.optim.static_scale(2.0)).judge(
         grads, groups
