@@ -339,6 +339,33 @@ def test_a_loss_that_also_uses_other_parameters_says_so_once():
         assert OUTER.weight.grad is None
 
 
+def by_hand_trains_nothing(layout: Layout) -> Any:
+    """The loss of each rank is detached; the next step is as if there had not been this one."""
+    groups, found = groups_of(layout), []
+    for attempts in ((True, False), (False,)):
+        shards = mf.shard({"w": random(0, 5)}, groups)
+        state = mf.init_state(shards, mf.optim.sgd(RATE, momentum=0.9))
+        for spoiled in attempts:
+            total = mf.GradSum()
+            with mf.defer(state.params, groups, mf.on_demand(), into=total) as full:
+                loss = (full["w"] * (1 + rank_of())).sum()
+                total.backward(loss.detach() if spoiled else loss)
+            if spoiled:
+                with pytest.raises(mf.errors.LeafError, match="no parameter a gradient"):
+                    total.grads()
+            else:
+                state = mf.opt_step(state, total.grads(), donate=True)
+        found.append((state.step, mf.unshard(state.params, groups)))
+    return found
+
+
+@pytest.mark.parametrize("layout", [PAIR, COPIES], ids=str)
+def test_by_hand_no_rank_steps_on_a_loss_without_gradient(ranks, layout):
+    for (step, params), (other, wanted) in ranks(2).run(by_hand_trains_nothing, layout):
+        assert step == other == 1
+        same_bits(params, wanted)
+
+
 def test_by_hand_a_step_that_would_train_nothing_is_refused():
     with mf.make_groups(1) as groups:
         shards = mf.shard({"w": torch.ones(2)}, groups)
