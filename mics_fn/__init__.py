@@ -32,6 +32,7 @@ Ranks and groups:
   `groups.plan_groups` - which ranks form which group, for any world, without processes
   `groups.Topology` - how ranks are wired: sizes, slowest link first
   `groups.Plan` - all groups of a world, as arithmetic
+  `groups.StopRequest` - a signal, such as SIGTERM, ends all ranks after the same step - bytes
   `groups.Hierarchy` - a partition group as verbs need it: the route of a gather, and its memory
   `groups.Route` - the levels that data crosses, and this rank's place on them
   `placement` - the namespace of where parameters, gradients and states live

@@ -62,8 +62,7 @@ from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
 from mics_fn.groups.life import Life, tell_all
 from mics_fn.groups.make import make_groups
-from mics_fn.groups.resetting import replaced, reset
-from mics_fn.groups.telling import Telling
+from mics_fn.groups.stopping import StopRequest
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = [
@@ -79,6 +78,7 @@ __all__ = [
     "Ring",
     "Route",
     "Slot",
+    "StopRequest",
     "Telling",
     "Topology",
     "fold_ranks",

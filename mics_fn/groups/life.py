@@ -70,9 +70,11 @@ class Life:
     settle: Callable[[Failure], bool] = lambda failure: True
     listen: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None  # that these groups are closed here
-    depart: Callable[[str], Callable[[], None]] = lambda how: _quiet  # `Departures.depart`
-    again: Any = None  # makes groups like these; see `again`
-    turns: Turns = field(default_factory=Turns)
+    # Called by the monitor at each tick with its store, and whether there is news in it.
+    heard: list[Callable[[Any, bool], None]] = field(default_factory=list)
+    # Of the monitor: do something with its store later.
+    post: Callable[[Callable[[Any], Any]], None] = lambda call: None
+    stops: int = 0  # number of `StopRequest`s so far
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
@@ -189,7 +191,7 @@ class Life:
         failure = failure_of(error, self.rank, final=final, **known)
         did = "left its groups" if final else "failed"
         text = f"rank {self.rank} {did}: {failure.text}"
-        if kind == "exited":
+        if isinstance(error, SystemExit):
             text = f"rank {self.rank} exited, and its groups were still open"
         self.told = replace(failure, text=text, kind=kind or failure.kind)
         self.job.raised = not final

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.errors import PeerFailed
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, Task
+from mics_fn.groups.launcher import launcher
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Failure, Journal, without_a_word
 from mics_fn.groups.signs import PARKED, Near, Peer, Process, followed
@@ -85,6 +86,10 @@ class Monitor:
         gone = [rank for rank in life.ranks if self._is_gone(rank)]
         life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
         self._lives[life] = Journal("")
+        life.post = self._ask
+        gone = {rank: self._failure(rank, "killed") for rank in life.ranks if self._is_gone(rank)}
+        life.standing, self._lives[life] = gone, Journal("")
+        patience_s = min(timeout_s, life.heartbeat_s)
         failed = partial(self._store_failed, life)
         try:  # to connect may take long, as it looks for names of hosts
             self._clerk.answer(self._clerk.ask(self._beat), timeout_s)
@@ -213,6 +218,11 @@ class Monitor:
 
     def _tick(self, clerk: Clerk, passed_s: float) -> None:
         """One look at all that may have failed."""
+        launcher.look(list(self._lives))
+        for rank, peer in list(self._peers.items()):
+            if not peer.gone and peer.process is not None and peer.process.is_gone():
+                peer.gone = True
+                self._accuse(rank, "killed")
         task, self._waited_s = self._task, self._waited_s + passed_s
         if task is not None and not task.done.is_set():
             limit_s = min((life.heartbeat_s for life in list(self._lives)), default=60.0)
@@ -283,12 +293,14 @@ class Monitor:
         if not self._news:
             store.add(NEWS, 0)
         news, *beats = store.multi_get([NEWS, *map(_beat_of, known)])
-        if again or news.decode() != self._news:
-            for life, journal in list(self._lives.items()):
-                if life.key:
-                    journal.read(store)
-                    life.standing = journal.standing
-            self._news = news.decode()
+        new = again or news.decode() != self._news
+        for life, journal in list(self._lives.items()):
+            if new and life.key:
+                journal.read(store)
+                life.standing = journal.standing
+            for hear in list(life.heard):
+                hear(store, new)
+        self._news = news.decode()
         return {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import GradSum, bucket_sizes, defer
-from mics_fn.groups import Telling
+from mics_fn.groups import StopRequest, Telling
 from mics_fn.interrupts import Commit
 from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step, same_step
 from mics_fn.schedules import OnDemand, Schedule
@@ -292,7 +292,13 @@ class Trainer:
         self._compared = True
 
     def fit(
-        self, loader: Iterable[Any], steps: int, *, log_every: int = 10, progress: bool = True
+        self,
+        loader: Iterable[Any],
+        steps: int,
+        *,
+        log_every: int = 10,
+        progress: bool = True,
+        stop: StopRequest | None = None,
     ) -> list[StepMetrics]:
         """Train for a number of steps; the first rank shows a progress bar where tqdm is installed.
 
@@ -303,6 +309,8 @@ class Trainer:
           steps: the number of optimizer steps.
           log_every: steps between updates of the bar's loss and rate.
           progress: whether to show the bar.
+          stop: with it, a signal ends the loop on all ranks after the same step, in which
+            `stop.stopping` becomes true; its metrics are the last ones.
 
         Returns:
           The metrics of each step, with losses averaged over ranks.
@@ -320,6 +328,8 @@ class Trainer:
             for _ in range(steps):
                 metrics.append(self.step(next(batches)))
                 bar.update(metrics)
+                if stop is not None and stop.due():
+                    break
         finally:
             bar.close()
         if not metrics:

@@ -1,0 +1,156 @@
+"""`StopRequest`: a wish to stop, as before preemption, agreed on at the end of a step.
+
+[Note: the last step] A signal reaches ranks at different instants, or only one of them, and none
+may stop while others go on. So the rank that is asked writes that into the store. The monitor of
+each rank answers with the number of the step that this rank has begun, whatever its main thread
+does meanwhile, and the last step is the highest of these numbers. A rank that comes to the end of a
+step after its monitor has answered reads the answers of all, and waits for those that are missing:
+they do not depend on how far the others are, so this wait ends. Until some rank is asked, the end
+of a step is a comparison in this process, without a message.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any
+
+from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
+from mics_fn.groups.groups import Groups
+from mics_fn.schedules import NEWS
+from mics_fn.store import poll
+
+_SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+
+
+class StopRequest:
+    """A block in which signals do not end this process, but all ranks after the same step.
+
+    Args:
+      groups: their ranks stop together.
+      signals: those that ask to stop; SIGTERM and SIGUSR1 by default. Outside of the main thread
+        pass none. Their handlers of before are back after the block.
+
+    Communication: none in a step, until some rank is asked to stop. Then each rank writes a few
+      bytes to the store, and reads those of the others.
+
+    Example:
+      >>> with make_groups(1) as groups, StopRequest(groups) as stop:
+      ...     for step in range(1, 100):
+      ...         if step == 3:
+      ...             signal.raise_signal(signal.SIGTERM)
+      ...         if stop.due():
+      ...             break
+      >>> step, stop.stopping
+      (3, True)
+    """
+
+    def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
+        self.stopping = False  # whether all ranks stop after the step that has ended
+        self._life, self._signals = groups.life, tuple(signals)
+        self._timeout_s = groups.timeout_s
+        self._life.stops += 1
+        self._key = f"{self._life.key}/stop/{self._life.stops}"
+        self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._step = 1  # that this rank has begun
+        self._wanted = False  # whether this rank was asked
+        self._said: int | None = None  # what the monitor has answered
+        self._new = True  # whether the monitor has not looked yet
+        self._last: int | None = None
+
+    def ask(self) -> None:
+        """Ask all ranks to stop, as a signal does; returns at once."""
+        self._wanted = True
+
+    def due(self) -> bool:
+        """Whether to stop now; every rank calls it at the end of each step.
+
+        Returns:
+          True on all ranks after the same step, and from then on; `stopping` says it, too.
+
+        Communication: none until some rank is asked to stop; then once, through the store.
+
+        Raises:
+          PeerFailed: another rank failed meanwhile.
+          CollectiveTimeoutError: some rank does not answer.
+        """
+        if self.stopping:
+            return True
+        with self._lock:
+            alone = len(self._life.ranks) == 1
+            if self._said is None and not (alone and self._wanted):
+                self._step += 1
+                return False
+        if self._last is None:
+            self._last = self._step if alone else self._agreed()
+        self.stopping = self._step >= self._last
+        self._step += 1
+        return self.stopping
+
+    def _agreed(self) -> int:
+        """The last step; see [Note: the last step]."""
+        life, store = self._life, self._life.job.store
+        keys = {rank: f"{self._key}/{rank}" for rank in life.ranks}
+        if not poll(
+            lambda: store.check(list(keys.values())),
+            len(keys),
+            time.monotonic() + self._timeout_s,
+            lambda idle_s: life.check((), idle_s, life.ranks),
+        ):
+            late = [rank for rank, key in keys.items() if not store.check([key])]
+            what = f"StopRequest: {name_ranks(late)} did not answer in {self._timeout_s:g} s"
+            fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
+            raise CollectiveTimeoutError(message(what, fix=fix))
+        return max(int(store.get(key)) for key in keys.values())
+
+    def _hear(self, store: Any, news: bool) -> None:
+        """Called by the monitor at each tick, with its own connection to the store."""
+        if self._said is not None:
+            return
+        asked, news, self._new = f"{self._key}/asked", news or self._new, False
+        if self._wanted:
+            store.set(asked, "")
+            store.add(NEWS, 1)
+        elif not (news and store.check([asked])):
+            return
+        with self._lock:
+            self._said = self._step
+        store.set(f"{self._key}/{self._life.rank}", str(self._said))
+
+    def _leave(self, store: Any) -> None:
+        """Answer what this rank may be asked later; the last one to leave tidies up."""
+        with self._lock:
+            said, self._said = self._said, self._said or self._step
+        if said is None:
+            store.set(f"{self._key}/{self._life.rank}", str(self._said))
+        if store.add(f"{self._key}/left", 1) == len(self._life.ranks):
+            for name in ("asked", "left", *self._life.ranks):
+                store.delete_key(f"{self._key}/{name}")
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child, such as a worker of a loader
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._wanted = True
+
+    def __enter__(self) -> "StopRequest":
+        self._life.heard.append(self._hear)
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._life.heard.remove(self._hear)
+        if len(self._life.ranks) > 1:
+            self._life.post(self._leave)

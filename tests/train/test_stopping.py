@@ -1,0 +1,153 @@
+"""A signal on any rank, at any time, ends all ranks after the same step."""
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of
+from torch import nn
+
+import mics_fn as mf
+
+StopRequest = mf.groups.StopRequest
+PAIR, FOUR, COPIES = Layout((2,), 2), Layout((4,), 4), Layout((2, 2), 2)
+
+
+def loop(layout: Layout, seed: int, trials: int) -> list[tuple[int, bool]]:
+    """Steps without and with collectives, until some ranks are asked at some instant."""
+    groups, rank, found = groups_of(layout), dist.get_rank(), []
+    for trial in range(trials):
+        draw, own = random.Random(f"{seed} {trial}"), random.Random(f"{seed} {trial} {rank}")
+        asked = draw.sample(range(layout.world_size), draw.randrange(1, layout.world_size + 1))
+        meets = draw.random() < 0.5  # whether ranks wait for each other in each step
+        with StopRequest(groups, ()) as stop:
+            if rank in asked:
+                threading.Timer(own.uniform(0.0, 0.2), stop.ask).start()
+            pause_s = own.choice([0.0, 0.002, 0.02])
+            step = 0
+            while step < 5000:
+                step += 1
+                time.sleep(pause_s or 1e-3)
+                if meets:
+                    mf.optim.global_norm(mf.reduce_grads([torch.ones(2)], groups), groups)
+                if stop.due():
+                    break
+            assert stop.due()  # from then on
+            found.append((step, stop.stopping))
+    return found
+
+
+@pytest.mark.parametrize("layout", [PAIR, COPIES], ids=str)
+def test_all_ranks_stop_after_one_step(ranks, layout):
+    found = ranks(layout.world_size).run(loop, layout, 0, 2)
+    assert all(each == found[0] for each in found)
+    assert all(stopping for _, stopping in found[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(400)
+@pytest.mark.parametrize("layout", [PAIR, COPIES, FOUR], ids=str)
+def test_all_ranks_stop_after_one_step_many_times(ranks, layout):
+    found = ranks(layout.world_size).run(loop, layout, 1, 40)
+    assert all(each == found[0] for each in found)
+
+
+def fitted(layout: Layout, who: int) -> tuple[int, int, bool, Any, bool]:
+    """One rank gets a signal in its third step."""
+    groups = groups_of(layout)
+    count = 0
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 3 and dist.get_rank() == who:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+        return model(x).square().mean()
+
+    before = signal.getsignal(signal.SIGUSR1)
+    trainer = mf.Trainer(
+        nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss, replicas="broadcast"
+    )
+    with StopRequest(groups, [signal.SIGUSR1]) as stop:
+        metrics = trainer.fit([torch.ones(2, 3)], 2000, progress=False, stop=stop)
+    restored = signal.getsignal(signal.SIGUSR1) == before
+    more = trainer.fit([torch.ones(2, 3)], 2, progress=False)  # the groups are as good as before
+    return len(metrics), trainer.state.step, stop.stopping, float(more[-1].loss), restored
+
+
+@pytest.mark.parametrize("layout", [PAIR, COPIES], ids=str)
+def test_fit_returns_on_all_ranks(ranks, layout):
+    found = ranks(layout.world_size).run(fitted, layout, layout.world_size - 1)
+    assert all(each == found[0] for each in found)
+    steps, taken, stopping, _, restored = found[0]
+    assert 3 <= steps < 1000
+    assert (taken, stopping, restored) == (steps + 2, True, True)
+
+
+class Silent:
+    """A store that nobody may ask anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the store was asked for {name}")
+
+
+def quiet(layout: Layout) -> bool:
+    """Without a request the end of a step asks the store for nothing."""
+    groups = groups_of(layout)
+    life = groups.life
+    with StopRequest(groups) as stop:
+        store, life.job.store = life.job.store, Silent()  # pyright: ignore
+        try:
+            found = [stop.due() for _ in range(100)]
+        finally:
+            life.job.store = store
+    return any(found)
+
+
+def test_the_end_of_a_step_sends_nothing(ranks):
+    assert ranks(2).run(quiet, PAIR) == [False] * 2
+
+
+def left_behind(layout: Layout) -> list[int]:
+    """One rank has done all of its steps when another one is asked in its last one."""
+    groups, counts = groups_of(layout), []
+    store: Any = groups.life.job.store
+    for asks in (True, False):
+        with StopRequest(groups, ()) as stop:
+            key = stop._key
+            for step in range(3):
+                if dist.get_rank() == 1 and step == 2 and asks:
+                    time.sleep(0.4)
+                    stop.ask()
+                    time.sleep(0.4)
+                assert not stop.due(), "the other rank did not know of it when this step ended"
+        mf.optim.global_norm(mf.reduce_grads([torch.ones(2)], groups), groups)
+        deadline = time.monotonic() + 5
+        names = [f"{key}/{name}" for name in ("asked", "left", 0, 1)]
+        while (left := sum(store.check([name]) for name in names)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        counts.append(left)
+    return counts
+
+
+def test_a_rank_that_has_left_is_not_waited_for_and_nothing_is_left_in_the_store(ranks):
+    assert ranks(2).run(left_behind, PAIR) == [[0, 0]] * 2
+
+
+def test_a_forked_child_ends_as_ever():
+    with mf.make_groups(1) as groups, StopRequest(groups) as stop:
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop.due()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.due()
