@@ -38,6 +38,10 @@ Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together
 `KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
 merge of replicas communicates while it writes, so Ctrl-C waits for it, `timeout_s` at most.
 
+Preemption: `with mf.groups.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
+stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
+Then `stop.stopping` is true: save, and exit with 0. A loop by hand asks `stop.due()` after a step.
+
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule

@@ -1,0 +1,103 @@
+"""How processes end: all soon if one fails, with 0 once they have stopped, none as an orphan."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mics_fn.errors import GroupsError
+from mics_fn.groups import launcher
+from mics_fn.groups.life import Life
+
+ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
+LIMIT_S = 2.0  # `heartbeat_s` there
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux for its children")
+
+
+def ended(folder: Path, *cases: str) -> dict[str, Any]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(ENDINGS), str(folder), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+def all_end_if_one_raises(found: Any) -> None:
+    assert found["codes"] == [1, 1], found
+    assert max(found["seconds"]) <= 5, found
+    assert "PeerFailed: rank 1 left its groups: KeyError: 'mine'" in found["output"][0]
+
+
+def all_stop_and_end_with_zero(found: Any) -> None:
+    assert found["codes"] == [0, 0], found
+    assert len(set(found["saved"])) == 1, "not after one step"
+    assert len(found["saved"]) == 2
+
+
+def none_outlives_its_launcher(found: Any) -> None:
+    assert all(found["codes"]), found
+    assert max(found["seconds"]) <= LIMIT_S + 1, found
+    for rank, text in enumerate(found["output"]):
+        assert f"the launcher of rank {rank} (process " in text
+
+
+def test_ranks_end_together(tmp_path):
+    found = ended(tmp_path, "raises", "stops", "outlives")
+    all_end_if_one_raises(found["raises"])
+    all_stop_and_end_with_zero(found["stops"])
+    none_outlives_its_launcher(found["outlives"])
+
+
+@pytest.mark.thorough
+def test_ranks_end_together_in_other_ways(tmp_path):
+    found = ended(tmp_path, "exits", "outlives, asleep", "outlives a shell")
+    assert found["exits"]["codes"] == [1, 3], found["exits"]
+    assert max(found["exits"]["seconds"]) <= 5, found["exits"]
+    none_outlives_its_launcher(found["outlives, asleep"])
+    all_stop_and_end_with_zero(found["outlives a shell"])  # and not before it is asked to
+
+
+# Who has a launcher, and what is done when that is gone.
+
+
+@pytest.mark.parametrize(
+    ("env", "launched"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, False),
+    ],
+)
+def test_only_ranks_of_a_launcher_end_with_it(env, launched):
+    assert launcher.was_launched(env) is launched
+
+
+def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
+    ends, told = [], []
+    monkeypatch.setattr(launcher, "_end", lambda text, limit_s: ends.append((text, limit_s)))
+    mine = launcher.Launcher()
+    life = Life((0, 1), 1, heartbeat_s=0.1)
+    monkeypatch.setattr(life, "tell", lambda error, **how: told.append((error, how)))
+    mine.look([life])
+    mine._pid = os.getppid()
+    mine.look([life])
+    assert life.failed is None
+    mine._pid += 1
+    pid = mine._pid
+    mine.look([])  # no groups are open
+    mine.look([life])
+    mine.look([life])
+    text = f"the launcher of rank 1 (process {pid}) is gone"
+    assert isinstance(life.failed, GroupsError)
+    assert str(life.failed) == f"{text}\n  fix: start the job again"
+    assert told == [(life.failed, {"final": True, "kind": "exited"})]
+    time.sleep(0.3)
+    assert ends == [(text, 0.1)]

@@ -1,0 +1,199 @@
+"""Ranks as a shell or a launcher starts them, for what becomes of processes: each forked from this
+one, which has imported everything, and ended as Python ends a script.
+
+`python endings.py FOLDER CASE ...` prints, for each case, how long after the cause each rank ended,
+and its exit code, as JSON.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mics_fn as mf
+from mics_fn.groups.launcher import launcher
+
+WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 20.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def trainer_of(groups: mf.Groups, pause_s: float) -> mf.Trainer:
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(pause_s)
+        return model(x).square().mean()
+
+    torch.manual_seed(0)
+    return mf.Trainer(torch.nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss)
+
+
+def stepping(folder: Path, rank: int, cause: Callable[[], None]) -> None:
+    """Steps until something ends them; in the fourth there may be a cause."""
+    mf.init_distributed(device="cpu")
+    groups = mf.make_groups(heartbeat_s=LIMIT_S, timeout_s=30)
+    trainer = trainer_of(groups, 0.05)
+    for step in range(1000):
+        if step == 3:
+            mark(folder / f"ready{rank}")
+            cause()
+        trainer.step(torch.ones(2, 3))
+
+
+def mark(path: Path) -> None:
+    path.write_text(f"{time.monotonic()}")
+
+
+def raises(folder: Path, rank: int) -> None:
+    def cause() -> None:
+        if rank == 1:
+            mark(folder / "cause")
+            raise KeyError("mine")
+
+    stepping(folder, rank, cause)
+
+
+def exits(folder: Path, rank: int) -> None:
+    def cause() -> None:
+        if rank == 1:
+            mark(folder / "cause")
+            sys.exit(3)
+
+    stepping(folder, rank, cause)
+
+
+def stops(folder: Path, rank: int) -> None:
+    """What a script does that is to be preempted."""
+    mf.init_distributed(device="cpu")
+    with (
+        mf.make_groups(heartbeat_s=LIMIT_S, timeout_s=30) as groups,
+        mf.groups.StopRequest(groups) as stop,
+    ):
+        trainer = trainer_of(groups, 0.05)
+        trainer.fit([torch.ones(2, 3)], 3, progress=False, stop=stop)
+        mark(folder / f"ready{rank}")
+        trainer.fit([torch.ones(2, 3)], 1000, progress=False, stop=stop)
+        if stop.stopping:
+            (folder / f"saved{rank}").write_text(f"{trainer.state.step}")
+            sys.exit(0)
+    sys.exit(4)
+
+
+def steps_on(folder: Path, rank: int) -> None:
+    stepping(folder, rank, lambda: None)
+
+
+def sleeps(folder: Path, rank: int) -> None:
+    """Nothing that it calls ends before the limit."""
+    stepping(folder, rank, lambda: time.sleep(60))
+
+
+# By case: what each rank does, the signal, whom it is sent, and whether a launcher starts them.
+CASES: dict[str, tuple[Callable[[Path, int], None], int, str, bool]] = {
+    "raises": (raises, 0, "", False),
+    "exits": (exits, 0, "", False),
+    "stops": (stops, signal.SIGTERM, "rank", False),
+    "outlives": (steps_on, signal.SIGKILL, "launcher", True),
+    "outlives, asleep": (sleeps, signal.SIGKILL, "launcher", True),
+    "outlives a shell": (stops, signal.SIGKILL, "launcher", False),
+}
+
+
+def start(case: str, folder: Path, port: int, rank: int, launched: bool) -> int:
+    """Fork a rank, which ends as a script does."""
+    pid = os.fork()
+    if pid:
+        return pid
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    os.environ |= {name: str(value) for name, value in env.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if launched:
+        os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    launcher.__init__()  # as in a new process
+    with open(folder / f"output{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    CASES[case][0](folder, rank)
+    sys.exit(0)
+
+
+def start_all(case: str, folder: Path) -> list[int]:
+    """Fork the launcher, which forks the ranks; returns its process number and theirs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pid = os.fork()
+    if not pid:
+        ranks = [start(case, folder, port, rank, CASES[case][3]) for rank in range(WORLD)]
+        (folder / "pids.part").write_text(json.dumps(ranks))
+        (folder / "pids.part").rename(folder / "pids")
+        for rank in ranks:
+            code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+            (folder / "part").write_text(f"{code} {time.monotonic()}")
+            (folder / "part").rename(folder / f"code{rank}")
+        os._exit(0)
+    return [pid, *json.loads(wait_for(folder / "pids"))]
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + LONGEST_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(path)
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def run(case: str, folder: Path) -> dict[str, Any]:
+    _, number, whom, _ = CASES[case]
+    folder.mkdir()
+    first, *ranks = start_all(case, folder)
+    if number:
+        for rank in range(WORLD):
+            wait_for(folder / f"ready{rank}")
+        mark(folder / "cause")
+        os.kill(first if whom == "launcher" else ranks[1], number)
+    ended: dict[int, tuple[int, float]] = {}
+    deadline = time.monotonic() + LONGEST_S
+    if whom == "launcher":
+        os.waitpid(first, 0)
+        if case == "outlives a shell":
+            time.sleep(1.0)
+            os.kill(ranks[1], signal.SIGTERM)
+    while len(ended) < WORLD and time.monotonic() < deadline:
+        for pid in ranks:
+            if whom == "launcher":
+                found, status = os.waitpid(pid, os.WNOHANG) if pid not in ended else (0, 0)
+                if found:
+                    ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
+            elif pid not in ended and (text := folder / f"code{pid}").exists():
+                code, when = text.read_text().split()
+                ended[pid] = int(code), float(when)
+        time.sleep(0.02)
+    for pid in [first, *ranks]:
+        if pid not in ended:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    cause = float((folder / "cause").read_text())
+    return {
+        "codes": [ended.get(pid, (None, 0))[0] for pid in ranks],
+        "seconds": [ended[pid][1] - cause if pid in ended else LONGEST_S for pid in ranks],
+        "saved": [path.read_text() for path in sorted(folder.glob("saved*"))],
+        "output": [(folder / f"output{rank}").read_text()[-3000:] for rank in range(WORLD)],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # Ranks whose launcher is gone become children of this process, which so learns how they end.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    where = Path(sys.argv[1])
+    found = {case: run(case, where / case.replace(" ", "_")) for case in sys.argv[2:]}
+    sys.stdout.write(json.dumps(found))
