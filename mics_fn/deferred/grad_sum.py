@@ -10,7 +10,7 @@ from mics_fn.deferred.graph import Passes
 from mics_fn.deferred.sum_of_passes import LetGo, SumOfPasses
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.schedules import Run
-from mics_fn.shards import Opened, refuse_derivative
+from mics_fn.shards import Opened, forget_origins, refuse_derivative
 from mics_fn.tree import Tree
 
 
@@ -63,6 +63,7 @@ class GradSum:
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
         reduction = SumOfPasses(opened.uses, run, self.micro_steps, self.dtype, let_go)
         reduction.before_last = self.before_last
+        forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
         passes = Passes(variables, opened.uses, run)
         self._bound = _Bound(opened, run, variables, reduction, passes)
         return variables

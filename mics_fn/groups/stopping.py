@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Iterable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
 from mics_fn.groups.groups import Groups
 from mics_fn.schedules import NEWS
-from mics_fn.store import poll
+from mics_fn.store import Store, poll
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 
@@ -93,7 +93,7 @@ class StopRequest:
 
     def _agreed(self) -> int:
         """The last step; see [Note: the last step]."""
-        life, store = self._life, self._life.job.store
+        life, store = self._life, cast(Store, self._life.job.store)
         keys = {rank: f"{self._key}/{rank}" for rank in life.ranks}
         if not poll(
             lambda: store.check(list(keys.values())),

@@ -191,6 +191,9 @@ class Guard:
         if self.decides:
             watch_origins()
 
+    def __reduce__(self) -> Any:  # so that the process that unpickles it watches, too
+        return Guard, (self.scale, self.max_norm, self.max_value, self.spike, self.on_nonfinite)
+
     @property
     def decides(self) -> bool:
         """Whether it may refuse a step. If so, the host waits once per step, otherwise never."""
@@ -281,8 +284,6 @@ class Guard:
           PlanError: see [Note: parts of a model] in `clip`. To refuse gradients that are not
             finite, it is enough that some groups reach all ranks: every rank learns of them then.
         """
-        if self.decides:  # also of a guard that came from another process
-            watch_origins()
         homes = counted_homes("Guard.judge", like, groups)
         problem = norm_problem("Guard.judge", homes)
         needs_norm = self.max_norm is not None or self.spike is not None

@@ -151,7 +151,7 @@ def spoiled_between(layout: Layout) -> tuple[str | None, str | None]:
     grads = mf.reduce_grads({"w": torch.ones(5)}, groups)
     between = tree.map_leaves(lambda x: x / 0, grads)
     first = guard.judge(between, groups).nonfinite
-    origins._watching.clear()
+    origins._watching.clear()  # as before the first guard
     grads = mf.reduce_grads({"w": torch.full((5,), math.nan)}, groups)
     return first, guard.judge(grads, groups).nonfinite
 
@@ -181,8 +181,10 @@ def one_after_another(layout: Layout) -> list[str | None]:
     groups, guard, found = groups_of(layout), mf.optim.Guard(on_nonfinite="skip"), []
     for bad in (0, 1, None, 1):
         grads = {"w": torch.full((5,), math.nan if dist.get_rank() == bad else 1.0)}
-        found.append(guard.judge(mf.reduce_grads(grads, groups), groups).nonfinite)
-    assert not origins._seen
+        grads = mf.reduce_grads(grads, groups)
+        assert origins.origins_of(grads["w"].bucket)
+        found.append(guard.judge(grads, groups).nonfinite)
+        assert not origins.origins_of(grads["w"].bucket)
     return found
 
 
@@ -191,6 +193,19 @@ def test_each_verdict_is_about_its_own_step(ranks):
     want = [where[0], where[1], None, where[1]]
     for layout in (PAIR, COPIES):
         assert ranks(2).run(one_after_another, layout) == [want] * 2
+
+
+def after_an_error(layout: Layout) -> str | None:
+    """A step that was not judged, because the program raised, and then another one."""
+    groups, guard = groups_of(layout), mf.optim.Guard(on_nonfinite="skip")
+    shards = mf.shard(params(), groups, bucket_bytes=64)
+    for bad in (0, 1):
+        grads = by_sum(shards, groups, spoiled(batch_of(1), {bad: {"b": "NaN"}}))
+    return guard.judge(grads, groups).nonfinite  # pyright: ignore
+
+
+def test_a_step_that_was_not_judged_is_forgotten(ranks):
+    assert ranks(2).run(after_an_error, PAIR) == ["grads['b'] is NaN on rank 1"] * 2
 
 
 # In a run: which steps are taken, and with what.

@@ -5,15 +5,18 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, groups_of
+from cases import Layout, forget_groups, groups_of
 from torch import nn
 
 import mics_fn as mf
+from mics_fn.groups.life import Life
+from mics_fn.groups.peers import Failure
 
 StopRequest = mf.groups.StopRequest
 PAIR, FOUR, COPIES = Layout((2,), 2), Layout((4,), 4), Layout((2, 2), 2)
@@ -139,6 +142,48 @@ def left_behind(layout: Layout) -> list[int]:
 
 def test_a_rank_that_has_left_is_not_waited_for_and_nothing_is_left_in_the_store(ranks):
     assert ranks(2).run(left_behind, PAIR) == [[0, 0]] * 2
+
+
+def alone_in_it(layout: Layout) -> str:
+    """Only rank 0 is in the block, and is asked."""
+    groups = groups_of(layout)
+    if dist.get_rank() == 0:
+        with StopRequest(groups, ()) as stop:
+            stop._timeout_s = 0.5
+            stop.ask()
+            deadline = time.monotonic() + 10
+            while stop._said is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with pytest.raises(mf.errors.CollectiveTimeoutError) as caught:
+                stop.due()
+    dist.barrier()
+    return str(caught.value).partition("\n")[0] if dist.get_rank() == 0 else ""
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks):
+    layout = Layout((2,), 1)
+    try:
+        said = ranks(2).run(alone_in_it, layout)
+        assert said == ["StopRequest: rank 1 did not answer in 0.5 s", ""]
+    finally:
+        ranks(2).run(forget_groups, layout)
+
+
+class OneStore(dict):
+    """What a `StopRequest` reads, without another rank."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for():
+    life = Life((0, 1), 0)
+    life.job.store = OneStore()  # pyright: ignore
+    stop = StopRequest(SimpleNamespace(life=life, timeout_s=60.0), ())  # pyright: ignore
+    stop._said = 1
+    life.standing = {1: Failure(1, "killed", "rank 1 is gone")}
+    with pytest.raises(mf.errors.PeerFailed, match="rank 1 is gone"):
+        stop.due()
 
 
 def test_a_forked_child_ends_as_ever():
