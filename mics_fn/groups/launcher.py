@@ -3,7 +3,8 @@
 [Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
 nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
 parent is another process. It tells the other ranks, and its next call on its groups raises. If it
-has not ended after `heartbeat_s`, since it computes or waits for something else, the process ends.
+has not ended after half of `heartbeat_s`, since it computes or waits for something else, the
+process ends; so those that wait for it end before the whole of it has passed.
 Only what a launcher has started is ended so: a shell or a kernel may go and leave a program alone.
 """
 
@@ -49,8 +50,8 @@ class Launcher:
         text = f"the launcher of rank {lives[0].rank} (process {self._pid}) is gone"
         self._pid = None
         error = GroupsError(message(text, fix="start the job again"))
-        limit_s = min(life.heartbeat_s for life in lives)
-        end = threading.Timer(limit_s, _end, (text, limit_s))
+        grace_s = min(life.heartbeat_s for life in lives) / 2
+        end = threading.Timer(grace_s, _end, (text, grace_s))
         end.daemon = True
         end.start()
         for life in lives:
@@ -58,8 +59,8 @@ class Launcher:
             life.tell(error, final=True, kind="exited")
 
 
-def _end(text: str, limit_s: float) -> None:
-    sys.stderr.write(f"{text}, and this process did not end in {limit_s:g} s\n")
+def _end(text: str, grace_s: float) -> None:
+    sys.stderr.write(f"{text}, and this process did not end in {grace_s:g} s\n")
     sys.stderr.flush()
     os._exit(1)
 

@@ -16,6 +16,9 @@ from mics_fn.groups.life import Life
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
+# With two idle processors ranks end within 3 s of an error, and within the limit of their launcher.
+# A whole process ends more slowly where others compete for them.
+SLACK_S = 5.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux for its children")
 
@@ -23,14 +26,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux f
 def ended(folder: Path, *cases: str) -> dict[str, Any]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(ENDINGS), str(folder), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=env)
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
 
 
 def all_end_if_one_raises(found: Any) -> None:
     assert found["codes"] == [1, 1], found
-    assert max(found["seconds"]) <= 5, found
+    assert max(found["seconds"]) <= 5 + SLACK_S, found
     assert "PeerFailed: rank 1 left its groups: KeyError: 'mine'" in found["output"][0]
 
 
@@ -42,11 +45,12 @@ def all_stop_and_end_with_zero(found: Any) -> None:
 
 def none_outlives_its_launcher(found: Any) -> None:
     assert all(found["codes"]), found
-    assert max(found["seconds"]) <= LIMIT_S + 1, found
+    assert max(found["seconds"]) <= LIMIT_S + 1 + SLACK_S, found
     for rank, text in enumerate(found["output"]):
         assert f"the launcher of rank {rank} (process " in text
 
 
+@pytest.mark.limit(240)
 def test_ranks_end_together(tmp_path):
     found = ended(tmp_path, "raises", "stops", "outlives")
     all_end_if_one_raises(found["raises"])
@@ -55,10 +59,11 @@ def test_ranks_end_together(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.limit(240)
 def test_ranks_end_together_in_other_ways(tmp_path):
     found = ended(tmp_path, "exits", "outlives, asleep", "outlives a shell")
     assert found["exits"]["codes"] == [1, 3], found["exits"]
-    assert max(found["exits"]["seconds"]) <= 5, found["exits"]
+    assert max(found["exits"]["seconds"]) <= 5 + SLACK_S, found["exits"]
     none_outlives_its_launcher(found["outlives, asleep"])
     all_stop_and_end_with_zero(found["outlives a shell"])  # and not before it is asked to
 
@@ -82,7 +87,7 @@ def test_only_ranks_of_a_launcher_end_with_it(env, launched):
 
 def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
     ends, told = [], []
-    monkeypatch.setattr(launcher, "_end", lambda text, limit_s: ends.append((text, limit_s)))
+    monkeypatch.setattr(launcher, "_end", lambda text, grace_s: ends.append((text, grace_s)))
     mine = launcher.Launcher()
     life = Life((0, 1), 1, heartbeat_s=0.1)
     monkeypatch.setattr(life, "tell", lambda error, **how: told.append((error, how)))
@@ -100,4 +105,4 @@ def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
     assert str(life.failed) == f"{text}\n  fix: start the job again"
     assert told == [(life.failed, {"final": True, "kind": "exited"})]
     time.sleep(0.3)
-    assert ends == [(text, 0.1)]
+    assert ends == [(text, 0.05)]

@@ -21,7 +21,7 @@ import torch
 import mics_fn as mf
 from mics_fn.groups.launcher import launcher
 
-WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 20.0
+WORLD, LIMIT_S, LONGEST_S = 2, 2.0, 50.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
