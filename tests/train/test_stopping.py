@@ -32,11 +32,12 @@ def loop(layout: Layout, seed: int, trials: int) -> list[tuple[int, bool]]:
         with StopRequest(groups, ()) as stop:
             if rank in asked:
                 threading.Timer(own.uniform(0.0, 0.2), stop.ask).start()
-            pause_s = own.choice([0.0, 0.002, 0.02])
+            # Those that never meet may be many steps apart, which the slow ones must make up for.
+            pause_s = own.choice([0.001, 0.002, 0.02 if meets else 0.004])
             step = 0
             while step < 5000:
                 step += 1
-                time.sleep(pause_s or 1e-3)
+                time.sleep(pause_s)
                 if meets:
                     mf.optim.global_norm(mf.reduce_grads([torch.ones(2)], groups), groups)
                 if stop.due():
@@ -54,10 +55,10 @@ def test_all_ranks_stop_after_one_step(ranks, layout):
 
 
 @pytest.mark.thorough
-@pytest.mark.limit(400)
+@pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("layout", [PAIR, COPIES, FOUR], ids=str)
-def test_all_ranks_stop_after_one_step_many_times(ranks, layout):
-    found = ranks(layout.world_size).run(loop, layout, 1, 40)
+def test_all_ranks_stop_after_one_step_many_times(ranks, layout, seed):
+    found = ranks(layout.world_size).run(loop, layout, seed, 10)
     assert all(each == found[0] for each in found)
 
 
