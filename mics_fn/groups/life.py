@@ -70,16 +70,19 @@ class Life:
     settle: Callable[[Failure], bool] = lambda failure: True
     listen: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None  # that these groups are closed here
-    # Called by the monitor at each tick with its store, and whether there is news in it.
-    heard: list[Callable[[Any, bool], None]] = field(default_factory=list)
-    # Of the monitor: do something with its store later.
-    post: Callable[[Callable[[Any], Any]], None] = lambda call: None
+    # `StopRequest`s: told by the monitor at each tick its store, and whether there is news in it.
+    listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
         self.owned.append(group)
         _OPEN.add(self)
+
+    def hear(self, store: Any, news: bool) -> None:
+        """Let those listen who wait for news; called by the monitor at each tick."""
+        for listener in list(self.listeners):
+            listener(store, news)
 
     def fail(self, error: BaseException) -> None:
         """Note why no collective on these groups can end any more; the first reason stays."""

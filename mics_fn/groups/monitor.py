@@ -48,13 +48,11 @@ class Monitor:
         self._store: Any = None  # that the clerk is connected to
         self._peers: dict[int, Peer] = {}
         self._near = Near()
-        self._beats = 0
+        self._beats = self._rank = 0
         self._news = ""
-        self._rank = 0
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = Process("", 0, "")
-        self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._task: Task | None = None  # the tick that the clerk is at
         self._waited_s = 0.0  # for it
         self._said = 0.0  # when this rank has said that it failed
@@ -80,16 +78,11 @@ class Monitor:
         elif not self._lives:
             self._begin(self._clerk)
         self._rank, self._host = life.rank, _torch.store_host(store)
-        life.report = partial(self._report, life)
-        life.settle = partial(self._settle, life)
-        life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
+        life.report, life.settle = partial(self._report, life), partial(self._settle, life)
+        life.listen, life.left = self._listen, partial(self.leave, life)
         gone = [rank for rank in life.ranks if self._is_gone(rank)]
         life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
         self._lives[life] = Journal("")
-        life.post = self._ask
-        gone = {rank: self._failure(rank, "killed") for rank in life.ranks if self._is_gone(rank)}
-        life.standing, self._lives[life] = gone, Journal("")
-        patience_s = min(timeout_s, life.heartbeat_s)
         failed = partial(self._store_failed, life)
         try:  # to connect may take long, as it looks for names of hosts
             self._clerk.answer(self._clerk.ask(self._beat), timeout_s)
@@ -219,10 +212,6 @@ class Monitor:
     def _tick(self, clerk: Clerk, passed_s: float) -> None:
         """One look at all that may have failed."""
         launcher.look(list(self._lives))
-        for rank, peer in list(self._peers.items()):
-            if not peer.gone and peer.process is not None and peer.process.is_gone():
-                peer.gone = True
-                self._accuse(rank, "killed")
         task, self._waited_s = self._task, self._waited_s + passed_s
         if task is not None and not task.done.is_set():
             limit_s = min((life.heartbeat_s for life in list(self._lives)), default=60.0)
@@ -298,8 +287,7 @@ class Monitor:
             if new and life.key:
                 journal.read(store)
                 life.standing = journal.standing
-            for hear in list(life.heard):
-                hear(store, new)
+            life.hear(store, new)
         self._news = news.decode()
         return {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
 

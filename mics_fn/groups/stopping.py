@@ -14,13 +14,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, cast
 
-from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
+from mics_fn.errors import CollectiveTimeoutError, MicsError, message, name_ranks
 from mics_fn.groups.groups import Groups
 from mics_fn.schedules import NEWS
-from mics_fn.store import Store, poll
+from mics_fn.store import Store, later, poll
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 
@@ -121,7 +122,7 @@ class StopRequest:
             self._said = self._step
         store.set(f"{self._key}/{self._life.rank}", str(self._said))
 
-    def _leave(self, store: Any) -> None:
+    def _leave(self, store: Store) -> None:
         """Answer what this rank may be asked later; the last one to leave tidies up."""
         with self._lock:
             said, self._said = self._said, self._said or self._step
@@ -129,7 +130,7 @@ class StopRequest:
             store.set(f"{self._key}/{self._life.rank}", str(self._said))
         if store.add(f"{self._key}/left", 1) == len(self._life.ranks):
             for name in ("asked", "left", *self._life.ranks):
-                store.delete_key(f"{self._key}/{name}")
+                later(store, "delete_key", f"{self._key}/{name}")
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child, such as a worker of a loader
@@ -138,7 +139,7 @@ class StopRequest:
         self._wanted = True
 
     def __enter__(self) -> "StopRequest":
-        self._life.heard.append(self._hear)
+        self._life.listeners.append(self._hear)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._signalled)
         return self
@@ -151,6 +152,7 @@ class StopRequest:
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._life.heard.remove(self._hear)
-        if len(self._life.ranks) > 1:
-            self._life.post(self._leave)
+        self._life.listeners.remove(self._hear)
+        if len(self._life.ranks) > 1 and error is None:
+            with suppress(MicsError):  # a rank or the store is gone, and nobody will ask
+                self._leave(cast(Store, self._life.job.store))

@@ -46,8 +46,8 @@ def all_stop_and_end_with_zero(found: Any) -> None:
 def none_outlives_its_launcher(found: Any) -> None:
     assert all(found["codes"]), found
     assert max(found["seconds"]) <= LIMIT_S + 1 + SLACK_S, found
-    for rank, text in enumerate(found["output"]):
-        assert f"the launcher of rank {rank} (process " in text
+    for text in found["output"]:  # its own, or that of the rank that it waits for
+        assert "the launcher of rank " in text
 
 
 @pytest.mark.limit(240)

@@ -112,6 +112,8 @@ def start(case: str, folder: Path, port: int, rank: int, launched: bool) -> int:
         return pid
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     os.environ |= {name: str(value) for name, value in env.items()}
+    # Else the store may look for names of hosts for seconds, and answers nobody meanwhile.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if launched:
         os.environ["TORCHELASTIC_RUN_ID"] = "test"
