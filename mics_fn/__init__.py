@@ -122,6 +122,12 @@ Looking inside:
   `tree` - the namespace of pytrees
   `tree.node` - makes a dataclass a pytree node, for optree and torch
 
+Faults on purpose:
+  `testing` - the namespace of faults, for tests of jobs
+  `testing.inject` - a fault on one rank, at one step, in one operation
+  `testing.Injection` - such a fault, and whether it has happened
+  `testing.InjectedError` - what the faults "raise" and "torn" raise
+
 Errors:
   `MicsError` - base of every error here
   `errors` - the namespace of all errors
@@ -140,7 +146,7 @@ Errors:
   `errors.FileError` - a file that is damaged, or asks for more than to be read
 """
 
-from mics_fn import errors, groups, inspection, optim, schedules, shards, tree
+from mics_fn import errors, groups, inspection, optim, schedules, shards, testing, tree
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record
 from mics_fn.errors import MicsError
 from mics_fn.groups import Groups, init_distributed, make_groups, placement, reset
@@ -196,6 +202,7 @@ __all__ = [
     "shards",
     "summary",
     "sync_replicas",
+    "testing",
     "tree",
     "unshard",
 ]  # and `set`, which `from mics_fn import *` leaves out: it would hide Python's own

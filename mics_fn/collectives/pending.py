@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, interrupts
+from mics_fn import _device, interrupts, points
 from mics_fn.collectives.collective import Collective
 from mics_fn.errors import CollectiveError
 from mics_fn.groups import Comm, Life
@@ -64,6 +64,8 @@ class Pending:
         what: What,
     ) -> None:
         self._call = (*what, keep[0].nbytes)
+        if points.observers:
+            points.calling(call_text(self._call), keep[:1], comms)
         self._numbers: list[int] = []  # of this call over each of `comms`
         self._steps, self._comms = steps, comms
         self._keep: list[Any] = [*keep]
@@ -138,6 +140,9 @@ class Pending:
 
     def _issue_next(self) -> Collective:
         collective = next(self._steps)
+        if points.observers:
+            text = f"{collective.op} ({call_text(self._call)})"
+            points.calling(text, self._keep[:1], [collective.comm])
         if _device.is_async(self._device):
             _device.follow(collective.comm.stream(self._device), self._device)
             self._keep.append(collective)  # with the tensors that only it refers to

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from mics_fn import _device, _torch
+from mics_fn import _device, _torch, points
 from mics_fn.errors import (
     CollectiveTimeoutError,
     GroupsError,
@@ -69,6 +69,8 @@ def init_distributed(
       >>> init_distributed(device="cpu")
       device(type='cpu')
     """
+    if points.observers:
+        points.passing("start: init_distributed")
     launch = None if dist.is_initialized() else read_launch(os.environ)
     deadline = time.monotonic() + timeout_s
     chosen, problem = _choose(device, launch)

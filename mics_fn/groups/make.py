@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device
+from mics_fn import _device, points
 from mics_fn.errors import PlanError, message
 from mics_fn.groups.again import again
 from mics_fn.groups.communicator import Maker
@@ -116,6 +116,8 @@ def make_groups(
     """
     check_fork("make_groups")
     started = require_distributed()
+    if points.observers:
+        points.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     universe = universe_of(ranks, mesh, rank, world_size)
     if mesh is not None and partition_size is None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, points, tree
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.interrupts import Commit
 from mics_fn.optim.flat import Unpacked, unpacked
@@ -130,10 +130,14 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
     """
     ahead = unpacked(grads)
     compare_once(state.step, reduced_over(ahead.leaves))
+    if points.observers:
+        points.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
     if not donate:
         return _stepped(state, grads, ahead, donate)
     with Commit() as commit:
         commit.write()
+        if points.observers:
+            points.passing("commit", state.step + 1, unpacked(state.params).pieces)
         found = _stepped(state, grads, ahead, donate)
         ending = commit.ending()
     ending[0]  # see [Note: between two instructions] in `interrupts`

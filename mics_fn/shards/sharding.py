@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mics_fn import tree
+from mics_fn import points, tree
 from mics_fn.collectives import agree, broadcast, check_replicas
 from mics_fn.errors import PlanError, TreeError, message, name_ranks
 from mics_fn.groups import Groups
@@ -84,6 +84,8 @@ def shard(
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
     require_groups("shard", groups)
+    if points.observers:
+        points.passing("build: shard")
     if replicas not in ("check", "broadcast"):
         raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
     if source_rank is not None and replicas == "check":

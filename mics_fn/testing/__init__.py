@@ -1,0 +1,23 @@
+"""Faults on purpose, for tests of jobs: `inject` makes one on a rank, at a step, in an operation.
+
+Nothing in the library imports this wing. A script or a test wraps its training in a block:
+
+  >>> groups = make_groups(1)
+  >>> loss = lambda model, x: model(x).square().mean()
+  >>> trainer = Trainer(torch.nn.Linear(2, 1), optim.sgd(0.1), groups, loss=loss)
+  >>> with testing.inject(rank=0, step=2, operation="fetch", fault="slow", seconds=0.01) as fault:
+  ...     metrics = trainer.fit([torch.ones(4, 2)], steps=3, progress=False)
+  >>> fault.at
+  "defer: fetch of bucket 0 (['weight'], ['bias']; layout ...), 32 bytes"
+
+Where a fault can be is in [Note: points] in `points`; which faults there are is in `faults`, one
+function each. `python -m mics_fn bench faults` injects hundreds of them and counts what came of it.
+
+To add a fault, write a function of a `Moment` in `faults.py` and add it to `FAULTS`, with a test in
+`tests/testing`.
+"""
+
+from mics_fn.testing.faults import InjectedError
+from mics_fn.testing.injector import Injection, inject
+
+__all__ = ["InjectedError", "Injection", "inject"]

@@ -1,0 +1,354 @@
+"""Each fault does what its name says, at the point that was asked for, once, on that rank alone."""
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, forget_groups, groups_of
+
+import mics_fn as mf
+from mics_fn import points, testing, tree
+from mics_fn.errors import DesyncError, GroupsError, PlanError
+from mics_fn.testing.faults import EXIT_CODE, FAULTS
+from mics_fn.testing.machine import LINK
+
+LIMIT_S = 30.0
+CLONE_NEWNET = 0x40000000
+
+
+def made(groups: mf.Groups) -> mf.Trainer:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    guard = mf.optim.Guard(check=True)
+    return mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, bucket_bytes=64, guard=guard)
+
+
+def fit(trainer: mf.Trainer, steps: int = 3) -> list[mf.StepMetrics]:
+    return [trainer.step(torch.ones(2, 4)) for _ in range(steps)]
+
+
+def trained(**where: Any) -> tuple[mf.Trainer, str | None]:
+    """Three steps of a world of one with a fault in it."""
+    trainer = made(mf.make_groups(1))
+    with testing.inject(rank=0, **where) as injection:
+        fit(trainer)
+    return trainer, injection.at
+
+
+def ended(work: Callable[[], Any]) -> tuple[int, Any]:
+    """How a forked process ends that does this: its exit code as `subprocess` gives it; its result.
+
+    The code is that of a signal, negative, also where it only stopped the process.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(write, pickle.dumps(work()))
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        except BaseException as error:
+            os.write(write, pickle.dumps(f"{type(error).__name__}: {error}"))
+        finally:
+            os._exit(code)
+    os.close(write)
+    killer = threading.Timer(LIMIT_S, os.kill, (child, signal.SIGKILL))
+    killer.start()
+    _, status = os.waitpid(child, os.WUNTRACED)
+    killer.cancel()
+    if os.WIFSTOPPED(status):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with open(read, "rb") as file:
+        told = file.read()
+    code = -os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
+    return code, pickle.loads(told) if told else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("exit", EXIT_CODE),
+        ("kill", -signal.SIGKILL),
+        ("stop", -signal.SIGSTOP),
+        ("abort", -signal.SIGABRT),
+        ("segfault", -signal.SIGSEGV),
+    ],
+)
+def test_a_fault_that_ends_or_stops_the_process(fault: str, code: int):
+    def work() -> None:
+        faulthandler.disable()
+        trained(step=2, operation="opt_step", fault=fault)
+
+    assert ended(work) == (code, None)
+
+
+@pytest.mark.parametrize("operation", ["step", "fetch of bucket 1", "opt_step", "commit"])
+def test_an_error_comes_at_its_point_and_leaves_the_steps_before(operation: str):
+    trainer = made(mf.make_groups(1))
+    with (
+        testing.inject(0, 2, operation, "raise") as injection,
+        pytest.raises(testing.InjectedError, match=f"step 2, at .*{operation}"),
+    ):
+        fit(trainer)
+    assert operation in (injection.at or "")
+    assert trainer.state.step == 1
+    assert points.observers == []
+
+
+@pytest.mark.parametrize("operation", ["start: make_groups", "build: Trainer", "build: shard"])
+def test_an_error_before_the_first_step(operation: str):
+    with testing.inject(0, 0, operation, "raise"), pytest.raises(testing.InjectedError):
+        made(mf.make_groups(1))
+
+
+def test_ctrl_c_and_running_out_of_memory():
+    with pytest.raises(KeyboardInterrupt):
+        trained(step=1, operation="fetch", fault="interrupt")
+    with pytest.raises(RuntimeError, match="memory"):
+        trained(step=1, operation="fetch", fault="oom")
+
+
+@pytest.mark.parametrize("fault", ["slow", "gil"])
+def test_a_delay(fault: str):
+    ticks: list[float] = []
+
+    def tick() -> None:
+        for _ in range(8):
+            ticks.append(time.monotonic())
+            time.sleep(0.02)
+
+    trainer, other = made(mf.make_groups(1)), threading.Thread(target=tick)
+    other.start()
+    with testing.inject(0, 1, "step", fault, seconds=0.3) as injection:
+        fit(trainer, 1)
+    other.join()
+    gap = max(after - before for before, after in zip(ticks, ticks[1:], strict=False))
+    assert injection.at == "step"
+    assert (gap > 0.25) == (fault == "gil")  # only then no other thread of this process goes on
+
+
+def test_a_bit_or_an_element_changes_as_the_seed_says():
+    def changed(fault: str, seed: int) -> list[tuple[int, ...]]:
+        seen: list[list[torch.Tensor]] = []
+
+        def see(point: points.Point) -> None:
+            if point.step == 2 and point.name in ("opt_step", "commit"):
+                seen.append([x.clone().view(torch.int32) for x in point.tensors])
+
+        before = lambda point: see(point) if point.name == "opt_step" else None  # noqa: E731
+        after = lambda point: see(point) if point.name == "commit" else None  # noqa: E731
+        points.observers.append(before)
+        try:
+            trainer = made(mf.make_groups(1))
+            with testing.inject(0, 2, "opt_step", fault, seed):
+                points.observers.append(after)
+                fit(trainer)
+        finally:
+            del points.observers[:]
+        pairs = zip(*seen, strict=True)
+        return [
+            (leaf, int(i), bin(int((a ^ b).view(-1)[i]) & 0xFFFFFFFF).count("1"))
+            for leaf, (a, b) in enumerate(pairs)
+            for i in (a ^ b).view(-1).nonzero().view(-1)
+        ]
+
+    flips = [changed("flip", seed) for seed in (1, 1, 2)]
+    assert [len(flip) for flip in flips] == [1, 1, 1]
+    assert flips[0] == flips[1] != flips[2]
+    assert all(flip[0][2] == 1 for flip in flips)
+    assert len(changed("nan", 1)) == 1
+
+
+def test_nothing_to_change_or_nobody_to_disagree_with():
+    with pytest.raises(PlanError, match="no tensor to change at 'step'"):
+        trained(step=1, operation="step", fault="nan")
+    with pytest.raises(PlanError, match="no other rank takes part"):
+        trained(step=1, operation="fetch", fault="wrong_call")
+    with pytest.raises(PlanError, match="pass one of raise, torn, exit"):
+        trained(step=1, operation="fetch", fault="fire")
+    with pytest.raises(PlanError, match="operation='commit'"):
+        trained(step=1, operation="fetch", fault="torn")
+
+
+def test_a_full_disk_until_the_block_ends(tmp_path: Path):
+    def work() -> tuple[str | None, str, str]:
+        trainer, full = made(mf.make_groups(1)), ""
+        with testing.inject(0, 1, "step", "disk_full") as injection:
+            (tmp_path / "before").write_text("fits")
+            fit(trainer)
+            try:
+                (tmp_path / "meanwhile").write_text("does not fit")
+            except OSError as error:
+                full = type(error).__name__
+        (tmp_path / "after").write_text("fits again")
+        return injection.at, full, (tmp_path / "after").read_text()
+
+    assert ended(work) == (0, ("step", "OSError", "fits again"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("store_killed", -signal.SIGKILL), ("store_stopped", -signal.SIGSTOP)]
+)
+def test_what_hosts_the_store(fault: str, code: int):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    how = {"timeout": timedelta(seconds=10), "wait_for_workers": False}
+
+    def client() -> tuple[int, Any]:
+        def work() -> str | None:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, **how)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            return trained(step=2, operation="step", fault=fault)[1]
+
+        return ended(work)
+
+    def host() -> None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, **how)
+        store.set("up", "")
+        time.sleep(LIMIT_S)
+
+    found: list[tuple[int, Any]] = []
+    other = threading.Thread(target=lambda: found.append(client()))
+    other.start()
+    assert ended(host)[0] == code
+    other.join()
+    assert found == [(0, "step")]
+
+
+def test_without_a_store_of_tcp(ranks: Callable):
+    def text(found: Any) -> str:
+        return found.message
+
+    failures = ranks(2).try_run(without_a_tcp_store)
+    assert "was not found on this machine" in text(failures[0])
+
+
+def without_a_tcp_store() -> None:
+    try:
+        with testing.inject(0, 0, "start", "store_killed"):
+            mf.make_groups(1, ranks=[dist.get_rank()])
+    except GroupsError:
+        raise
+    finally:
+        dist.barrier()
+
+
+def test_only_a_link_that_is_named_goes_down(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(LINK, raising=False)
+    with pytest.raises(PlanError, match=f"needs {LINK}"):
+        trained(step=1, operation="step", fault="link_down")
+    code, found = ended(in_a_namespace)
+    if found == []:
+        pytest.skip("needs the right to make a network namespace")
+    assert (code, found) == (0, ["up", "down", "up"])
+
+
+def in_a_namespace() -> list[str]:
+    """The state of a link before, during and after the fault; empty without the right to try."""
+    outside = os.readlink("/proc/self/ns/net")
+    if ctypes.CDLL(None).unshare(CLONE_NEWNET) or os.readlink("/proc/self/ns/net") == outside:
+        return []
+    for line in ("link add tt0 type veth peer name tt1", "link set tt0 up", "link set tt1 up"):
+        if subprocess.run(["ip", *line.split()], capture_output=True).returncode:
+            return []
+    os.environ[LINK] = "tt0"  # a name that no link outside has
+    trainer = made(mf.make_groups(1))
+
+    def state() -> str:
+        command = ["ip", "-o", "link", "show", "tt0"]
+        shown = subprocess.run(command, capture_output=True, text=True).stdout
+        return "up" if "state UP" in shown else "down"
+
+    found = [state()]
+    with testing.inject(0, 1, "step", "link_down"):
+        fit(trainer)
+        found.append(state())
+    time.sleep(0.1)
+    return [*found, state()]
+
+
+def with_faults_on_rank_one(p: int) -> dict[str, Any]:
+    """What the ranks of two see of faults that one of them has."""
+    found: dict[str, Any] = {}
+    trainer = made(groups_of(layout := Layout((2,), p)))
+    with testing.inject(1, 2, "reduction", "nan") as injection:
+        found["accepted"] = [each.accepted for each in fit(trainer)]
+    found["at"] = injection.at
+    with testing.inject(None, 2, "step", "raise") as injection:
+        try:
+            fit(trainer)
+        except testing.InjectedError:
+            found["both"] = trainer.state.step
+    dist.barrier()
+    with testing.inject(1, trainer.state.step + 1, "fetch" if p > 1 else "reduc", "wrong_call"):
+        try:
+            fit(trainer)
+        except DesyncError as error:
+            found["wrong"] = str(error)
+    dist.barrier()
+    forget_groups(layout)
+    return found
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_what_other_ranks_see(p: int, ranks: Callable):
+    found = ranks(2).run(with_faults_on_rank_one, p)
+    for one in found:
+        assert one["accepted"] == [True, False, True]
+        assert "injected wrong call" in one["wrong"]
+    assert [one["at"] is None for one in found] == [True, False]
+
+
+def steps_by_hand() -> tuple[int, str | None]:
+    groups = groups_of(Layout((2,), 2))
+    state = mf.init_state(mf.shard({"w": torch.ones(3)}, groups), mf.optim.sgd(0.1))
+    with testing.inject(None, 2, "gather", "raise") as injection:
+        try:
+            for _ in range(3):
+                full = mf.gather(state.params, groups)
+                state = mf.opt_step(state, mf.reduce_grads(full, groups))
+        except testing.InjectedError:
+            return state.step, injection.at
+    return -1, None
+
+
+def test_a_step_of_a_loop_by_hand_ends_with_opt_step(ranks: Callable):
+    for step, at in ranks(2).run(steps_by_hand):
+        assert step == 1
+        assert "gather" in (at or "")
+
+
+def test_every_fault_is_tested():
+    text = Path(__file__).read_text()
+    assert [name for name in FAULTS if f'"{name}"' not in text] == []
+
+
+def test_a_function_as_a_fault():
+    seen: list[points.Point] = []
+    trainer = made(mf.make_groups(1))
+    with testing.inject(0, 3, "commit", seen.append) as injection:
+        fit(trainer, 4)
+    (point,) = seen
+    assert (point.step, injection.at, injection.fault) == (3, "commit", "append")
+    pieces = [x for x in tree.flatten(trainer.state.params)[0] if isinstance(x, torch.Tensor)]
+    assert len(point.tensors) == 4 or len(pieces) == 4
