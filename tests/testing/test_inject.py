@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -57,6 +58,7 @@ def ended(work: Callable[[], Any]) -> tuple[int, Any]:
 
     The code is that of a signal, negative, also where it only stopped the process.
     """
+    importlib.import_module("torch._dynamo")  # which each of them would import
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

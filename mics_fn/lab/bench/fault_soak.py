@@ -1,0 +1,119 @@
+"""`bench faults --soak`: what grows in a process that trains, resets and makes trainers for long."""
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mics_fn as mf
+from mics_fn import _torch
+from mics_fn.errors import human_bytes
+from mics_fn.lab.bench.fault_ranks import batch_of, trainer_for
+from mics_fn.lab.bench.process_memory import memory_bytes
+from mics_fn.lab.bench.turns import of_all_ranks, on_ranks, say
+from mics_fn.lab.report import table
+
+GROWTH_BYTES = 3e6  # of resident memory, from the first look to the last
+COUNTS = ("descriptors", "threads", "store keys")
+
+
+@dataclass(frozen=True)
+class SoakConfig:
+    """How long `bench faults --soak` goes on.
+
+    Args:
+      steps, resets, trainers: how many of each; the first tenth of each is not compared.
+      ranks: of the job, in two replicas.
+    """
+
+    steps: int = 5_000
+    resets: int = 100
+    trainers: int = 200
+    ranks: int = 4
+
+
+def run_soak(config: SoakConfig, ranks: int = 1) -> dict[str, Any]:
+    """Go on for long on new ranks, and compare what they hold."""
+    return on_ranks(soak, config.ranks, config)
+
+
+def soak(config: SoakConfig) -> dict[str, Any]:
+    """Steps, resets and trainers, as one rank of several."""
+    started = time.monotonic()
+    mf.init_distributed(device="cpu", timeout_s=120.0)
+    groups = mf.make_groups(config.ranks // 2, timeout_s=120.0)
+    trainer, rank = trainer_for(groups), dist.get_rank()
+
+    def step() -> None:
+        trainer.step(batch_of(rank, 1))
+
+    def reset() -> None:
+        trainer.reset()
+        step()
+
+    def make() -> None:
+        trainer_for(trainer.groups).step(batch_of(rank, 1))
+
+    looks = {}
+    work: list[tuple[str, int, Callable[[], None]]] = [
+        ("steps", config.steps, step),
+        ("resets", config.resets, reset),
+        ("trainers", config.trainers, make),
+    ]
+    for name, count, do in work:
+        say(f"{count} {name} ...")
+        early = max(1, count // 10)
+        looks[name] = [_after(do, early), _after(do, count - early)]
+    found = {name: of_all_ranks(pair) for name, pair in looks.items()}
+    return {"looks": found, "seconds": time.monotonic() - started, "missed": _missed(found)}
+
+
+def _after(do: Callable[[], None], count: int) -> dict[str, float]:
+    """What this process holds after doing something so many times."""
+    for _ in range(count):
+        do()
+    gc.collect()
+    dist.barrier()
+    found = {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "store keys": _torch.default_store().num_keys(),
+        "memory": memory_bytes(torch.device("cpu")) or 0,
+    }
+    dist.barrier()
+    return found
+
+
+def _missed(looks: dict[str, list[list[dict[str, float]]]]) -> list[str]:
+    """What grew, by name."""
+    wrong = []
+    for name, ranks in looks.items():
+        wrong += [
+            f"{what} in {name}"
+            for what in COUNTS
+            if any(last[what] > first[what] for first, last in ranks)
+        ]
+    first = [before["memory"] for before, _ in looks["steps"]]
+    last = [after["memory"] for _, after in looks["trainers"]]
+    if max(after - before for before, after in zip(first, last, strict=True)) > GROWTH_BYTES:
+        wrong.append("memory")
+    return wrong
+
+
+def render_soak(figures: dict[str, Any], config: SoakConfig) -> str:
+    """The figures as a table: after a tenth of each, and at its end; the fullest rank."""
+    lines: list[tuple[str, ...]] = [("", "", *COUNTS, "memory")]
+    for name, ranks in figures["looks"].items():
+        count = getattr(config, name)
+        for place, done in enumerate((max(1, count // 10), count)):
+            most = {what: max(pair[place][what] for pair in ranks) for what in (*COUNTS, "memory")}
+            counts = [f"{most[what]:g}" for what in COUNTS]
+            lines.append((name, str(done), *counts, human_bytes(most["memory"])))
+    title = f"what a rank of {config.ranks} holds, in {figures['seconds']:.0f} s"
+    grew = ", ".join(figures["missed"]) or "nothing"
+    return f"{table(title, lines)}\n\ngrew: {grew}"

@@ -1,0 +1,237 @@
+"""`bench faults`: faults of every kind, one in each of many small jobs, and what came of them.
+
+Each job is judged against one without a fault, bit for bit. What may not happen: a rank that lives
+and neither ends nor raises, a process that dies although nothing ended it, a state that is none of
+the twin's, an alarm without a cause, an error that does not say which rank began it.
+"""
+
+import importlib
+import multiprocessing as mp
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mics_fn.lab.bench.fault_ranks import STEPS, Found, Told, Trial, run_trial
+from mics_fn.lab.report import table
+
+LANE_LIMIT_S = 240.0  # of one trial, if all else fails
+HARMLESS = ("slow", "gil", "disk_full")
+ENDS_SOON = ("raise", "interrupt", "oom", "torn", "exit", "kill", "abort", "segfault")
+STORE = ("store_killed", "store_stopped")
+FAULTS = (*ENDS_SOON, "stop", *STORE, "nan", "flip", "wrong_call", *HARMLESS)
+PLACES = {
+    "start": ("start: init_distributed", "start: make_groups"),
+    "build": ("build: Trainer", "build: shard", "comparison"),
+    "step": ("step", "fetch", "reduction", "over 'replicas'", "norm", "opt_step", "commit"),
+}
+# Where an error says who tells it, and which group that is.
+OWN_PLACE = re.compile(r"on rank \d+|(waiting: rank \d+ of|its group is) ranks? [\d ,-]+")
+SOON_S, DESYNC_S, SLACK_S = 1.0, 1.5, 1.0  # what each kind of fault may take, and beyond a limit
+PROBLEMS = ("hang", "death", "wrong", "alarm", "untyped", "unnamed", "late", "reset", "unreached")
+# A machine that is shared makes some processes wait, which is nobody's fault.
+LATE_SHARE = 0.05
+LEGEND = """\
+seconds: from the fault to the last error of a living rank; goal in the next column. hang: ranks
+that live and say nothing. death: processes that nothing ended. wrong: a state that the same job
+without a fault never has. alarm: an error although nothing was wrong. untyped: an error of another
+library. unnamed: an error that does not name the rank. late: later than the goal. reset: not right
+after `reset`. unreached: the fault did not happen, or nobody noticed it."""
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """What `bench faults` does.
+
+    Args:
+      trials: how many faults.
+      ranks: the sizes of jobs.
+      seed: chooses them.
+      heartbeat_s, timeout_s: limits of the groups.
+      lanes: how many jobs run at the same time.
+    """
+
+    trials: int
+    ranks: tuple[int, ...]
+    seed: int
+    heartbeat_s: float = 2.0
+    timeout_s: float = 5.0
+    lanes: int = 4
+
+
+def trials_of(config: FaultsConfig) -> Iterator[Trial]:
+    """Trials drawn by a seed, uniform over faults, places, ranks and partition sizes."""
+    draw = random.Random(config.seed)
+    for number in range(config.trials):
+        n = draw.choice(config.ranks)
+        sizes = [p for p in range(1, n + 1) if n % p == 0]
+        p, fault = draw.choice(sizes), FAULTS[number % len(FAULTS)]
+        if fault == "flip":  # which only another replica can tell
+            p = draw.choice(sizes[:-1])
+        operation = _operation(draw, fault, n, p)
+        step = draw.randrange(1, STEPS) if operation in PLACES["step"] else 0
+        yield Trial(
+            number,
+            n,
+            p,
+            fault,
+            operation,
+            step,
+            draw.randrange(n),
+            script=draw.random() < 0.5,
+            apart=draw.random() < 0.5,
+            heartbeat_s=config.heartbeat_s,
+            # At the start nothing else bounds a wait.
+            timeout_s=config.timeout_s - 2.0 * (operation in PLACES["start"]),
+        )
+
+
+def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
+    """A point at which this fault can be."""
+    only = {"torn": ["commit"], "flip": ["opt_step"], "nan": ["reduction"]}
+    only["wrong_call"] = ["comparison", "reduction"]
+    if fault in only:
+        return draw.choice(only[fault])
+    found = PLACES[draw.choice(list(PLACES))]
+    missing = [PLACES["start"][0]] if fault in STORE else []  # there is no store yet
+    missing += ["over 'replicas'"] if p == n else []
+    missing += ["norm"] if p == 1 else []
+    return draw.choice([name for name in found if name not in missing])
+
+
+Twins = dict[tuple[int, int, int], dict[int, dict[int, str]]]
+
+
+def measure_faults(config: FaultsConfig, ranks: int = 1) -> dict[str, Any]:
+    """Run all trials, several at a time, and judge them."""
+    importlib.import_module("torch._dynamo")  # which each rank would import
+    torch.set_num_threads(1)
+    trials, started = list(trials_of(config)), time.monotonic()
+    plain = {_twin(trial) for trial in trials}
+    rows: list[dict[str, Any]] = []
+    with mp.get_context("fork").Pool(config.lanes) as lanes:
+        twins: Twins = {}
+        for found in _all(lanes, sorted(plain, reverse=True)):
+            trial = found.trial
+            twins[_key(trial)] = {rank: told.digests for rank, told in found.told.items()}
+        for found in _all(lanes, trials):
+            rows.append(judged(found, twins[_key(_twin(found.trial))]))
+    rows.sort(key=lambda row: row["number"])
+    return {"rows": rows, "seconds": time.monotonic() - started, "missed": missed(rows)}
+
+
+def _all(lanes: Any, trials: Sequence[Trial]) -> Iterator[Found]:
+    results = lanes.imap_unordered(run_trial, trials)
+    for _ in trials:
+        yield results.next(timeout=LANE_LIMIT_S)
+
+
+def _twin(trial: Trial) -> Trial:
+    """The same job without a fault; a step that is refused is one that was never there."""
+    skips = trial.step if trial.fault == "nan" else 0
+    plain = trial._replace(number=0, fault="", operation="", step=0, rank=0, script=False)
+    return plain._replace(apart=False, skips=skips, timeout_s=60.0)
+
+
+def _key(trial: Trial) -> tuple[int, int, int]:
+    return trial.ranks, trial.partition_size, trial.skips
+
+
+def culprit_of(trial: Trial) -> int | None:
+    """The rank that errors should name; None where it is the store, in a process of its own."""
+    if trial.fault in STORE:
+        return None if trial.apart else 0
+    return trial.rank
+
+
+def judged(found: Found, twin: dict[int, dict[int, str]]) -> dict[str, Any]:
+    """A row: the trial, what was wrong with it, and how long errors took."""
+    trial, problems = found.trial, Counter[str]()
+    problems["hang"], problems["death"] = len(found.silent), len(found.died)
+    for told in [*found.told.values(), *found.again.values()]:
+        known = twin.get(told.rank, {})
+        compared = told.digests if not (trial.fault == "flip" and told.error) else {}
+        same = all(known.get(step, "") == value for step, value in compared.items() if step)
+        problems["wrong"] += not same or (not told.error and not compared)
+    others = [told for told in found.told.values() if told.rank != trial.rank]
+    errors = [told for told in others if told.error]
+    if trial.fault in (*HARMLESS, "nan", ""):
+        problems["alarm"] = sum(bool(told.error) for told in found.told.values())
+    else:
+        problems["untyped"] = sum(not told.typed for told in errors)
+        problems["unnamed"] = sum(not named(told, culprit_of(trial)) for told in errors)
+        noticed = not others or bool(errors)
+        problems["unreached"] = not noticed
+    problems["unreached"] += found.happened is None
+    problems["reset"] = sum(
+        bool(told.error) or told.digests.get(STEPS) != twin.get(told.rank, {}).get(STEPS)
+        for told in found.again.values()
+    )
+    seconds = max((told.at - (found.happened or told.at) for told in errors), default=None)
+    goal = goal_s(trial)
+    problems["late"] = seconds is not None and goal is not None and seconds > goal
+    texts = {told.rank: f"{told.error}({told.kind}): {told.text}" for told in found.told.values()}
+    again = {told.rank: f"{told.error}: {told.text}" for told in found.again.values()}
+    row = {**trial._asdict(), "goal_s": goal, "seconds": seconds, "took_s": found.seconds}
+    row |= {"problems": {k: int(v) for k, v in problems.items() if v}, "texts": texts}
+    return row | {"again": again, "stacks": found.silent, "died": found.died}
+
+
+def named(told: Told, culprit: int | None) -> bool:
+    """Whether an error says which rank began it, in its field or by itself in its text."""
+    if culprit is None:
+        return "store" in told.text
+    if told.names is not None:
+        return told.names == culprit
+    text = OWN_PLACE.sub("", told.text)
+    return re.search(rf"\branks?\b[\d ,-]*\b{culprit}\b", text) is not None
+
+
+def goal_s(trial: Trial) -> float | None:
+    """How long the ranks may take to raise; None where none does."""
+    if trial.fault in (*HARMLESS, "nan", "flip"):
+        return None
+    if trial.operation in PLACES["start"]:
+        return trial.timeout_s + SLACK_S
+    if trial.fault == "wrong_call":
+        return DESYNC_S
+    return SOON_S if trial.fault in ENDS_SOON else trial.heartbeat_s + SLACK_S
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The goals that were missed, by name."""
+    count = Counter(name for row in rows for name in row["problems"])
+    late = count["late"] > LATE_SHARE * sum(row["goal_s"] is not None for row in rows)
+    return [name for name in PROBLEMS if count[name] and (name != "late" or late)]
+
+
+def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
+    """The figures as a table, a row per fault, and what went wrong first."""
+    lines: list[tuple[str, ...]] = [("", "trials", "seconds", "goal", *PROBLEMS)]
+    for fault in FAULTS:
+        rows = [row for row in figures["rows"] if row["fault"] == fault]
+        for starts in (False, True):
+            part = [row for row in rows if (row["operation"] in PLACES["start"]) == starts]
+            if part:
+                lines.append(_line(f"{fault}{', at the start' if starts else ''}", part))
+    lines.append(_line("all", figures["rows"]))
+    count, seconds = len(figures["rows"]), figures["seconds"]
+    sizes = " and ".join(map(str, config.ranks))
+    title = f"{count} faults on {sizes} ranks, heartbeat {config.heartbeat_s:g} s, seed"
+    title += f" {config.seed}: {seconds:.0f} s, {seconds / max(1, count):.2f} s each"
+    verdict = f"goals missed: {', '.join(figures['missed'])}" if figures["missed"] else "goals met"
+    return f"{table(title, lines)}\n\n{LEGEND}\n{verdict}"
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    seconds = sorted(row["seconds"] for row in rows if row["seconds"] is not None)
+    goals = {row["goal_s"] for row in rows}
+    spread = f"{seconds[len(seconds) // 2]:.2f} (most {seconds[-1]:.2f})" if seconds else "-"
+    goal = f"{goals.pop() or 0:g}" if len(goals) == 1 and None not in goals else "-"
+    counts = [sum(problem in row["problems"] for row in rows) for problem in PROBLEMS]
+    return (name, str(len(rows)), spread, goal, *(str(count or "-") for count in counts))
