@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Topology, plan_groups, read_launch
+from mics_fn.lab.bench import fault_command
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench.fault_soak import SoakConfig, render_soak, run_soak
-from mics_fn.lab.bench.faults import FaultsConfig, measure_faults, render_faults
 from mics_fn.lab.bench.formulas import PLACES, check_places
 from mics_fn.lab.bench.init import measure_init, render_init
 from mics_fn.lab.bench.links import AS_IS, LINKS, read_rates
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
         one.add_argument("--json", type=Path, metavar="FILE", help="a file for all figures")
         if name == "faults":
-            _add_flags_of_faults(one)
+            fault_command.add_flags(one)
             continue
         one.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         add_count(one, "dim", 512, "width of the GPT")
@@ -77,18 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             add_count(one, "steps", steps, "steps of a turn")
             _add_flags_of_ranks(one, name)
-
-
-def _add_flags_of_faults(parser: argparse.ArgumentParser) -> None:
-    """The flags of the bench that makes things go wrong."""
-    add_count(parser, "trials", 500, "faults to inject")
-    add_count(parser, "ranks", None, "sizes of the jobs (default 4 8)", nargs="+")
-    add_count(parser, "lanes", FaultsConfig.lanes, "jobs at the same time")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the faults (default 0)")
-    text = "look instead at what grows over many steps, resets and trainers"
-    parser.add_argument("--soak", action="store_true", help=text)
-    for name in ("steps", "resets", "trainers"):
-        add_count(parser, name, getattr(SoakConfig, name), f"{name} of --soak")
 
 
 def _add_flags_of_ranks(parser: argparse.ArgumentParser, name: str) -> None:
@@ -153,8 +140,6 @@ def main(args: argparse.Namespace) -> int:
         bench = RSS
     if args.bench == "memory" and args.init:
         bench = INIT
-    if args.bench == "faults" and args.soak:
-        bench = SOAK
     if args.json is not None and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
     alone = args.bench in ("opt", "touch", "faults")
@@ -268,14 +253,6 @@ def _touch_config(args: argparse.Namespace, ranks: int) -> TouchConfig:
     return TouchConfig(turns=turns, layers=args.layers, device=args.device)
 
 
-def _faults_config(args: argparse.Namespace, ranks: int) -> FaultsConfig:
-    return FaultsConfig(args.trials, tuple(args.ranks or (4, 8)), args.seed, lanes=args.lanes)
-
-
-def _soak_config(args: argparse.Namespace, ranks: int) -> SoakConfig:
-    return SoakConfig(args.steps, args.resets, args.trainers)
-
-
 def _opt_config(args: argparse.Namespace, ranks: int) -> OptConfig:
     return OptConfig(
         turns=Turns(args.rounds, args.steps, args.warmup),
@@ -318,12 +295,11 @@ BENCHES = {
     ),
     "faults": Bench(
         "faults of every kind in small jobs: who hangs, who dies, who is wrong, who is named",
-        _faults_config,
-        measure_faults,
-        render_faults,
+        fault_command.config_of,
+        fault_command.run,
+        fault_command.render,
     ),
 }
 
 RSS = Bench("the memory of a rank", _step_config, run_rss, render_rss)
-SOAK = Bench("what grows over a long time", _soak_config, run_soak, render_soak)
 INIT = Bench("the making of a model", _states_config, _on_ranks(measure_init), render_init)

@@ -1,39 +1,27 @@
-"""One trial of `bench faults`: forked ranks that train, a fault on one of them, and what they say.
-
-[Note: trials] Ranks are forked from a process that has imported torch and has no threads, so a trial
-starts in tenths of a second. A rank that an error ends either stays, as the kernel of a notebook
-does, or leaves as a script does: through `sys.excepthook` and `atexit`. The store is in rank 0, as
-under Slurm, or in a process of its own, as under torchrun.
-"""
+"""What a rank of a trial of `bench faults` does, and what it says at its end."""
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import hashlib
 import mmap
-import multiprocessing as mp
 import os
 import signal
-import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import testing, tree
 from mics_fn.errors import MicsError
 from mics_fn.lab.ranks import loopback
-from mics_fn.lab.ranks.process import PR_SET_PDEATHSIG
 
 STEPS = 4
 MARK = struct.Struct("d")
@@ -69,149 +57,7 @@ class Told(NamedTuple):
     text: str = ""
 
 
-class Found(NamedTuple):
-    """All that is known after a trial."""
-
-    trial: Trial
-    happened: float | None  # when the fault did
-    told: dict[int, Told]
-    again: dict[int, Told]  # after `reset` and the steps that were left
-    silent: dict[int, str]  # ranks that lived and said nothing, and their stacks
-    died: dict[int, int]  # ranks that ended unasked, and their status
-    seconds: float
-
-
-def run_trial(trial: Trial) -> Found:
-    """Start the ranks of a trial, and hear what became of them; none is left over."""
-    started, port = time.monotonic(), _free_port(trial.number)
-    board = mmap.mmap(-1, MARK.size)
-    pids: dict[int, int] = {}
-    conns: dict[int, Connection] = {}
-    with tempfile.TemporaryDirectory(prefix="mics_fault_") as folder:
-        try:
-            host = _fork(lambda: _host_store(port)) if trial.apart else 0
-            for rank in range(trial.ranks):
-                ours, theirs = mp.Pipe()
-                body = _Rank(trial, rank, port, board, theirs, f"{folder}/stacks{rank}")
-                pids[rank], conns[rank] = _fork(body.serve), ours
-                theirs.close()
-            gone = _gone(trial)
-            living = [rank for rank in pids if rank not in gone]
-            limit = started + 3 * trial.timeout_s + 2 * trial.heartbeat_s
-            told, died = _hear(conns, living, pids, limit)
-            silent = [rank for rank in living if rank not in told and rank not in died]
-            again: dict[int, Told] = {}
-            if (
-                not silent
-                and not died
-                and _may_reset(trial)
-                and any(t.error for t in told.values())
-            ):
-                for rank in living:
-                    conns[rank].send("reset")
-                again, lost = _hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
-                died |= lost
-                silent = [rank for rank in living if rank not in again and rank not in died]
-            stacks = _stacks({rank: pids[rank] for rank in silent}, folder)
-        finally:
-            _end([*pids.values(), *([host] if trial.apart else [])])
-            for conn in conns.values():
-                conn.close()
-    (mark,) = MARK.unpack(board[:])
-    seconds = time.monotonic() - started
-    return Found(trial, mark or None, told, again, stacks, died, seconds)
-
-
-def _gone(trial: Trial) -> list[int]:
-    """The ranks that the fault ends or stops."""
-    if trial.fault in ("exit", "kill", "stop", "abort", "segfault"):
-        return [trial.rank]
-    if trial.fault in ("store_killed", "store_stopped") and not trial.apart:
-        return [0]
-    return []
-
-
-def _may_reset(trial: Trial) -> bool:
-    """Whether all ranks and the store outlive the fault, and do not leave."""
-    ends = trial.script or trial.fault.startswith("store") or bool(_gone(trial))
-    return not ends and trial.step > 0 and hasattr(mf.Trainer, "reset")
-
-
-def _hear(
-    conns: dict[int, Connection], ranks: list[int], pids: dict[int, int], limit: float
-) -> tuple[dict[int, Told], dict[int, int]]:
-    """What each of these ranks says until the limit, and those that ended without a word."""
-    told: dict[int, Told] = {}
-    died: dict[int, int] = {}
-    waiting: dict[Any, int] = {conns[rank]: rank for rank in ranks}
-    while waiting and (left := limit - time.monotonic()) > 0:
-        for conn in wait(list(waiting), left):
-            rank = waiting.pop(conn)
-            try:
-                told[rank] = conn.recv()  # pyright: ignore[reportAttributeAccessIssue]
-            except EOFError:
-                _, status = os.waitpid(pids[rank], 0)
-                died[rank] = os.waitstatus_to_exitcode(status)
-    return told, died
-
-
-def _stacks(pids: dict[int, int], folder: str) -> dict[int, str]:
-    """The stacks of ranks that do not answer."""
-    for pid in pids.values():
-        os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.5 if pids else 0.0)
-    found = {}
-    for rank in pids:
-        with contextlib.suppress(OSError), open(f"{folder}/stacks{rank}") as file:
-            found[rank] = file.read()
-    return {rank: found.get(rank, "") for rank in pids}
-
-
-def _end(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-
-
-def _fork(body: Callable[[], None]) -> int:
-    """A forked process that does this and ends without Python's own end."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            quiet = os.open(os.devnull, os.O_RDWR)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            body()
-        finally:
-            os._exit(0)
-    return pid
-
-
-def _free_port(number: int) -> int:
-    """A port below those that systems give away, so that no connection takes it meanwhile."""
-    port = 20_000 + (131 * os.getpid() + 7 * number) % 12_000
-    while True:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((loopback.ADDRESS, port))
-                return port
-        port = 20_000 + (port + 1) % 12_000
-
-
-def _host_store(port: int) -> None:
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        loopback.ADDRESS, port, is_master=True, wait_for_workers=False
-    )
-    while store:
-        time.sleep(60)
-
-
-class _Rank:
+class Rank:
     """One rank of a trial, in its own process."""
 
     def __init__(

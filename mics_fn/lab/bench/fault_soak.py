@@ -1,4 +1,4 @@
-"""`bench faults --soak`: what grows in a process that trains, resets and makes trainers for long."""
+"""`bench faults --soak`: what grows where a process trains, resets and makes trainers for long."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ class SoakConfig:
     ranks: int = 4
 
 
-def run_soak(config: SoakConfig, ranks: int = 1) -> dict[str, Any]:
+def run_soak(config: SoakConfig) -> dict[str, Any]:
     """Go on for long on new ranks, and compare what they hold."""
     return on_ranks(soak, config.ranks, config)
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from mics_fn.lab.bench.fault_ranks import STEPS, Found, Told, Trial, run_trial
+from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
+from mics_fn.lab.bench.fault_trials import Found, run_trial
 from mics_fn.lab.report import table
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
@@ -52,16 +53,16 @@ class FaultsConfig:
       trials: how many faults.
       ranks: the sizes of jobs.
       seed: chooses them.
-      heartbeat_s, timeout_s: limits of the groups.
       lanes: how many jobs run at the same time.
+      heartbeat_s, timeout_s: limits of the groups.
     """
 
-    trials: int
-    ranks: tuple[int, ...]
-    seed: int
+    trials: int = 500
+    ranks: tuple[int, ...] = (4, 8)
+    seed: int = 0
+    lanes: int = 4
     heartbeat_s: float = 2.0
     timeout_s: float = 5.0
-    lanes: int = 4
 
 
 def trials_of(config: FaultsConfig) -> Iterator[Trial]:
@@ -107,7 +108,7 @@ def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
 Twins = dict[tuple[int, int, int], dict[int, dict[int, str]]]
 
 
-def measure_faults(config: FaultsConfig, ranks: int = 1) -> dict[str, Any]:
+def measure_faults(config: FaultsConfig) -> dict[str, Any]:
     """Run all trials, several at a time, and judge them."""
     importlib.import_module("torch._dynamo")  # which each rank would import
     torch.set_num_threads(1)
