@@ -1,0 +1,145 @@
+"""`bench faults`: what it calls wrong, a few faults of each kind, and its parts on tiny sizes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mics_fn.__main__ import main
+from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
+from mics_fn.lab.bench.fault_trials import Found
+from mics_fn.lab.bench.faults import (
+    FAULTS,
+    PLACES,
+    FaultsConfig,
+    goal_s,
+    judged,
+    measure_faults,
+    missed,
+    named,
+    render_faults,
+    trials_of,
+)
+from mics_fn.testing.faults import FAULTS as KNOWN
+
+TRIAL = Trial(7, 2, 1, "raise", "fetch", 2, 1, False, False, heartbeat_s=2.0, timeout_s=5.0)
+TWIN = {rank: {step: f"{rank}/{step}" for step in range(STEPS + 1)} for rank in range(2)}
+RIGHT = {1: "0/1"}
+
+
+def told(rank: int = 0, **how: Any) -> Told:
+    """An error of a rank, as it should be."""
+    error = {"error": "PeerFailed", "typed": True, "names": 1, "text": "rank 1 raised"}
+    return Told(**{"rank": rank, "at": 10.5, "digests": RIGHT, **error, **how})
+
+
+def problems(trial: Trial = TRIAL, *others: Told, **how: Any) -> dict[str, int]:
+    """What is wrong where rank 1 raised and rank 0 said this."""
+    culprit = told(1, error="InjectedError", typed=False, names=None, digests={1: "1/1"})
+    every = {each.rank: each for each in (culprit, *others)}
+    found = {"happened": 10.0, "told": every, "again": {}, "silent": {}, "died": {}, "seconds": 1.0}
+    return judged(Found(trial, **{**found, **how}), TWIN)["problems"]
+
+
+def test_an_error_that_names_the_rank_in_time_is_right():
+    assert problems(TRIAL, told()) == {}
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ({"names": 0}, "unnamed"),
+        ({"names": None, "text": "on rank 0; its group is ranks 0, 1"}, "unnamed"),
+        ({"typed": False}, "untyped"),
+        ({"at": 12.0}, "late"),
+        ({"digests": {1: "0/2"}}, "wrong"),
+        ({"error": ""}, "unreached"),
+    ],
+)
+def test_one_thing_that_is_wrong_with_an_error(how: dict[str, Any], problem: str):
+    assert problems(TRIAL, told(**how)) == {problem: 1}
+
+
+def test_ranks_that_say_nothing_and_jobs_that_should_have_gone_on():
+    assert problems(TRIAL, silent={0: "its stack"})["hang"] == 1
+    assert problems(TRIAL, told(), died={0: -6})["death"] == 1
+    assert problems(TRIAL, told(), happened=None)["unreached"] == 1
+    harmless = TRIAL._replace(fault="slow")
+    assert problems(harmless, told())["alarm"] == 2
+    last = {STEPS: f"0/{STEPS}"}
+    both = {0: told(error="", digests=last), 1: told(1, error="", digests={STEPS: f"1/{STEPS}"})}
+    assert problems(TRIAL, told(), again=both) == {}
+    assert problems(TRIAL, told(), again={**both, 0: told()}) == {"reset": 1}
+    assert problems(harmless, told=both) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "culprit", "found"),
+    [
+        ("rank 1 left its groups", 1, True),
+        ("ranks 0, 1 did not come", 1, True),
+        ("ranks 0, 1 did not come", 2, False),
+        ("waiting: rank 0 of ranks 0-3", 0, False),
+        ("on rank 2; its group is ranks 0, 2", 2, False),
+        ("the store at 127.0.0.1 is gone", None, True),
+    ],
+)
+def test_a_text_that_names_a_rank(text: str, culprit: int | None, found: bool):
+    assert named(told(names=None, text=text), culprit) is found
+    assert named(told(names=1, text=""), 1)
+    assert not named(told(names=1, text=text), 0)
+
+
+def test_trials_are_uniform_and_the_same_for_a_seed():
+    trials = list(trials_of(FaultsConfig(trials=600)))
+    assert trials == list(trials_of(FaultsConfig(trials=600)))
+    assert trials[:50] != list(trials_of(FaultsConfig(trials=50, seed=1)))
+    assert {trial.fault for trial in trials} == set(FAULTS) == set(KNOWN) - {"link_down"}
+    assert {trial.operation for trial in trials} == {name for at in PLACES.values() for name in at}
+    assert {(trial.ranks, trial.partition_size) for trial in trials} == {
+        (n, p) for n in (4, 8) for p in (1, 2, 4, 8) if p <= n
+    }
+    assert {trial.rank for trial in trials} == set(range(8))
+    for place in PLACES.values():
+        share = sum(trial.operation in place for trial in trials) / len(trials)
+        assert 0.2 < share < 0.6
+    assert all(trial.step < STEPS for trial in trials)
+    assert {goal_s(trial) for trial in trials} >= {None, 1.0, 3.0}
+
+
+def check(config: FaultsConfig) -> None:
+    figures = measure_faults(config)
+    bad = [
+        {key: row[key] for key in ("fault", "operation", "rank", "problems", "texts", "again")}
+        for row in figures["rows"]
+        if set(row["problems"]) - {"late"}  # a machine that runs other tests, too, is no clock
+    ]
+    assert bad == [], render_faults(figures, config)
+    assert len(figures["rows"]) == config.trials
+    assert missed(figures["rows"]) in ([], ["late"])
+
+
+def test_a_few_faults():
+    check(FaultsConfig(trials=12, ranks=(4,), seed=3))
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(600)
+def test_many_faults():
+    check(FaultsConfig(trials=150, seed=4))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # torch's agent leaves its logs open
+def test_its_other_parts(forked_bench: Callable):
+    argv = ["faults", "--soak", "--steps", "10", "--resets", "10", "--trainers", "10"]
+    figures, printed = forked_bench(*argv)
+    assert figures["missed"] in ([], ["memory"])  # a few steps are no time for the allocator
+    assert "store keys" in printed
+    figures, printed = forked_bench("faults", "--cost", "--rounds", "1")
+    assert figures["messages"] == 0
+    assert "messages by the main thread" in printed
+
+
+def test_its_flags(capsys: pytest.CaptureFixture):
+    assert main(["bench", "faults", "--trials", "1", "--ranks", "2", "--lanes", "1"]) == 0
+    assert "1 faults on 2 ranks" in capsys.readouterr().out

@@ -1,0 +1,50 @@
+"""An error that all ranks share leaves the groups usable, and the next step right bit for bit."""
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from cases import Layout, groups_of
+
+from mics_fn import testing
+from mics_fn.lab.bench.fault_ranks import batch_of, digest, trainer_for
+
+STEPS, AT = 4, 2
+LAYOUTS = [Layout((2, 2), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
+
+
+def again_after(layout: Layout, operation: str, fault: str) -> tuple[list[str], str | None, int]:
+    """States after each step, where one step fails on all ranks and is taken again."""
+    groups = groups_of(layout)
+    trainer, rank, found, errors = trainer_for(groups), groups.rank, [], 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with testing.inject(None, AT, operation, fault) as injection:
+            while trainer.state.step < STEPS:
+                try:
+                    trainer.step(batch_of(rank, trainer.state.step + 1))
+                except (testing.InjectedError, KeyboardInterrupt):
+                    errors += 1
+                found.append(digest(trainer))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return found, injection.at, errors
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("operation", ["step", "fetch", "reduction", "opt_step", "commit"])
+@pytest.mark.parametrize("fault", ["raise", "interrupt"])
+def test_the_next_step_is_right(layout: Layout, operation: str, fault: str, ranks: Callable):
+    plain = ranks(4).run(again_after, layout, "nowhere", fault)
+    for (states, at, errors), (wanted, nowhere, none) in zip(
+        ranks(4).run(again_after, layout, operation, fault), plain, strict=True
+    ):
+        assert operation in (at or "")
+        assert (nowhere, errors, none) == (None, 1, 0)
+        assert list(dict.fromkeys(states)) == list(dict.fromkeys([*states[:1], *wanted]))
+
+
+def test_states_differ_from_step_to_step(ranks: Callable):
+    for states, _, _ in ranks(4).run(again_after, LAYOUTS[1], "nowhere", "raise"):
+        assert len(set(states)) == STEPS
