@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,28 @@ class Told(NamedTuple):
     text: str = ""
 
 
+class Shell:
+    """As much of IPython as the library asks for: whoever registers hears of the end of a cell."""
+
+    def __init__(self) -> None:
+        self.events, self._hooks = self, list[Callable[[Any], None]]()
+
+    def register(self, name: str, hook: Callable[[Any], None]) -> None:
+        """Call this after each cell."""
+        self._hooks.append(hook)
+
+    def end_cell(self, error: BaseException | None) -> None:
+        """Tell the hooks what a cell has raised."""
+        for hook in self._hooks:
+            hook(SimpleNamespace(error_in_exec=error, error_before_exec=None))
+
+    def install(self) -> None:
+        """Be the shell of this process."""
+        module: Any = ModuleType("IPython")
+        module.get_ipython = lambda: self
+        sys.modules["IPython"] = module
+
+
 class Rank:
     """One rank of a trial, in its own process."""
 
@@ -66,11 +89,15 @@ class Rank:
         self.trial, self.rank, self.port = trial, rank, port
         self.board, self.conn, self.stacks = board, conn, stacks
         self.digests: dict[int, str] = {}
+        self.at = 0.0  # when it ended
+        self.shell = Shell()
         self.trainer: mf.Trainer | None = None
 
     def serve(self) -> None:
         """Train, say what came of it, and stay or leave."""
         self._settle()
+        if not self.trial.script:
+            self.shell.install()
         error = self._try(self._train)
         if isinstance(error, SystemExit):
             self._leave(error)
@@ -95,17 +122,20 @@ class Rank:
     def _try(self, body: Callable[[], None]) -> BaseException | None:
         try:
             body()
+            self.at = time.monotonic()
         except BaseException as error:
+            self.at = time.monotonic()
+            if not isinstance(error, SystemExit):
+                self.shell.end_cell(error)
             return error
         return None
 
     def _told(self, error: BaseException | None) -> Told:
-        at = time.monotonic()
         if error is None:
-            return Told(self.rank, at, self.digests)
+            return Told(self.rank, self.at, self.digests)
         rank, kind = getattr(error, "rank", None), getattr(error, "kind", "")
         name, typed = type(error).__name__, isinstance(error, MicsError)
-        return Told(self.rank, at, self.digests, name, typed, rank, kind, str(error))
+        return Told(self.rank, self.at, self.digests, name, typed, rank, kind, str(error))
 
     def _leave(self, error: BaseException) -> None:
         """End as Python does, but for the destructors of C++."""

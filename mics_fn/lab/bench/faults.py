@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mics_fn.errors import GroupsError
 from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
 from mics_fn.lab.bench.fault_trials import Found, run_trial
 from mics_fn.lab.report import table
@@ -60,7 +61,7 @@ class FaultsConfig:
     trials: int = 500
     ranks: tuple[int, ...] = (4, 8)
     seed: int = 0
-    lanes: int = 4
+    lanes: int = 2
     heartbeat_s: float = 2.0
     timeout_s: float = 5.0
 
@@ -118,8 +119,11 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
     with mp.get_context("fork").Pool(config.lanes) as lanes:
         twins: Twins = {}
         for found in _all(lanes, sorted(plain, reverse=True)):
-            trial = found.trial
-            twins[_key(trial)] = {rank: told.digests for rank, told in found.told.items()}
+            errors = [told.text for told in found.told.values() if told.error]
+            if errors or len(found.told) < found.trial.ranks:
+                raise GroupsError(f"bench faults: a job without a fault failed: {errors[:1]}")
+            told = found.told.values()
+            twins[_key(found.trial)] = {each.rank: each.digests for each in told}
         for found in _all(lanes, trials):
             rows.append(judged(found, twins[_key(_twin(found.trial))]))
     rows.sort(key=lambda row: row["number"])
@@ -136,7 +140,7 @@ def _twin(trial: Trial) -> Trial:
     """The same job without a fault; a step that is refused is one that was never there."""
     skips = trial.step if trial.fault == "nan" else 0
     plain = trial._replace(number=0, fault="", operation="", step=0, rank=0, script=False)
-    return plain._replace(apart=False, skips=skips, timeout_s=60.0)
+    return plain._replace(apart=False, skips=skips, timeout_s=60.0, heartbeat_s=60.0)
 
 
 def _key(trial: Trial) -> tuple[int, int, int]:
