@@ -11,10 +11,12 @@ import ctypes
 import mmap
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -45,36 +47,33 @@ def run_trial(trial: Trial) -> Found:
     board = mmap.mmap(-1, MARK.size)
     pids: dict[int, int] = {}
     conns: dict[int, Connection] = {}
-    with tempfile.TemporaryDirectory(prefix="mics_fault_") as folder:
-        try:
-            host = _fork(lambda: _host_store(port)) if trial.apart else 0
-            for rank in range(trial.ranks):
-                ours, theirs = mp.Pipe()
-                body = Rank(trial, rank, port, board, theirs, f"{folder}/stacks{rank}")
-                pids[rank], conns[rank] = _fork(body.serve), ours
-                theirs.close()
-            gone = _gone(trial)
-            living = [rank for rank in pids if rank not in gone]
-            limit = started + 3 * trial.timeout_s + 2 * trial.heartbeat_s
-            told, died = _hear(conns, living, pids, limit)
-            silent = [rank for rank in living if rank not in told and rank not in died]
-            again: dict[int, Told] = {}
-            if (
-                not silent
-                and not died
-                and _may_reset(trial)
-                and any(t.error for t in told.values())
-            ):
-                for rank in living:
-                    conns[rank].send("reset")
-                again, lost = _hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
-                died |= lost
-                silent = [rank for rank in living if rank not in again and rank not in died]
-            stacks = _stacks({rank: pids[rank] for rank in silent}, folder)
-        finally:
-            _end([*pids.values(), *([host] if trial.apart else [])])
-            for conn in conns.values():
-                conn.close()
+    # No object whose end would remove it: a rank that leaves calls what its parent registered.
+    folder = tempfile.mkdtemp(prefix="mics_fault_")
+    try:
+        host = _fork(lambda: _host_store(port)) if trial.apart else 0
+        for rank in range(trial.ranks):
+            ours, theirs = mp.Pipe()
+            body = Rank(trial, rank, port, board, theirs, f"{folder}/stacks{rank}")
+            pids[rank], conns[rank] = _fork(body.serve), ours
+            theirs.close()
+        gone = _gone(trial)
+        living = [rank for rank in pids if rank not in gone]
+        limit = started + 3 * trial.timeout_s + 2 * trial.heartbeat_s
+        told, died = _hear(conns, living, pids, limit)
+        silent = [rank for rank in living if rank not in told and rank not in died]
+        again: dict[int, Told] = {}
+        if not silent and not died and _may_reset(trial) and any(t.error for t in told.values()):
+            for rank in living:
+                conns[rank].send("reset")
+            again, lost = _hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
+            died |= lost
+            silent = [rank for rank in living if rank not in again and rank not in died]
+        stacks = _stacks({rank: pids[rank] for rank in silent}, folder)
+    finally:
+        _end([*pids.values(), *([host] if trial.apart else [])])
+        for conn in conns.values():
+            conn.close()
+        shutil.rmtree(folder, ignore_errors=True)
     (mark,) = MARK.unpack(board[:])
     seconds = time.monotonic() - started
     return Found(trial, mark or None, told, again, stacks, died, seconds)
@@ -138,14 +137,19 @@ def _fork(body: Callable[[], None]) -> int:
     """A forked process that does this and ends without Python's own end."""
     pid = os.fork()
     if pid == 0:
+        code, shown = 1, os.dup(2)
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             quiet = os.open(os.devnull, os.O_RDWR)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             body()
+            code = 0
+        except BaseException:
+            os.dup2(shown, 2)
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(code)
     return pid
 
 
