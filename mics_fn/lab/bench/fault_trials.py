@@ -89,9 +89,9 @@ def _gone(trial: Trial) -> list[int]:
 
 
 def _may_reset(trial: Trial) -> bool:
-    """Whether all ranks and the store outlive the fault, and do not leave."""
-    ends = trial.script or trial.fault.startswith("store") or bool(_gone(trial))
-    return not ends and trial.step > 0 and hasattr(mf.Trainer, "reset")
+    """Whether all ranks, the store and the state outlive the fault, and nobody leaves."""
+    lost = trial.fault in ("flip", "store_killed", "store_stopped") or bool(_gone(trial))
+    return not trial.script and not lost and trial.step > 0 and hasattr(mf.Trainer, "reset")
 
 
 def _hear(

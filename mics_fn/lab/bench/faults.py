@@ -34,7 +34,8 @@ PLACES = {
 }
 # Where an error says who tells it, and which group that is.
 OWN_PLACE = re.compile(r"on rank \d+|(waiting: rank \d+ of|its group is) ranks? [\d ,-]+")
-SOON_S, DESYNC_S, SLACK_S = 1.0, 1.5, 1.0  # what each kind of fault may take, and beyond a limit
+SOON_S, DESYNC_S = 1.0, 1.5  # what each kind of fault may take
+SLACK_S, START_S = 1.0, 1.5  # beyond a limit; at the start rank 0 keeps the store for a second
 PROBLEMS = ("hang", "death", "wrong", "alarm", "untyped", "unnamed", "late", "reset", "unreached")
 # A machine that is shared makes some processes wait, which is nobody's fault.
 LATE_SHARE = 0.05
@@ -202,7 +203,7 @@ def goal_s(trial: Trial) -> float | None:
     if trial.fault in (*HARMLESS, "nan", "flip"):
         return None
     if trial.operation in PLACES["start"]:
-        return trial.timeout_s + SLACK_S
+        return trial.timeout_s + START_S
     if trial.fault == "wrong_call":
         return DESYNC_S
     return SOON_S if trial.fault in ENDS_SOON else trial.heartbeat_s + SLACK_S
