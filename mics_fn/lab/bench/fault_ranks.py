@@ -117,6 +117,8 @@ class Rank:
         numbers |= {"LOCAL_RANK": self.rank, "LOCAL_WORLD_SIZE": self.trial.ranks}
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR=loopback.ADDRESS, GLOO_SOCKET_IFNAME="lo")
+        # The store of torch looks up the name of each client, and serves nobody meanwhile.
+        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.trial.apart)
 
     def _try(self, body: Callable[[], None]) -> BaseException | None:

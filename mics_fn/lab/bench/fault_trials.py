@@ -21,9 +21,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-import mics_fn as mf
 from mics_fn.lab.bench.fault_ranks import MARK, Rank, Told, Trial
 from mics_fn.lab.ranks import loopback
 from mics_fn.lab.ranks.process import PR_SET_PDEATHSIG
@@ -62,7 +59,9 @@ def run_trial(trial: Trial) -> Found:
         told, died = _hear(conns, living, pids, limit)
         silent = [rank for rank in living if rank not in told and rank not in died]
         again: dict[int, Told] = {}
-        if not silent and not died and _may_reset(trial) and any(t.error for t in told.values()):
+        (happened,) = MARK.unpack(board[:])
+        failed = happened and any(each.error for each in told.values())
+        if failed and not silent and not died and _may_reset(trial):
             for rank in living:
                 conns[rank].send("reset")
             again, lost = _hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
@@ -74,9 +73,8 @@ def run_trial(trial: Trial) -> Found:
         for conn in conns.values():
             conn.close()
         shutil.rmtree(folder, ignore_errors=True)
-    (mark,) = MARK.unpack(board[:])
     seconds = time.monotonic() - started
-    return Found(trial, mark or None, told, again, stacks, died, seconds)
+    return Found(trial, happened or None, told, again, stacks, died, seconds)
 
 
 def _gone(trial: Trial) -> list[int]:
@@ -91,7 +89,7 @@ def _gone(trial: Trial) -> list[int]:
 def _may_reset(trial: Trial) -> bool:
     """Whether all ranks, the store and the state outlive the fault, and nobody leaves."""
     lost = trial.fault in ("flip", "store_killed", "store_stopped") or bool(_gone(trial))
-    return not trial.script and not lost and trial.step > 0 and hasattr(mf.Trainer, "reset")
+    return not trial.script and not lost and trial.step > 0
 
 
 def _hear(
@@ -166,8 +164,6 @@ def _free_port(number: int) -> int:
 
 
 def _host_store(port: int) -> None:
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        loopback.ADDRESS, port, is_master=True, wait_for_workers=False
-    )
+    store = loopback.serve_store(port)
     while store:
         time.sleep(60)

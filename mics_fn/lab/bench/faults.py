@@ -174,10 +174,7 @@ def judged(found: Found, twin: dict[int, dict[int, str]]) -> dict[str, Any]:
         noticed = not others or bool(errors)
         problems["unreached"] = not noticed
     problems["unreached"] += found.happened is None
-    problems["reset"] = sum(
-        bool(told.error) or told.digests.get(STEPS) != twin.get(told.rank, {}).get(STEPS)
-        for told in found.again.values()
-    )
+    problems["reset"] = sum(not _goes_on(told, trial, twin) for told in found.again.values())
     seconds = max((told.at - (found.happened or told.at) for told in errors), default=None)
     goal = goal_s(trial)
     problems["late"] = seconds is not None and goal is not None and seconds > goal
@@ -186,6 +183,14 @@ def judged(found: Found, twin: dict[int, dict[int, str]]) -> dict[str, Any]:
     row = {**trial._asdict(), "goal_s": goal, "seconds": seconds, "took_s": found.seconds}
     row |= {"problems": {k: int(v) for k, v in problems.items() if v}, "texts": texts}
     return row | {"again": again, "stacks": found.silent, "died": found.died}
+
+
+def _goes_on(told: Told, trial: Trial, twin: dict[int, dict[int, str]]) -> bool:
+    """Whether a rank has the right state after `reset`, or says that no replica has one."""
+    if told.error:
+        torn = trial.operation == "commit" and trial.partition_size == trial.ranks
+        return torn and told.error == "TornStepError"
+    return told.digests.get(STEPS) == twin.get(told.rank, {}).get(STEPS)
 
 
 def named(told: Told, culprit: int | None) -> bool:

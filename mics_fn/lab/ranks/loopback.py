@@ -22,10 +22,11 @@ ADDRESS = "127.0.0.1"
 BACKEND = "mics_fn_loopback"
 
 
-def serve_store() -> Any:
-    """A store that listens on a free port of the loopback address."""
+def serve_store(port: int = 0) -> Any:
+    """A store that listens on a port of the loopback address; 0 takes a free one."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.bind((ADDRESS, 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((ADDRESS, port))
     listening.listen()
     port = listening.getsockname()[1]
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
