@@ -1,12 +1,13 @@
 """`bench faults`: what it calls wrong, a few faults of each kind, and its parts on tiny sizes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mics_fn.__main__ import main
+from mics_fn.lab.bench.fault_cost import CostConfig, measure_cost, render_cost
 from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
+from mics_fn.lab.bench.fault_soak import SoakConfig, grown, render_soak, soak
 from mics_fn.lab.bench.fault_trials import Found
 from mics_fn.lab.bench.faults import (
     FAULTS,
@@ -20,6 +21,7 @@ from mics_fn.lab.bench.faults import (
     render_faults,
     trials_of,
 )
+from mics_fn.lab.ranks.pool import run_ranks
 from mics_fn.testing.faults import FAULTS as KNOWN
 
 TRIAL = Trial(7, 2, 1, "raise", "fetch", 2, 1, False, False, heartbeat_s=2.0, timeout_s=5.0)
@@ -129,15 +131,36 @@ def test_many_faults():
     check(FaultsConfig(trials=150, seed=4))
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # torch's agent leaves its logs open
-def test_its_other_parts(forked_bench: Callable):
-    argv = ["faults", "--soak", "--steps", "10", "--resets", "10", "--trainers", "10"]
-    figures, printed = forked_bench(*argv)
-    assert figures["missed"] in ([], ["memory"])  # a few steps are no time for the allocator
-    assert "store keys" in printed
-    figures, printed = forked_bench("faults", "--cost", "--rounds", "1")
+def test_what_grows():
+    config = SoakConfig(steps=8, resets=4, trainers=4)
+    figures = run_ranks(soak, config.ranks, config)[0]
+    assert not [
+        what for what in figures["missed"] if what != "memory"
+    ]  # the allocator is warm later
+    printed = render_soak(figures, config)
+    assert [line.split()[0] for line in printed.splitlines()[2:11:3]] == list(figures["looks"])
+    for ranks in figures["looks"].values():
+        assert [len(looks) for looks in ranks] == [3] * config.ranks
+        assert all(look[what] > 0 for looks in ranks for look in looks for what in look)
+
+
+def test_what_has_grown_is_said():
+    def looks(*keys: float, memory: float = 0.0) -> list[list[dict[str, float]]]:
+        rest = {"descriptors": 9.0, "threads": 3.0}
+        return [[{**rest, "store keys": count, "memory": memory * count} for count in keys]]
+
+    flat = {name: looks(2, 5, 5) for name in ("steps", "resets", "trainers")}
+    assert grown(flat) == []
+    assert grown({**flat, "resets": looks(2, 5, 6)}) == ["store keys in resets"]
+    assert grown({**flat, "trainers": looks(2, 5, 5, memory=1e6)}) == ["memory"]
+
+
+def test_what_watching_costs():
+    config = CostConfig(rounds=1, steps=2)
+    figures = run_ranks(measure_cost, config.ranks, config)[0]
     assert figures["messages"] == 0
-    assert "messages by the main thread" in printed
+    assert 0 < figures["cpu_share"]["most"] < 1
+    assert "messages by the main thread" in render_cost(figures, config)
 
 
 def test_its_flags(capsys: pytest.CaptureFixture):

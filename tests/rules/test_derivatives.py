@@ -698,6 +698,7 @@ ELSEWHERE = {
     "make_groups": READS,
     "init_distributed": READS,
     "plan_groups": READS,
+    "inject": "changes nothing, or what it was asked to",
 }
 METHODS_ELSEWHERE = {
     "Trainer.params": "unshards what no one differentiates: the trainer's own state",

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import testing, tree
+from mics_fn import tree
 from mics_fn.errors import MicsError
 from mics_fn.lab.ranks import loopback
+from mics_fn.testing import inject
 
 STEPS = 4
 MARK = struct.Struct("d")
@@ -157,8 +158,8 @@ class Rank:
             if trial.fault:
                 mark: Callable[[Any], None] = lambda point: self._mark()  # noqa: E731
                 how = {"seconds": trial.heartbeat_s / 2, "seed": trial.number}
-                stack.enter_context(testing.inject(*where, mark))
-                stack.enter_context(testing.inject(*where, trial.fault, **how))
+                stack.enter_context(inject(*where, mark))
+                stack.enter_context(inject(*where, trial.fault, **how))
             mf.init_distributed(device="cpu", timeout_s=trial.timeout_s)
             groups = groups_for(trial)
             self.trainer = trainer_for(groups)

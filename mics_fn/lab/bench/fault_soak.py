@@ -27,7 +27,8 @@ class SoakConfig:
     """How long `bench faults --soak` goes on.
 
     Args:
-      steps, resets, trainers: how many of each; the first tenth of each is not compared.
+      steps, resets, trainers: how many of each. Counts are compared from the half of each to its
+        end, memory from the first tenth of the steps to the end of all.
       ranks: of the job, in two replicas.
     """
 
@@ -67,10 +68,17 @@ def soak(config: SoakConfig) -> dict[str, Any]:
     ]
     for name, count, do in work:
         say(f"{count} {name} ...")
-        early = max(1, count // 10)
-        looks[name] = [_after(do, early), _after(do, count - early)]
-    found = {name: of_all_ranks(pair) for name, pair in looks.items()}
-    return {"looks": found, "seconds": time.monotonic() - started, "missed": _missed(found)}
+        done, looks[name] = 0, []
+        for look in _looks(count):
+            looks[name].append(_after(do, look - done))
+            done = look
+    found = {name: of_all_ranks(each) for name, each in looks.items()}
+    return {"looks": found, "seconds": time.monotonic() - started, "missed": grown(found)}
+
+
+def _looks(count: int) -> tuple[int, int, int]:
+    """After how many times to look at what a process holds."""
+    return max(1, count // 10), max(1, count // 2), count
 
 
 def _after(do: Callable[[], None], count: int) -> dict[str, float]:
@@ -89,29 +97,28 @@ def _after(do: Callable[[], None], count: int) -> dict[str, float]:
     return found
 
 
-def _missed(looks: dict[str, list[list[dict[str, float]]]]) -> list[str]:
+def grown(looks: dict[str, list[list[dict[str, float]]]]) -> list[str]:
     """What grew, by name."""
     wrong = []
     for name, ranks in looks.items():
         wrong += [
             f"{what} in {name}"
             for what in COUNTS
-            if any(last[what] > first[what] for first, last in ranks)
+            if any(last[what] > half[what] for _, half, last in ranks)
         ]
-    first = [before["memory"] for before, _ in looks["steps"]]
-    last = [after["memory"] for _, after in looks["trainers"]]
+    first = [before["memory"] for before, _, _ in looks["steps"]]
+    last = [after["memory"] for _, _, after in looks["trainers"]]
     if max(after - before for before, after in zip(first, last, strict=True)) > GROWTH_BYTES:
         wrong.append("memory")
     return wrong
 
 
 def render_soak(figures: dict[str, Any], config: SoakConfig) -> str:
-    """The figures as a table: after a tenth of each, and at its end; the fullest rank."""
+    """The figures as a table: of the fullest rank."""
     lines: list[tuple[str, ...]] = [("", "", *COUNTS, "memory")]
     for name, ranks in figures["looks"].items():
-        count = getattr(config, name)
-        for place, done in enumerate((max(1, count // 10), count)):
-            most = {what: max(pair[place][what] for pair in ranks) for what in (*COUNTS, "memory")}
+        for place, done in enumerate(_looks(getattr(config, name))):
+            most = {what: max(each[place][what] for each in ranks) for what in (*COUNTS, "memory")}
             counts = [f"{most[what]:g}" for what in COUNTS]
             lines.append((name, str(done), *counts, human_bytes(most["memory"])))
     title = f"what a rank of {config.ranks} holds, in {figures['seconds']:.0f} s"
