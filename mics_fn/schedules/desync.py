@@ -190,7 +190,13 @@ class Channel:
         """The text of the rank that came to this event first, among all replicas."""
         if self._shared is None:
             return text
-        return self._shared.compare_set(f"{self._all}/{event}", "", text).decode()
+        key = f"{self._all}/{event}"
+        first = self._shared.compare_set(key, "", text).decode()
+        if self._shared.add(f"{key}/read", 1) == self.job_size:  # all others have read it
+            for each in (key, f"{key}/read"):
+                with suppress(RuntimeError, NotImplementedError):
+                    self._shared.delete_key(each)
+        return first
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number that all replicas share, and return the sum; never waits."""
