@@ -214,18 +214,19 @@ def test_a_full_disk_until_the_block_ends(tmp_path: Path):
 def test_what_hosts_the_store(fault: str, code: int):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    how = {"timeout": timedelta(seconds=10), "wait_for_workers": False}
+    how: dict[str, Any] = {"timeout": timedelta(seconds=10), "wait_for_workers": False}
+    tcp_store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     def client() -> tuple[int, Any]:
         def work() -> str | None:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, **how)
+            store = tcp_store("127.0.0.1", port, is_master=False, **how)
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             return trained(step=2, operation="step", fault=fault)[1]
 
         return ended(work)
 
     def host() -> None:
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, **how)
+        store = tcp_store("127.0.0.1", port, is_master=True, **how)
         store.set("up", "")
         time.sleep(LIMIT_S)
 

@@ -156,9 +156,8 @@ class Rank:
         where = (trial.rank, trial.step, trial.operation)
         with contextlib.ExitStack() as stack:
             if trial.fault:
-                mark: Callable[[Any], None] = lambda point: self._mark()  # noqa: E731
-                how = {"seconds": trial.heartbeat_s / 2, "seed": trial.number}
-                stack.enter_context(inject(*where, mark))
+                how: dict[str, Any] = {"seconds": trial.heartbeat_s / 2, "seed": trial.number}
+                stack.enter_context(inject(*where, self._mark))
                 stack.enter_context(inject(*where, trial.fault, **how))
             mf.init_distributed(device="cpu", timeout_s=trial.timeout_s)
             groups = groups_for(trial)
@@ -180,13 +179,13 @@ class Rank:
         finally:
             self.digests[trainer.state.step] = digest(trainer)
 
-    def _mark(self) -> None:
+    def _mark(self, point: Any) -> None:
         self.board[:] = MARK.pack(time.monotonic())
 
 
 def groups_for(trial: Trial) -> mf.Groups:
     """Groups in nodes of half the ranks, so that eight ranks as one replica have two levels."""
-    bounds = {"timeout_s": trial.timeout_s, "heartbeat_s": trial.heartbeat_s}
+    bounds: dict[str, Any] = {"timeout_s": trial.timeout_s, "heartbeat_s": trial.heartbeat_s}
     return mf.make_groups(trial.partition_size, node_size=trial.ranks // 2, **bounds)
 
 
@@ -195,7 +194,12 @@ def trainer_for(groups: mf.Groups) -> mf.Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 1))
     guard = mf.optim.Guard(check=True)
-    how = {"guard": guard, "bucket_bytes": 2_000, "check_replicas": 1, "deterministic": True}
+    how: dict[str, Any] = {
+        "guard": guard,
+        "bucket_bytes": 2_000,
+        "check_replicas": 1,
+        "deterministic": True,
+    }
     return mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, **how)
 
 

@@ -103,8 +103,8 @@ def _hear(
         for conn in wait(list(waiting), left):
             rank = waiting.pop(conn)
             try:
-                told[rank] = conn.recv()  # pyright: ignore[reportAttributeAccessIssue]
-            except EOFError:
+                told[rank] = conns[rank].recv()
+            except (EOFError, OSError):
                 _, status = os.waitpid(pids[rank], 0)
                 died[rank] = os.waitstatus_to_exitcode(status)
     return told, died
