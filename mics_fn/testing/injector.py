@@ -84,7 +84,7 @@ def inject(
         has it: "start" (`init_distributed`, `make_groups`), "build" (`shard`, `Trainer`), "step",
         "opt_step", "commit" (the state is about to be written), or some of the text of a
         collective, such as "fetch of bucket 0" or "reduction", or of one of its levels, such as
-        "all-reduce" or "over 'replicas'"; see [Note: points] in `points`.
+        "all-reduce" or "over 'replicas'", which is hop 2; see [Note: points] in `points`.
       fault: "raise" (an `InjectedError`), "exit", "interrupt" (Ctrl-C), "kill", "stop" (SIGSTOP),
         "abort" and "segfault" end, stop or leave this rank. "gil" (held by a call of C) and "slow"
         delay it. "oom" asks for 2**60 bytes. "nan" and "flip" change an element, or one bit of it,
@@ -113,26 +113,28 @@ def inject(
       >>> trainer.state.step
       1
     """
-    if callable(fault):
-        act, name = fault, getattr(fault, "__name__", "function")
-        injection = Injection(
-            rank, step, operation, name, lambda m: act(m.point), seed=seed, seconds=seconds
-        )
-    elif fault not in FAULTS:
-        raise PlanError(message(f"inject: fault={fault!r}", fix=f"pass one of {', '.join(FAULTS)}"))
-    else:
-        if fault == "torn" and operation != "commit":
-            text = f"inject: fault='torn' at operation={operation!r}"
-            raise PlanError(message(text, fix="pass operation='commit'"))
-        injection = Injection(
-            rank, step, operation, fault, FAULTS[fault], seed=seed, seconds=seconds
-        )
+    name, happen = _named(fault, operation)
+    injection = Injection(rank, step, operation, name, happen, seed=seed, seconds=seconds)
     points.observers.append(injection)
     try:
         yield injection
     finally:
         points.observers.remove(injection)
         injection.close()
+
+
+def _named(
+    fault: str | Callable[[Point], None], operation: str
+) -> tuple[str, Callable[[Moment], None]]:
+    """The name of a fault, and what makes it."""
+    if callable(fault):
+        return getattr(fault, "__name__", "function"), lambda moment: fault(moment.point)
+    if fault not in FAULTS:
+        raise PlanError(message(f"inject: fault={fault!r}", fix=f"pass one of {', '.join(FAULTS)}"))
+    if fault == "torn" and operation != "commit":
+        text = f"inject: fault='torn' at operation={operation!r}"
+        raise PlanError(message(text, fix="pass operation='commit'"))
+    return fault, FAULTS[fault]
 
 
 def own_rank() -> int:
