@@ -190,20 +190,14 @@ class Channel:
         """The text of the rank that came to this event first, among all replicas."""
         if self._shared is None:
             return text
-        key = f"{self._all}/{event}"
-        first = self._shared.compare_set(key, "", text).decode()
-        if self._shared.add(f"{key}/read", 1) == self.job_size:  # all others have read it
-            for each in (key, f"{key}/read"):
-                with suppress(RuntimeError, NotImplementedError):
-                    self._shared.delete_key(each)
-        return first
+        self._written[-1].append(key := f"{self._all}/{event}")
+        return self._shared.compare_set(key, "", text).decode()
 
     def tally(self, event: str, amount: int) -> int:
         """Add to a number that all replicas share, and return the sum; never waits."""
-        key = f"{self._all}/{event}"
         if self._shared is None:
             return amount
-        self._written[-1].append(key)
+        self._written[-1].append(key := f"{self._all}/{event}")
         return self._shared.add(key, amount)
 
     def leave(self, number: int, step: Step, text: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from mics_fn import points
 from mics_fn.optim import Comparison, optimizer_facts, same_options
 from mics_fn.shards import homes_of, names
 from mics_fn.tree import Tree
@@ -55,6 +56,8 @@ def start_comparison(trainer: Any, buffers: Sequence[str]) -> Comparison | None:
 
     Communication: that of `same_replicas`.
     """
+    if points.observers:
+        points.passing("step", trainer.state.step + 1)
     sync, step, every = trainer.replica_sync, trainer.sync_state.step, trainer.check_replicas
     if sync.apart:
         every = -(-every // sync.every) * sync.every

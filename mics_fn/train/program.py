@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mics_fn import points
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import Precision
@@ -140,6 +141,8 @@ def program_of(
     Raises:
       TreeError: a loss function comes without `params`, or with another `loss`.
     """
+    if points.observers:
+        points.passing("build: Trainer")
     if isinstance(model, nn.Module):
         return ModuleProgram(model, loss, precision)
     if params is None or loss is not None:

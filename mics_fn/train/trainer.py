@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mics_fn import points
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import GradSum, bucket_sizes, defer
 from mics_fn.groups import StopRequest, Telling
@@ -121,8 +120,6 @@ class Trainer:
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
-        if points.observers:
-            points.passing("build: Trainer")
         self.accumulate, self.deterministic = accumulate, deterministic
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.check_replicas = check_replicas
@@ -178,8 +175,6 @@ class Trainer:
             return self._one_step(batch)
 
     def _one_step(self, batch: Any) -> StepMetrics:
-        if points.observers:
-            points.passing("step", self.state.step + 1)
         if not self._compared:  # a state may have been put in its place since
             same_step(self.state, self.groups)
             self._compared = True

@@ -132,7 +132,7 @@ def test_many_faults():
 
 
 def test_what_grows():
-    config = SoakConfig(steps=8, resets=4, trainers=4)
+    config = SoakConfig(steps=8, resets=4, trainers=14)
     figures = run_ranks(soak, config.ranks, config)[0]
     assert not [
         what for what in figures["missed"] if what != "memory"

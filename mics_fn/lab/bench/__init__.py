@@ -32,6 +32,11 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   bench memory --ranks 4 --node-size 2`
 - Peak of `init_model`, beside that of a whole model that is then cut: its shards, a bucket and
   the largest parameter. `python -m mics_fn bench memory --init --ranks 4 --node-size 2`
+- 500 faults of every kind on 4 and 8 ranks, at the start, while a model is built and in steps, with
+  a heartbeat limit of 2 s: 0 hangs, 0 processes that died unasked, 0 wrong states, 0 false alarms,
+  the rank named in all errors; 488 s. Seconds until the last rank had its error, median and most:
+  raised 0.44 and 0.56, exited 0.42 and 0.62, killed 0.30 and 0.51, stopped 2.7 and 3.2. `python -m
+  mics_fn bench faults`; `--soak` looks at what grows, `--cost` at the price of the monitor.
 
 Steps over emulated nodes with shaped links, 2 nodes of 2 ranks, in seconds (medians of 3 rounds,
 all peers of a line in one run) and MB that a node sends in a step. "On a budget" is `live_bytes`
