@@ -140,7 +140,7 @@ Errors:
   `errors.GroupsError` - groups used before they exist or after they closed
   `errors.CollectiveError` - a collective that failed
   `errors.CollectiveTimeoutError` - a collective that did not finish in time
-  `errors.PeerFailed` - another rank failed, without which a wait cannot end: which one, how and where
+  `errors.PeerFailed` - which rank failed without which a wait cannot end, and how
   `errors.NonFiniteError` - a gradient that is not finite, of a step that was not taken
   `errors.OptimizerError` - an optimizer that cannot work on shards
   `errors.FileError` - a file that is damaged, or asks for more than to be read

@@ -60,9 +60,11 @@ from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
-from mics_fn.groups.life import Life, tell_all
+from mics_fn.groups.life import Life
 from mics_fn.groups.make import make_groups
+from mics_fn.groups.resetting import replaced, reset
 from mics_fn.groups.stopping import StopRequest
+from mics_fn.groups.telling import Telling, tell_all
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = [

@@ -54,7 +54,8 @@ class Clerk:
         self._tasks = SimpleQueue[Task | None]()
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
-        threading.Thread(target=self._serve, name="mics_fn store", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="mics_fn store", daemon=True)
+        self._thread.start()
 
     def ask(self, call: Callable[[Any], Any]) -> Task:
         """Hand in a call and do not wait."""
@@ -85,6 +86,12 @@ class Clerk:
     def end(self) -> None:
         """Let the thread end once it has done all that it was asked."""
         self._tasks.put(None)
+
+    def end_now(self, patience_s: float) -> None:
+        """`end`, and wait for that; nothing is asked afterwards."""
+        self.end()
+        self._thread.join(patience_s)
+        self.lost = self.lost or StoreLost("this process ends", silent=False)
 
     def _serve(self) -> None:
         store = None

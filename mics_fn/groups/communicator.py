@@ -105,9 +105,8 @@ class Comm:
             raise GroupsError(message(f"{what} after its groups were closed", fix=fix))
         if self.life.forked:
             raise GroupsError(message(f"{what} in a fork of rank {self.life.rank}", fix=NO_FORK))
-        first = f"{type(failed).__name__}: {failed}".partition("\n")[0]
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
-        lines = [f"rank {self.life.rank}: {first}"]
+        lines = [f"rank {self.life.rank}: {failed}"]
         raise GroupsError(message(f"{what} after its groups have failed", lines, fix))
 
     def stream(self, device: torch.device) -> torch.Stream:

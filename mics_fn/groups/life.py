@@ -16,6 +16,7 @@ program is no such end, for what is in flight then can still be completed.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import MicsError
+from mics_fn.errors import GroupsError, MicsError
 from mics_fn.groups.peers import Failure, failure_of, same_place
 from mics_fn.groups.retiring import discard, free, quietly
 from mics_fn.groups.turns import Turns
@@ -50,7 +51,7 @@ class Life:
     closed: bool = False
     forked: bool = False  # whether this process is a fork of the one that made them
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
-    failed: BaseException | None = None  # why they are finished; see [Note: failed groups]
+    failed: str | None = None  # why they are finished; see [Note: failed groups]
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     # What lets go of all other references to them that are kept.
     forgets: list[Callable[[], None]] = field(default_factory=list)
@@ -61,15 +62,22 @@ class Life:
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, Failure] = field(default_factory=dict)
     told: Failure | None = None  # what this rank said of itself last
+    # Calls by communicator when this rank raised, of the last times; others may be behind.
+    _raised_at: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=64))
     # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
     look: Callable[[Sequence[Stuck], Mapping[str, int]], None] = lambda stuck, issued: None
     moved: Callable[[], None] = lambda: None
     job: Job = field(default_factory=Job)
-    # Of the monitor: say a failure, make one final (False if it was withdrawn), look at once.
+    # Of the monitor: say a failure, make one final (False if it was withdrawn), withdraw that of
+    # this rank (False if another one has given up), look at once.
     report: Callable[[Failure], None] = lambda failure: None
     settle: Callable[[Failure], bool] = lambda failure: True
+    retract: Callable[[], bool] = lambda: True
     listen: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None  # that these groups are closed here
+    depart: Callable[[str], Callable[[], None]] = lambda how: _quiet  # `Departures.depart`
+    again: Any = None  # makes groups like these; see `again`
+    turns: Turns = field(default_factory=Turns)
     # `StopRequest`s: told by the monitor at each tick its store, and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
@@ -77,7 +85,7 @@ class Life:
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
         self.owned.append(group)
-        _OPEN.add(self)
+        OPEN.add(self)
 
     def hear(self, store: Any, news: bool) -> None:
         """Let those listen who wait for news; called by the monitor at each tick."""
@@ -86,8 +94,8 @@ class Life:
 
     def fail(self, error: BaseException) -> None:
         """Note why no collective on these groups can end any more; the first reason stays."""
-        if self.failed is None:
-            self.failed = error
+        if self.failed is None:  # the error itself would keep all that its traceback refers to
+            self.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def check(
         self,
@@ -123,7 +131,7 @@ class Life:
         if failure.final or self.told is None:
             return False
         both = {failure.kind, self.told.kind} == {"interrupted"}
-        return both or same_place(self.told.made or {}, failure.made or {})
+        return both or any(same_place(made, failure.made or {}) for made in self._raised_at)
 
     def _give_up(self, failure: Failure, waits: str) -> None:
         """Raise the error of a failure, unless it was withdrawn meanwhile."""
@@ -198,6 +206,7 @@ class Life:
             text = f"rank {self.rank} exited, and its groups were still open"
         self.told = replace(failure, text=text, kind=kind or failure.kind)
         self.job.raised = not final
+        self._raised_at.append(counts["made"])
         self.report(self.told)
 
     def abandon(self, error: BaseException) -> None:
@@ -220,7 +229,7 @@ class Life:
     def close(self) -> None:
         """Destroy the owned process groups, newest first; a second call has no effect."""
         if self.failed is not None and not self.closed:
-            self.abandon(self.failed)
+            self.abandon(GroupsError(self.failed))
         elif not self.closed:
             self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
 
@@ -236,9 +245,11 @@ class Life:
         quietly(self.left)
         for i in reversed(range(len(groups))):
             end(groups[i])
-        self.failed = None  # its traceback refers to what is to be freed, as all of these do
+        self.failed = None
+        # These refer to what is to be freed.
         self.look, self.moved, self.depart, self.job = _quiet, _quiet, lambda how: _quiet, Job()
         self.report, self.settle, self.listen, self.left = _quiet, bool, _quiet, _quiet
+        self.retract = lambda: True
         if groups:
             thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
             thread.start()
@@ -269,12 +280,12 @@ class Life:
         self.closed = True
         self.active.clear()
         self.owned.clear()
-        _OPEN.discard(self)
+        OPEN.discard(self)
         while self.forgets:
             self.forgets.pop()()
 
 
-_OPEN: set[Life] = set()  # what owns process groups, until it is closed
+OPEN: set[Life] = set()  # what owns process groups, until it is closed
 
 
 def _quiet(*told: Any) -> None:
@@ -283,21 +294,16 @@ def _quiet(*told: Any) -> None:
 
 def end_in_fork(error: Exception) -> None:
     """Let all open groups fail in a process that was forked from a rank."""
-    for life in _OPEN:
-        life.failed, life.forked, life.turns = error, True, Turns()
+    for life in OPEN:
+        life.fail(error)
+        life.forked, life.turns = True, Turns()
         life.active.clear()
-    _OPEN.clear()
-
-
-def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
-    """Tell the ranks of all groups that are open here of an error of this rank, as `Life.tell`."""
-    for life in list(_OPEN):
-        quietly(partial(life.tell, error, final=final, kind=kind))
+    OPEN.clear()
 
 
 def never_destruct() -> None:
     """Keep torch from destructing open groups of gloo, which would wait for the other ranks."""
-    for group in [group for life in _OPEN for group in life.owned]:
+    for group in [group for life in OPEN for group in life.owned]:
         if _torch.is_alive(group) and dist.get_backend(group) == "gloo":
             _torch.never_destruct(group)
 

@@ -34,6 +34,7 @@ from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.life import Life
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import meet
+from mics_fn.groups.telling import withdraw_all
 from mics_fn.groups.topology import Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
@@ -281,6 +282,7 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     life, job_size = maker.life, len(maker.ranks)
     channel = Channel(maker.store, life.key, ranks, maker.rank, maker.timeout_s, job_size)
     life.look, life.moved, life.job = channel.look, channel.moved, channel.job
-    life.job.check, life.job.fail, life.job.withdraw = life.check, life.fail, monitor.withdraw
+    life.job.check, life.job.fail = life.check, life.fail
+    life.job.withdraw = partial(withdraw_all, life)
     life.depart, life.job.explain = channel.departures.depart, life.explained
     return channel

@@ -79,7 +79,8 @@ class Monitor:
             self._begin(self._clerk)
         self._rank, self._host = life.rank, _torch.store_host(store)
         life.report, life.settle = partial(self._report, life), partial(self._settle, life)
-        life.listen, life.left = self._listen, partial(self.leave, life)
+        life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
+        life.retract = partial(self._retract, life)
         gone = [rank for rank in life.ranks if self._is_gone(rank)]
         life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
         self._lives[life] = Journal("")
@@ -106,26 +107,17 @@ class Monitor:
         self._wake.set()
         self._bounded(partial(self._beat, state=PARKED), None)
 
-    def withdraw(self) -> None:
-        """Withdraw what this rank has said of an error of its own, as it goes on.
-
-        Raises:
-          PeerFailed: another rank has given up because of it.
-        """
-        for life, journal in list(self._lives.items()):
-            told = life.told
-            if told is None or told.final:
-                continue
-            if not self._bounded(partial(_withdrawn, journal, rank=life.rank), True):
-                error = told.error("")
-                life.fail(error)
-                raise error
-            life.standing = journal.standing
-
     def linger(self) -> None:
         """Keep the store for a moment, if this rank holds it, for others to read what it said."""
         if self._said and self._host[0] == self._rank:
             time.sleep(max(0.0, self._said + 2 * self._tick_s() - time.monotonic()))
+
+    def end(self) -> None:
+        """End the threads with the process: Python must not meet one that comes back from C++."""
+        self._stop.set()
+        self._wake.set()
+        if self._clerk is not None and self._clerk.lost is None:
+            self._clerk.end_now(_PATIENCE_S)
 
     # What `Life` calls.
 
@@ -134,6 +126,14 @@ class Monitor:
         if journal is not None and life.key:
             self._said = time.monotonic()
             self._bounded(partial(_said, journal, failure=failure), None)
+
+    def _retract(self, life: Life) -> bool:
+        """Withdraw what this rank has said of an error; False if another one has given up."""
+        journal = self._lives.get(life)
+        if journal is None or not self._bounded(partial(_withdrawn, journal, rank=life.rank), True):
+            return journal is None
+        life.standing = journal.standing
+        return True
 
     def _settle(self, life: Life, failure: Failure) -> bool:
         """Whether a failure is final now."""

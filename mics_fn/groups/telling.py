@@ -1,8 +1,11 @@
 """`Telling`: a step of a program, of whose error the other ranks hear."""
 
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
-from mics_fn.groups.life import Life, tell_all
+from mics_fn.groups.life import OPEN, Life
+from mics_fn.groups.retiring import quietly
 
 
 class Telling:
@@ -27,3 +30,28 @@ class Telling:
     ) -> None:
         if error is not None:
             tell_all(error)
+
+
+def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
+    """Tell the ranks of all groups that are open here of an error of this rank, as `Life.tell`."""
+    for life in list(OPEN):
+        quietly(partial(life.tell, error, final=final, kind=kind))
+
+
+def withdraw_all(goes_on: Life) -> None:
+    """Withdraw what `tell_all` told, as this rank goes on.
+
+    Args:
+      goes_on: of the groups that it calls on next.
+
+    Raises:
+      PeerFailed: another rank of these groups has given up because of it.
+    """
+    for life in list(OPEN):
+        told = life.told
+        if told is None or told.final or life.retract():
+            continue
+        life.told = replace(told, final=True)
+        life.fail(told.error(""))
+        if life is goes_on:
+            raise told.error("")

@@ -5,8 +5,9 @@ import sys
 from functools import cache
 from typing import Any
 
-from mics_fn.groups.life import never_destruct, tell_all
+from mics_fn.groups.life import never_destruct
 from mics_fn.groups.monitor import monitor
+from mics_fn.groups.telling import tell_all
 
 
 def _shell() -> Any:
@@ -55,3 +56,4 @@ def _end() -> None:
         tell_all(error, final=True)
         never_destruct()
     monitor.linger()
+    monitor.end()

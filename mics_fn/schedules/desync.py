@@ -53,6 +53,7 @@ _RUNS_KEPT = 4  # every run has collectives, so ranks are never that many runs a
 Step = tuple[int, int | None]
 
 Told = tuple[int, int, str]  # a number, the rank that told it, and its text
+Counts = Mapping[str, int]  # of calls, by communicator
 
 
 class Progress(Protocol):
@@ -123,8 +124,7 @@ class Channel:
             del self._left[old]
         if self._shared is not None:
             # Nobody reads the messages of old runs, but the store would keep them in memory.
-            past = self._written[0] if len(self._written) == _RUNS_KEPT else []
-            for key in past:
+            for key in self._written[0] if len(self._written) == _RUNS_KEPT else []:
                 later(self._shared, "delete_key", key)
             self._written.append([])
         return self.runs
@@ -229,11 +229,8 @@ class Channel:
         def late() -> list[int]:
             return [rank for rank in self._ranks if rank not in found]
 
-        def check(idle_s: float) -> None:
-            self.job.check((), idle_s, late())
-
-        deadline = time.monotonic() + self._timeout_s
-        if not poll(all_left, len(self._ranks), deadline, check):
+        check, deadline = self.job.check, time.monotonic() + self._timeout_s
+        if not poll(all_left, len(self._ranks), deadline, lambda s: check((), s, late())):
             who = name_ranks(late())
             what = f"defer: {who} did not leave the schedule in {self._timeout_s:g} s"
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
@@ -243,7 +240,7 @@ class Channel:
         if len(set(found.values())) > 1:
             self.refuse({rank: text for rank, (_, text) in found.items()})
 
-    def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
+    def look(self, stuck: Sequence[Stuck] = (), issued: Counts | None = None) -> None:
         """Raise the error that explains a wait without progress, if the others wrote down why.
 
         Args:
@@ -287,13 +284,11 @@ class Channel:
         """Make all ranks of the groups raise this error when they look."""
         self.job.report(text)
 
-    def _look_for_stuck(
-        self, store: Store, stuck: Sequence[Stuck], issued: Mapping[str, int]
-    ) -> None:
+    def _look_for_stuck(self, store: Store, stuck: Sequence[Stuck], made: Counts) -> None:
         """See [Note: waiting in two places] in `schedules.stalled`."""
         after = f", after {self._recent[-1].last_step()}" if self._recent else ""
         text = f"waits for {stuck[0].text}{after}"
-        mine = json.dumps(note_of(stuck, issued, text))
+        mine = json.dumps(note_of(stuck, made, text))
         if mine != self._note:
             store.set(f"mics_fn/stuck/{self._rank}", mine)
             self._note = mine
@@ -303,9 +298,9 @@ class Channel:
                 key = f"mics_fn/stuck/{other}"
                 self._notes[other] = json.loads((store.check([key]) and store.get(key)) or "null")
             note = self._notes[other]
-            if note and deadlocked(stuck, issued, note, other, self._rank):
-                texts = {other: note["text"], self._rank: text}
-                self.job.raise_everywhere(_STUCK[0], texts, _STUCK[1])
+            if note and deadlocked(stuck, made, note, other, self._rank):
+                found = {other: note["text"], self._rank: text}
+                self.job.raise_everywhere(_STUCK[0], found, _STUCK[1])
 
     def _look_for_left(self) -> None:
         for progress in self._recent:

@@ -1,12 +1,15 @@
-"""What a training loop needs around its steps: reproducible numbers, and a progress bar."""
+"""A loop of steps, and what it needs around them: reproducible numbers, and a progress bar."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import deterministic as torch_deterministic
+
+from mics_fn.groups import StopRequest
+from mics_fn.train.metrics import StepMetrics
 
 
 @contextmanager
@@ -78,3 +81,23 @@ class Progress:
         """End the bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.close()
+
+
+def train_for(
+    step: Callable[[Any], StepMetrics],
+    batches: Iterator[Any],
+    steps: int,
+    bar: Progress,
+    stop: StopRequest | None,
+) -> list[StepMetrics]:
+    """Take steps until there are so many, or all ranks stop after the same one."""
+    metrics: list[StepMetrics] = []
+    try:
+        for _ in range(steps):
+            metrics.append(step(next(batches)))
+            bar.update(metrics)
+            if stop is not None and stop.due():
+                break
+    finally:
+        bar.close()
+    return metrics

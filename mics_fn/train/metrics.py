@@ -1,8 +1,13 @@
 """What a step of a `Trainer` reports."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from mics_fn.collectives import mean_over_ranks
+from mics_fn.groups import Groups
 
 
 class StepMetrics(NamedTuple):
@@ -34,3 +39,11 @@ class StepMetrics(NamedTuple):
     accepted: bool = True
     spike: bool = False
     nonfinite: str | None = None
+
+
+def averaged(metrics: Sequence[StepMetrics], home: Groups) -> list[StepMetrics]:
+    """The same with losses averaged over the ranks of the groups."""
+    if not metrics:
+        return []
+    losses = mean_over_ranks(home, torch.stack([m.loss for m in metrics]))
+    return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]

@@ -20,8 +20,8 @@ from mics_fn.train.buffers import Values
 from mics_fn.train.data import Epochs
 from mics_fn.train.defaults import schedules_for
 from mics_fn.train.given import as_shards, check_buffers, homes_for
-from mics_fn.train.loop import Progress, learning
-from mics_fn.train.metrics import StepMetrics
+from mics_fn.train.loop import Progress, learning, train_for
+from mics_fn.train.metrics import StepMetrics, averaged
 from mics_fn.train.options import compare_options, start_comparison
 from mics_fn.train.program import program_of
 from mics_fn.train.replicas import every_step
@@ -122,9 +122,9 @@ class Trainer:
             raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
         self.accumulate, self.deterministic = accumulate, deterministic
         self.precision, self.guard = precision_of(precision), guard or Guard()
-        self.check_replicas = check_replicas
         self.on_drift: Literal["raise", "heal"] = on_drift
         self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
+        self.check_replicas = check_replicas
         self._program = program_of(model, loss, params, self.precision)
         own, buffers = self._program.take()
         groups, self._home = homes_for(groups, own if params is None else params, deterministic)
@@ -168,6 +168,7 @@ class Trainer:
           TornStepError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
           PeerFailed: another rank failed in this step.
+          GroupsError: the groups were closed or have failed, or another thread uses them.
           NonFiniteError: the guard raises it; the step was not taken.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
@@ -199,35 +200,25 @@ class Trainer:
                 self.state = drift.finish(self.on_drift)
             verdict = self._update(grads, buffers, commit)
             total.release()
-        n, loss = self._home.world_size, torch.stack(losses).mean()
-        return StepMetrics(
-            step=self.state.step,
-            loss=loss,
-            samples=samples * n,
-            tokens=tokens * n,
-            seconds=time.perf_counter() - started,
-            grad_norm=verdict.norm,
-            scale=guard.scale.value,
-            accepted=verdict.accept,
-            spike=verdict.spike,
-            nonfinite=verdict.nonfinite,
-        )
+        loss = torch.stack(losses).mean()
+        samples, tokens = (number * self._home.world_size for number in count(batch))
+        seconds, scale = time.perf_counter() - started, guard.scale.value
+        found = verdict.norm, scale, verdict.accept, verdict.spike, verdict.nonfinite
+        return StepMetrics(self.state.step, loss, samples, tokens, seconds, *found)
 
     @torch.no_grad()
     def _update(self, grads: Tree, buffers: Values, commit: Commit) -> Verdict:
         """The optimizer's step if the guard accepts it, and the merge of replicas if it is due."""
         verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
+        sync, home = self.replica_sync, self._home
         if verdict.accept:
-            home = self._home
-            if not self.replica_sync.due(self.sync_state):
-                home = self.replica_sync.groups(home)
+            home = home if sync.due(self.sync_state) else sync.groups(home)
             buffers = self._program.buffers.average(buffers, home)
         commit.write()  # no collective is left, but those of a merge
         if verdict.accept:
             state = replace(opt_step(state, verdict.grads, donate=True), buffers=buffers)
-        params, self.sync_state = self.replica_sync.after(
-            state.params, self.sync_state, self.groups, donate=True
-        )
+        merged = sync.after(state.params, self.sync_state, self.groups, donate=True)
+        params, self.sync_state = merged
         self.state, self.guard = replace(state, params=params), verdict.next
         return verdict
 
@@ -321,18 +312,6 @@ class Trainer:
         Raises:
           ValueError: the loader is empty.
         """
-        metrics: list[StepMetrics] = []
-        shown = progress and self._home.position == 0
-        bar, batches = Progress(steps, log_every, shown=shown), self._epochs.batches(loader)
-        try:
-            for _ in range(steps):
-                metrics.append(self.step(next(batches)))
-                bar.update(metrics)
-                if stop is not None and stop.due():
-                    break
-        finally:
-            bar.close()
-        if not metrics:
-            return metrics
-        losses = mean_over_ranks(self._home, torch.stack([m.loss for m in metrics]))
-        return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]
+        bar = Progress(steps, log_every, shown=progress and self._home.position == 0)
+        batches = self._epochs.batches(loader)
+        return averaged(train_for(self.step, batches, steps, bar, stop), self._home)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mics_fn.errors import GroupsError
 from mics_fn.groups import launcher
 from mics_fn.groups.life import Life
 
@@ -50,6 +49,7 @@ def none_outlives_its_launcher(found: Any) -> None:
         assert "the launcher of rank " in text
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_ranks_end_together(tmp_path):
     found = ended(tmp_path, "raises", "stops", "outlives")
@@ -101,8 +101,9 @@ def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
     mine.look([life])
     mine.look([life])
     text = f"the launcher of rank 1 (process {pid}) is gone"
-    assert isinstance(life.failed, GroupsError)
-    assert str(life.failed) == f"{text}\n  fix: start the job again"
-    assert told == [(life.failed, {"final": True, "kind": "exited"})]
+    assert life.failed == f"GroupsError: {text}"
+    ((error, how),) = told
+    assert str(error) == f"{text}\n  fix: start the job again"
+    assert how == {"final": True, "kind": "exited"}
     time.sleep(0.3)
     assert ends == [(text, 0.05)]

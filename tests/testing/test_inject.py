@@ -37,7 +37,7 @@ def made(groups: mf.Groups) -> mf.Trainer:
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()
 
-    guard = mf.optim.Guard(check=True)
+    guard = mf.optim.Guard(on_nonfinite="skip")
     return mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, bucket_bytes=64, guard=guard)
 
 
