@@ -428,7 +428,12 @@ def big_tensors(numel):
         warnings.simplefilter("ignore")
         for value in gc.get_objects():
             plain = type(value) is torch.Tensor and value.layout is torch.strided
-            if plain and value.device.type == "cpu" and value.numel():
+            if (
+                plain
+                and not _torch.is_wrapped(value)
+                and value.device.type == "cpu"
+                and value.numel()
+            ):
                 storage = value.untyped_storage()
                 if storage.nbytes() >= numel * 4:
                     found[storage.data_ptr()] = storage.nbytes()

@@ -439,11 +439,12 @@ def looks(layout, live, seconds):
         close(buckets)
         buckets.run.look()
 
+    now = -10
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending, "_STALL_S", 60.0)  # a wait for a slow rank would look, by its clock
+        patch.setattr(pending, "_STALL_S", 60.0)  # a wait for a slow rank would look
+        patch.setattr(desync, "time", clock)
         trainer = make_trainer(groups, live_bytes=live)
         patch.setattr(LiveBuckets, "close", close_and_look)
-        patch.setattr(desync, "time", clock)
         # What the first two runs wrote is deleted four runs later.
         for now in (*range(-9, -2), *seconds):  # noqa: B007  # the clock reads it
             store.calls = 0

@@ -44,6 +44,7 @@ def test_a_device_that_the_default_group_does_not_serve(monkeypatch: pytest.Monk
 
 def start_over(env: dict[str, str], rank_names: tuple[str, ...]) -> Any:
     rank = dist.get_rank()
+    dist.barrier()  # else one may close connections that the other is still making
     dist.destroy_process_group()
     kept = {k: v for k, v in os.environ.items() if "RANK" not in k and "WORLD_SIZE" not in k}
     mine = env | {name: str(rank) for name in rank_names}

@@ -122,7 +122,7 @@ def check(config: FaultsConfig) -> None:
 
 
 def test_a_few_faults():
-    check(FaultsConfig(trials=12, ranks=(4,), seed=3))
+    check(FaultsConfig(trials=8, ranks=(4,), seed=3))
 
 
 @pytest.mark.thorough
