@@ -169,11 +169,10 @@ MISTAKES: dict[str, Mistake] = {
             Change(
                 _PENDING,
                 "self.ready = _device.record(self._device)",
-                "[t.record_stream(_device.current_stream(self._device)) for t in keep]\n"
+                "kept = [t for t in self._keep if isinstance(t, Tensor)]\n"
+                "            [t.record_stream(_device.current_stream(self._device)) for t in kept]\n"
                 "            self.ready = _device.record(self._device)",
             ),
-            Change(_PENDING, "self._run_on_streams()", "self._run_on_streams(keep)"),
-            Change(_PENDING, "def _run_on_streams(self)", "def _run_on_streams(self, keep)"),
         ],
         law="kept_by_references",
     ),
