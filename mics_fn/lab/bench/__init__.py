@@ -5,14 +5,14 @@ two shared cores, torch 2.13.0; a figure on GPUs does not exist yet. Ratios are 
 rounds, with the least and the most; below 1 is in favour of this library. The model is a GPT of
 13.7 M float32 parameters in 53 leaves.
 
-- `Trainer` over a plain torch loop, world of 1: 1.07 (0.95 to 1.18); that is host time at ops of
-  1 ms and less. The same over FSDP2 in a world of 1: 0.61 (0.53 to 0.67). Medians of ten peers in
-  five runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
+- `Trainer` over a plain torch loop, world of 1: 1.05 (0.85 to 1.38); that is host time at ops of
+  1 ms and less. The same over FSDP2 in a world of 1: 0.60 (0.52 to 0.79). Medians of six peers in
+  three runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
   --peers keep zero3 plain fsdp2`
 - A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
   mics_fn bench touch`
-- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.04 (0.97 to 1.13) with 53
-  leaves, 0.96 (0.73 to 1.17) with 2,000 leaves of 400 elements; the medians of five runs, and the
+- `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.00 (0.93 to 1.10) with 53
+  leaves, 0.90 (0.84 to 1.02) with 2,000 leaves of 400 elements; the medians of three runs, and the
   least and the most of any round. `python -m mics_fn bench opt`
 - Bytes on each level over the formulas, on 2 nodes of 2 ranks. p = 2: 1.0000; on the wire 1.0014,
   TCP headers included, where nodes have network interfaces of their own. p = 4: 1.0000; on the
