@@ -170,7 +170,7 @@ MISTAKES: dict[str, Mistake] = {
                 _PENDING,
                 "self.ready = _device.record(self._device)",
                 "kept = [t for t in self._keep if isinstance(t, Tensor)]\n"
-                "            [t.record_stream(_device.current_stream(self._device)) for t in kept]\n"
+                "            [t.record_stream(_device.current_stream(t.device)) for t in kept]\n"
                 "            self.ready = _device.record(self._device)",
             ),
         ],
