@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from mics_fn.groups import uncaught
+from mics_fn.errors import PeerFailed
+from mics_fn.groups import telling, uncaught
+from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Failure, Journal
 from mics_fn.groups.signs import PARKED, Near, Peer, Process
 from mics_fn.schedules import Stuck
@@ -202,3 +205,38 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
     for each in (None, error):
         hooks["post_run_cell"](SimpleNamespace(error_in_exec=each))
     assert told == [(error, False)]
+
+
+def raised(life: Life, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mics_fn.groups.life.made", lambda key: made)
+    life.tell(ValueError("all ranks"), final=False)
+
+
+def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, other = (Life((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
+    monkeypatch.setattr(telling, "OPEN", {lost, other})
+    for life in (lost, other):
+        raised(life, {}, monkeypatch)
+    telling.withdraw_all(other)
+    assert other.failed is None
+    assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
+    lost = Life((0, 1), 0, retract=lambda: False)
+    monkeypatch.setattr(telling, "OPEN", {lost})
+    raised(lost, {}, monkeypatch)
+    with pytest.raises(PeerFailed, match="rank 0 failed"):
+        telling.withdraw_all(lost)
+
+
+def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life = Life((0, 1), 0)
+    for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
+        raised(life, made, monkeypatch)
+    waits = [Stuck("a", 5, (0, 1), "a reduction")]
+    late = Failure(1, "raised", "rank 1 failed", made={"a": 3}, issued={"a": 3}, final=False)
+    life.standing = {1: late}
+    life.check(waits, 1.0)
+    life.standing = {1: replace(late, made={"a": 2})}  # it raised where this rank did not
+    with pytest.raises(PeerFailed, match="rank 1 failed"):
+        life.check(waits, 1.0)
