@@ -96,9 +96,8 @@ class _Again:
         comms += [self.base.partition, self.base.replicas]
         self._comms = {comm.name: comm for comm in comms}
         self._hierarchies: dict[Hierarchy, Hierarchy] = {}
-        self._fresh: dict[
-            int, Any
-        ] = {}  # pools and digests, which placements share, by those before
+        # Pools and digests, which placements share, by those before.
+        self._fresh: dict[int, Any] = {}
 
     def like(self, old: Groups) -> Groups:
         """The new groups in the placement of old ones."""

@@ -255,10 +255,8 @@ class Guard:
         forget_origins({leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)})
         if where and self._raises:
             raise _error(where)
-        why, after = (
-            where and where.text,
-            replace(self, scale=self.scale.adjust(finite), spike=watch),
-        )
+        why = where and where.text
+        after = replace(self, scale=self.scale.adjust(finite), spike=watch)
         skips = not finite and self.on_nonfinite != "ignore"
         if skips or (spike and watch and watch.action == "skip"):
             return Verdict(grads, norm, finite, spike, False, after, why)
