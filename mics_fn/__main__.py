@@ -1,15 +1,17 @@
-"""The command line: `python -m mics_fn demo`, `bench` and `doctor`."""
+"""The command line: `python -m mics_fn demo`, `bench`, `verify` and `doctor`."""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
+from mics_fn._version import __version__
 from mics_fn.errors import MicsError, PlanError
 
 COMMANDS = {
     "demo": "train a small GPT, sharded over ranks of this machine, and check the result",
     "bench": "measure this library against plain torch and FSDP2",
+    "verify": "compare every value of a checkpoint with its checksum",
     "doctor": "check this machine and its GPUs, and make a report to send",
 }
 
@@ -18,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for bad arguments, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m mics_fn", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"mics_fn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)

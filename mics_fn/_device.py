@@ -7,7 +7,7 @@ is called but `is_async`, `backend` and `total_memory`.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -89,6 +89,14 @@ def finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory that a device can copy to while the host goes on, if it has such memory."""
+    if is_async(device):
+        with suppress(RuntimeError):  # the system may not lock so much memory
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of memory of a device; of the machine for the CPU."""
     if not is_async(device):
@@ -105,3 +113,17 @@ def default_generator(device: torch.device) -> torch.Generator | None:
         return None
     module.init()  # makes the generators, which exist only from then on
     return module.default_generators[with_index(device).index]
+
+
+def mark(device: torch.device) -> torch.Event:
+    """As `record`, with the time at which that work is done; see `seconds_between`."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
+def seconds_between(first: torch.Event, second: torch.Event) -> float:
+    """The time between two marks; the host waits for both."""
+    first.synchronize()
+    second.synchronize()
+    return first.elapsed_time(second) / 1e3

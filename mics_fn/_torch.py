@@ -1,7 +1,6 @@
-"""The only file that uses private names of torch, or names that differ between its releases.
+"""What uses private names of torch, with `_torch_store`, or names that differ between releases.
 
-It is written for torch 2.11 and newer. Where a release renames or hides something, this file is the
-place to look for the difference.
+Written for torch 2.11 and newer: where a release renames or hides something, look here first.
 """
 
 import ctypes
@@ -18,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mics_fn._torch_store import connection
 
 # 2.13 renamed these and warns about the old names; 2.11 and 2.12 have only the old ones.
 all_gather_single: Callable[..., Any] = (
@@ -44,8 +45,7 @@ def new_group(
       name: equal on its ranks, and never given to another group of the job.
       purpose: for people.
     """
-    default = c10d._get_default_group()
-    _, store = c10d._world.pg_map[default]
+    default, store = c10d._get_default_group(), connection()
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(default.rank()),

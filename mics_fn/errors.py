@@ -5,7 +5,7 @@ was found, and how to mend it. All types derive from `MicsError`.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
@@ -13,9 +13,24 @@ T = TypeVar("T", bound=Hashable)
 class MicsError(Exception):
     """The base of every error that mics_fn raises on purpose."""
 
+    # Python unpickles an error by calling its class with `args`, which is the text alone: the other
+    # arguments would be missing. So the fields travel, and no class is called.
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(kind: type[BaseException], args: tuple, fields: dict[str, Any]) -> BaseException:
+    maker: Any = kind  # `kind.__new__` may be that of RuntimeError for what has OSError's layout
+    while maker.__module__ != "builtins":
+        maker = maker.__base__
+    error = maker.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
 
 class PlanError(MicsError, ValueError):
-    """Sizes that do not fit together: world, partition group, node."""
+    """An argument out of its range, or sizes that do not fit together."""
 
 
 class TreeError(MicsError, ValueError):
@@ -79,6 +94,26 @@ class PeerFailed(MicsError, RuntimeError):
         self.operation, self.leaf, self.remote_traceback = operation, leaf, remote_traceback
 
 
+class CellError(MicsError, RuntimeError):
+    """A cell of a notebook that failed on some ranks.
+
+    Args:
+      text: the whole text.
+      errors: of each rank that failed, the type and the first line of its error.
+      trace: the lines that IPython shows, in color.
+    """
+
+    def __init__(
+        self, text: str, errors: Mapping[int, str] | None = None, trace: Sequence[str] = ()
+    ) -> None:
+        super().__init__(text)
+        self.errors, self._trace = dict(errors or {}), list(trace)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in the place of a traceback of this process."""
+        return self._trace or [str(self)]
+
+
 class OptimizerError(MicsError, ValueError):
     """An optimizer that cannot work on flat shards, or that is used wrongly."""
 
@@ -111,8 +146,87 @@ class FileError(MicsError, ValueError):
         self.path, self.leaf = path, leaf
 
 
+class OffloadError(MicsError, OSError):
+    """A scratch file that cannot be made, read or written, or that others have changed.
+
+    Args:
+      text: the whole text.
+      path: the file or folder.
+      leaf: the leaf that is meant; "" for the whole file.
+    """
+
+    def __init__(self, text: str, path: str = "", leaf: str = "") -> None:
+        super().__init__(text)
+        self.path, self.leaf = path, leaf
+
+
+class PeerOffloadError(OffloadError, PeerFailed):
+    """The `OffloadError` of another rank: all ranks raise it, and it names the same file and leaf.
+
+    It is a `PeerFailed` too, so what goes on without a lost rank goes on without this one.
+
+    Args:
+      peer: the rank, and what it was at.
+      path, leaf: as for `OffloadError`.
+    """
+
+    def __init__(self, peer: PeerFailed, path: str, leaf: str) -> None:
+        super().__init__(str(peer), path, leaf)
+        self.rank, self.kind, self.step = peer.rank, peer.kind, peer.step
+        self.operation, self.remote_traceback = peer.operation, peer.remote_traceback
+
+
+class CheckpointError(MicsError):
+    """A checkpoint that cannot be saved or loaded.
+
+    Args:
+      text: the whole text, the same on all ranks.
+      path: the file or folder.
+      leaf: the leaf that is meant; "" for the whole file.
+    """
+
+    def __init__(self, text: str, path: str = "", leaf: str = "") -> None:
+        super().__init__(text)
+        self.path, self.leaf = path, leaf
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint, or none of the step that was asked for."""
+
+
+class CheckpointExists(CheckpointError, FileExistsError):
+    """A committed checkpoint would be overwritten, or another job saves to the same place."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint could not be written; nothing that was committed before has changed."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """A checkpoint that is damaged, or that this version cannot read."""
+
+
+class CheckpointSecurityError(CheckpointFormatError):
+    """A checkpoint that names a file which is not opened: outside of it, or no regular file."""
+
+
+class CheckpointCorrupt(CheckpointFormatError):
+    """Values that are not those that were saved, by their checksum; or a checksum is missing."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint that does not fit the state that it is loaded into."""
+
+
 class TornStepError(DesyncError):
     """Ranks hold states of different steps, which must not be mixed."""
+
+
+class LostStateError(TornStepError):
+    """No replica holds some part of the newest state, as ranks were lost or are behind.
+
+    The groups are good: all ranks raise it, and can go on from a state that was saved.
+    """
 
 
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
@@ -192,7 +306,7 @@ def human_bytes(nbytes: float) -> str:
     >>> human_bytes(0), human_bytes(999), human_bytes(3_500_000)
     ('0 B', '999 B', '3.50 MB')
     """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"

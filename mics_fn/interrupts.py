@@ -31,7 +31,7 @@ import time
 # Those of `signal` run Python code around these.
 from _signal import getsignal  # pyright: ignore[reportMissingImports]
 from _signal import signal as set_handler  # pyright: ignore[reportMissingImports]
-from _thread import interrupt_main, start_new_thread
+from _thread import start_new_thread
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -132,7 +132,7 @@ class Commit:
         _holding = None
         # Ctrl-C comes last: once its handler is back, nothing looks for signals here.
         back = starmap(set_handler, reversed(self._handlers.items()))
-        again = map(partial(start_new_thread, _send_again), zip(self._held, strict=True))
+        again = map(partial(start_new_thread, send_again), zip(self._held, strict=True))
         return defaultdict(partial(deque, chain(back, again), 0))
 
     def __enter__(self) -> "Commit":
@@ -151,10 +151,18 @@ class Commit:
 _holding: Commit | None = None  # the one that holds signals now
 
 
-def _send_again(number: int) -> None:
-    """Let a signal that was held interrupt the main thread."""
+def held() -> Commit:
+    """A short block within which no signal interrupts; what came meanwhile is heard at its end."""
+    commit = Commit()
+    commit.hold()
+    return commit
+
+
+def send_again(number: int) -> None:
+    """Let a signal that was held interrupt the main thread, in a moment; for a thread."""
     time.sleep(_MOMENT_S)
-    interrupt_main(number)  # pyright: ignore[reportArgumentType]
+    if callable(getsignal(number)):  # what has no handler any more would end the process
+        signal.pthread_kill(threading.main_thread().ident or 0, number)  # ends a sleep, too
 
 
 def give_way(idle_s: float) -> None:

@@ -3,9 +3,10 @@
 [Note: points] The library says where it is: `start` and `build` of groups, of shards and of a
 `Trainer`; `step` where `Trainer.step` begins; each collective as it is started, in the words of
 `schedules.call_text` and with the names of its communicators; each of its levels as it is issued,
-such as "all-reduce (...) over 'replicas'"; `opt_step`; and `commit`, from which on the memory of a
-state is written. `testing.inject` makes faults there. While nobody observes, a point costs one look
-at an empty list.
+such as "all-reduce (...) over 'replicas'"; `opt_step`; `commit`, from which on the memory of a
+state is written, once its gradients have come and are accepted; and "offload: write" and "offload:
+read", with the names of leaves, where data of a scratch file are about to be moved.
+`testing.inject` makes faults there. While nobody observes, a point costs one look at an empty list.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,6 +43,9 @@ def node(cls: T) -> T:
     Returns:
       The same class.
 
+    Raises:
+      TreeError: it is not a dataclass.
+
     Example:
       >>> @node
       ... @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,9 @@ def node(cls: T) -> T:
       >>> leaves, spec.unflatten([4])
       ([3], {'pair': Pair(left=4, name='a')})
     """
+    if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
+        text = f"tree.node: {getattr(cls, '__name__', cls)!r:.60} is not a dataclass"
+        raise TreeError(message(text, fix="write @tree.node above @dataclass(frozen=True)"))
     fields = dataclasses.fields(cls)
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -187,7 +193,9 @@ def spread(
         values, _ = flatten(full, is_value)
     for path, value in zip(paths(tree, what, is_leaf), values, strict=True):
         if not is_value(value):
-            raise TreeError(message(f"{path}: got {type(value).__name__}, which is no {what}"))
+            text = f"{path}: got {type(value).__name__}, which is no {what}"
+            fix = f"pass {what} for all leaves, a function from the path of a leaf, or a tree"
+            raise TreeError(message(text, fix=fix))
     return values
 
 

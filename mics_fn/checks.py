@@ -1,0 +1,200 @@
+"""Checks of arguments where they enter a public function.
+
+Each error names the function, the argument as it was given, what is expected, and a mend. The
+checks communicate with nobody: a rank with a wrong argument raises before it waits for others, and
+these hear of it where they wait.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import wraps
+from inspect import signature
+from numbers import Real
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from mics_fn.errors import MicsError, PlanError, message
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHORT = 60  # characters of a value that an error shows
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple)
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{unit}b": 1000**i for i, unit in enumerate("kmgt", 1)}
+_UNITS |= {f"{unit}ib": 1024**i for i, unit in enumerate("kmgt", 1)}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+
+
+def given(name: str, value: Any) -> str:
+    """An argument and its value as a short text of one line.
+
+    >>> given("steps", -1), given("model", dict), given("groups", {})
+    ('steps=-1', 'model is the class dict', 'groups is of type dict')
+    """
+    if isinstance(value, type):
+        return f"{name} is the class {value.__name__}"
+    if type(value) not in _PLAIN:
+        return f"{name} is of type {type(value).__name__}"
+    text = " ".join(repr(value).split())
+    return f"{name}={text if len(text) <= _SHORT else f'{text[: _SHORT - 3]}...'}"
+
+
+def refuse(
+    verb: str,
+    name: str,
+    value: Any,
+    expected: str,
+    fix: str = "",
+    kind: type[MicsError] = PlanError,
+) -> NoReturn:
+    """Raise the error of an argument that is not what is expected.
+
+    >>> refuse("fit", "steps", -1, "an int of at least 1", "pass the number of steps to take")
+    Traceback (most recent call last):
+    mics_fn.errors.PlanError: fit: steps=-1, expected an int of at least 1
+      fix: pass the number of steps to take
+    """
+    raise kind(message(f"{verb}: {given(name, value)}, expected {expected}", fix=fix))
+
+
+def integer(
+    verb: str,
+    name: str,
+    value: Any,
+    least: int = 1,
+    *,
+    optional: bool = False,
+    fix: str = "",
+    kind: type[MicsError] = PlanError,
+) -> None:
+    """Raise an error unless a value is an int of at least `least`, or None if it is optional."""
+    if not (optional and value is None) and (type(value) is not int or value < least):
+        expected = f"{'None or ' if optional else ''}an int of at least {least}"
+        refuse(verb, name, value, expected, fix, kind)
+
+
+def number(
+    verb: str,
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    finite: bool = True,
+    fix: str = "",
+    kind: type[MicsError] = PlanError,
+) -> None:
+    """Raise an error unless a value is a number inside of limits; a bool or NaN is none."""
+    size = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    inside = least <= size <= most and above < size and (size < below or not finite)
+    if inside and (math.isfinite(size) or not finite):
+        return
+    limits = (("of at least", least), ("above", above), ("of at most", most), ("below", below))
+    words = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
+    expected = f"{'a finite number' if finite else 'a number'} {words}".rstrip()
+    refuse(verb, name, value, expected, fix, kind)
+
+
+def choice(
+    verb: str,
+    name: str,
+    value: Any,
+    *known: Any,
+    fix: str = "",
+    kind: type[MicsError] = PlanError,
+) -> None:
+    """Raise an error unless a value is one of a few; `1` is not taken for `True`."""
+    if not any(value is each or (type(value) is type(each) and value == each) for each in known):
+        shown = [repr(each) for each in known]
+        listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if shown[1:] else shown[0]
+        refuse(verb, name, value, listed, fix, kind)
+
+
+def flag(verb: str, name: str, value: Any) -> None:
+    """Raise PlanError unless a value is a bool: a text such as "no" would count as true."""
+    choice(verb, name, value, True, False)
+
+
+def function(verb: str, name: str, value: Any, of: str, fix: str, *, optional: bool = True) -> None:
+    """Raise PlanError unless a value can be called, or is None if it is optional."""
+    if not callable(value) and not (optional and value is None):
+        refuse(verb, name, value, f"a function {of}", fix)
+
+
+def instance(
+    verb: str,
+    name: str,
+    value: Any,
+    kinds: Any,
+    expected: str,
+    fix: str = "",
+    kind: type[MicsError] = PlanError,
+) -> None:
+    """Raise an error unless a value is an instance of these classes."""
+    if not isinstance(value, kinds):
+        refuse(verb, name, value, expected, fix, kind)
+
+
+def path(verb: str, name: str, value: Any) -> None:
+    """Raise PlanError unless a value is the path of a file or folder; "" is none."""
+    named = isinstance(value, str | os.PathLike) and not isinstance(value, bytes)
+    if not named or not isinstance(os.fspath(value), str) or not os.fspath(value):
+        refuse(verb, name, value, "a str or os.PathLike that is not empty")
+
+
+def nbytes(verb: str, name: str, value: Any, least: int = 0) -> int:
+    """A number of bytes from an int, a float without a fraction, or a text with a unit.
+
+    >>> nbytes("f", "size", "1GB"), nbytes("f", "size", "512 MiB"), nbytes("f", "size", 25e6)
+    (1000000000, 536870912, 25000000)
+    """
+    found: Any = value
+    if isinstance(value, str):
+        parts = _SIZE.fullmatch(value.strip().lower())
+        unit = _UNITS.get(parts[2]) if parts else None
+        found = None if parts is None or unit is None else round(float(parts[1]) * unit)
+    whole = isinstance(found, float) and found.is_integer()
+    if not (whole or type(found) is int) or found < least:
+        expected = f"a number of bytes of at least {least}"
+        refuse(verb, name, value, expected, "pass an int, or a text such as '512MiB' or '1GB'")
+    return int(found)
+
+
+def options(
+    verb: str, names: Iterable[str], known: Iterable[str], kind: type[Exception] = TypeError
+) -> None:
+    """Raise an error, usually a TypeError as Python does, for an option that is not known.
+
+    >>> options("shard", ["bucket_byte"], ["frozen", "bucket_bytes"])
+    Traceback (most recent call last):
+    TypeError: shard: there is no option bucket_byte=
+      fix: did you mean bucket_bytes=?
+    """
+    every = sorted(known)
+    for name in names:
+        if name not in every:
+            near = difflib.get_close_matches(name, every, n=1)
+            fix = f"did you mean {near[0]}=?" if near else f"help({verb}) lists what there is"
+            raise kind(message(f"{verb}: there is no option {name}=", fix=fix))
+
+
+def named_options(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function name the option that was meant, where it is given one that it lacks."""
+
+    def around(fn: Callable[P, R]) -> Callable[P, R]:
+        known = frozenset(signature(fn).parameters) - {"self"}
+
+        @wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not known.issuperset(kwargs):
+                options(verb, kwargs, known)
+            return fn(*args, **kwargs)
+
+        return call
+
+    return around
