@@ -6,10 +6,10 @@ exchange their descriptions, to name the leaf and the ranks.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,15 +20,22 @@ from mics_fn.groups import Groups, Home
 from mics_fn.tree import digest, flatten
 
 _BLOCK = 2**20  # elements hashed at once
+E = TypeVar("E", bound=Exception)
 
 
-def agree(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> None:
+def agree(
+    groups: Home,
+    what: str,
+    facts: Sequence[tuple[str, str]],
+    fixes: Mapping[str, str] | None = None,
+) -> None:
     """Compare (path, description) pairs between all ranks of `groups`, once for equal facts.
 
     Args:
       groups: their ranks must agree; for a `Hierarchy`, those of the partition group.
       what: the verb and the tree, for errors.
       facts: one pair per leaf, in tree order.
+      fixes: what to do where ranks differ in something else than a leaf, by its name.
 
     Raises:
       DesyncError: on every rank, naming ranks and the first path at which they differ; on ranks of
@@ -43,11 +50,13 @@ def agree(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> None:
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
     found = {rank: bytes(other.tolist()) for rank, other in collect_all(groups, sent).items()}
     if len(set(found.values())) > 1:
-        raise _told(groups, _difference(groups, what, facts))
+        raise told_outside(groups, _difference(groups, what, facts, fixes or {}))
     groups.agreed.add((what, mine))
 
 
-def _difference(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> DesyncError:
+def _difference(
+    groups: Home, what: str, facts: Sequence[tuple[str, str]], fixes: Mapping[str, str]
+) -> DesyncError:
     """The error that names the first path at which ranks differ, the same on every rank."""
     sent = collect_bytes(groups, json.dumps(list(facts)).encode())
     every = {rank: [tuple(pair) for pair in json.loads(text)] for rank, text in sent.items()}
@@ -56,13 +65,15 @@ def _difference(groups: Home, what: str, facts: Sequence[tuple[str, str]]) -> De
         found = {rank: pairs[i] if i < len(pairs) else nothing for rank, pairs in every.items()}
         if len(set(found.values())) > 1:
             break
+    path, texts = by_value(found)[0][0][0], {rank: " ".join(fact) for rank, fact in found.items()}
+    if path in fixes:
+        return disagreement(f"{what}: ranks disagree on the {path}", texts, fixes[path])
     fix = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
-    first = [f"first difference: {by_value(found)[0][0][0]}"]
-    texts = {rank: f"{path} {text}" for rank, (path, text) in found.items()}
+    first = [f"first difference: {path}"]
     return disagreement(f"{what}: ranks disagree on the tree", texts, fix, first)
 
 
-def _told(home: Home, error: DesyncError) -> DesyncError:
+def told_outside(home: Home, error: E) -> E:
     """An error that all ranks of `home` raise, told to the other ranks of the groups, if any."""
     channel = home.hierarchy.channel
     if channel.job_size > home.partition_size * home.num_replicas:
@@ -183,7 +194,7 @@ def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
             found = collect_bytes(home, text.encode())
             if len(set(found.values())) > 1:
                 said = {rank: other.decode() for rank, other in found.items()}
-                raise _told(home, disagreement(what, said, fix))
+                raise told_outside(home, disagreement(what, said, fix))
 
 
 def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mics_fn import _torch_profiler
 from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
 from mics_fn.groups import Comm
 from mics_fn.schedules import Stuck
@@ -22,14 +23,15 @@ class Collective:
 
     def __init__(self, comm: Comm, op: str, nbytes_sent: int, call: Callable[..., Any]) -> None:
         self.comm, self.op = comm, op
-        self._nbytes_sent, self._call = nbytes_sent, call
+        self.nbytes_sent, self._call = nbytes_sent, call
 
     def issue(self, *, async_op: bool) -> None:
         """Issue it; without `async_op` it is queued on the current stream as any other op."""
-        self.comm.traffic.add(self.comm.name, self._nbytes_sent)
+        self.comm.traffic.add(self.comm.name, self.nbytes_sent)
         group = self.comm.process_group()
         try:
-            self.work = self._call(group=group, async_op=async_op)
+            with _torch_profiler.unrecorded(async_op):
+                self.work = self._call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
             raise self._failed(error, wait=False) from error
         self.comm.calls.issued += 1

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.collectives.coded import exchange_bytes, exchange_codes
 from mics_fn.collectives.collective import Collective
 from mics_fn.collectives.levels import all_gather, average, exchange, exchanges, moves
 from mics_fn.collectives.pending import Pending, Steps, What
 from mics_fn.collectives.sources import reads
+from mics_fn.collectives.tasks import Task
+from mics_fn.collectives.wire import Wire
 from mics_fn.groups import Buffers, Comm, Route
 
 
@@ -52,7 +55,12 @@ def start_all_gather(
 
 
 def start_fetch(
-    route: Route, chunk: Tensor, held: Tensor | None, out: Tensor | None, what: What
+    route: Route,
+    chunk: Tensor,
+    held: Tensor | None,
+    out: Tensor | None,
+    what: What,
+    bring: Task | None = None,
 ) -> Pending:
     """Start to gather a bucket, and keep what the outer levels gave; see [Note: placements].
 
@@ -64,6 +72,8 @@ def start_fetch(
       out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` or `chunk` is
         the whole bucket.
       what: as for `Pending`.
+      bring: where the chunk lies elsewhere, what copies it to its part of the first of these two,
+        before anything is sent.
 
     Returns:
       A `Pending` whose result is the whole bucket.
@@ -74,19 +84,24 @@ def start_fetch(
     both = ((outer, held), (inner, out))
     parts = [(route, to) for route, to in both if to is not None and to is not chunk]
     comms = [comm for route, _ in parts for comm in gather_comms(route, chunk)]
+    if bring is not None and parts:
+        comms.insert(0, bring.comm)
 
     def steps() -> Steps:
         mine = chunk
         for route, target in parts:
             view = target.view(route.size, target.numel() // route.size)
-            if mine.dtype != target.dtype or route.size == 1:
+            if mine is chunk and bring is not None:
+                mine = view[route.chunk]
+                yield bring.to(mine)
+            elif mine.dtype != target.dtype or route.size == 1:
                 mine = view[route.chunk].copy_(mine)  # cast before sending
             yield from gather_steps(route, mine, view)
             mine = target
         return mine
 
     keep = (chunk, *(target for _, target in parts))
-    how = {"keep": keep, "device": chunk.device, "what": what}
+    how = {"keep": keep, "device": keep[-1].device, "what": what}
     return reads(Pending(steps(), comms, **how), comms, chunk)
 
 
@@ -114,6 +129,7 @@ def start_reduce_scatter(
     buffers: Buffers,
     dtype: torch.dtype | None = None,
     what: What = ("", "hop 1", ""),
+    wire: Wire | None = None,
 ) -> Pending:
     """Start to average over a partition group; each rank keeps its own chunk.
 
@@ -123,24 +139,26 @@ def start_reduce_scatter(
       buffers: the pool that lends a second buffer, of `spare_numel` elements.
       dtype: of the result; None takes that of `full`.
       what: as for `Pending`.
+      wire: what travels on its levels in the place of values; None sends values on all.
 
     Returns:
       A `Pending` whose result has the shape of one chunk: the mean over the group, times
       `route.grad_factor`.
 
-    Communication: one reduce-scatter per level, (p - 1)/p of the bytes of `full` sent. None if
-      p = 1.
+    Communication: one reduce-scatter per level, (p - 1)/p of the bytes of `full` sent, or of its
+      codes. None if p = 1.
 
     Memory: the second buffer, and the result.
     """
     comms = scatter_comms(route, full)
     # On the stream of the caller, who frees it there.
     out = full.new_empty(full.shape[1:], dtype=dtype) if comms else full[0]
-    needs = spare_numel(route, full.numel(), full.device, direct=_direct(full, out))
+    how = {"direct": _direct(full, out), "wire": wire, "itemsize": full.itemsize}
+    needs = spare_numel(route, full.numel(), full.device, **how)
     spare = buffers.take((needs,), full.dtype, full.device) if comms else full
 
     def steps() -> Steps:
-        yield from scatter_steps(route, full, out, spare)
+        yield from scatter_steps(route, full, out, spare, wire)
         if comms:
             buffers.give(spare)
         mean, factor = out.to(dtype or full.dtype), route.grad_factor
@@ -154,7 +172,15 @@ def scatter_comms(route: Route, full: Tensor) -> list[Comm]:
     return [level.reduce for level in reversed(route.levels) if moves(full)]
 
 
-def spare_numel(route: Route, numel: int, device: torch.device, *, direct: bool) -> int:
+def spare_numel(
+    route: Route,
+    numel: int,
+    device: torch.device,
+    *,
+    direct: bool,
+    wire: Wire | None = None,
+    itemsize: int = 1,
+) -> int:
     """Elements of the second buffer that `scatter_steps` needs.
 
     Args:
@@ -163,11 +189,17 @@ def spare_numel(route: Route, numel: int, device: torch.device, *, direct: bool)
       device: where they are.
       direct: whether `out` has the dtype of `full`, and memory of its own, so that the last level
         can write there.
+      wire: as for `start_reduce_scatter`.
+      itemsize: bytes of an element, with a wire.
     """
-    most = 0
+    most, coded = 0, wire.levels(route) if wire else 0
     for i, level in enumerate(route.levels):  # the outermost is the last
         comm = level.reduce
         here = numel // prod(level.reduce.size for level in route.levels[i + 1 :])
+        if wire and i < coded:
+            nbytes = exchange_bytes(wire.codec, here // comm.size, comm.size)
+            most = max(most, -(-nbytes // itemsize))
+            continue
         whole = exchanges(comm, device) and comm.size != 2  # else one part arrives
         last = direct and i == 0 and not whole
         most = max(most, 0 if last else here if whole else here // comm.size)
@@ -175,7 +207,7 @@ def spare_numel(route: Route, numel: int, device: torch.device, *, direct: bool)
 
 
 def scatter_steps(
-    route: Route, full: Tensor, out: Tensor, spare: Tensor
+    route: Route, full: Tensor, out: Tensor, spare: Tensor, wire: Wire | None = None
 ) -> Generator[Collective, None, None]:
     """Average `full` (p, *chunk shape) over a partition group; this rank's chunk goes to `out`.
 
@@ -185,13 +217,20 @@ def scatter_steps(
       out: one chunk, of any float dtype. It is written at the end, so the caller can make views of
         it before. If nothing is sent, it must be `full[0]` already.
       spare: of `spare_numel` elements; overwritten.
+      wire: as for `start_reduce_scatter`.
     """
     comms, here, there = scatter_comms(route, full), full.view(-1), spare.view(-1)
+    plain = len(comms) - (wire.levels(route) if wire else 0)
     for i, comm in enumerate(comms):
         numel = here.numel() // comm.size
         last = i == len(comms) - 1
         direct = last and _direct(full, out)
-        if exchanges(comm, here.device):
+        if wire and i >= plain:
+            parts = here.view(comm.size, numel)
+            mean = out.view(-1) if last else parts[(comm.rank + 1) % comm.size]
+            codes = _codes_room(wire, numel, comm, there)
+            yield from exchange_codes(comm, wire.codec, parts.__getitem__, codes, mean)
+        elif exchanges(comm, here.device):
             # gloo's reduce-scatter sends as much as an all-reduce. Exchanging parts and adding them
             # here sends half of that, and rounds 16-bit values only once.
             mean = out.view(-1) if last else here[:numel]
@@ -204,6 +243,12 @@ def scatter_steps(
         here = mean
     if comms and here.data_ptr() != out.data_ptr():
         out.view(-1).copy_(here)
+
+
+def _codes_room(wire: Wire, numel: int, comm: Comm, spare: Tensor) -> Tensor:
+    """Memory for the codes of one level: the second buffer, unless levels before it took that."""
+    raw, nbytes = spare.view(torch.uint8), exchange_bytes(wire.codec, numel, comm.size)
+    return raw if raw.numel() >= nbytes else raw.new_empty(nbytes)
 
 
 def _direct(full: Tensor, out: Tensor) -> bool:

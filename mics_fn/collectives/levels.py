@@ -3,7 +3,8 @@
 No other file calls what moves data.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,15 @@ from torch import Tensor
 
 from mics_fn import _device, _torch
 from mics_fn.collectives.collective import Collective
-from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
-from mics_fn.collectives.pending import Pending, Steps, What
-from mics_fn.groups import Comm, Groups
+from mics_fn.collectives.means import (
+    half_sum,
+    mean_factors,
+    mean_in_tree,
+    mean_of,
+    mean_of_two,
+)
+from mics_fn.collectives.pending import Pending, Steps
+from mics_fn.groups import Comm
 
 SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more
 
@@ -90,15 +97,26 @@ def exchange(
     if comm.size != 2:
         received = received[: parts.numel()].view(parts.shape)
         yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
-        return mean_of(received, mean, comm.fixed_order)
+        if comm.tree:
+            mean.copy_(mean_in_tree([received[place] for place in comm.tree]))
+            return
+        mean_of(received, mean, comm.fixed_order)
+        return
     # Of two parts only one is sent, and one pass over both makes the mean.
     own, received = comm.rank, received[: parts.shape[1]]
     sizes = [0, parts.shape[1]] if own == 0 else [parts.shape[1], 0]
     call = partial(dist.all_to_all_single, received, parts[1 - own], sizes, sizes)
     yield Collective(comm, "reduce-scatter", received.nbytes, call)
     halves = (parts[0], received) if own == 0 else (received, parts[1])
-    mean_of_two(*halves, mean)
-    return None
+    (half_sum if comm.tree else mean_of_two)(*halves, mean)
+
+
+def swap_codes(comm: Comm, sent: Tensor, received: Tensor) -> Collective:
+    """Exchange one row of codes with each other rank of a communicator, in the order of ranks."""
+    sizes = [sent.shape[1]] * comm.size
+    sizes[comm.rank] = 0
+    call = partial(dist.all_to_all_single, received.view(-1), sent.view(-1), sizes, sizes)
+    return Collective(comm, "reduce-scatter", sent.nbytes, call)
 
 
 def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Collective:
@@ -107,64 +125,31 @@ def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how:
     return Collective(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
 
-def start_mean(
-    comm: Comm,
-    tensor: Tensor,
-    wire: torch.dtype | None = None,
-    what: What = ("", "mean", ""),
-) -> Pending:
-    """Start to average a tensor over a communicator, in place.
+def reduce_all(
+    comm: Comm, tensor: Tensor, wire: torch.dtype, spare: Tensor | None
+) -> Generator[Collective, None, None]:
+    """Average a contiguous tensor in place by torch's own op, which sends it in `wire`.
 
     Args:
-      comm: the communicator.
-      tensor: contiguous.
-      wire: the dtype that is sent; None takes that of `tensor`.
-      what: as for `Pending`.
-
-    Communication: one all-reduce, in which each of r ranks sends 2(r - 1)/r of the tensor's bytes
-      in `wire`.
-    """
-    comms, steps = mean_comms(comm, tensor), mean_steps(comm, tensor, wire)
-    return Pending(steps, comms, keep=(tensor,), device=tensor.device, what=what)
-
-
-def mean_comms(comm: Comm, tensor: Tensor) -> list[Comm]:
-    """The communicators that `mean_steps` uses, in order: the given one, once or twice or never."""
-    if comm.size == 1 or not moves(tensor):
-        return []
-    return [comm, comm] if comm.fixed_order else [comm]
-
-
-def mean_steps(
-    comm: Comm, tensor: Tensor, wire: torch.dtype | None = None, spare: Tensor | None = None
-) -> Steps:
-    """Average a contiguous tensor over a communicator, in place; see `start_mean`.
-
-    Args:
-      comm, tensor, wire: as there.
+      comm, tensor, wire: as for `start_mean`.
       spare: memory for a copy in `wire`, of the shape of `tensor`; None allocates it if needed.
     """
-    wire, comms = wire or tensor.dtype, mean_comms(comm, tensor)
-    if len(comms) > 1:
-        yield from _mean_in_order(comm, tensor, wire)
-    elif comms:
-        before, after = mean_factors(wire, comm.size)
-        op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
-        if wire == tensor.dtype:
-            sent = tensor if before == 1.0 else tensor.mul_(before)
-        else:
-            sent = torch.empty_like(tensor, dtype=wire) if spare is None else spare
-            torch.mul(tensor, before, out=sent)
-        nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
-        yield Collective(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
-        if sent is not tensor:
-            tensor.copy_(sent)
-        if before != 1.0:
-            tensor.mul_(after)
-    return tensor
+    before, after = mean_factors(wire, comm.size)
+    op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
+    if wire == tensor.dtype:
+        sent = tensor if before == 1.0 else tensor.mul_(before)
+    else:
+        sent = torch.empty_like(tensor, dtype=wire) if spare is None else spare
+        torch.mul(tensor, before, out=sent)
+    nbytes = 2 * (comm.size - 1) * sent.nbytes // comm.size
+    yield Collective(comm, "all-reduce", nbytes, partial(dist.all_reduce, sent.view(-1), op=op))
+    if sent is not tensor:
+        tensor.copy_(sent)
+    if before != 1.0:
+        tensor.mul_(after)
 
 
-def _mean_in_order(
+def mean_in_order(
     comm: Comm, tensor: Tensor, wire: torch.dtype
 ) -> Generator[Collective, None, None]:
     """An all-reduce made of an exchange of parts, local sums in rank order, and an all-gather."""
@@ -195,6 +180,8 @@ def collect(comm: Comm, tensor: Tensor, what: str = "comparison") -> Tensor:
 def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison") -> Pending:
     """Start to collect a small tensor over one communicator after the other; the result is flat."""
     comms, flat = [comm for comm in comms if comm.size > 1], tensor.contiguous().view(-1)
+    if any(comm.silent for comm in comms):  # all ranks say the same, as they did before
+        return _mirrored(math.prod(comm.size for comm in comms), flat, what)
     outs, numel = [], flat.numel()
     for comm in comms:
         numel *= comm.size
@@ -212,6 +199,16 @@ def start_collect(comms: Sequence[Comm], tensor: Tensor, what: str = "comparison
     return Pending(steps(), comms, **how)
 
 
+def _mirrored(count: int, flat: Tensor, what: str) -> Pending:
+    """A collection that is done at once, in which each of `count` ranks has what this one has."""
+
+    def steps() -> Steps:
+        return flat.repeat(count)
+        yield
+
+    return Pending(steps(), [], keep=(flat,), device=flat.device, what=("", what, ""))
+
+
 def _one(collective: Collective, keep: tuple[Tensor, ...], what: str) -> None:
     """Issue a single collective when it is first in its queue, and wait for it."""
 
@@ -223,28 +220,43 @@ def _one(collective: Collective, keep: tuple[Tensor, ...], what: str) -> None:
     Pending(steps(), [collective.comm], **how).wait()
 
 
-def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
-    """Overwrite `tensor` on all ranks with that of the source: over replicas, then inside them."""
-    place = groups.ranks.index(source_rank) % groups.partition_size
-    row = groups.position % groups.partition_size == place
-    hops = [(groups.replicas, source_rank)] if row else []
-    own = groups.plan.partition_groups[groups.position // groups.partition_size]
-    hops.append((groups.partition, groups.ranks[own[place]]))
-    for comm, source in hops:
-        send_from(comm, tensor, source)
-
-
 def send_from(comm: Comm, tensor: Tensor, source_rank: int) -> None:
     """Overwrite `tensor` on all ranks of a communicator with that of the source."""
-    if comm.size > 1:
+    if comm.size > 1 and not comm.silent:
         call = partial(dist.broadcast, tensor, src=source_rank)
         nbytes = tensor.nbytes if comm.rank == 0 else 0
         what = f"broadcast from rank {source_rank}"
         _one(Collective(comm, "broadcast", nbytes, call), (tensor,), what)
 
 
-def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
-    """Average a small tensor over all ranks, in place: in partition groups, then over replicas."""
-    for comm in (groups.partition, groups.replicas):
-        start_mean(comm, tensor, what=("", "mean over all ranks", "")).wait()
-    return tensor
+def hand_over(
+    comm: Comm, sent: Tensor | None, numel: int, pairs: Mapping[int, int], device: torch.device
+) -> Tensor | None:
+    """Send bytes from some ranks of a communicator to others; all of its ranks call it.
+
+    Args:
+      comm: the communicator.
+      sent: 1D bytes, on the ranks that send.
+      numel: how many these are, the same everywhere.
+      pairs: global ranks, sender by receiver; each sends once at most, and none does both.
+      device: of what is sent.
+
+    Returns:
+      What arrived; None on ranks that receive nothing.
+
+    Communication: one all-to-all, in which only those that are named send, `numel` bytes each.
+    """
+    if comm.size == 1:
+        return None
+    own, sizes = comm.ranks[comm.rank], [0] * comm.size
+    received, outgoing = list(sizes), list(sizes)
+    for taker, source in pairs.items():
+        received[comm.ranks.index(source)] += numel * (taker == own)
+        outgoing[comm.ranks.index(taker)] += numel * (source == own)
+    out = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    sent = out.new_empty(0) if sent is None else sent
+    call = partial(dist.all_to_all_single, out, sent, received, outgoing)
+    same = out.new_empty(0)  # ranks compare how much is in a call, which here is not equal
+    what = f"{numel} bytes of state"
+    _one(Collective(comm, "hand over", sum(outgoing), call), (same, sent, out), what)
+    return out if sum(received) else None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, interrupts, points
+from mics_fn import _device, interrupts, points, spans
 from mics_fn.collectives.collective import Collective
 from mics_fn.errors import CollectiveError
 from mics_fn.groups import Comm, Life
@@ -75,6 +75,12 @@ class Pending:
         self._device = device
         self.finished = False  # whether the host has nothing left to issue or to wait for
         self.level = 0  # number of collectives issued so far
+        self._flight: Any = spans.UNSEEN  # the level in flight, on the host
+        with self._span(parts=bool(comms)):
+            self._begin()
+
+    def _begin(self) -> None:
+        comms = self._comms
         if not comms:
             self._start()
             return
@@ -124,6 +130,7 @@ class Pending:
             if self._issued is not None:
                 issued, self._issued = self._issued, None
                 self._guard(issued.finish)
+                self._flight.stop()
             self._advance()
             moved = True
         return moved
@@ -143,13 +150,21 @@ class Pending:
         if points.observers:
             text = f"{collective.op} ({call_text(self._call)})"
             points.calling(text, self._keep[:1], [collective.comm])
-        if _device.is_async(self._device):
+        on_device = _device.is_async(self._device)
+        if on_device:
             _device.follow(collective.comm.stream(self._device), self._device)
             self._keep.append(collective)  # with the tensors that only it refers to
-            collective.issue(async_op=False)
-        else:
-            collective.issue(async_op=True)
+        facts = {"nbytes": collective.nbytes_sent, "lasts": not on_device}
+        with self._span(collective.comm.name, **facts) as self._flight:
+            collective.issue(async_op=not on_device)
         return collective
+
+    def _span(self, level: str = "", **facts: Any) -> Any:
+        """All of it, or one of its levels, for those who watch."""
+        if not spans.seen():
+            return spans.UNSEEN
+        kind, about = spans.kind_of(self._call[1], level), self._call[2]
+        return spans.Span(kind, about, level=level, device=self._device, **facts)
 
     def _guard(self, step: Callable[[], Any]) -> Any:
         """Run a step; if it fails, leave every queue, so that no other collective waits for it."""
@@ -202,11 +217,30 @@ class Pending:
         if not self.finished:
             wait_until(self._comms[0].life, lambda: self.finished, self)
         if self.ready is not None:
-            _device.wait(self._device, self.ready)
+            with self.waiting():
+                _device.wait(self._device, self.ready)
         self._keep.clear()
         if self._result is None:
             raise CollectiveError("this collective failed before; its result does not exist")
         return self._result
+
+    def waiting(self) -> Any:
+        """A wait for what it does now, for those who watch."""
+        if not spans.seen():
+            return spans.UNSEEN
+        return spans.Span("wait", self._span(self._awaited), device=self._device)
+
+    @property
+    def kind(self) -> str:
+        """What it does now, for those who watch: "hop1" turns into "hop2" on the way."""
+        return spans.kind_of(self._call[1], self._awaited) if spans.seen() else ""
+
+    @property
+    def _awaited(self) -> str:
+        """The communicator of the level that is in flight, or else of the next one or the last."""
+        in_flight = self._issued is not None and not self.finished and not self._issued.done()
+        left = self._comms[self.level - in_flight :] or self._comms[-1:]
+        return left[0].name if left else ""
 
     def __del__(self) -> None:
         # Buffers must outlive the transfer even if nobody waits for the result.
@@ -243,6 +277,15 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
       DesyncError: ranks wait for each other, or some of them left the schedule.
       PeerFailed: a rank has failed without which this cannot end.
     """
+    while True:  # for those who watch, a wait for hop 1 and then for hop 2 is two
+        kind = pending.kind
+        with pending.waiting():
+            _poll(life, lambda kind=kind: done() or pending.kind != kind, pending)
+        if done():
+            return
+
+
+def _poll(life: Life, done: Callable[[], bool], pending: Pending) -> None:
     pending._comms[0].check_open()
     life.turns.enter()
     since = stalled = time.monotonic()

@@ -22,7 +22,7 @@ _READERS: WeakKeyDictionary[Pending, tuple[int, Life]] = WeakKeyDictionary()
 def reads(pending: Pending, comms: Sequence[Comm], chunk: Tensor) -> Pending:
     """The same gather, noted as a reader of its chunk for as long as anybody may wait for it."""
     if comms:
-        _READERS[pending] = _torch.storage_id(chunk), comms[0].life
+        _READERS[pending] = _memory_of(chunk), comms[0].life
     return pending
 
 
@@ -36,7 +36,13 @@ def finish_readers(written: Sequence[Tensor]) -> None:
         and (pending.ready is not None or not pending.finished)
     ]
     if under_way:
-        storages = {_torch.storage_id(tensor) for tensor in written}
+        storages = {_memory_of(tensor) for tensor in written}
         for pending, storage in under_way:
             if storage in storages:
                 pending.wait()
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What a tensor lies in: its storage, or its part of a file, which it names `extent`."""
+    extent = getattr(tensor, "extent", None)
+    return _torch.storage_id(tensor) if extent is None else id(extent)

@@ -33,11 +33,36 @@ that raises, exits, is killed or gives no sign of life is named by a `PeerFailed
 [Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a
 rank must not leave the block by an exception that is no failure.
 
+After a fault, `reset` gives all ranks new groups. A rank whose process is gone may be started again
+for it, on its own or as a spare, with the same environment and the same script, as long as the
+store of the job outlives it. So a launcher that starts ranks one by one holds a `TCPStore` at
+MASTER_ADDR and MASTER_PORT, and sets TORCHELASTIC_USE_AGENT_STORE=True, as torchrun's agent does
+(which itself ends all ranks with the first one). If rank 0 holds the store and is lost, the job is
+over, and the error says so. In a process that comes back `init_distributed` and `make_groups` do
+not wait for the other ranks. What it compares is taken to be equal, what would move data raises
+PeerFailed of kind "returned", and `reset` is where it meets the others, which wait for it there,
+`timeout_s` at most; see [Note: coming back] in `returning`. torch's default group is made once, and
+not again: it is of no use after a rank was lost, and nothing here moves data over it.
+
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
 In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
 of parameters that are DTensors. Experts that live on fewer ranks have groups of their own, chosen
 per leaf: `make_groups(mesh=mesh["dp"], mean_over=n)`, where n is the number of all data-parallel
 ranks. If the other ranks of the world are a job of their own, pass `whole=True`.
+
+For reductions of your own, `groups.without_replicas()` are groups of this rank's replica alone, and
+`groups.communicators` has each communicator by its purpose, on which `collectives` runs them.
+
+*Which partition size?* The smallest that fits, from the ranks of a machine up: below that, no less
+is sent between machines. A rank holds 16 bytes per parameter over p (parameters, gradients, two
+moments), the gathered parameters (`live_bytes`, or 2 bytes each in bf16), and activations. With 4
+machines of 8 GPUs, a slow network and M bytes of parameters, of which 7 billion:
+
+  | p | states | into each machine in a step | with 8 micro-steps | for models |
+  |---|---|---|---|---|
+  | 8, the default | 14.0 GB | 1.5 M | 1.5 M | that fit: hop 2 alone crosses the network |
+  | 16 | 7.0 GB | 1.5 M | 5.0 M | that do not fit into one machine |
+  | 32 | 3.5 GB | 1.5 M | 6.75 M | that need all four |
 
 A `Hierarchy` is one partition group as the verbs inside it need it: a `Route` (levels, and this
 rank's place in each), `Pools` of memory that is reused, and a `Channel` for messages. A *placement*
@@ -45,7 +70,9 @@ says over how many ranks of it parameters and gradients stay sharded; see `place
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
 `communicator.py`, `life.py` and `buffers.py` are the values; `peers.py`, `signs.py`, `clerk.py`,
-`monitor.py` and `uncaught.py` are about ranks that fail, `stopping.py` and `launcher.py` about how
+`monitor.py` and `uncaught.py` are about ranks that fail, `resetting.py`, `again.py` and
+`returning.py` about those that go on or come back, `rounds.py` with `deciding.py` and
+`choosing.py` about replicas that go on without others, `stopping.py` and `launcher.py` about how
 jobs end; `make.py` makes groups, with `distributed.py` (device and backend), `devices.py` (which
 GPU), `environment.py` (launchers), `rendezvous.py` (ranks meet before any group exists) and
 `facts.py` (what they compare). To add a launcher, add a row to `_MPI` in `environment.py`, or a
@@ -62,9 +89,12 @@ from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
 from mics_fn.groups.life import Life
 from mics_fn.groups.make import make_groups
+from mics_fn.groups.peers import Failure, failure_of
 from mics_fn.groups.resetting import replaced, reset
+from mics_fn.groups.returning import came_back
+from mics_fn.groups.rounds import Rounds
 from mics_fn.groups.stopping import StopRequest
-from mics_fn.groups.telling import Telling, tell_all
+from mics_fn.groups.telling import Telling, errors_told, tell_all, withdraw_all
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = [
@@ -72,6 +102,7 @@ __all__ = [
     "Arena",
     "Buffers",
     "Comm",
+    "Failure",
     "Groups",
     "Hierarchy",
     "Home",
@@ -79,10 +110,14 @@ __all__ = [
     "Plan",
     "Ring",
     "Route",
+    "Rounds",
     "Slot",
     "StopRequest",
     "Telling",
     "Topology",
+    "came_back",
+    "errors_told",
+    "failure_of",
     "fold_ranks",
     "init_distributed",
     "make_groups",
@@ -95,4 +130,5 @@ __all__ = [
     "ring_bytes",
     "tell_all",
     "valid_partition_sizes",
+    "withdraw_all",
 ]

@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -123,8 +124,9 @@ class Buffers:
         """Give back a tensor that nobody uses any more; queued work may still use it."""
         if not tensor.numel() or _torch.has_no_data(tensor):
             return
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        self._take_back(empty.set_(tensor.untyped_storage()))
+        with _torch.without_torch_func():  # a run may end inside of it
+            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self._take_back(empty.set_(tensor.untyped_storage()))
 
     def _take_back(self, raw: Tensor) -> None:
         device = raw.device
@@ -240,13 +242,13 @@ def _gap(free: Sequence[_Part], nbytes: int) -> int | None:
 
 
 class Slot:
-    """A part of a ring: two buffers for one bucket, until what uses them is over."""
+    """A part of a ring: two buffers and more for one bucket, until what uses them is over."""
 
-    def __init__(self, raw: Tensor, start: int, sizes: tuple[int, int]) -> None:
-        first, second = sizes
-        middle = start + _aligned(first)
-        self.start, self.stop = start, middle + _aligned(second)
-        self.first, self.second = raw[start : start + first], raw[middle : middle + second]
+    def __init__(self, raw: Tensor, start: int, sizes: Sequence[int]) -> None:
+        ends = list(accumulate(map(_aligned, sizes), initial=start))
+        self.start, self.stop = start, ends[-1]
+        parts = [raw[at : at + nbytes] for at, nbytes in zip(ends, sizes, strict=False)]
+        self.first, self.second, *self.more = parts
         self.until: Callable[[], object] = lambda: None  # waits for its user; set by that
 
     def overlaps(self, start: int, stop: int) -> bool:
@@ -279,11 +281,11 @@ class Ring:
         """Bytes that it holds."""
         return self._raw.nbytes
 
-    def lend(self, sizes: tuple[int, int], capacity: int, count: int, device: torch.device) -> Slot:
-        """A part with two buffers, uninitialised; waits for the users of that memory.
+    def lend(self, sizes: Sequence[int], capacity: int, count: int, device: torch.device) -> Slot:
+        """A part with these buffers, uninitialised; waits for the users of that memory.
 
         Args:
-          sizes: bytes of each buffer.
+          sizes: bytes of each buffer, at least two.
           capacity: bytes that the ring has at least.
           count: the most parts that are lent at a time.
           device: of the memory.
@@ -306,9 +308,9 @@ class Ring:
         return self._lent[-1]
 
 
-def ring_bytes(sizes: tuple[int, int]) -> int:
-    """Bytes of a part of a ring with two buffers of these sizes."""
-    return _aligned(sizes[0]) + _aligned(sizes[1])
+def ring_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of a part of a ring with buffers of these sizes."""
+    return sum(map(_aligned, sizes))
 
 
 def _aligned(nbytes: int) -> int:

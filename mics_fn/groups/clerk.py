@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mics_fn.threads import Latch, start
+
 _WAIT_S = 0.1  # between two looks of whoever waits for an answer
 
 
@@ -30,7 +32,7 @@ class Task:
 
     def __init__(self, call: Callable[[Any], Any]) -> None:
         self.call = call  # with the clerk's own connection
-        self.done = threading.Event()
+        self.done = Latch()
         self.value: Any = None
         self.error: BaseException | None = None
 
@@ -55,7 +57,7 @@ class Clerk:
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
         self._thread = threading.Thread(target=self._serve, name="mics_fn store", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def ask(self, call: Callable[[Any], Any]) -> Task:
         """Hand in a call and do not wait."""
@@ -208,7 +210,7 @@ def bounded(
         task.run(None)
         task.done.set()
 
-    threading.Thread(target=run, daemon=True).start()
+    start(threading.Thread(target=run, daemon=True))
     while not task.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
         now = time.monotonic()
         if now >= deadline:

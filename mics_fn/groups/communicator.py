@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mics_fn import _device, _torch
+from mics_fn import _device, _torch, _torch_store
 from mics_fn.errors import GroupsError, message, name_ranks
 from mics_fn.groups.clerk import bounded
 from mics_fn.groups.forks import NO_FORK
 from mics_fn.groups.life import Life
+from mics_fn.groups.returning import came_back
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Calls, Channel
 from mics_fn.store import later, poll
@@ -77,6 +78,7 @@ class Comm:
     queue: deque[Any] = field(default_factory=deque, repr=False)
     calls: Calls = field(default_factory=Calls, repr=False)  # compared between its ranks
     fixed_order: bool = False  # reductions add up in the order of `ranks` on every backend
+    tree: tuple[int, ...] = ()  # places in the order of positions; see `placement.canonical`
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -88,6 +90,18 @@ class Comm:
     def size(self) -> int:
         """Ranks in it."""
         return len(self.ranks)
+
+    @property
+    def silent(self) -> bool:
+        """Whether it is connected to nobody as yet; see [Note: coming back] in `returning`."""
+        return self.life.returning
+
+    @property
+    def adds(self) -> str:
+        """How its reductions add up, as text for digests; nothing if the backend decides."""
+        if self.tree:
+            return " in one tree"
+        return " in fixed order" if self.fixed_order else ""
 
     @property
     def closed(self) -> bool:
@@ -122,6 +136,8 @@ class Comm:
           GroupsError: its groups are closed, torch.distributed is shut down, or its size is 1.
         """
         self.check_open()
+        if self.life.returning:
+            raise came_back(f"'{self.name}' of {name_ranks(self.ranks)}", self.life.rank)
         if self.group is None:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
             raise GroupsError(message(what, fix="skip communication where size is 1"))
@@ -159,7 +175,7 @@ class Maker:
         Raises:
           GroupsError: another rank failed, or did not finish in time.
         """
-        if len(self.ranks) == 1:
+        if len(self.ranks) == 1 or self.life.returning:
             yield
             return
         store, n, key = self.store, len(self.ranks), self.life.key
@@ -200,7 +216,7 @@ class Maker:
         """
         members = tuple(self.ranks[position] for position in positions)
         make = partial(self._group, name, members, late=late)
-        group = cache(make) if len(members) > 1 else None
+        group = cache(make) if len(members) > 1 and not self.life.returning else None
         if group is not None:
             self.life.forgets.append(group.cache_clear)
             if not late:
@@ -220,7 +236,11 @@ class Maker:
         try:
             if self.backend == "gloo":  # it connects the members, in C++
                 deadline = max(self.deadline, time.monotonic() + self.timeout_s * late)
-                group = bounded(make, deadline, partial(self.life.check, ()))
+                try:
+                    group = bounded(make, deadline, partial(self.life.check, ()))
+                except BaseException:
+                    _torch_store.leave_connection()
+                    raise
             else:
                 group = make()
         except TimeoutError as error:

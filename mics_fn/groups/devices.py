@@ -3,12 +3,12 @@
 import os
 import socket
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mics_fn import _device
+from mics_fn import _device, checks
 from mics_fn.errors import GroupsError, message, name_ranks
 
 
@@ -42,6 +42,21 @@ class Machine:
 
 
 machine = Machine()  # all that this wing asks about hardware; tests put another one here
+
+
+def device_of(device: Any) -> tuple[torch.device, str]:
+    """The device that an argument means, and why this process cannot use it."""
+    if not isinstance(device, str | torch.device):
+        text = f"{checks.given('device', device)}, expected the name of a device"
+        return torch.device("cpu"), text
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        return torch.device("cpu"), f"device={device!r}, which torch does not know"
+    count = machine.count() if machine.kind() == wanted.type else 0
+    if not _device.is_async(wanted) or (wanted.index or 0) < count:
+        return wanted, ""
+    return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
 
 
 class Spot(NamedTuple):

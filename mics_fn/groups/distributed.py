@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from mics_fn import _device, _torch, points
+from mics_fn import _device, _torch, _torch_store, checks, points
 from mics_fn.errors import (
     CollectiveTimeoutError,
     GroupsError,
@@ -25,13 +24,11 @@ from mics_fn.errors import (
 )
 from mics_fn.groups import devices
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, bounded
-from mics_fn.groups.devices import Spot, check_distinct, spot_of
+from mics_fn.groups.devices import Spot, check_distinct, device_of, spot_of
 from mics_fn.groups.environment import Launch, launched_world_size, read_launch
-from mics_fn.groups.rendezvous import meet
+from mics_fn.groups.rendezvous import meet, until_read
+from mics_fn.groups.returning import part_of_start, returning, some_rank_lives
 from mics_fn.groups.topology import fold_ranks
-from mics_fn.store import poll
-
-_LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
 
 
 def init_distributed(
@@ -45,7 +42,8 @@ def init_distributed(
     SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. On several nodes Slurm needs this line before
     srun: `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)`. If
     torch.distributed is initialised already, or no launcher started this process, it only chooses
-    the device.
+    the device. A process that takes the place of a rank that was lost does not wait for the others:
+    see `reset`.
 
     Args:
       device: "auto" takes an accelerator if this process sees one, else the CPU. Of several that it
@@ -63,12 +61,15 @@ def init_distributed(
       GroupsError: some of the launcher's variables are missing, the store cannot be held, a rank
         does not have its device, or several have the same; the text names the ranks and the fix.
       DesyncError: some ranks would use the CPU and others would not.
+      PlanError: `timeout_s` is not a number above 0, or `cpu_groups` is not a bool.
       CollectiveTimeoutError: some rank did not call it in time.
 
     Example:
       >>> init_distributed(device="cpu")
       device(type='cpu')
     """
+    checks.number("init_distributed", "timeout_s", timeout_s, above=0, below=1e8)
+    checks.flag("init_distributed", "cpu_groups", cpu_groups)
     if points.observers:
         points.passing("start: init_distributed")
     launch = None if dist.is_initialized() else read_launch(os.environ)
@@ -76,18 +77,23 @@ def init_distributed(
     chosen, problem = _choose(device, launch)
     own = _device.backend(chosen)
     mine = {"asked": str(device), "problem": problem, "spot": spot_of(chosen, alone=not problem)}
+    back = False
     if launch is None:
         _judge_devices({0: mine})
     else:
-        store = _agreed_store(launch, mine, timeout_s, deadline)
+        store, back = _agreed_store(launch, mine, timeout_s, deadline)
     if _device.is_async(chosen):
         devices.machine.use(chosen)
     if launch is None:
         return chosen
     order_launches(own)
+    backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
+    if back:
+        _torch_store.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
+        return chosen
     start = partial(
         dist.init_process_group,
-        f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own,
+        backend,
         store=store,
         rank=launch.rank,
         world_size=launch.world_size,
@@ -107,21 +113,20 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
     """This rank's device, and what is wrong with it."""
     if device == "auto" and dist.is_initialized():
         device = _served_kind(dist.get_backend_config())
-    wanted = torch.device(devices.machine.kind() if device == "auto" else device)
-    if not _device.is_async(wanted):
-        return wanted, ""
-    count = devices.machine.count() if devices.machine.kind() == wanted.type else 0
-    chosen = wanted
-    if wanted.index is None and count:
-        near = launch and torch.device(wanted.type, launch.local_rank % count)
-        chosen = near or devices.machine.with_index(wanted)
-    if (chosen.index or 0) < count:
-        return chosen, ""
-    return chosen, f"{chosen} is asked for, and this process sees {count} devices of its kind"
+    wanted, problem = device_of(devices.machine.kind() if device == "auto" else device)
+    if problem or not _device.is_async(wanted) or wanted.index is not None:
+        return wanted, problem
+    near = launch and torch.device(wanted.type, launch.local_rank % devices.machine.count())
+    return near or devices.machine.with_index(wanted), ""
 
 
-def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadline: float) -> Any:
-    """The store of the launch, once all ranks found their devices fit for a start."""
+def _agreed_store(
+    launch: Launch, mine: dict[str, Any], timeout_s: float, deadline: float
+) -> tuple[Any, bool]:
+    """The store of the launch, once all ranks found their devices fit for a start.
+
+    The second value is whether this process comes back into a job that has begun long ago.
+    """
     rank, size = launch.rank, launch.world_size
     limit = timedelta(seconds=timeout_s)
 
@@ -147,25 +152,37 @@ def _agreed_store(launch: Launch, mine: dict[str, Any], timeout_s: float, deadli
     def lost(why: StoreLost) -> MicsError:
         return _no_store(launch, timeout_s, why)
 
+    def others_live(start: int) -> bool:
+        other = Clerk(_torch_store.default_part(part_of_start(store, start)))
+        try:
+            return some_rank_lives(Served(other, None, timeout_s, lost), rank, size)
+        finally:
+            other.end()
+
     served = Served(clerk, store, timeout_s, lost)
     try:
-        wait = {"verb": "init_distributed", "timeout_s": timeout_s}
-        meet(served, range(size), rank, mine, _judge_devices, deadline=deadline, **wait)
+        start = returning.arrive(served, rank, size, others_live)
+        if start is not None:
+            _judge_devices({rank: mine})
+            return part_of_start(store, start), True
+        wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
+        key, _ = meet(served, range(size), rank, mine, _judge_devices, **wait)
     except MicsError:
-        with suppress(RuntimeError):
-            # Rank 0 may serve the store from its process: it leaves after the others have read.
-            served.add("left", 1)
-            if rank == 0:
-                poll(lambda: served.add("left", 0) >= size, 1, time.monotonic() + _LINGER_S)
+        until_read(served, range(size), rank, "init_distributed")
         raise
     finally:
         clerk.end()
-    return store
+    return part_of_start(store, int(key.rpartition("/")[2])), False
 
 
 def _no_store(launch: Launch, timeout_s: float, error: Exception) -> MicsError:
     """The error of a rank that cannot reach the store, or the others through it."""
     first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
+    if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
+        what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
+        fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"
+        fix += " such as eth0; `ip -br addr` lists interfaces"
+        return GroupsError(message(f"{what} it with the other ranks", [first], fix))
     what = f"init_distributed: rank {launch.rank} cannot start with the store"
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
     where = f"{what} at {launch.master_addr}:{launch.master_port}"
@@ -176,11 +193,8 @@ def _no_store(launch: Launch, timeout_s: float, error: Exception) -> MicsError:
 def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:
     """Raise if the devices of all ranks do not fit together."""
     spots = {rank: Spot(*mine["spot"]) for rank, mine in found.items()}
-    wrong = {
-        rank: f"{mine['problem']}, on {spots[rank].host}"
-        for rank, mine in found.items()
-        if mine["problem"]
-    }
+    odd = [rank for rank, mine in found.items() if mine["problem"]]
+    wrong = {rank: f"{found[rank]['problem']}, on {spots[rank].host}" for rank in odd}
     if wrong:
         what = "init_distributed: a rank does not have the device that was asked for"
         fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
@@ -242,6 +256,8 @@ def universe_of(
     Raises:
       PlanError: they are not distinct ranks of the world, or this rank is not one of them.
     """
+    checks.instance("make_groups", "mesh", mesh, DeviceMesh | None, "a DeviceMesh")
+    checks.instance("make_groups", "ranks", ranks, Iterable | None, "ranks such as range(8)")
     if mesh is not None and ranks is not None:
         raise PlanError(message("make_groups: ranks= and mesh= are both given", fix="pass one"))
     if mesh is None and ranks is None:
@@ -250,13 +266,12 @@ def universe_of(
         # The tensor of a sub-mesh holds only the ranks that share this rank's other coordinates.
         found, given = tuple(mesh.mesh.flatten().tolist()), "mesh="
     else:
-        found, given = tuple(ranks or ()), "ranks="
+        found, given = tuple([] if ranks is None else ranks), "ranks="
     wrong = [other for other in found if type(other) is not int or not 0 <= other < world_size]
     if wrong or len(set(found)) != len(found):
-        what = (
-            f"make_groups: {given}{list(found)} are not distinct ranks of a world of {world_size}"
-        )
-        raise PlanError(message(what, fix=f"give each of 0 to {world_size - 1} at most once"))
+        world, fix = f"a world of {world_size}", f"give each of 0 to {world_size - 1} at most once"
+        what = f"make_groups: {given}{list(found)} are not distinct ranks of {world}"
+        raise PlanError(message(what, fix=fix))
     if rank not in found:
         what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found) or []}"
         fix = "pass on each rank the ranks that it shares groups with, itself included"
@@ -270,10 +285,22 @@ def device_and_backend(
     """The device of tensors that the groups communicate, and the backend that serves it.
 
     Raises:
+      PlanError: torch does not know this backend.
       GroupsError: the default group has no backend for that device.
     """
+    checks.instance("make_groups", "backend", backend, str | None, "its name", "pass 'gloo'")
+    known = dist.Backend.backend_list[1:]  # the first one is "undefined"
+    named = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
+    if any(name.lower() not in known for name in named):
+        expected = f"one of {', '.join(known)}"
+        checks.refuse("make_groups", "backend", backend, expected, "pass 'gloo'")
+    if device is not None:
+        device, problem = device_of(device)
+        if problem:
+            fix = "pass device='cpu', or use a torch and a driver for this device"
+            raise GroupsError(message(f"make_groups: {problem}", fix=fix))
     if not dist.is_initialized():
-        own = torch.get_default_device() if device is None else torch.device(device)
+        own = torch.get_default_device() if device is None else device
         return devices.machine.with_index(own), ""
     config = backend or dist.get_backend_config()
     if device is None:

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from mics_fn import checks
 from mics_fn.errors import GroupsError, message
 from mics_fn.groups.communicator import Comm, Traffic
 from mics_fn.groups.hierarchy import Hierarchy
@@ -86,6 +87,27 @@ class Groups:
             agreed=set(),
         )
 
+    def without_replicas(self) -> "Groups":
+        """Groups of this rank's replica alone, for which hop 2 does nothing.
+
+        Gradients that verbs reduce over them have hop 1 behind them. What is left is a mean over
+        `replicas`, which may then be taken in a way of one's own; see `communicators`.
+        """
+        return self.replica
+
+    @property
+    def communicators(self) -> dict[str, Comm]:
+        """By its purpose, each communicator on which this rank moves data.
+
+        "gather NAME" and "reduce NAME" are the two of each level of a partition group, "partition"
+        is for control messages over all of it, and "replicas" for hop 2. Each has `name`, `ranks`
+        (global ones in its order), `rank` (this rank's place among them) and `size`. Every rank is
+        in one of each purpose. `collectives.start` runs a collective of one's own on them.
+        """
+        levels = self.hierarchy.route.levels
+        found = [comm for level in levels for comm in (level.gather, level.reduce)]
+        return {comm.name: comm for comm in (*found, self.partition, self.replicas)}
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
@@ -112,15 +134,18 @@ class Groups:
         else:
             self.life.abandon(error)
 
+    def __reduce__(self) -> tuple:
+        text = "groups belong to this process: they cannot be in a pickle or a deep copy"
+        fix = "keep states and shards, which refer to no groups, and call make_groups there"
+        raise GroupsError(message(text, fix=fix))
+
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""
         route = self.hierarchy.route
         text = f"n={self.world_size} p={self.partition_size} levels={route.facts}"
         if self.mean_over is not None:
             text += f" mean over {self.mean_over}"
-        if self.replicas.fixed_order and not route.levels:
-            text += " in fixed order"
-        return text
+        return text if route.levels else text + self.replicas.adds
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -144,6 +169,12 @@ class Groups:
         state = ", closed" if self.closed else ""
         head = f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}"
         return message(head, lines)
+
+
+def require_one(verb: str, groups: object) -> None:
+    """Raise GroupsError unless a value is `Groups`."""
+    fix = "pass what make_groups gave"
+    checks.instance(verb, "groups", groups, Groups, "Groups", fix, GroupsError)
 
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:

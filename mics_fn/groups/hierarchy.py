@@ -14,6 +14,7 @@ else: hop 2 stays a plain mean, which serves parameters too and can be repeated.
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -23,6 +24,8 @@ from mics_fn.groups.life import Life
 from mics_fn.groups.topology import chunk_of
 from mics_fn.schedules import Channel
 
+_DISK_TIMEOUT_S = 600.0  # of a chunk that is brought from a file
+
 
 @dataclass(frozen=True, eq=False)
 class Level:
@@ -31,6 +34,7 @@ class Level:
     name: str
     gather: Comm
     reduce: Comm
+    reach: str = ""  # the outermost level of the topology that it crosses; "" means its own name
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,7 @@ class Route:
     hold: int = 0  # outer levels over which a run gathers once; see [Note: placements]
     late: int = 0  # outer levels over which gradients are reduced once per step
     grad_factor: float = 1.0  # see [Note: mean over more ranks]
+    names: tuple[str, ...] = ()  # all levels of the topology, outermost first
 
     @cached_property
     def _splits(self) -> dict[int, tuple["Route", "Route"]]:
@@ -87,9 +92,8 @@ class Route:
                 parts.append(f"{what} over {self.split(outer)[1].size}")
         if self.grad_factor != 1.0:
             parts.append(f"gradients times {self.grad_factor:g}")
-        if any(level.reduce.fixed_order for level in self.levels):
-            parts.append("in fixed order")
-        return " ".join(parts)
+        adds = self.levels[0].reduce.adds if self.levels else ""
+        return " ".join(parts) + adds
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +106,13 @@ class Pools:
     held: Buffers = field(default_factory=Buffers)  # buckets gathered over the outer levels only
     # A chunk never shares a larger buffer, so an optimizer always sees it as one tensor.
     chunks: Buffers = field(default_factory=Buffers)
+    codes: Buffers = field(default_factory=Buffers)  # what travels in the place of parameters
+    sums: dict[Any, Any] = field(default_factory=dict)  # free memory for gradients elsewhere
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that these pools hold between two steps."""
-        pools = (self.reducing, self.fetched, self.held, self.chunks)
+        pools = (self.reducing, self.fetched, self.held, self.chunks, self.codes)
         return self.hops.nbytes + sum(pool.waiting_bytes for pool in pools)
 
 
@@ -164,6 +170,20 @@ class Hierarchy:
     def replicas(self) -> Comm:
         """A communicator of this rank alone."""
         return Comm.of_one("replicas", self.partition.ranks[self.partition.rank], self.life)
+
+    @cached_property
+    def elsewhere(self) -> Comm:
+        """What brings chunks from host memory and from files: a communicator of this rank alone."""
+        return self._of_one("elsewhere")
+
+    @cached_property
+    def sums_elsewhere(self) -> Comm:
+        """The same for sums of gradients, since a fetch must not wait for a reduction."""
+        return self._of_one("sums elsewhere")
+
+    def _of_one(self, name: str) -> Comm:
+        own = self.partition.ranks[self.partition.rank]
+        return replace(Comm.of_one(name, own, self.life), timeout_s=_DISK_TIMEOUT_S)
 
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""

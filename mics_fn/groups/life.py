@@ -30,12 +30,11 @@ from mics_fn.groups.peers import Failure, failure_of, same_place
 from mics_fn.groups.retiring import discard, free, quietly
 from mics_fn.groups.turns import Turns
 from mics_fn.schedules import LEFT, Job, Stuck, call_text, issued, made
+from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
 _IDLE_S = 0.25  # a wait that long without progress asks whether it can still end
-_GRACE_S = (
-    5.0  # after which groups on a device are aborted if their rank has not heard of a failure
-)
+_GRACE_S = 5.0  # after which groups on a device are aborted if their rank has not heard why
 _LEARN_S = 1.0  # how long a collective that failed waits to learn which rank was the cause
 
 
@@ -51,6 +50,8 @@ class Life:
     closed: bool = False
     forked: bool = False  # whether this process is a fork of the one that made them
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
+    returning: bool = False  # whether this process takes a lost rank's place, until `reset`
+    processes: Mapping[int, str] = field(default_factory=dict)  # by rank, if the ranks compared it
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
     # What lets go of all other references to them that are kept.
@@ -81,6 +82,9 @@ class Life:
     # `StopRequest`s: told by the monitor at each tick its store, and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
+    saves: int = 0  # number of checkpoints that were begun on these groups
+    works: int = 0  # number of `Parts` so far
+    endings: list[Callable[[], None]] = field(default_factory=list)  # what `close` waits for
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
@@ -139,10 +143,7 @@ class Life:
             self.job.raise_reported()
         if not failure.final and not self.settle(failure):
             return
-        error = self.first(failure).error(waits)
-        self.fail(error)
-        self.tell(error, final=True)
-        raise error
+        raise self.finish(self.first(failure).error(waits))
 
     def first(self, failure: Failure) -> Failure:
         """What began it, of a failure that may have come of others."""
@@ -180,6 +181,10 @@ class Life:
                 break
             self.listen()
             time.sleep(0.02)
+        return self.finish(error)
+
+    def finish(self, error: Exception) -> Exception:
+        """The same error, after which these groups are of no use any more; the others are told."""
         self.fail(error)
         self.tell(error, final=True)
         return error
@@ -231,6 +236,8 @@ class Life:
         if self.failed is not None and not self.closed:
             self.abandon(GroupsError(self.failed))
         elif not self.closed:
+            for ending in list(self.endings):
+                ending()
             self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
 
     def retire(self) -> None:
@@ -252,8 +259,7 @@ class Life:
         self.retract = lambda: True
         if groups:
             thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
-            thread.start()
-            thread.join(patience_s)
+            start(thread).join(patience_s)
 
     def _abort(self) -> list[threading.Thread]:
         groups = [group for group in self.owned if _torch.is_alive(group)]
@@ -309,6 +315,4 @@ def never_destruct() -> None:
 
 
 def _started(task: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=quietly, args=(task,), daemon=True)
-    thread.start()
-    return thread
+    return start(threading.Thread(target=quietly, args=(task,), daemon=True))

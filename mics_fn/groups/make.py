@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, points
-from mics_fn.errors import PlanError, message
-from mics_fn.groups.again import again
+from mics_fn import _device, _torch, checks, points
+from mics_fn.errors import GroupsError, PlanError, message
+from mics_fn.groups.again import Again
+from mics_fn.groups.clerk import bounded
 from mics_fn.groups.communicator import Maker
 from mics_fn.groups.devices import spot_of
 from mics_fn.groups.distributed import (
@@ -33,13 +34,15 @@ from mics_fn.groups.groups import Groups
 from mics_fn.groups.hierarchy import Hierarchy, Level, Route
 from mics_fn.groups.life import Life
 from mics_fn.groups.monitor import monitor
-from mics_fn.groups.rendezvous import meet
+from mics_fn.groups.rendezvous import Meeting, meet_once
+from mics_fn.groups.returning import returning
 from mics_fn.groups.telling import withdraw_all
 from mics_fn.groups.topology import Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
 
 
+@checks.named_options("make_groups")
 def make_groups(
     partition_size: int | None = None,
     *,
@@ -57,7 +60,8 @@ def make_groups(
 ) -> Groups:
     """Create the process groups of this rank. All ranks of the job call it with equal arguments.
 
-    A process that runs alone, without torch.distributed, is a world of one rank.
+    A process that runs alone, without torch.distributed, is a world of one rank. One that takes the
+    place of a lost rank waits for nobody, and gets groups that move no data until `reset`.
 
     Args:
       partition_size: number of ranks that share one replica. None takes the last dimension of a 2-D
@@ -121,6 +125,7 @@ def make_groups(
         points.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     universe = universe_of(ranks, mesh, rank, world_size)
+    checks.flag("make_groups", "whole", whole)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
     chosen, served_by = device_and_backend(device, mesh, backend)
@@ -130,21 +135,25 @@ def make_groups(
     problem = _problem(timeout_s, heartbeat_s, **wiring, **sizes)
     here = _location(rank, None if problem else node_size, known=bool(problem or topology))
     common = {"partition_size": partition_size, **wiring, "device": chosen.type}
-    seconds = float(timeout_s) if isinstance(timeout_s, int) else timeout_s
-    common |= {"backend": served_by, "timeout_s": seconds, "mean_over": mean_over, "whole": whole}
+    common |= {"backend": served_by, "timeout_s": timeout_s, "heartbeat_s": heartbeat_s}
+    common |= {"mean_over": mean_over, "whole": whole}
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
-    limit_s = 600.0 if problem else timeout_s
-    life.on_device = _device.is_async(chosen)
+    life.on_device, limit_s = _device.is_async(chosen), 600.0 if problem else timeout_s
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default()
     store, found, deadline = None, 1, time.monotonic() + limit_s
     try:
-        if len(universe) > 1:
+        before = _before(universe, rank, limit_s) if problem is None else None
+        if before is not None:
+            key, found = before
+            life.key, life.returning = key, True
+        elif len(universe) > 1:
             listen()
             store = monitor.join(life, limit_s)
             facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
             wait = {"verb": "make_groups", "timeout_s": limit_s, "check": partial(life.check, ())}
             mine, judge = told(facts, here, spot), partial(judged, facts)
-            key, found = meet(store, universe, rank, mine, judge, **wait)
+            returning.take_over(store, universe, rank, "make_groups")
+            key, found = meet_once(store, universe, rank, mine, judge, **wait)
             monitor.name(life, key)
         if problem is not None:  # raised only now, so that ranks with other arguments raise as well
             raise problem
@@ -155,6 +164,21 @@ def make_groups(
     except BaseException:
         life.left()
         raise
+
+
+def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
+    """What these ranks agreed on before this process came back; see [Note: coming back]."""
+    if not returning.came_back:
+        return None
+    listen()
+    store = _torch.default_store()
+    ask = partial(returning.meeting, store, ranks, "make_groups")
+    try:
+        return bounded(ask, time.monotonic() + timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
+        text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
+        raise GroupsError(message(text, [first], "start the job again")) from error
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -181,13 +205,17 @@ def _problem(
     """What is wrong with the arguments, in words that are equal for equal arguments."""
     try:
         for name, limit in (("timeout_s", timeout_s), ("heartbeat_s", heartbeat_s)):
-            given = name == "timeout_s" or limit is not None
-            if given and (not isinstance(limit, int | float) or not 0 < limit < 1e8):
+            if limit is None and name == "heartbeat_s":
+                continue
+            if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
                 fix = "pass seconds above 0"
                 raise PlanError(message(f"{name}={limit!r} is not a time limit", fix=fix))
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
             raise PlanError(message(f"mean_over={mean_over!r} is not a positive int", fix=fix))
+        if not isinstance(topology, Topology | None):
+            what, fix = checks.given("topology", topology), "pass Topology((2, 8)) or the like"
+            raise PlanError(message(f"{what}, expected a Topology", fix=fix))
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)
@@ -215,10 +243,10 @@ def _location(rank: int, node_size: int | None, *, known: bool) -> Location:
 
 def _facts(common: dict[str, object], here: Location) -> list[Fact]:
     """What ranks must agree on; `common` holds arguments by name."""
-    facts = [
-        Fact(name, str(value), f"pass the same {name}= on every rank")
-        for name, value in common.items()
-    ]
+    facts = []
+    for name, value in common.items():
+        seconds = float(value) if isinstance(value, int) and name.endswith("_s") else value
+        facts.append(Fact(name, str(seconds), f"pass the same {name}= on every rank"))
     if here.host:
         fix = "launch all ranks in the same way, or pass the same node_size= on every rank"
         found = Fact("node_size", f"found by {here.source}", fix)
@@ -231,7 +259,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
-    life.again = again(maker, lambda maker: _create(plan, maker, device, mean_over))
+    life.again = Again.of(maker, plan, lambda plan, made: _create(plan, made, device, mean_over))
     channel = _channel(maker, tuple(maker.ranks[at] for at in order))
     maker = replace(maker, channel=channel)
     with maker.together():
@@ -241,18 +269,20 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         )
         one_level = levels
         if len(levels) > 1:
-            one_level = (_level(maker, "flat", order, late=True),)
+            flat_level = _level(maker, "flat", order, late=True)
+            one_level = (replace(flat_level, reach=levels[0].name),)
         partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
         replicas = maker.comm("replicas", plan.replication_group(position))
-    if _device.is_async(device):
+    if _device.is_async(device) and not life.returning:
         inside = [comm for level in levels for comm in (level.gather, level.reduce)]
         maker.warm_up([*inside, *([] if one_level is levels else [partition]), replicas], device)
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
-    route = Route(levels, coords, chunk, grad_factor=factor)
+    more = {"grad_factor": factor, "names": plan.topology.names}
+    route = Route(levels, coords, chunk, **more)
     hierarchy = flat = Hierarchy(route, device, partition, channel)
     if one_level is not levels:
-        route = Route(one_level, (chunk,), chunk, grad_factor=factor)
+        route = Route(one_level, (chunk,), chunk, **more)
         flat = Hierarchy(route, device, partition, channel)
     return Groups(
         plan=plan,

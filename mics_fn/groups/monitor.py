@@ -6,8 +6,10 @@ cut off. How long it stands still is added up from the reader's own ticks, each 
 more than its length, so a process that was stopped itself, or whose interpreter was held, accuses
 nobody. With its count a rank writes which process it is. Those on its host see at their next tick
 that it is gone, so a rank that is killed is named before the others know more than that some
-connection was closed. Whoever finds a failure writes it into the journal of each groups that the
-rank is in, see [Note: the journal] in `peers`, and all ranks read it at their next tick.
+connection was closed. One that closes its groups writes that before it may end, so whoever sees
+that a process is gone reads what it wrote last before it accuses that rank. Who finds a failure
+writes it into the journal of each groups that the rank is in, see [Note: the journal] in `peers`,
+and all ranks read it at their next tick.
 
 Two threads do this. The clerk talks to the store, and may be stuck in it. The other one ticks, and
 finds out that the clerk is stuck: then the store, or the rank that holds it, has failed. They run
@@ -17,7 +19,7 @@ while some groups of more than one rank are open in this process.
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,15 +30,16 @@ from mics_fn.errors import PeerFailed
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, Task
 from mics_fn.groups.launcher import launcher
 from mics_fn.groups.life import Life
-from mics_fn.groups.peers import Failure, Journal, without_a_word
-from mics_fn.groups.signs import PARKED, Near, Peer, Process, followed
+from mics_fn.groups.peers import Failure, Journal, of_store, said_to_all, withdrawn, without_a_word
+from mics_fn.groups.signs import PARKED, Peer, Peers, Process, beat_of, followed, replaced
 from mics_fn.schedules import NEWS
+from mics_fn.threads import Bell, Latch, start
 
 _TICK_S = 0.25
 _RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
-_PATIENCE_S = 0.5  # how long a rank that fails or closes its groups waits for the store
+_PATIENCE_S = 0.5  # how long a rank that fails waits for the store
+_PARTING_S = 3.0  # and one that closes its groups, else it would seem to be killed once it ends
 _GONE_S = 0.6  # a rank is gone that is silent for so long, alone, after a connection was closed
-_BEAT = "mics_fn/beat"
 
 
 class Monitor:
@@ -46,13 +49,12 @@ class Monitor:
         self._lives: dict[Life, Journal] = {}
         self._clerk: Clerk | None = None
         self._store: Any = None  # that the clerk is connected to
-        self._peers: dict[int, Peer] = {}
-        self._near = Near()
+        self._peers = Peers()
         self._beats = self._rank = 0
         self._news = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = Process("", 0, "")
-        self._stop, self._wake = threading.Event(), threading.Event()
+        self._stop, self._wake = Latch(), Bell()
         self._task: Task | None = None  # the tick that the clerk is at
         self._waited_s = 0.0  # for it
         self._said = 0.0  # when this rank has said that it failed
@@ -60,12 +62,13 @@ class Monitor:
 
     # What groups call.
 
-    def join(self, life: Life, timeout_s: float) -> Served:
+    def join(self, life: Life, timeout_s: float, *, waits: bool = False) -> Served:
         """Watch the ranks of groups; returns the store for their messages.
 
         Args:
           life: of the groups.
           timeout_s: bound in seconds of each call to the store.
+          waits: whether ranks that are gone may come back.
         """
         store = _torch.default_store()
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
@@ -81,7 +84,7 @@ class Monitor:
         life.report, life.settle = partial(self._report, life), partial(self._settle, life)
         life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
         life.retract = partial(self._retract, life)
-        gone = [rank for rank in life.ranks if self._is_gone(rank)]
+        gone = [] if waits else self.gone(life.ranks)
         life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
         self._lives[life] = Journal("")
         failed = partial(self._store_failed, life)
@@ -91,21 +94,39 @@ class Monitor:
             raise failed(lost) from None
         return Served(self._clerk, store, timeout_s, failed)
 
-    def name(self, life: Life, key: str) -> None:
-        """Give groups their key in the store, once all ranks have agreed on one."""
-        life.key = key
+    @property
+    def process(self) -> str:
+        """The name of this process, as others know it; once some groups have joined."""
+        return self._own.name
+
+    def check_store(self, life: Life) -> None:
+        """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
+        lost = None if self._clerk is None else self._clerk.lost
+        if lost is not None and not lost.silent and len(life.ranks) > 1:
+            raise self._store_failed(life, lost)
+
+    def gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks whose processes are known to have ended, and did not come back."""
+        return self._peers.gone(ranks)
+
+    def name(self, life: Life, key: str, processes: Mapping[int, str] | None = None) -> None:
+        """Give groups the key that all ranks agreed on; with their processes, where known."""
+        if processes is not None:  # they have met again, whatever was known of them before
+            gone = self._peers.gone_of(processes)
+            life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
         journal = self._lives[life] = Journal(key)
+        life.key, life.processes = key, dict(processes or {})
         for failure in life.standing.values():
             self._ask(partial(self._say_and_read, life, journal, failure))
-        self._wake.set()
+        self._wake.ring()
 
     def leave(self, life: Life) -> None:
         """Watch no more for these groups, which this rank has closed."""
         if self._lives.pop(life, None) is None or self._lives:
             return
         self._stop.set()
-        self._wake.set()
-        self._bounded(partial(self._beat, state=PARKED), None)
+        self._wake.ring()
+        self._bounded(partial(self._beat, state=PARKED), None, _PARTING_S)
 
     def linger(self) -> None:
         """Keep the store for a moment, if this rank holds it, for others to read what it said."""
@@ -115,7 +136,7 @@ class Monitor:
     def end(self) -> None:
         """End the threads with the process: Python must not meet one that comes back from C++."""
         self._stop.set()
-        self._wake.set()
+        self._wake.ring()
         if self._clerk is not None and self._clerk.lost is None:
             self._clerk.end_now(_PATIENCE_S)
 
@@ -125,12 +146,12 @@ class Monitor:
         journal = self._lives.get(life)
         if journal is not None and life.key:
             self._said = time.monotonic()
-            self._bounded(partial(_said, journal, failure=failure), None)
+            self._bounded(partial(said_to_all, journal, failure=failure), None)
 
     def _retract(self, life: Life) -> bool:
         """Withdraw what this rank has said of an error; False if another one has given up."""
         journal = self._lives.get(life)
-        if journal is None or not self._bounded(partial(_withdrawn, journal, rank=life.rank), True):
+        if journal is None or not self._bounded(partial(withdrawn, journal, rank=life.rank), True):
             return journal is None
         life.standing = journal.standing
         return True
@@ -145,65 +166,50 @@ class Monitor:
     def _listen(self, life: Life) -> None:
         """Have the next tick at once, and find who is gone on another host, for `explained`."""
         self._again = True
-        self._wake.set()
-        peers = [(rank, self._peers[rank]) for rank in life.ranks if rank in self._peers]
-        silent = [rank for rank, peer in peers if peer.silent_s > _GONE_S and not peer.parked]
-        if len(silent) == 1 and not self._peers[silent[0]].gone:
-            self._peers[silent[0]].gone = True
+        self._wake.ring()
+        silent = self._peers.silent(life.ranks, _GONE_S)
+        if len(silent) == 1 and self._peers[silent[0]].goes():
             self._accuse(silent[0], "killed")
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._clerk is not None:
             self._clerk.ask(call)
 
-    def _bounded(self, call: Callable[[Any], Any], default: Any) -> Any:
+    def _bounded(self, call: Any, default: Any, patience_s: float = _PATIENCE_S) -> Any:
         """What the clerk answers, or a default if it does not in time."""
         clerk = self._clerk
         if clerk is None:
             return default
         try:
-            return clerk.answer(clerk.ask(call), _PATIENCE_S)
+            return clerk.answer(clerk.ask(call), patience_s)
         except Exception:
             return default
 
     def _store_failed(self, life: Life, lost: StoreLost) -> PeerFailed:
         """The error of a call to the store that has no end."""
-        error = self._of_store(lost).error("its store")
+        error = of_store(*self._host, lost).error("its store")
         life.fail(error)
         return error
-
-    def _of_store(self, lost: StoreLost) -> Failure:
-        """The failure of the rank that holds the store, or of the store if no rank does."""
-        rank, address = self._host
-        who = "the store" if rank is None else f"rank {rank}, which holds the store,"
-        what = "gives no answer" if lost.silent else f"is gone: {lost}"
-        kind = "silent" if lost.silent else "killed"
-        return Failure(rank, kind, f"{who}{' at ' if address else ''}{address} {what}")
 
     # The threads.
 
     def _begin(self, clerk: Clerk) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
-        self._peers, self._near, self._own = {}, Near(), Process.own()
-        self._stop, self._task, self._news = threading.Event(), None, ""
+        self._peers, self._own = Peers(), Process.own()
+        self._stop, self._task, self._news = Latch(), None, ""
         watch = partial(self._watch, self._stop, clerk)
-        threading.Thread(target=watch, name="mics_fn monitor", daemon=True).start()
+        start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
-    def _is_gone(self, rank: int) -> bool:
-        peer = self._peers.get(rank)
-        return peer is not None and peer.gone and not peer.parked
-
-    def _watch(self, stop: threading.Event, clerk: Clerk) -> None:
-        last, near = time.monotonic(), self._near
+    def _watch(self, stop: Latch, clerk: Clerk) -> None:
+        last, peers = time.monotonic(), self._peers
         while not stop.is_set():
             self._wake.wait(self._tick_s())
-            self._wake.clear()
             now = time.monotonic()
             passed_s, last = min(now - last, self._tick_s()), now
             if stop.is_set():
                 break
             self._tick(clerk, passed_s)
-        near.forget()
+        peers.near.forget()
 
     def _tick_s(self) -> float:
         most = max((len(life.ranks) for life in list(self._lives)), default=1)
@@ -220,34 +226,33 @@ class Monitor:
         for life in list(self._lives):
             life.end_blocked_waits(passed_s)
         if clerk.lost is not None:
-            self._all_fail(self._of_store(clerk.lost))
+            self._all_fail(of_store(*self._host, clerk.lost))
         elif task is None or task.done.is_set():
             if task is not None and task.error is None:
                 self._judge(task.value, passed_s)
             self._waited_s = 0.0
             self._task = clerk.ask(self._exchange)
-        for rank in self._near.ended():
-            if not self._peers[rank].gone:
-                self._peers[rank].gone = True
-                self._accuse(rank, "killed")
+        for rank in self._peers.near.ended():
+            if self._peers[rank].goes():
+                clerk.ask(partial(self._ended, rank, self._peers[rank]))
 
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
         for rank, beat in beats.items():
-            peer = self._peers.setdefault(rank, Peer())
-            process = peer.heard(beat, self._own, passed_s)
-            if process is not None:
-                self._near.add(rank, process)
+            peer, before = self._peers.hear(rank, beat, self._own, passed_s)
+            if before:  # another process has taken its place
+                self._accuse(rank, "killed", before)
             limits = [life.heartbeat_s for life in list(self._lives) if rank in life.ranks]
-            if limits and not peer.parked and not peer.gone and peer.is_silent(min(limits)):
-                peer.gone = True
+            if limits and not peer.parked and peer.is_silent(min(limits)) and peer.goes():
                 self._accuse(rank, "silent")
 
-    def _accuse(self, rank: int, kind: str) -> None:
-        """Say that a rank has failed, in the journals of all groups that it is in."""
+    def _accuse(self, rank: int, kind: str, process: str = "") -> None:
+        """Say that a rank has failed, in the journals of all groups that its process is in."""
         failure, parked = without_a_word(rank, kind), self._peers[rank].parked
+        process = process or self._peers[rank].name
         for life, journal in list(self._lives.items()):
-            if rank not in life.ranks or (parked and life.key):
+            now = life.processes.get(rank, process)  # it may have come back into these groups
+            if rank not in life.ranks or (parked and life.key) or now != process:
                 continue
             if life.key:
                 self._ask(partial(self._say_and_read, life, journal, failure))
@@ -255,7 +260,7 @@ class Monitor:
                 life.standing = {**life.standing, rank: failure}
 
     def _say_and_read(self, life: Life, journal: Journal, failure: Failure, store: Any) -> None:
-        _said(journal, store, failure=failure)
+        said_to_all(journal, store, failure=failure)
         life.standing = journal.standing
 
     def _all_fail(self, failure: Failure) -> None:
@@ -265,11 +270,16 @@ class Monitor:
 
     # On the clerk's thread.
 
+    def _ended(self, rank: int, peer: Peer, store: Any) -> None:
+        """Accuse a rank whose process has ended, unless it had closed its groups."""
+        peer.parts(store.get(beat_of(rank)).decode())
+        self._accuse(rank, "killed")
+
     def _beat(self, store: Any, state: str = "open") -> None:
         self._beats += 1
         own = self._own
         text = f"{self._beats} {state} {own.host} {own.pid} {own.started}"
-        store.set(f"{_BEAT}/{self._rank}", text)
+        store.set(beat_of(self._rank), text)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
@@ -277,11 +287,13 @@ class Monitor:
         others = dict[int, None]()
         for life in list(self._lives):
             others.update(dict.fromkeys(followed(life.rank, life.ranks)))
-        known = [rank for rank in others if self._peers.get(rank) or store.check([_beat_of(rank)])]
+        known = [rank for rank in others if rank in self._peers or store.check([beat_of(rank)])]
         again, self._again = self._again, False
         if not self._news:
             store.add(NEWS, 0)
-        news, *beats = store.multi_get([NEWS, *map(_beat_of, known)])
+        before = [(life, life.processes) for life in list(self._lives)]  # signs are read
+        news, *beats = store.multi_get([NEWS, *map(beat_of, known)])
+        found = {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
         new = again or news.decode() != self._news
         for life, journal in list(self._lives.items()):
             if new and life.key:
@@ -289,23 +301,11 @@ class Monitor:
                 life.standing = journal.standing
             life.hear(store, new)
         self._news = news.decode()
-        return {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
-
-
-def _beat_of(rank: int) -> str:
-    return f"{_BEAT}/{rank}"
-
-
-def _said(journal: Journal, store: Any, failure: Failure) -> None:
-    if journal.say(store, failure):
-        store.add(NEWS, 1)  # all ranks read it
-
-
-def _withdrawn(journal: Journal, store: Any, rank: int) -> bool:
-    try:
-        return journal.withdraw(store, rank)
-    finally:
-        store.add(NEWS, 1)
+        for life, rank in ((life, rank) for life, met in before for rank in replaced(met, found)):
+            if life in self._lives and rank not in life.standing:
+                failure = without_a_word(rank, "killed")
+                self._say_and_read(life, self._lives[life], failure, store)
+        return found
 
 
 monitor = Monitor()  # of this process

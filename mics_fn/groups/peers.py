@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mics_fn.errors import PeerFailed, message
-from mics_fn.schedules import Stuck
+from mics_fn.errors import OffloadError, PeerFailed, PeerOffloadError, message
+from mics_fn.groups.clerk import StoreLost
+from mics_fn.schedules import NEWS, Stuck
 
 _MOST_TEXT, _MOST_TRACE = 1_000, 8_000  # characters of an error that other ranks are told
 
@@ -39,6 +40,7 @@ class Failure:
     issued: dict[str, int] | None = None  # those of them that were issued
     final: bool = True  # whether it cannot be withdrawn
     because: int | None = None  # it gave up because of this rank; -1: of the store
+    stored: list[str] | None = None  # of an `OffloadError`: file, leaf, and more of its text
 
     def lacks(self, stuck: Sequence[Stuck], missing: Sequence[int], *, made: bool) -> bool:
         """Whether this rank will never do a part of what another one waits for.
@@ -55,16 +57,21 @@ class Failure:
             self.rank in each.ranks and counts.get(each.group, 0) < each.number for each in stuck
         )
 
-    def error(self, waits: str) -> PeerFailed:
-        """The error of a rank that waits for it."""
+    def error(self, waits: str, *, ends: bool = True) -> PeerFailed:
+        """The error of a rank that waits for it; `ends` says whether it ends their groups."""
         at = "" if self.step is None else f"in step {self.step}"
         last = f"its last call: {self.operation}" if self.operation else ""
         own = f"this rank waits for {waits}" if waits else ""
-        where = [", ".join(part for part in (at, last) if part), own]
+        path, leaf, *said = self.stored or ["", ""]
+        where = [*said[:-1], ", ".join(part for part in (at, last) if part), own]
         fix = "look at its own error, then call groups = mf.reset(groups) on all ranks"
         if self.kind in ("killed", "exited", "silent"):
-            fix = "look at its own output, then start the job again"
-        return PeerFailed(
+            fix = "look at its own output; start it again, and call mf.reset(groups) or"
+            fix += " trainer.reset() on all ranks; or start the job again"
+        if said:
+            also = "; then call groups = mf.reset(groups) on all ranks" if ends else ""
+            fix = f"{said[-1]}{also}"
+        found = PeerFailed(
             message(self.text, [line for line in where if line], fix),
             self.rank,
             self.kind,
@@ -73,6 +80,7 @@ class Failure:
             leaf=self.leaf,
             remote_traceback=self.trace,
         )
+        return PeerOffloadError(found, path, leaf) if said else found
 
 
 def without_a_word(rank: int, kind: str) -> Failure:
@@ -83,6 +91,14 @@ def without_a_word(rank: int, kind: str) -> Failure:
     return Failure(rank, kind, f"rank {rank} is {what}")
 
 
+def of_store(rank: int | None, address: str, lost: StoreLost) -> Failure:
+    """The failure of the rank that holds the store, or of the store if no rank does."""
+    who = "the store" if rank is None else f"rank {rank}, which holds the store,"
+    what = "gives no answer" if lost.silent else f"is gone: {lost}"
+    kind = "silent" if lost.silent else "killed"
+    return Failure(rank, kind, f"{who}{' at ' if address else ''}{address} {what}")
+
+
 def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     """What this rank says of its own error."""
     first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]
@@ -91,7 +107,11 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     because = None
     if isinstance(error, PeerFailed):
         because = -1 if error.rank is None else error.rank
-    return Failure(rank, kind, first, trace=trace, because=because, **known)
+    stored = None
+    if isinstance(error, OffloadError):
+        said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
+        stored = [error.path, error.leaf, *said]
+    return Failure(rank, kind, first, trace=trace, because=because, stored=stored, **known)
 
 
 class Journal:
@@ -168,6 +188,20 @@ class Journal:
                 issued=failure.issued or first.issued,
             )
         self.standing = standing
+
+
+def said_to_all(journal: Journal, store: Any, failure: Failure) -> None:
+    """Append a failure, and have all ranks read it."""
+    if journal.say(store, failure):
+        store.add(NEWS, 1)
+
+
+def withdrawn(journal: Journal, store: Any, rank: int) -> bool:
+    """`Journal.withdraw`, and have all ranks read it."""
+    try:
+        return journal.withdraw(store, rank)
+    finally:
+        store.add(NEWS, 1)
 
 
 def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:

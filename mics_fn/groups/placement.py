@@ -25,14 +25,16 @@ whole parameters within a step, and not between steps: the gather that follows a
 the next forward, and evaluation gathers again.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Literal
 
+from mics_fn import checks
 from mics_fn.errors import PlanError, message
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.groups import Groups
-from mics_fn.groups.hierarchy import Hierarchy, Level
+from mics_fn.groups.groups import Groups, require_one
+from mics_fn.groups.hierarchy import Hierarchy
 
 Over = Literal["one", "inner", "all"]
 
@@ -78,6 +80,7 @@ def place(
       is sent, and a `GradSum` 1/grads of the gradients, and also their 1/p if grads < p.
 
     Raises:
+      GroupsError: `groups` is not `Groups`.
       PlanError: the scheme is unknown, or no number of innermost levels has so many ranks; the text
         lists what there is.
 
@@ -86,6 +89,9 @@ def place(
       >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
+    require_one("place", groups)
+    for name, count in (("params", params), ("grads", grads)):
+        checks.integer("place", name, count, optional=True)
     if scheme is not None:
         groups, wanted = _scheme(groups, scheme)
         params = wanted[0] if params is None else params
@@ -102,6 +108,8 @@ def place(
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
     if len(groups.flat.route.levels) != 1:
         flat = found
+    if groups.partition.tree:  # see `canonical`
+        found["grads"] = flat["grads"] = 0
     return replace(
         groups,
         hierarchy=_routed(groups.hierarchy, hold=found["params"], late=found["grads"]),
@@ -111,7 +119,7 @@ def place(
 
 def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
     """The groups of a scheme, and over how many ranks it cuts parameters and gradients."""
-    if scheme not in PLACEMENTS:
+    if not isinstance(scheme, str) or scheme not in PLACEMENTS:
         text = f"place: {scheme!r} is not the name of a placement"
         raise PlanError(message(text, fix=f"pass one of {', '.join(PLACEMENTS)}"))
     if scheme == "ddp" and groups.partition_size != 1:
@@ -145,25 +153,90 @@ def fixed_order(groups: Groups) -> Groups:
 
     Memory: nothing here. Hop 2 takes two more buffers of the size of a chunk.
 
+    Raises:
+      GroupsError: `groups` is not `Groups`.
+
     Example:
       >>> from mics_fn import placement
       >>> groups = placement.fixed_order(make_groups(1))
     """
+    require_one("fixed_order", groups)
+    return _reducing(groups, lambda comm: replace(comm, fixed_order=True))
 
-    def ordered(comm: Comm) -> Comm:
-        return replace(comm, fixed_order=True)
+
+def canonical(groups: Groups) -> Groups:
+    """The same groups, with means whose bits depend neither on p nor on how many ranks there are.
+
+    [Note: one tree] A step has n * accumulate micro-batches, of which rank position i takes number
+    k * n + i in micro-step k. Their gradients are averaged in one balanced binary tree over these
+    numbers, in which every node is (a + b)/2 in the dtype of the gradients. The ranks of a
+    partition group are an aligned block of positions, so hop 1 is a subtree, level by level; hop 2
+    completes the tree of the micro-step, and micro-steps are joined above it. So p only decides
+    which rank computes a node, and half as many ranks with twice as many micro-steps compute the
+    same nodes. It is meant for audits, and for runs that have to go on with other ranks.
+
+    Args:
+      groups: any, of n ranks, a power of two. What a placement says about gradients has no effect:
+        all levels of hop 1 are done in every micro-step.
+
+    Returns:
+      `Groups` for every verb. `Trainer(deterministic="canonical")` does all that equal bits need.
+      By hand, give micro-batch k * n + `groups.position` to micro-step k, use a `GradSum`, and let
+      `optim.unfused` make the optimizer. `optim.global_norm`, and clipping by it, then depend
+      neither on p nor on n.
+
+    Communication: nothing here. Hop 2 sends as many bytes as an all-reduce, 2(r - 1)/r of the
+      shard's, but a `GradSum` does it in every micro-step and not once. `global_norm` gathers 8
+      bytes and then 24.
+
+    Memory: nothing here. Hop 2 takes two more buffers of the size of a chunk, and a `GradSum` of
+      2**k micro-steps k times this rank's shards of the gradients, if k > 0.
+
+    Raises:
+      GroupsError: `groups` is not `Groups`.
+      PlanError: n is not a power of two, or gradients are averaged over other ranks than these
+        (`mean_over`). Verbs raise it where gradients are not of one dtype with at least 32 bits.
+
+    Example:
+      >>> from mics_fn import placement
+      >>> placement.canonical(make_groups(1))
+      Groups(n=1 p=1 levels=none in one tree, rank 0, cpu)
+    """
+    require_one("canonical", groups)
+    n = groups.world_size
+    if n & (n - 1):
+        fix = "use 1, 2, 4, 8, ... ranks, or placement.fixed_order, for equal runs on equal ranks"
+        raise PlanError(message(f"canonical: {n} ranks are not a power of two", fix=fix))
+    if groups.hierarchy.route.grad_factor != 1.0:
+        text = f"canonical: these {n} ranks average gradients over {groups.mean_over}"
+        fix = "make groups without mean_over=, or use placement.fixed_order"
+        raise PlanError(message(text, fix=fix))
+    position = {rank: i for i, rank in enumerate(groups.ranks)}
+
+    def in_tree(comm: Comm) -> Comm:
+        places = sorted(range(comm.size), key=lambda place: position[comm.ranks[place]])
+        return replace(comm, fixed_order=True, tree=tuple(places))
+
+    found = _reducing(groups, in_tree)
+    late = {"hierarchy": _routed(found.hierarchy, late=0), "flat": _routed(found.flat, late=0)}
+    return replace(found, **late)
+
+
+def _reducing(groups: Groups, change: Callable[[Comm], Comm]) -> Groups:
+    """The same groups, with other communicators for all reductions."""
 
     def along(hierarchy: Hierarchy) -> Hierarchy:
         levels = hierarchy.route.levels
-        in_order = (Level(level.name, level.gather, ordered(level.reduce)) for level in levels)
-        return _routed(hierarchy, levels=tuple(in_order))
+        changed = (replace(level, reduce=change(level.reduce)) for level in levels)
+        found = replace(hierarchy, partition=change(hierarchy.partition))
+        return _routed(found, levels=tuple(changed))
 
     return replace(
         groups,
         hierarchy=along(groups.hierarchy),
         flat=along(groups.flat),
-        partition=ordered(groups.partition),
-        replicas=ordered(groups.replicas),
+        partition=change(groups.partition),
+        replicas=change(groups.replicas),
     )
 
 

@@ -13,6 +13,7 @@ meeting, then neither meeting can succeed, and the same verdict is published to 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -21,12 +22,14 @@ from mics_fn.errors import (
     CollectiveTimeoutError,
     DesyncError,
     GroupsError,
+    MicsError,
     PlanError,
     message,
     name_ranks,
 )
 from mics_fn.store import Store, later, poll
 
+_LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
 _JUDGED = {kind.__name__: kind for kind in (DesyncError, GroupsError, PlanError)}
 _KINDS = _JUDGED | {"CollectiveTimeoutError": CollectiveTimeoutError}
 
@@ -99,9 +102,65 @@ def meet(
     return Meeting(here["key"], verdict["found"])
 
 
+def meet_once(
+    store: Store, ranks: Sequence[int], rank: int, mine: Any, judge: Judge, *, verb: str, **how: Any
+) -> Meeting:
+    """`meet`, after whose failure nobody leaves with the store before others have read why."""
+    try:
+        return meet(store, ranks, rank, mine, judge, verb=verb, **how)
+    except MicsError:
+        until_read(store, ranks, rank, verb)
+        raise
+
+
+def until_read(store: Store, ranks: Sequence[int], rank: int, verb: str) -> None:
+    """After a failed meeting: rank 0, whose process may hold the store, waits for others to read.
+
+    Args:
+      store: shared by all ranks.
+      ranks: that meet, each of which calls this after it has read.
+      rank: this rank.
+      verb: who called.
+    """
+    with suppress(RuntimeError, MicsError):
+        key, size = f"mics_fn/read/{_digest(ranks, verb)}", len(ranks)
+        wanted = -(-store.add(key, 1) // size) * size
+        if rank == 0:
+            poll(lambda: store.add(key, 0) >= wanted, 1, time.monotonic() + _LINGER_S)
+
+
+def past(store: Store, ranks: Sequence[int], verb: str, call: int) -> Meeting | None:
+    """What the n-th meeting of these ranks agreed on; None if there was none, or if it failed."""
+    key = f"mics_fn/{_digest(ranks, verb)}/{call}"
+    if not store.check([f"{key}/verdict"]):
+        return None
+    verdict = json.loads(store.get(f"{key}/verdict"))
+    return None if "error" in verdict else Meeting(key, verdict["found"])
+
+
+def take_over(store: Store, ranks: Sequence[int], rank: int, verb: str) -> int:
+    """Go on counting meetings where another process with this rank was lost.
+
+    It may have entered one that came to no verdict. The others leave that one, and meet under the
+    same key again. Returns the number of the last one that came to a verdict, or 0.
+    """
+    digest = _digest(ranks, verb)
+    while call := store.add(_calls(digest, rank), 0):
+        key = f"mics_fn/{digest}/{call}"
+        if store.check([f"{key}/verdict"]):
+            break
+        store.delete_key(f"{key}/{rank}")
+        store.add(_calls(digest, rank), -1)
+    return call
+
+
+def _digest(ranks: Sequence[int], verb: str) -> str:
+    return sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]
+
+
 def _enter(store: Store, ranks: Sequence[int], rank: int, verb: str) -> dict[str, Any]:
     """A new meeting: the n-th of these ranks, where n is this rank's own count of calls."""
-    digest = sha256(json.dumps([verb, *ranks]).encode()).hexdigest()[:16]
+    digest = _digest(ranks, verb)
     while True:
         call = store.add(_calls(digest, rank), 1)
         key = f"mics_fn/{digest}/{call}"

@@ -1,29 +1,40 @@
-"""`reset`: new groups in the place of those that have failed, among the same ranks.
+"""`reset`: new groups in the place of those that have failed, among ranks of the same numbers.
 
 [Note: what is found again] Which ranks there are, and how they are wired, does not change by a
 failure, so `reset` detects nothing. Ranks meet once, under a key that is new. There they compare
 which groups they reset, and what they have learned about the order of use: a rank that was behind
 may have learned less, and then all forget it. No name is used twice, so a rank that is already on
-the new groups never meets one that is still on the old ones.
+the new groups never meets one that is still on the old ones. A rank that was lost meets the others
+here, too, once it was started again: see [Note: coming back] in `returning`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mics_fn import tree
-from mics_fn.errors import GroupsError, disagreement, message
+from mics_fn.errors import GroupsError, PeerFailed, disagreement, message
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.forks import check_fork
 from mics_fn.groups.groups import Groups
-from mics_fn.groups.hierarchy import Hierarchy, Level, Pools
+from mics_fn.groups.hierarchy import Hierarchy, Pools
 from mics_fn.groups.life import Life
+from mics_fn.groups.monitor import monitor
+from mics_fn.groups.rendezvous import Judge
+from mics_fn.log import LOG
 from mics_fn.schedules import Channel
+
+_ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
+
+Meet = Callable[[Any, Judge, Callable[[], None]], tuple[Groups, Any]]  # as `Again`
 
 
 def reset(groups: Any) -> Any:
     """New groups among the same ranks, after an error has ended the old ones. All ranks call it.
+
+    Ranks whose processes are gone are waited for: each may be started again, with the same
+    environment and script, and call it, too. Until then its groups move no data.
 
     Shards, states, policies, guards and samplers remain valid. `optim.same_step` compares the step
     of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
@@ -44,6 +55,7 @@ def reset(groups: Any) -> Any:
       GroupsError: a function from paths to groups is given, or a rank cannot connect.
       DesyncError: ranks reset other groups.
       CollectiveTimeoutError: some rank did not call it within `timeout_s` of the groups.
+      PeerFailed: the store of the job is lost; or ranks are lost again and again meanwhile.
 
     Example:
       >>> groups = make_groups(1)
@@ -62,14 +74,18 @@ def reset(groups: Any) -> Any:
     return tree.map_leaves(replaced(old).__getitem__, groups)
 
 
-def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
+def replaced(homes: Iterable[Groups], meet: Meet | None = None) -> Mapping[Groups, Groups]:
     """What takes the place of each of these groups; see `reset`.
 
     Those that share process groups, such as placements of the same groups, share the new ones.
+
+    Args:
+      homes: they.
+      meet: makes groups of other ranks than these, as `Rounds` do; None for the same ranks.
     """
     homes = list(dict.fromkeys(homes))
     whose = {home.life: home for home in homes}
-    makers = {life: _Again(home, alone=len(whose) == 1) for life, home in whose.items()}
+    makers = {life: _Again(home, len(whose) == 1, meet) for life, home in whose.items()}
     return {home: makers[home.life].like(home) for home in homes}
 
 
@@ -81,15 +97,17 @@ class _Again:
       home: some groups of that life.
       alone: whether no others are reset at the same time. If there are, their ranks may be others,
         so nobody knows whether all ranks have learned the same.
+      meet: as for `replaced`.
     """
 
     home: Groups
     alone: bool
+    meet: Meet | None
 
     def __post_init__(self) -> None:
         home, channel = self.home, self.home.hierarchy.channel
         check_fork("reset")
-        self.base = _made_again(home.life, channel, self.alone)
+        self.base = _made_again(home.life, channel, self.alone, self.meet)
         route, flat = self.base.hierarchy.route, self.base.flat.route
         levels = (*route.levels, *flat.levels)
         comms = [comm for level in levels for comm in (level.gather, level.reduce)]
@@ -101,20 +119,26 @@ class _Again:
 
     def like(self, old: Groups) -> Groups:
         """The new groups in the placement of old ones."""
+        base, replicas = self.base, self._comm(old.replicas)
+        who = {"plan": base.plan, "ranks": base.ranks, "position": base.position}
+        if old.apart:  # see `Groups.replica`
+            replicas = Comm.of_one(old.replicas.name, old.rank, base.life)
+            who = {}
         return replace(
             old,
             hierarchy=self._hierarchy(old.hierarchy),
             flat=self._hierarchy(old.flat),
             partition=self._comm(old.partition),
-            replicas=self._comm(old.replicas),
-            life=self.base.life,
+            replicas=replicas,
+            life=base.life,
             agreed=self._fresh.setdefault(id(old.agreed), set()),
+            **who,
         )
 
     def _hierarchy(self, old: Hierarchy) -> Hierarchy:
         if old not in self._hierarchies:
             levels = tuple(
-                Level(level.name, self._comm(level.gather), self._comm(level.reduce))
+                replace(level, gather=self._comm(level.gather), reduce=self._comm(level.reduce))
                 for level in old.route.levels
             )
             self._hierarchies[old] = replace(
@@ -128,20 +152,27 @@ class _Again:
         return self._hierarchies[old]
 
     def _comm(self, old: Comm) -> Comm:
-        new = self._comms[old.name]
-        if new.ranks != old.ranks:  # a replica alone, see `Groups.replica`
-            return Comm.of_one(old.name, old.ranks[0], self.base.life)
-        return replace(new, traffic=old.traffic, fixed_order=old.fixed_order)
+        new, ranks = self._comms[old.name], self.base.ranks
+        order = old.tree
+        if order and new.ranks != old.ranks:  # there are more or fewer replicas now
+            order = tuple(sorted(range(new.size), key=lambda i: ranks.index(new.ranks[i])))
+        return replace(new, traffic=old.traffic, fixed_order=old.fixed_order, tree=order)
 
 
-def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:
+def _made_again(life: Life, channel: Channel, alone: bool, meet: Meet | None) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
+    monitor.check_store(life)
     life.fail(GroupsError("reset was called"))
     if life.told is not None:
         life.settle(life.told)  # others that wait for this rank need not ask whether it goes on
+    if channel.job.key == life.again.first:  # which one that comes back looks for
+        channel.departures.kept = f"{channel.job.key}/verdict"
     life.depart("called reset")
-    mine, judge = [channel.job.key, channel.seen.digest()], partial(_judged, alone)
-    base, equal = life.again(mine, judge, life.retire)
+    # One that comes back knows the first groups alone, and these may have been reset since.
+    # Nor does one that was not in the last of several rounds.
+    key = "" if life.returning or meet else channel.job.key
+    again = meet or life.again
+    base, equal = _met([key, channel.seen.digest()], life, partial(_judged, alone), again)
     channel.seen.carry_over(forget=equal is False)
     if equal is not False:
         now = base.hierarchy.channel
@@ -149,9 +180,22 @@ def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:
     return base
 
 
+def _met(mine: Any, life: Life, judge: Judge, again: Meet) -> tuple[Groups, Any]:
+    """New groups, and what the judge found; tries again if a rank is lost meanwhile."""
+    for attempt in reversed(range(_ATTEMPTS)):
+        try:
+            return again(mine, judge, life.retire)
+        except (GroupsError, PeerFailed) as error:
+            if not attempt:
+                raise
+            monitor.check_store(life)
+            LOG.info("reset: tries again after %s", str(error).partition("\n")[0])
+    raise GroupsError("reset: no attempt was left")
+
+
 def _judged(alone: bool, found: Mapping[int, Any]) -> bool:
     """Whether ranks have learned the same; raises DesyncError if they reset other groups."""
-    keys = {rank: str(mine[0]) for rank, mine in found.items()}
+    keys = {rank: str(mine[0]) for rank, mine in found.items() if mine[0]}
     if len(set(keys.values())) > 1:
         fix = "reset the same groups on all ranks, in the same order"
         raise disagreement("reset: ranks reset different groups", keys, fix)

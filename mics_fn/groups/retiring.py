@@ -14,6 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from mics_fn import _torch
+from mics_fn.threads import start
 
 
 def discard(group: dist.ProcessGroup) -> None:
@@ -21,7 +22,8 @@ def discard(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "gloo":
         dist.destroy_process_group(group)
     else:
-        threading.Thread(target=quietly, args=(partial(_torch.abort, group),), daemon=True).start()
+        task = partial(_torch.abort, group)
+        start(threading.Thread(target=quietly, args=(task,), daemon=True))
 
 
 def free(groups: list[dist.ProcessGroup], tidy: Callable[[], None]) -> None:

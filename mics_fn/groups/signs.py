@@ -2,7 +2,8 @@
 
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,17 @@ class Process:
             return cls("" if hides else host, os.getpid(), _stat(os.getpid())[1])
         except OSError:
             return cls("", os.getpid(), "")
+
+    @classmethod
+    def named(cls, name: str) -> "Process":
+        """The process of a name."""
+        host, pid, started = name.split(" ")
+        return cls(host, int(pid), started)
+
+    @property
+    def name(self) -> str:
+        """A text that no other process of the job has."""
+        return f"{self.host} {self.pid} {self.started}"
 
     def is_gone(self) -> bool:
         """Whether it has ended; only asked on its own host."""
@@ -68,7 +80,12 @@ class Near:
         self._others: dict[int, Process] = {}
 
     def add(self, rank: int, process: Process) -> None:
-        """Watch the process of a rank."""
+        """Watch the process of a rank, in the place of one that it had before."""
+        self._others.pop(rank, None)
+        if self._poll is not None and rank in self._files:
+            with suppress(KeyError):
+                self._poll.unregister(self._files[rank])
+            os.close(self._files.pop(rank))
         try:
             if self._poll is None:
                 raise OSError
@@ -94,11 +111,32 @@ class Near:
         self.__init__()
 
 
+def beat_of(rank: int) -> str:
+    """The key under which a rank writes signs of life."""
+    return f"mics_fn/beat/{rank}"
+
+
+def name_in(beat: str) -> str:
+    """The name of the process that wrote a sign of life."""
+    return beat.split(" ", 2)[2]
+
+
+def replaced(processes: Mapping[int, str], beats: Mapping[int, str]) -> list[int]:
+    """The ranks of which another process writes now than these, that wrote before they agreed.
+
+    >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
+    [1]
+    """
+    both = [rank for rank in processes if beats.get(rank)]
+    return [rank for rank in both if name_in(beats[rank]) != processes[rank]]
+
+
 class Peer:
     """What is known of another rank."""
 
     def __init__(self) -> None:
         self.beat = ""  # what it wrote last
+        self.name = ""  # of the process that wrote it
         self.process: Process | None = None  # if it is on this host
         self.silent_s = 0.0
         self.gone = False
@@ -114,12 +152,58 @@ class Peer:
             self.silent_s += tick_s
             return None
         _, state, host, pid, started = beat.split(" ")
+        self.name = name_in(beat)
         process = Process(host, int(pid), started) if host and host == own.host else None
         found, self.process = None if process == self.process else process, process
         self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == PARKED, False
         return found
 
+    def parts(self, beat: str) -> None:
+        """Take note of the last that it wrote, once its process has ended."""
+        if name_in(beat) == self.name:
+            self.parked = beat.split(" ", 2)[1] == PARKED
+
     def is_silent(self, limit_s: float) -> bool:
         """Whether it has failed; one that waits for a processor is given twice the time."""
         waits = self.process is not None and self.process.is_ready()
         return self.silent_s > limit_s * (2 if waits else 1)
+
+    def goes(self) -> bool:
+        """Note that it is gone; False if that was known."""
+        known, self.gone = self.gone, True
+        return not known
+
+
+class Peers(dict[int, Peer]):
+    """What is known of other ranks, by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = Near()
+
+    def hear(self, rank: int, beat: str, own: Process, tick_s: float) -> tuple[Peer, str]:
+        """Take note of what a rank wrote.
+
+        Returns:
+          what is known of it, and the name of its process before, if another one took its place.
+        """
+        peer = self.setdefault(rank, Peer())
+        before = peer.name
+        process = peer.heard(beat, own, tick_s)
+        if process is not None:
+            self.near.add(rank, process)
+        return peer, before if before != peer.name else ""
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that are gone, and had not closed their groups before."""
+        found = [(rank, self[rank]) for rank in ranks if rank in self]
+        return [rank for rank, peer in found if peer.gone and not peer.parked]
+
+    def gone_of(self, processes: Mapping[int, str]) -> list[int]:
+        """The ranks of which these processes are gone."""
+        return [rank for rank in self.gone(processes) if self[rank].name == processes[rank]]
+
+    def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
+        """Those of these ranks with open groups that gave no sign for so long."""
+        found = [(rank, self[rank]) for rank in ranks if rank in self]
+        return [rank for rank, peer in found if peer.silent_s > limit_s and not peer.parked]

@@ -18,12 +18,15 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, cast
 
+from mics_fn import checks
 from mics_fn.errors import CollectiveTimeoutError, MicsError, message, name_ranks
-from mics_fn.groups.groups import Groups
+from mics_fn.groups.groups import Groups, require_one
 from mics_fn.schedules import NEWS
 from mics_fn.store import Store, later, poll
 
 _SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+
+_NEVER_HANDLED = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
 
 
 class StopRequest:
@@ -37,6 +40,10 @@ class StopRequest:
     Communication: none in a step, until some rank is asked to stop. Then each rank writes a few
       bytes to the store, and reads those of the others.
 
+    Raises:
+      GroupsError: `groups` is not `Groups`.
+      PlanError: one of `signals` is no signal that a process can handle.
+
     Example:
       >>> with make_groups(1) as groups, StopRequest(groups) as stop:
       ...     for step in range(1, 100):
@@ -49,6 +56,13 @@ class StopRequest:
     """
 
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
+        require_one("StopRequest", groups)
+        fix = "pass signals that a process can handle, such as [signal.SIGTERM]"
+        checks.instance("StopRequest", "signals", signals, Iterable, "a list of signals", fix)
+        signals = tuple(signals)
+        for number in signals:
+            if number not in signal.valid_signals() or number in _NEVER_HANDLED:
+                checks.refuse("StopRequest", "signals", [*signals], "a list of signals", fix)
         self.stopping = False  # whether all ranks stop after the step that has ended
         self._life, self._signals = groups.life, tuple(signals)
         self._timeout_s = groups.timeout_s
@@ -67,8 +81,11 @@ class StopRequest:
         """Ask all ranks to stop, as a signal does; returns at once."""
         self._wanted = True
 
-    def due(self) -> bool:
+    def due(self, ended: int | None = None) -> bool:
         """Whether to stop now; every rank calls it at the end of each step.
+
+        Args:
+          ended: the number of the step that has ended, from 1; None counts the calls.
 
         Returns:
           True on all ranks after the same step, and from then on; `stopping` says it, too.
@@ -82,6 +99,7 @@ class StopRequest:
         if self.stopping:
             return True
         with self._lock:
+            self._step = self._step if ended is None else ended
             alone = len(self._life.ranks) == 1
             if self._said is None and not (alone and self._wanted):
                 self._step += 1
@@ -153,6 +171,6 @@ class StopRequest:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._life.listeners.remove(self._hear)
-        if len(self._life.ranks) > 1 and error is None:
+        if len(self._life.ranks) > 1 and error is None and not self._life.closed:
             with suppress(MicsError):  # a rank or the store is gone, and nobody will ask
                 self._leave(cast(Store, self._life.job.store))

@@ -1,5 +1,7 @@
 """`Telling`: a step of a program, of whose error the other ranks hear."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -38,11 +40,21 @@ def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> No
         quietly(partial(life.tell, error, final=final, kind=kind))
 
 
-def withdraw_all(goes_on: Life) -> None:
+@contextmanager
+def errors_told(kind: type[Exception]) -> Iterator[None]:
+    """A block of which the other ranks hear errors of a kind, also if the program catches them."""
+    try:
+        yield
+    except kind as error:
+        tell_all(error)
+        raise
+
+
+def withdraw_all(goes_on: Life | None = None) -> None:
     """Withdraw what `tell_all` told, as this rank goes on.
 
     Args:
-      goes_on: of the groups that it calls on next.
+      goes_on: of the groups that it calls on next; None if it calls on none.
 
     Raises:
       PeerFailed: another rank of these groups has given up because of it.

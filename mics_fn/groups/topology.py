@@ -10,11 +10,12 @@ every level is a plain all-gather that writes in place. A reduce-scatter takes t
 reverse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
 
 _NAMES = ("rack", "node", "rank")
@@ -44,14 +45,15 @@ class Topology:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = tuple(self.sizes)
-        if not sizes:
+        checks.instance("Topology", "sizes", self.sizes, Iterable, "ints such as (2, 8)")
+        checks.instance("Topology", "names", self.names, Iterable, "texts such as ('node', 'rank')")
+        if not (sizes := tuple(self.sizes)):
             raise PlanError(message("Topology: no sizes", fix="pass one per level, such as (2, 8)"))
         for i, size in enumerate(sizes):
             _check_count(size, f"Topology: sizes[{i}]")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
-        if len(names) != len(sizes) or len(set(names)) != len(names):
+        if len(names) != len(sizes) or len({x for x in names if type(x) is str}) != len(names):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
             raise PlanError(message(what, fix="pass one distinct name per size, or none"))
         object.__setattr__(self, "sizes", sizes)
@@ -179,7 +181,7 @@ class Plan:
         return tuple(sorted(self.partition_group(position), key=self.chunk))
 
     def _checked(self, position: int) -> int:
-        if not 0 <= position < self.world_size:
+        if type(position) is not int or not 0 <= position < self.world_size:
             raise PlanError(f"position {position} is outside the world of {self.world_size} ranks")
         return position
 
@@ -219,9 +221,8 @@ def plan_groups(topology: Topology | int, partition_size: int) -> Plan:
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
     """
-    if not isinstance(topology, Topology):
-        topology = Topology.of(topology)
-    return Plan(topology, partition_size)
+    wired = topology if isinstance(topology, Topology) else Topology.of(topology)
+    return Plan(wired, partition_size)
 
 
 def chunk_of(coords: Sequence[int], sizes: Sequence[int]) -> int:

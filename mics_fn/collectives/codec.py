@@ -1,0 +1,318 @@
+"""Codecs: float values as 8 or 4 bits each, with a scale for every block of them.
+
+A row of n values becomes one row of bytes: the codes of all blocks in order, a zero byte if their
+number is odd, and then a bfloat16 scale for each block. If n is not a multiple of the length of a
+block, the last block is shorter. `int4` puts elements 2i and 2i + 1 into the low and the high half
+of byte i, each plus 8; the high half of an odd last byte is 0.
+
+`pieces` has the arithmetic and its bounds, `fused` the same as one expression for a compiler.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import checks
+from mics_fn.collectives import fused, pieces
+from mics_fn.collectives.derivatives import refuse_derivative
+from mics_fn.collectives.pieces import KINDS, Rows
+from mics_fn.errors import LeafError, PlanError, message
+
+_FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*(\d{1,9})\s*\])?\s*")
+_MOST = 2**16  # elements of a block
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ALLOWED = "float32, bfloat16, float16 or float64"
+_FIX = "write it as in 'int8[256]', with an even length of blocks from 2 to 65536"
+_DETACH = "pass detached values, outside of torch.func: rounding to codes has no derivative"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How float values become bytes: a kind of code, and the length of the blocks with a scale.
+
+    A block of values is divided by its scale, the largest magnitude / `top` in bfloat16, and each
+    quotient is rounded to nearest: to an integer of at most 127 (int8) or 7 (int4), or to a float8
+    e4m3 of at most 448 (fp8). The scale is at least 2**-126. For float32 values x and a scale s,
+    what is decoded to float32 differs from x by at most
+
+    - int8, int4: s * (1/2 + 2**-15);
+    - fp8: max(|x| / 16, s * 2**-10) * (1 + 2**-20).
+
+    A zero is decoded as 0. NaN or infinity anywhere makes its whole block NaN; other blocks do not
+    notice. A finite block stays finite, up to the largest value of a dtype. Float64 values are
+    rounded to float32 first, where those beyond its range become infinite. Encoding what was
+    decoded to float32 gives the same bytes again.
+
+    Args:
+      name: "int8", "int4" or "fp8".
+      block: elements that share a scale, even, from 2 to 65536; None means 256, for int4 64.
+
+    Raises:
+      PlanError: there is no such codec.
+
+    Example:
+      >>> codec = collectives.Codec.parse("int8")
+      >>> str(codec), codec.nbytes(1000)
+      ('int8[256]', 1008)
+      >>> codec.decode(codec.encode(torch.tensor([0.0, 1.0, -127.0])), 3, torch.float32)
+      tensor([   0.,    1., -127.])
+    """
+
+    name: str
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or self.name not in KINDS:
+            fix = f"use one of {', '.join(KINDS)}"
+            checks.refuse("Codec", "name", self.name, "the name of a codec", fix)
+        if self.block is None:
+            object.__setattr__(self, "block", KINDS[self.name].block)
+        block = self.block
+        if type(block) is not int or block % 2 or not 2 <= block <= _MOST:
+            checks.refuse("Codec", "block", block, f"an even int from 2 to {_MOST}", _FIX)
+
+    @classmethod
+    def parse(cls, text: str) -> "Codec":
+        """Read the text form, such as "int8[256]" or "int8"; `parse(str(codec))` equals `codec`.
+
+        Raises:
+          PlanError: the text names no codec.
+        """
+        checks.instance("Codec.parse", "text", text, str, "a text", _FIX)
+        found = _FORM.fullmatch(text)
+        if not found or found[1] not in KINDS:
+            what = f"Codec.parse: {text!r} is not a codec"
+            raise PlanError(message(what, [f"there are {', '.join(KINDS)}"], _FIX))
+        return cls(found[1], int(found[2]) if found[2] else None)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.block}]"
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of the codes and scales of a row of n values; an even number.
+
+        The codes take n bytes (int4: half of that), rounded up to an even number, and the scales 2
+        bytes for each block, the shorter last one included.
+        """
+        checks.integer(f"{self}.nbytes", "n", n, 0)
+        codes = self._code_bytes(n)
+        return codes + codes % 2 + 2 * -(-n // self._length)
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Values as bytes.
+
+        Args:
+          x: (*batch, n) of float32, bfloat16, float16 or float64; rows are encoded apart.
+          out: the bytes are written to it; uint8 (*batch, nbytes(n)), in other memory.
+
+        Returns:
+          `out`, or new uint8 (*batch, nbytes(n)). They are a function of the values alone.
+
+        Memory: about 0.4 MiB beside the result on the CPU.
+
+        Raises:
+          LeafError: `x` or `out` is not of that kind, or a derivative is asked for.
+        """
+        verb = f"{self}.encode"
+        _check_values(verb, "x", x)
+        refuse_derivative(verb, [x], _DETACH)
+        n = x.shape[-1]
+        shape = (*x.shape[:-1], self.nbytes(n))
+        if out is None:
+            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        _check(verb, "out", out, shape, torch.uint8, x.device)
+        if x.numel():
+            rows = _matrix(verb, "out", out)
+            if not _even(rows):
+                text = f"{verb}: out begins at an odd byte, or its rows do"
+                raise LeafError(message(text, fix="let it begin at an even offset"))
+            path = _path(x.device)
+            path.encode_rows(self.name, self._length, x.reshape(-1, n), self._split(rows, n))
+        return out
+
+    def decode(
+        self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """The values of bytes that `encode` made.
+
+        Args:
+          codes: uint8 (*batch, nbytes(n)).
+          n: values of a row.
+          dtype: float32, bfloat16, float16 or float64.
+          out: the values are written to it; (*batch, n) of that dtype, in other memory.
+
+        Returns:
+          `out`, or new values (*batch, n).
+
+        Memory: about 0.4 MiB beside the result on the CPU.
+
+        Raises:
+          LeafError: `codes` or `out` is not of that kind, or a derivative is asked for.
+          PlanError: `n` or `dtype` is not of that kind.
+        """
+        verb = f"{self}.decode"
+        if dtype not in _FLOATS:
+            checks.refuse(verb, "dtype", dtype, _ALLOWED)
+        rows = self._rows(verb, "codes", codes, n)
+        shape = (*codes.shape[:-1], n)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=codes.device)
+        _check(verb, "out", out, shape, dtype, codes.device)
+        refuse_derivative(verb, [out], _DETACH)
+        if out.numel():
+            _path(out.device).decode_rows(self.name, self._length, rows, _matrix(verb, "out", out))
+        return out
+
+    def decode_mean(self, parts: Sequence[Tensor], own: Tensor | None, out: Tensor) -> Tensor:
+        """The mean of decoded parts and of parts that were not coded, in one pass.
+
+        Parts are added in float32 (float64 if `out` is) in the order in which they are given, after
+        `own`. So ranks that give the same parts in the same order get the same bits, and a rank
+        whose own part has a place among the others puts it there, into `parts`.
+
+        Args:
+          parts: codes, uint8 (*batch, nbytes(n)), or values of any float dtype here, (*batch, n).
+          own: values that come first; None for none.
+          out: the mean is written to it; (*batch, n). It may be `own` or one of `parts`, but not
+            overlap them in another way.
+
+        Returns:
+          `out`.
+
+        Memory: about 0.7 MiB on the CPU.
+
+        Raises:
+          LeafError: a part or `out` is not of that kind, or a derivative is asked for.
+          PlanError: there is no part.
+        """
+        verb = f"{self}.decode_mean"
+        _check_values(verb, "out", out)
+        given = [*([] if own is None else [("own", own)])]
+        given += [(f"parts[{i}]", part) for i, part in enumerate(parts)]
+        if not given:
+            raise PlanError(message(f"{verb}: there is no part", fix="give at least one"))
+        read = [self._part(verb, name, part, out) for name, part in given]
+        refuse_derivative(verb, [out, *(part for _, part in given)], _DETACH)
+        if out.numel():
+            _path(out.device).mean_rows(self.name, self._length, read, _matrix(verb, "out", out))
+        return out
+
+    def blocks(self, codes: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Views of one row of `n` values in whole blocks: the codes of each, and its scale.
+
+        Args:
+          codes: uint8 (nbytes(n),), at an even place.
+          n: values of the row, a multiple of the length of a block.
+
+        Returns:
+          uint8 (blocks, bytes of a block), and bfloat16 (blocks, 1).
+        """
+        end, count = self._code_bytes(n), n // self._length
+        elements, scales = codes[:end], codes[end + end % 2 :].view(torch.bfloat16)
+        return elements.view(count, self._code_bytes(self._length)), scales.view(count, 1)
+
+    def encode_blocks(self, values: Tensor, elements: Tensor, scales: Tensor) -> None:
+        """Write the codes of values (blocks, length) to what `blocks` gave of as many."""
+        rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
+        _path(values.device).encode_rows(self.name, self._length, values.view(1, -1), rows)
+
+    def decode_blocks(self, elements: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the values of such codes to `out` (blocks, length), of any float dtype."""
+        rows = Rows(elements.view(1, -1), elements.view(1, -1)[:, :0], scales.view(1, -1))
+        _path(out.device).decode_rows(self.name, self._length, rows, out.view(1, -1))
+
+    @property
+    def _length(self) -> int:
+        """Elements of a block."""
+        return self.block or KINDS[self.name].block
+
+    def _code_bytes(self, n: int) -> int:
+        """Bytes of n codes, without padding."""
+        return -(-n * KINDS[self.name].bits // 8)
+
+    def _split(self, rows: Tensor, n: int) -> Rows:
+        """Views of the codes of rows, and of their scales; a byte between them becomes 0."""
+        end = self._code_bytes(n)
+        return Rows(
+            rows[:, :end],
+            rows[:, end : end + end % 2],
+            rows[:, end + end % 2 :].view(torch.bfloat16),
+        )
+
+    def _rows(self, verb: str, name: str, codes: Tensor, n: int) -> Rows:
+        """Codes that are read, as rows; a copy where they do not lie at even places."""
+        checks.instance(verb, name, codes, Tensor, "a tensor")
+        width = self.nbytes(n)
+        if codes.dtype != torch.uint8 or not codes.ndim or codes.shape[-1] != width:
+            lines = [f"got {codes.dtype} {tuple(codes.shape)}"]
+            lines += [f"expected torch.uint8 (..., {width}) for {n} values"]
+            fix = "pass what encode of the same codec gave, and the n of that"
+            raise LeafError(message(f"{verb}: {name} are not such codes", lines, fix))
+        rows = codes.detach().reshape(math.prod(codes.shape[:-1]), width)
+        if not rows.numel():
+            return Rows(rows, rows, rows)  # nothing is read
+        rows = rows if _even(rows) else rows.clone(memory_format=torch.contiguous_format)
+        return self._split(rows, n)
+
+    def _part(self, verb: str, name: str, part: Any, out: Tensor) -> Rows | Tensor:
+        """A part of a mean as a matrix."""
+        checks.instance(verb, name, part, Tensor, "a tensor")
+        n, batch = out.shape[-1], tuple(out.shape[:-1])
+        if part.device != out.device or tuple(part.shape[:-1]) != batch:
+            lines = [f"got {tuple(part.shape)} on {part.device}"]
+            lines += [f"out is {tuple(out.shape)} on {out.device}"]
+            raise LeafError(message(f"{verb}: {name} does not match out", lines))
+        if part.dtype == torch.uint8:
+            return self._rows(verb, name, part, n)
+        _check_values(verb, name, part)
+        _check(verb, name, part, tuple(out.shape), part.dtype, out.device)
+        return part.detach().reshape(math.prod(batch), n)
+
+
+def _path(device: torch.device) -> Any:
+    """The functions for codes on a device."""
+    return pieces if device.type == "cpu" else fused
+
+
+def _check_values(verb: str, name: str, x: Any) -> None:
+    """Raise LeafError unless a value is a float tensor with at least one dim."""
+    checks.instance(verb, name, x, Tensor, "a tensor", kind=LeafError)
+    if x.dtype not in _FLOATS or not x.ndim:
+        lines = [f"got {x.dtype} {tuple(x.shape)}", f"expected {_ALLOWED}, of at least 1 dim"]
+        raise LeafError(message(f"{verb}: {name} cannot be coded", lines))
+
+
+def _check(
+    verb: str,
+    name: str,
+    x: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise LeafError unless a tensor has this shape, dtype and device."""
+    checks.instance(verb, name, x, Tensor, "a tensor", kind=LeafError)
+    if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
+        lines = [f"got {x.dtype} {tuple(x.shape)} on {x.device}"]
+        lines += [f"expected {dtype} {shape} on {device}"]
+        raise LeafError(message(f"{verb}: {name} has another shape, dtype or device", lines))
+
+
+def _matrix(verb: str, name: str, x: Tensor) -> Tensor:
+    """The same memory as rows."""
+    x = x.detach()
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError as error:
+        text = f"{verb}: {name} cannot be seen as rows: its strides are {x.stride()}"
+        raise LeafError(message(text, fix="pass contiguous memory")) from error
+
+
+def _even(rows: Tensor) -> bool:
+    """Whether all rows of bytes begin at an even place, so that their scales lie on bfloat16."""
+    return rows.storage_offset() % 2 == 0 and rows.stride(0) % 2 == 0 and rows.stride(1) == 1

@@ -1,0 +1,143 @@
+"""Collectives of one's own on the communicators of groups, with all that those here have.
+
+That is: bounded waits, in which Ctrl-C works; a failed rank is named; ranks compare the name and
+the size of a call before it moves data; its place in the order of its communicator, and its stream.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mics_fn import checks
+from mics_fn.collectives import levels
+from mics_fn.collectives.collective import Collective
+from mics_fn.collectives.derivatives import refuse_derivative
+from mics_fn.collectives.pending import Pending, Steps
+from mics_fn.errors import CollectiveError, GroupsError, LeafError, message
+from mics_fn.groups import Comm
+
+_ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"
+_FIX = "call it in torch.no_grad() and outside of torch.func; gather and sync_replicas have one"
+
+
+def all_gather(comm: Comm, tensor: Tensor, *, name: str = "own all-gather") -> Tensor:
+    """The tensor of each rank of a communicator, stacked in its order.
+
+    Args:
+      comm: one of `Groups.communicators`; all of its ranks make the call.
+      tensor: of any dtype, with the same shape and dtype on all ranks.
+      name: for errors; ranks compare it.
+
+    Returns:
+      A new tensor (comm.size, *shape). With one rank it is a copy.
+
+    Communication: one all-gather: this rank sends its tensor to the size - 1 others.
+
+    Memory: the result.
+
+    Raises:
+      LeafError: `tensor` is no tensor with data, or a derivative is asked for, which it lacks.
+      GroupsError: `comm` is not a communicator, or its groups are closed or have failed.
+      DesyncError: ranks make different calls, or give tensors of different sizes.
+      CollectiveError, PeerFailed: as every collective.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> collectives.all_gather(groups.communicators["replicas"], torch.ones(2))
+      tensor([[1., 1.]])
+    """
+    checks.instance("all_gather", "name", name, str, "a text")
+    _check("all_gather", comm, [tensor])
+    flat = tensor.detach().contiguous().view(-1)
+    if comm.size == 1 or not flat.numel():
+        return flat.expand(comm.size, -1).clone().view(comm.size, *tensor.shape)
+    raw = flat.view(torch.uint8)
+    out = raw.new_empty(comm.size, raw.numel())
+
+    def steps() -> Steps:
+        yield levels.all_gather(comm, out, raw)
+        return out
+
+    what = "", name, str(tensor.dtype)
+    Pending(steps(), [comm], keep=(raw, out), device=raw.device, what=what).wait()
+    return out.view(-1).view(tensor.dtype).view(comm.size, *tensor.shape)
+
+
+def start(
+    comm: Comm,
+    issue: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    *,
+    name: str,
+    sent_bytes: int,
+) -> Pending:
+    """Start a collective of one's own, and return at once; `wait()` gives the last of `tensors`.
+
+    Args:
+      comm: one of `Groups.communicators`, with several ranks, which all make the call.
+      issue: called as `issue(group=, async_op=)`, maybe later; it gives what functions of
+        torch.distributed give. `functools.partial(dist.all_reduce, x)` is one.
+      tensors: all that it reads or writes, which are kept until then. The first one has the same
+        size on all ranks, which compare it.
+      name: for errors; ranks compare it.
+      sent_bytes: what this rank sends, for the ledger `Groups.traffic`.
+
+    Returns:
+      A `Pending`. All ranks wait for theirs in the same order.
+
+    Communication: what `issue` sends.
+
+    Raises:
+      LeafError: `tensors` are not tensors with data, or a derivative is asked for, which it lacks.
+      GroupsError: `comm` is not a communicator of several ranks, or its groups are closed.
+      CollectiveError: `issue` gave nothing to wait for; `wait` raises it.
+      DesyncError, CollectiveTimeoutError, PeerFailed: as every collective.
+
+    Example:
+      >>> import functools, torch.distributed as dist
+      >>> groups, x = make_groups(1), torch.ones(2)
+      >>> for comm in groups.communicators.values():
+      ...     if comm.size > 1:
+      ...         sum_of = functools.partial(dist.all_reduce, x)
+      ...         collectives.start(comm, sum_of, [x], name="sum", sent_bytes=x.nbytes).wait()
+    """
+    checks.instance("start", "tensors", tensors, Iterable, "tensors in a list", kind=LeafError)
+    checks.function("start", "issue", issue, "that starts the collective", _ISSUE, optional=False)
+    checks.instance("start", "name", name, str, "a text")
+    checks.integer("start", "sent_bytes", sent_bytes, 0)
+    tensors = list(tensors)
+    _check("start", comm, tensors)
+    if not tensors:
+        text = "start: no tensors, so nothing would keep the memory of this collective"
+        raise LeafError(message(text, fix="pass all that it reads or writes"))
+    comm.process_group()  # raises where there is none
+
+    def call(**how: Any) -> Any:
+        work = issue(**how)
+        if how["async_op"] and not hasattr(work, "is_completed"):
+            text = f"start: {name!r} gave {type(work).__name__}, and nothing to wait for"
+            fix = "return what a function of torch.distributed gives for async_op=True"
+            raise CollectiveError(message(text, fix=fix))
+        return work
+
+    def steps() -> Steps:
+        yield Collective(comm, name, sent_bytes, call)
+        return tensors[-1]
+
+    device, what = tensors[0].device, ("", name, "")
+    return Pending(steps(), [comm], keep=tensors, device=device, what=what)
+
+
+def _check(verb: str, comm: Any, tensors: Sequence[Any]) -> None:
+    if not isinstance(comm, Comm):
+        fix = "pass one of groups.communicators, such as groups.communicators['replicas']"
+        raise GroupsError(message(f"{verb}: comm is {type(comm).__name__}", fix=fix))
+    comm.check_open()
+    for i, x in enumerate(tensors):
+        if not isinstance(x, Tensor) or x.is_meta:
+            got = "on meta, without data" if isinstance(x, Tensor) else type(x).__name__
+            text = f"{verb}: tensor {i} is {got}"
+            raise LeafError(message(text, fix="pass tensors of the device of the groups"))
+    refuse_derivative(verb, tensors, _FIX)
