@@ -23,13 +23,16 @@ Its words:
   is cut into p *chunks*, one per rank. A leaf's *piece* is the part of it in this rank's chunk, and
   its *slot* is its number in the bucket. A leaf is never cut between buckets, so no memory budget
   can be smaller than the largest leaf, which often is the embedding. Leaves that are used together
-  should be near each other in `order=` of `shard`, or one op needs many buckets.
+  should be near each other in `order=` of `shard`, or one op needs many buckets; `bucket=` says
+  where one has to end, such as at the end of a layer.
 - *Frozen* leaves (`requires_grad=False`, or chosen by `frozen=`) are sharded and gathered, but
   never reduced or updated. Integer and boolean leaves are replicated. Both are `Fixed`.
 - A *tied* leaf is a tensor that occurs twice. It stays one shard: it is gathered as one tensor, the
   gradients of its uses are added, and it counts once in a norm.
 - A *missing* leaf: a tree may hold only some of the leaves that were sharded together. Those in
   other trees stay as they are.
+- A piece lies *elsewhere* if it is in host memory beside an accelerator, or in a file, as `where=`
+  says. It is brought to the device where it is gathered, and its leaf and bucket are the same.
 - To *donate* a value is to let a verb write into its memory. Using it afterwards raises
   `DonatedError`, which names it. Nothing is ever overwritten without `donate=True`.
 
@@ -37,10 +40,26 @@ A parameter that the loss does not use gets a gradient of zeros, the same on all
 decay and momentum apply to it. (`torch.optim` skips parameters whose gradient is None.) Sparse
 gradients become dense; in a group of one rank they need `defer`.
 
+What travels may be codes instead of values: `gather`, `hop1` and `hop2` of a `Precision`. Leaves of
+such a bucket begin on blocks of its codecs, so its padding is larger. Where ranks hold a bucket in
+full (p = 1) nothing is coded, and its values are exact.
+
+Frozen leaves may be kept as codes, too, as the base of a model on which adapters are trained: with
+`frozen=is_base, precision="*base*: param=int4[64]"` a leaf takes 0.53 bytes an element, in memory
+and on the wire, and is decoded where it is gathered. `shard`, `load_shards` and `init_model` code
+one bucket after the other, so that nobody holds all values. What is decoded does not depend on the
+number of ranks; see [Note: kept codes] in `kept`.
+
+Arithmetic of your own: `map` applies an elementwise function to the pieces of trees, and numbers of
+whole tensors (`optim.leaf_norms`, `optim.inner`) are passed to it, so that it has a derivative.
+`cut` makes shards of full values that all ranks have computed, and sends nothing. Trees of shards
+may be copied and pickled, each rank's by itself, and come back with their chunks.
+
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
-(shard), `opened` (what every verb does first), `gathering` and `reducing` (the other verbs); `pack`
-and `memory` are about buffers, `rows` about vmap, `contents` about batches, and `precision` about
-dtypes.
+(shard), `opened` (what every verb does first), `gathering` and `reducing` (the other verbs), and
+`cutting` and `mapping`. `bucketing` says which leaves share a bucket; `layout`, `laying`, `kept`
+and `elsewhere` where and how pieces lie; `pack` and `memory` are about buffers, `copied` about
+pickles, `rows` about vmap, `contents` about batches, and `precision` about dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
@@ -49,9 +68,19 @@ verb for its derivative, or for the reason why it has none. To add a property of
 `Bucket` a field, and name it in `_agree_on` in `sharding`, so that ranks compare it.
 """
 
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Piece, pieces
+from mics_fn.collectives import needs_derivative, refuse_derivative
+from mics_fn.shards.arguments import GroupsTree, check_leaves, homes_of, require_groups
+from mics_fn.shards.arriving import Arrival, Arriving
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
+from mics_fn.shards.bucketing import with_parts
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
+from mics_fn.shards.cutting import cut
+from mics_fn.shards.elsewhere import brought, copied_to, is_elsewhere
+from mics_fn.shards.fields import check_dtype
 from mics_fn.shards.gathering import PendingTree, gather, start_gather, unshard
+from mics_fn.shards.kept import check_finite, checksum_of, coded_pieces, has_codes, kept_row
+from mics_fn.shards.laying import Laying
+from mics_fn.shards.layout import check_kept_place
 from mics_fn.shards.leaf import (
     Fixed,
     Leaf,
@@ -61,15 +90,15 @@ from mics_fn.shards.leaf import (
     donate,
     dtype_name,
     give_away,
+    is_given_away,
     is_leaf,
     names,
-    needs_derivative,
     owner_index,
     reduced_over,
-    refuse_derivative,
     refuse_tracing,
 )
 from mics_fn.shards.linear import deal, linear_map, put
+from mics_fn.shards.mapping import map
 from mics_fn.shards.memory import (
     Place,
     each_once,
@@ -82,12 +111,10 @@ from mics_fn.shards.opened import (
     BucketUse,
     Opened,
     check_equal,
-    check_leaves,
     grouped,
-    homes_of,
     open_shards,
-    require_groups,
 )
+from mics_fn.shards.options import LayoutOptions
 from mics_fn.shards.origins import (
     forget_origins,
     kind_of,
@@ -96,23 +123,32 @@ from mics_fn.shards.origins import (
     watch_origins,
 )
 from mics_fn.shards.pack import (
+    copied_with_zeros,
     dense,
     pack_chunk,
     pack_full,
     split_chunk,
     split_full,
+    standing_for,
     whole_chunk,
+    zero_padding,
 )
-from mics_fn.shards.precision import Precision, precision_of
+from mics_fn.shards.precision import Precision, matches, precision_of
+from mics_fn.shards.ranges import Piece, pieces
 from mics_fn.shards.reducing import reduce_grads, scatter_grads, start_scatter_grads, sync_replicas
 from mics_fn.shards.rows import in_front
 from mics_fn.shards.sharding import layout_of, shard
 
 __all__ = [
+    "Arrival",
+    "Arriving",
     "BUCKET_BYTES",
     "Bucket",
     "BucketUse",
     "Fixed",
+    "GroupsTree",
+    "LayoutOptions",
+    "Laying",
     "Leaf",
     "Nothing",
     "Opened",
@@ -123,8 +159,17 @@ __all__ = [
     "Precision",
     "Sharded",
     "Tied",
+    "brought",
+    "check_dtype",
     "check_equal",
+    "check_finite",
+    "check_kept_place",
     "check_leaves",
+    "checksum_of",
+    "coded_pieces",
+    "copied_to",
+    "copied_with_zeros",
+    "cut",
     "deal",
     "dense",
     "donate",
@@ -135,13 +180,19 @@ __all__ = [
     "give_away",
     "grouped",
     "homes_of",
+    "has_codes",
     "in_front",
+    "is_elsewhere",
+    "is_given_away",
     "is_leaf",
+    "kept_row",
     "kind_of",
     "layout_of",
     "leaves_of",
     "linear_map",
+    "map",
     "map_contents",
+    "matches",
     "names",
     "needs_derivative",
     "note_origins",
@@ -166,10 +217,13 @@ __all__ = [
     "shard",
     "split_chunk",
     "split_full",
+    "standing_for",
     "start_gather",
     "start_scatter_grads",
     "sync_replicas",
     "unshard",
     "watch_origins",
     "whole_chunk",
+    "with_parts",
+    "zero_padding",
 ]

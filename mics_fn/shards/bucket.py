@@ -8,19 +8,21 @@ Padding lies between leaves and behind them. It is never part of a leaf, so it n
 result. A `Bucket` does not depend on the rank that holds it, so structures compare across ranks.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from mics_fn.errors import PlanError
-from mics_fn.tree import digest, natural
+from mics_fn.collectives import SHORT_NAMES, Codec, Wire
+from mics_fn.errors import PlanError, message
+from mics_fn.tree import digest
 
-ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
 BUCKET_BYTES = 25 * 2**20
+NEWER = ("gather", "hop1", "hop2", "state", "codes")  # which a text names where they are set
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Bucket:
       reduce: dtype in which gradients travel; default `dtype`.
       accumulate: dtype of their sum over micro-steps; default `reduce`, but at least float32.
       names: some of the leaves' paths and a digest of all, so that trees of one layout differ.
+      gather: what travels in gathers; None means values in `compute`.
+      hop1: what travels in hop 1; None means values in `reduce`.
+      hop2: what travels in hop 2, or in which dtype; None means values in `reduce`.
+      state: the codes that moments of its leaves are kept as; None means values in `dtype`.
+      codes: the codes that its leaves are kept as, which gathers send; None means values. Such
+        leaves are frozen, and float32 is their dtype: it holds what codes stand for.
     """
 
     index: int
@@ -52,6 +60,11 @@ class Bucket:
     reduce: torch.dtype = None  # pyright: ignore[reportAssignmentType]
     accumulate: torch.dtype = None  # pyright: ignore[reportAssignmentType]
     names: str = ""
+    gather: Wire | None = None
+    hop1: Wire | None = None
+    hop2: Wire | torch.dtype | None = None
+    state: Codec | None = None
+    codes: Codec | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -73,17 +86,61 @@ class Bucket:
     @cached_property
     def exact(self) -> "Bucket":
         """This bucket with `compute` and `reduce` set to its own dtype, so that nothing rounds."""
-        plain = replace(self, compute=self.dtype, reduce=self.dtype)
-        return self if plain == self else _one_of(plain)
+        wires = {"gather": None, "hop1": None, "hop2": None}
+        plain = replace(self, compute=self.dtype, reduce=self.dtype, **wires)
+        return self if plain == self else one_of(plain)
+
+    @cached_property
+    def uncoded(self) -> "Bucket":
+        """This bucket, which sends values in the place of codes, in the dtypes that it has."""
+        hop2 = None if isinstance(self.hop2, Wire) else self.hop2
+        plain = replace(self, gather=None, hop1=None, hop2=hop2)
+        return self if plain == self else one_of(plain)
+
+    @property
+    def mean_wire(self) -> torch.dtype | Codec:
+        """What hop 2 sends: values in a dtype, or codes."""
+        if isinstance(self.hop2, Wire):
+            return self.hop2.codec  # pyright: ignore[reportReturnType]
+        return self.hop2 or self.reduce
+
+    @property
+    def gather_wire(self) -> Wire | None:
+        """What a gather sends in the place of values: the codes that leaves are kept as, if any."""
+        return self.gather if self.codes is None else Wire(self.codes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of each rank's chunk where it is kept: of values, or of codes and their scales."""
+        values = self.chunk * self.dtype.itemsize
+        return values if self.codes is None else self.codes.nbytes(self.chunk)
+
+    @cached_property
+    def wires(self) -> str:
+        """What travels where that is not a value in `compute` or `reduce`, as text."""
+        named = {"gather": self.gather, "hop1": self.hop1, "hop2": self.hop2}
+        found = {name: wire for name, wire in named.items() if wire is not None}
+        return ", ".join(f"{name}={SHORT_NAMES.get(w, w)}" for name, w in found.items())  # pyright: ignore
 
     @cached_property
     def _text(self) -> str:
-        facts = [str(getattr(self, f.name)) for f in fields(self)]
-        return f"bucket {self.index} ({self.names}; layout {_short(facts)})"
+        named = [f.name for f in fields(self) if f.name not in NEWER]
+        facts = [*(str(getattr(self, name)) for name in named), *filter(None, [self.wires])]
+        facts += [f"state={self.state}"] if self.state else []
+        facts += [f"codes={self.codes}"] if self.codes else []
+        return f"bucket {self.index} ({self.names}; layout {short_digest(facts)})"
 
     def __str__(self) -> str:
         """What ranks compare before they move it."""
         return self._text
+
+    @cached_property
+    def title(self) -> str:
+        """Its number, its first leaf and how many there are, for those who watch."""
+        first = re.sub(r"^\['([^']*)'\]$", r"\1", self.names.partition(", ")[0])
+        more = " ..." if ", " in self.names else ""
+        count = f" ({len(self.shapes)} leaves)" if len(self.shapes) > 1 else ""
+        return f"bucket {self.index}: {first}{more}{count}"
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -93,6 +150,9 @@ class Bucket:
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __reduce__(self) -> tuple:  # without its hash, which another process computes otherwise
+        return _bucket_of, tuple(getattr(self, f.name) for f in fields(self))
 
     # A bucket is part of every leaf's structure: its hash is computed once, and equality tries
     # identity first.
@@ -108,149 +168,30 @@ class Bucket:
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
 
-class Piece(NamedTuple):
-    """What one chunk holds of one leaf; lengths in elements."""
-
-    start: int  # in the chunk
-    length: int
-    origin: int  # in the flattened leaf
-
-
-# The other three dtypes of a leaf, as in `Bucket`: compute, reduce, accumulate.
-Travel = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
-
-
-class LeafSpec(NamedTuple):
-    """What `plan_buckets` needs to know about a leaf."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: int
-    trainable: bool
-    group: Hashable  # leaves of different groups never share a bucket
-    travel: Travel = (None, None, None)
+def check_one_dtype(verb: str, bucket: Bucket) -> None:
+    """Raise PlanError if a hop would round, which it does once per level: see `canonical`."""
+    if bucket.wires:
+        text = f"{verb}: canonical groups send values, in one dtype for each leaf"
+        lines = [f"bucket {bucket.index} ({bucket.names}): {bucket.wires}"]
+        raise PlanError(message(text, lines, "shard without gather=, hop1= and hop2="))
+    dtypes = {"param": bucket.dtype, "reduce": bucket.reduce, "accumulate": bucket.accumulate}
+    if len(set(dtypes.values())) > 1 or bucket.dtype.itemsize < 4:
+        text = f"{verb}: canonical groups need gradients of one dtype with at least 32 bits"
+        names = ", ".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items())
+        fix = "shard with precision='param=f32,reduce=f32'; compute=bf16 is possible"
+        raise PlanError(message(text, [f"bucket {bucket.index} ({bucket.names}): {names}"], fix))
 
 
-def plan_buckets(
-    leaves: Sequence[LeafSpec],
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    order: Callable[[str], object] | None = None,
-) -> list[tuple[Bucket, int]]:
-    """Decide which leaves share a bucket, and where each of them lies in it.
-
-    Args:
-      leaves: the leaves, in tree order.
-      bucket_bytes: a bucket is closed before it would grow past this size. A leaf that is larger
-        gets a bucket of its own.
-      order: sort key of a path. By default numbers in paths compare as numbers, so that `layers.2`
-        comes before `layers.10`.
-
-    Returns:
-      For each leaf its bucket and its slot in that bucket.
-
-    Raises:
-      PlanError: `bucket_bytes` is not a positive number.
-
-    Example:
-      >>> spec = LeafSpec("w", (3, 2), torch.float32, 2, True, None)
-      >>> [(bucket, slot)] = plan_buckets([spec])
-      >>> bucket.numel, bucket.chunk, slot
-      (8, 4, 0)
-    """
-    if not bucket_bytes > 0:
-        raise PlanError(f"bucket_bytes={bucket_bytes} must be above 0")
-    key = order or natural
-    ranked = sorted(range(len(leaves)), key=lambda i: (key(leaves[i].path), i))  # pyright: ignore
-    open_buckets: dict[Hashable, list[int]] = {}
-    open_bytes: dict[Hashable, int] = {}
-    closed: list[list[int]] = []
-    for i in ranked:
-        leaf = leaves[i]
-        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.group, leaf.travel)
-        nbytes = prod(leaf.shape) * leaf.dtype.itemsize
-        if kind not in open_buckets or open_bytes[kind] + nbytes > bucket_bytes:
-            open_buckets[kind], open_bytes[kind] = [], 0
-            closed.append(open_buckets[kind])
-        open_buckets[kind].append(i)
-        open_bytes[kind] += nbytes
-    found: dict[int, tuple[Bucket, int]] = {}
-    for index, members in enumerate(closed):
-        bucket = _lay_out(index, [leaves[i] for i in members])
-        found.update({i: (bucket, slot) for slot, i in enumerate(members)})
-    return [found[i] for i in range(len(leaves))]
-
-
-def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
-    first = leaves[0]
-    compute, reduce, accumulate = first.travel
-    smallest = min(dtype.itemsize for dtype in (first.dtype, compute, reduce) if dtype)
-    align = max(1, ALIGN_BYTES // smallest)
-    offsets, end = [], 0
-    for leaf in leaves:
-        offsets.append(end)
-        end += -(-prod(leaf.shape) // align) * align
-    whole = first.parts * align
-    bucket = Bucket(
-        index=index,
-        dtype=first.dtype,
-        parts=first.parts,
-        shapes=tuple(leaf.shape for leaf in leaves),
-        offsets=tuple(offsets),
-        numel=-(-end // whole) * whole,
-        trainable=first.trainable,
-        compute=compute or first.dtype,
-        reduce=reduce or first.dtype,
-        accumulate=accumulate,  # pyright: ignore[reportArgumentType]
-        names=_named([leaf.path for leaf in leaves]),
-    )
-    return _one_of(bucket)
-
-
-def _named(paths: Sequence[str]) -> str:
-    """Paths of leaves as a short text, which is another one for other paths.
-
-    >>> _named(["w"]), _named(["a", "b", "c"])
-    ('w', 'a, b, ..., paths 13e22856')
-    """
-    if len(paths) < 3:
-        return ", ".join(paths)
-    return f"{paths[0]}, {paths[1]}, ..., paths {_short(paths)}"
-
-
-def _short(texts: Sequence[str]) -> str:
+def short_digest(texts: Sequence[str]) -> str:
+    """A few letters that differ for other texts."""
     return digest(texts).hex()[:8]
 
 
 @lru_cache(maxsize=4096)
-def _one_of(bucket: Bucket) -> Bucket:
+def one_of(bucket: Bucket) -> Bucket:
     """The first bucket equal to this one, so that comparing them is comparing identities."""
     return bucket
 
 
-@lru_cache(maxsize=4096)
-def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
-    """What chunk number `chunk` holds of each leaf of the bucket; length 0 if it holds nothing.
-
-    >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), torch.float32, 2, True, None)])
-    >>> pieces(bucket, 0), pieces(bucket, 1)
-    ((Piece(start=0, length=4, origin=0),), (Piece(start=0, length=2, origin=4),))
-    """
-    low, high = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
-    found = []
-    for offset, numel in zip(bucket.offsets, bucket.numels, strict=True):
-        start, stop = max(low, offset), min(high, offset + numel)
-        if start < stop:
-            found.append(Piece(start - low, stop - start, start - offset))
-        else:
-            found.append(Piece(0, 0, 0))
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """The ranges of padding in the full buffer, as (start, length) in elements."""
-    ends = [0, *(o + n for o, n in zip(bucket.offsets, bucket.numels, strict=True))]
-    starts = [*bucket.offsets, bucket.numel]
-    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+def _bucket_of(*facts: Any) -> Bucket:
+    return one_of(Bucket(*facts))

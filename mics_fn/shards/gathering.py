@@ -1,19 +1,30 @@
 """`gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint]."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from mics_fn.shards.leaf import Fixed
+from mics_fn.shards.arguments import GroupsTree
+from mics_fn.shards.elsewhere import brought
+from mics_fn.shards.leaf import Fixed, Leaf, Sharded
 from mics_fn.shards.linear import Started, apply, put, start
 from mics_fn.shards.opened import BucketUse, open_shards
 from mics_fn.shards.pack import refuse_sparse
 from mics_fn.tree import Tree
 
+K = TypeVar("K")
+T = TypeVar("T")
 
+
+@overload
+def gather(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def gather(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def gather(shards: T, hierarchy: GroupsTree) -> T: ...
 def gather(shards: Tree, hierarchy: Any) -> Tree:
     """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
 
@@ -32,7 +43,8 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
       `jacfwd` and `hessian` over shards and `jacrev` of shards do not: they differentiate along
       directions that lie in one rank's piece alone. A Hessian is
       `vmap(lambda v: jvp(grad(loss), (shards,), (v,))[1])` over a stack of directions, each of
-      which was cut by `shard`. Instead of `linearize` use `jvp`.
+      which was cut by `shard`. Instead of `linearize` use `jvp`. For `loss.backward()` the pieces
+      are to be leaves of autograd, `leaf.data.requires_grad_()`, which then have `leaf.data.grad`.
 
     Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
       full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks
@@ -127,7 +139,10 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
         if not use.far:
             for i, shape in zip(use.index, use.bucket.shapes, strict=True):
                 if i is not None:
-                    piece = data[i].to(use.bucket.compute)
+                    piece = data[i]
+                    if use.away:
+                        piece = brought(piece, use.hierarchy.device, use.bucket.compute)
+                    piece = piece.to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
                     if full[i].requires_grad and not full[i].is_leaf:  # it will be differentiated
@@ -147,6 +162,12 @@ def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
     return full
 
 
+@overload
+def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
 def unshard(shards: Tree, hierarchy: Any) -> Tree:
     """Gather into tensors that own their memory, one bucket at a time, for export.
 
@@ -171,7 +192,8 @@ def unshard(shards: Tree, hierarchy: Any) -> Tree:
     """
     opened = open_shards("unshard", shards, hierarchy).agree()
     data = opened.data
-    out = [leaf.data.clone() if isinstance(leaf, Fixed) else None for leaf in opened.leaves]
+    whole = [isinstance(leaf, Fixed) and leaf.bucket is None for leaf in opened.leaves]
+    out = [data[i].clone() if is_whole else None for i, is_whole in enumerate(whole)]
     for use in opened.uses:
         full = _gathered(data, [replace(use, bucket=use.bucket.exact)])
         for i in use.members:

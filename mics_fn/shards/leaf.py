@@ -8,7 +8,7 @@ treat them as a special case. Their structure is the same on every rank, so tree
 across ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mics_fn import _torch, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.shards.bucket import Bucket
+from mics_fn.shards.copied import from_parts, parts_of
 from mics_fn.tree import Tree
 
 # Texts of errors about it; see [Note: rows of ranks] in `shards.rows`.
@@ -66,6 +67,9 @@ class Sharded:
             raise DonatedError(message(self._story(), fix=fix))
         raise AttributeError(f"Sharded has no attribute {name!r}")
 
+    def __reduce__(self) -> tuple:
+        return from_parts, parts_of(self)
+
     def _story(self) -> str:
         (spec, root, to), number = self._donated
         path = tree.spec_paths(spec)[number]
@@ -112,6 +116,9 @@ class Fixed:
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
         return self.data.dtype
+
+    def __reduce__(self) -> tuple:
+        return from_parts, parts_of(self)
 
     def __repr__(self) -> str:
         how = "replicated" if self.bucket is None else "frozen"
@@ -191,6 +198,11 @@ def give_away(leaves: Sequence[Any], story: tuple, *, keep: Sequence[Any] = ()) 
             drop(leaf, "data")
 
 
+def is_given_away(shards: Tree) -> bool:
+    """Whether some leaf of a tree was donated."""
+    return any(hasattr(leaf, "_donated") for leaf in tree.flatten(shards, is_leaf)[0])
+
+
 def mark_reduced(leaves: Sequence[Leaf], home: Any) -> None:
     """Note on the first leaf of gradients over which groups it was reduced."""
     if isinstance(leaves[0], Sharded):
@@ -224,22 +236,6 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
 def names(shards: Tree) -> list[str]:
     """The path of each `Sharded` leaf, in the order of the tree's children."""
     return [path.removesuffix(".data") for path in tree.paths(shards)]
-
-
-def needs_derivative(values: Iterable[Any]) -> bool:
-    """Whether what is computed from these values could be differentiated; only tensors count."""
-    if _torch.inside_torch_func() or _torch.inside_forward_ad():
-        return True
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
-    )
-
-
-def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:
-    """Raise LeafError if the result of a verb without a derivative could be differentiated."""
-    if needs_derivative(values):
-        text = f"{verb}: its result has no derivative, and here one would be needed"
-        raise LeafError(message(text, fix=fix))
 
 
 def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:

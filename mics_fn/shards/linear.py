@@ -21,17 +21,32 @@ import torch
 from torch import Tensor
 
 from mics_fn.collectives import (
+    Codec,
+    Codes,
     Pending,
     finish_readers,
+    moves,
+    refuse_derivative,
     start_all_gather,
+    start_coded_gather,
     start_mean,
     start_reduce_scatter,
     wait_all,
 )
-from mics_fn.shards.leaf import refuse_derivative, refuse_tracing
+from mics_fn.groups import Buffers
+from mics_fn.shards.elsewhere import is_elsewhere
+from mics_fn.shards.kept import kept_row
+from mics_fn.shards.leaf import refuse_tracing
 from mics_fn.shards.opened import BucketUse
 from mics_fn.shards.origins import note_origins
-from mics_fn.shards.pack import pack_chunk, pack_full, split_chunk, split_full, whole_chunk
+from mics_fn.shards.pack import (
+    pack_chunk,
+    pack_full,
+    split_chunk,
+    split_full,
+    whole_chunk,
+    zero_padding,
+)
 from mics_fn.shards.rows import check_rows, in_front
 
 # The three linear maps on plain tensors. They take and give one value per member of each use.
@@ -51,20 +66,39 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     pendings, like = [], _like(uses, data, full=False)
     for use, pieces in deal(uses, data):
         route = use.route
-        how = {"dtype": use.bucket.compute, **like}  # cast before sending
+        what, wire = (use.verb, "gather", use.bucket), use.gather_wire
+        lone = route.split(0)[1]  # it holds no level, so nothing is kept for a later gather
+        row = kept_row(use.bucket, route.chunk, use.by_slot(pieces))
+        if wire and row is not None:
+            codes = Codes(wire, lone, Buffers(), use.bucket.chunk, row)
+            pendings.append(_gather_codes(use, codes, what))
+            continue
+        how = {"dtype": use.bucket.dtype if wire else use.bucket.compute, **like}
         chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
-        what = (use.verb, "gather", use.bucket)
-        pendings.append(start_all_gather(route, chunk, what=what))
+        if wire and chunk.ndim == 1 and moves(chunk):
+            chunk = zero_padding(use.bucket, route.chunk, chunk)
+            pendings.append(_gather_codes(use, Codes.of(wire, lone, chunk, Buffers()), what))
+        else:
+            chunk = chunk.to(use.bucket.compute)  # cast before sending
+            pendings.append(start_all_gather(route, chunk, what=what))
 
     def finish(found: list[Tensor]) -> list[Tensor]:
         out = []
         for use, full in zip(uses, found, strict=True):
             if full.ndim > 2:  # batched: chunks must be adjacent before the batch can come first
                 full = full.movedim(0, -2).contiguous()
-            out += use.by_member(split_full(use.bucket, full.flatten(-2)))
+            full = full if full.ndim == 1 else full.flatten(-2)
+            out += use.by_member(split_full(use.bucket, full))
         return out
 
     return Started(pendings, finish)
+
+
+def _gather_codes(use: BucketUse, codes: Codes, what: tuple) -> Pending:
+    """Start a gather in which codes travel; nothing is kept for a later one."""
+    bucket, device = use.bucket, codes.device
+    out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)
+    return start_coded_gather(use.route.split(0)[1], codes, None, out, what)
 
 
 def _reduce_scatter(
@@ -78,7 +112,9 @@ def _reduce_scatter(
         note_origins(use.bucket, full)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         what = (use.verb, "hop 1", use.bucket)
-        pendings.append(start_reduce_scatter(use.route, parts, buffers, use.bucket.dtype, what))
+        wire = use.bucket.hop1 if parts.ndim == 2 else None
+        dtype = use.bucket.dtype
+        pendings.append(start_reduce_scatter(use.route, parts, buffers, dtype, what, wire))
         if use.far:  # otherwise the result is a view of it
             packed.append((buffers, full))
 
@@ -119,8 +155,13 @@ def replica_mean(
             finish_readers([chunk])
         if use.bucket.parts == 1:  # there was no hop 1
             note_origins(use.bucket, chunk)
-        what = (use.verb, "hop 2", use.bucket)
-        pendings.append(start_mean(use.replicas, chunk, use.bucket.reduce, what))
+        what, wire = (use.verb, "hop 2", use.bucket), use.bucket.mean_wire
+        if isinstance(wire, Codec):
+            if chunk.ndim == 1:
+                chunk = zero_padding(use.bucket, number, chunk)
+            else:
+                wire = use.bucket.uncoded.mean_wire
+        pendings.append(start_mean(use.replicas, chunk, wire, what))
     return Started(pendings, lambda chunks: _pieces(uses, chunks))
 
 
@@ -149,7 +190,9 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
         for slot, value in zip(slots, values, strict=True):
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if full else 1
-                return {"batch": value.shape[: value.ndim - own], "device": value.device}
+                device = use.hierarchy.device
+                device = device if is_elsewhere(value, device) else value.device
+                return {"batch": value.shape[: value.ndim - own], "device": device}
     return {"device": uses[0].hierarchy.device} if uses else {}
 
 
@@ -194,21 +237,23 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, _, ctx.uses = inputs[:3]
-        ctx.given = [value is not None for value in inputs[3:]]
+        ctx.given = [None if value is None else value.device for value in inputs[3:]]
         # A missing cotangent is packed as zeros, without making a tensor of zeros for it.
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, ctx.uses, *cotangents)
+        # The transpose of a gather is hop 1 of gradients. Further ones have no codes.
+        uses = ctx.uses if ctx.name == "gather" else [use.uncoded for use in ctx.uses]
+        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *cotangents)
         return (
             *(None, None, None),
-            *(g if given else None for g, given in zip(found, ctx.given, strict=True)),
+            *(None if to is None else g.to(to) for g, to in zip(found, ctx.given, strict=True)),
         )
 
     @staticmethod
     def jvp(ctx: Any, _name: None, _levels: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return _Linear.apply(ctx.name, 0, ctx.uses, *tangents)
+        return _Linear.apply(ctx.name, 0, [use.uncoded for use in ctx.uses], *tangents)
 
     @staticmethod
     def vmap(  # pyright: ignore

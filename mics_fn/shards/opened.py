@@ -1,7 +1,7 @@
 """A tree of shards, opened for a verb: its leaves by bucket, with their groups, checked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.collectives import agree, checksum, collect_all
-from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement, message
+from mics_fn.collectives import Wire, agree, checksum, collect_all
+from mics_fn.errors import PlanError, disagreement, message
 from mics_fn.groups import Comm, Hierarchy, Home, Route, require_replicas
-from mics_fn.shards.bucket import Bucket
+from mics_fn.shards.arguments import check_leaves, homes_of, require_tree
+from mics_fn.shards.bucket import Bucket, check_one_dtype
+from mics_fn.shards.elsewhere import any_elsewhere
+from mics_fn.shards.kept import check_kept
 from mics_fn.shards.leaf import (
     Leaf,
     Sharded,
@@ -35,6 +38,7 @@ class BucketUse:
     home: Home
     index: tuple[int | None, ...]  # for each slot the number of the leaf in the tree, or None
     verb: str = ""  # for which it moves
+    away: bool = False  # whether a piece lies elsewhere; see [Note: elsewhere] in `elsewhere`
 
     @property
     def hierarchy(self) -> Hierarchy:
@@ -63,6 +67,24 @@ class BucketUse:
     def alone(self) -> bool:
         """Whether there are no other ranks, so that this rank's gradient is the mean already."""
         return self.route.size == 1 and self.home.replicas.size == 1
+
+    @property
+    def in_tree(self) -> bool:
+        """Whether its means are those of `placement.canonical`."""
+        return bool(self.home.partition.tree)
+
+    @property
+    def uncoded(self) -> "BucketUse":
+        """The same leaves, which travel as values: codes have no derivative."""
+        bucket = self.bucket.uncoded
+        return self if bucket is self.bucket else replace(self, bucket=bucket)
+
+    @property
+    def gather_wire(self) -> Wire | None:
+        """What a gather sends in the place of values; None if there is no level that codes."""
+        wire = self.bucket.gather_wire
+        coded = wire is not None and (self.bucket.codes is not None or wire.levels(self.route))
+        return wire if coded else None
 
     @property
     def members(self) -> list[int]:
@@ -131,6 +153,11 @@ class Opened:
         """The tree with one value per leaf; tied leaves get that of their owner."""
         return self.spec.unflatten([full[i] for i in self.owner])
 
+    def held(self, index: int) -> list[Tensor]:
+        """The pieces of a bucket, by index in `uses`."""
+        found: Any = [self.leaves[i] for i in self.uses[index].members]
+        return [leaf.data for leaf in found]
+
     def rebuild(self, pieces: Mapping[int, Sequence[Tensor]]) -> Tree:
         """The tree with new pieces for some buckets, by index in `uses`; other leaves stay."""
         out: list[Any] = list(self.leaves)
@@ -159,7 +186,9 @@ class Opened:
             if key in home.agreed:
                 continue
             facts = [("schedule", schedule or "none: all at once"), ("levels", home.route.facts)]
-            agree(home, self.verb, [*facts, *(fact for use in mine for fact in _facts(use))])
+            fixes = {"schedule": "pass the same live_bytes=, prefetch= or schedule on every rank"}
+            facts += [fact for use in mine for fact in _facts(use)]
+            agree(home, self.verb, facts, fixes)
             home.agreed.add(key)
         return self
 
@@ -191,24 +220,14 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
       PlanError: the groups are not those that the tree was sharded with.
       GroupsError: there are no groups, or they were closed.
     """
+    require_tree(verb, shards, groups, root)
     leaves, spec = tree.flatten(shards, is_leaf)
     homes = homes_of(verb, groups, shards)
     check_leaves(verb, shards, leaves, root)
     uses = grouped(leaves, homes, verb)
     for use in uses:
-        _check_home(verb, use, homes)
+        _check_home(verb, use, homes, leaves)
     return Opened(verb, shards, root, leaves, spec, homes, uses)
-
-
-def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> None:
-    """Raise LeafError unless all leaves of a tree are shards."""
-    for i, leaf in enumerate(leaves):
-        if not is_leaf(leaf):
-            path = tree.paths(shards, root, is_leaf)[i]
-            fix = "make shards with shard(params, groups)"
-            raise LeafError(
-                message(f"{verb}: {path} is {type(leaf).__name__}, not a shard", fix=fix)
-            )
 
 
 def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> list[BucketUse]:
@@ -229,23 +248,31 @@ def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> lis
     for bucket, every in found.items():
         for slots in every:
             index = tuple(slots.get(slot) for slot in range(len(bucket.shapes)))
-            uses.append(BucketUse(bucket, homes[next(iter(slots.values()))], index, verb))
+            home = homes[next(iter(slots.values()))]
+            away = any_elsewhere([leaves[i] for i in slots.values()], home)
+            uses.append(BucketUse(bucket, home, index, verb, away))
     return sorted(uses, key=lambda use: use.bucket.index)
 
 
-def _check_home(verb: str, use: BucketUse, homes: Sequence[Home]) -> None:
+def _check_home(verb: str, use: BucketUse, homes: Sequence[Home], leaves: Sequence[Any]) -> None:
     if any(homes[i] is not use.home for i in use.members):
         text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
         raise PlanError(message(text, fix=_OWN_GROUPS))
     if use.route.size != use.bucket.parts:
         sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
         raise PlanError(message(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS))
+    if use.in_tree and use.bucket.trainable:
+        check_one_dtype(verb, use.bucket)
+    if use.bucket.codes is not None:
+        check_kept(verb, use.bucket, [None if i is None else leaves[i].data for i in use.index])
 
 
 def _facts(use: BucketUse) -> list[tuple[str, str]]:
     """The whole layout of a bucket, so that trees with different layouts never compare as equal."""
     dtypes = (use.bucket.dtype, use.bucket.compute, use.bucket.reduce)
     names = "/".join(dict.fromkeys(map(dtype_name, dtypes)))
+    names += f" ({use.bucket.wires})" if use.bucket.wires else ""
+    names += f" as {use.bucket.codes}" if use.bucket.codes else ""
     layout = f"{use.bucket.numel} {names} of {use.bucket.shapes}"
     title = (f"bucket {use.bucket.index}", str(use.bucket))
     shapes = [
@@ -254,28 +281,6 @@ def _facts(use: BucketUse) -> list[tuple[str, str]]:
         if use.index[slot] is not None
     ]
     return [(f"bucket {use.bucket.index}", layout), *shapes, title]
-
-
-def require_groups(verb: str, groups: Any) -> None:
-    """Raise GroupsError if a verb is called without groups."""
-    if groups is None:
-        fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message(f"{verb}: groups is None", fix=fix))
-
-
-def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
-    """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
-    require_groups(verb, groups)
-    found = tree.spread(
-        groups,
-        like,
-        what="groups",
-        is_leaf=is_leaf,
-        is_value=lambda value: isinstance(value, Home),
-    )
-    for home in dict.fromkeys(found):
-        home.partition.check_open()
-    return found
 
 
 def check_equal(opened: Opened) -> None:

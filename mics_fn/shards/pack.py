@@ -4,8 +4,10 @@ See [Note: flat buckets] in `shards.bucket`. Under `vmap` tensors have leading b
 then has shape (*batch, length), and a full leaf (*batch, *shape).
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,10 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Buffers
-from mics_fn.shards.bucket import Bucket, gaps, pieces
+from mics_fn.offload import is_apart
+from mics_fn.shards.bucket import Bucket
+from mics_fn.shards.elsewhere import brought, copied_to, is_elsewhere, whole_stored
+from mics_fn.shards.ranges import gaps, pieces
 
 
 @lru_cache(maxsize=4096)
@@ -54,6 +59,8 @@ def whole_chunk(bucket: Bucket, chunk: int, data: Sequence[Tensor | None]) -> Te
     changes only these pieces and their padding.
     """
     base, first = None, None
+    if any(is_apart(tensor) for tensor in data):
+        return None
     for piece, tensor in zip(pieces(bucket, chunk), data, strict=True):
         if not piece.length or tensor is None:
             continue
@@ -79,17 +86,54 @@ def pack_chunk(
 ) -> Tensor:
     """Pieces, by slot, as one chunk (*batch, bucket.chunk): a view if possible, else a copy.
 
-    A piece that is None counts as zeros, and the padding of a copy is zero. The default of `dtype`
-    is that of the shards.
+    Those that lie elsewhere are brought to the device. A piece that is None counts as zeros, and
+    the padding of a copy is zero. The default of `dtype` is that of the shards.
     """
     dtype = dtype or bucket.dtype
     found = whole_chunk(bucket, chunk, data)
     if found is not None:
-        return found.to(dtype)
+        return brought(found, device).to(dtype)
     flat = torch.zeros((*batch, bucket.chunk), dtype=dtype, device=device)
+    if any(x is not None and is_elsewhere(x, device) for x in data):
+        deque(copied_to(flat, bucket, chunk, data), maxlen=0)
+        return flat
     views = split_chunk(bucket, chunk, flat)
     _copy([(v, d) for v, d in zip(views, data, strict=True) if d is not None and d.numel()])
     return flat
+
+
+def zero_padding(bucket: Bucket, chunk: int, flat: Tensor) -> Tensor:
+    """A chunk (bucket.chunk,) whose padding is zero, so that it sets no scale of a block of codes.
+
+    Padding is no part of a value, so it is written where it lies, and autograd is not told.
+    """
+    sizes = _chunk_sizes(bucket, chunk)
+    if any(sizes[::2]):
+        flat = flat.clone() if flat.is_inference() else flat
+        _torch.foreach_zero([x for x in flat.data.split_with_sizes(sizes)[::2] if x.numel()])
+    return flat
+
+
+def copied_with_zeros(
+    memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]
+) -> Iterator[None]:
+    """`copied_to`, after which padding is zero, so that it sets no scale of a block of codes."""
+    yield from copied_to(memory, bucket, chunk, data)
+    zero_padding(bucket, chunk, memory)
+
+
+def standing_for(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
+    """A tensor of the size of a chunk whose pieces lie elsewhere: the chunk, if it is one tensor.
+
+    Else one without data of its own, since a gather compares between ranks how much it moves.
+    """
+    found = whole_stored(bucket, chunk, data)
+    if found is None:
+        found = whole_chunk(bucket, chunk, data)
+    if found is not None:
+        return found
+    first = next(x for x in data if x is not None)
+    return torch.empty((), dtype=first.dtype).expand(bucket.chunk)
 
 
 def pack_full(

@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mics_fn import checks
+from mics_fn.collectives import Codec, Rounded, Wire
 from mics_fn.errors import PlanError, message
 from mics_fn.shards.contents import map_contents
+from mics_fn.shards.fields import (
+    ALLOWED,
+    CODED_NUMEL,
+    DTYPES,
+    FIELDS,
+    NAMES,
+    NARROW,
+    check_dtype,
+    kept_as,
+    read_coded,
+    sent_as,
+    stored_as,
+    text_of,
+)
 from mics_fn.tree import Tree
-
-_SHORT = {
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float64: "f64",
-}
-_NAMES = {
-    **{name: dtype for dtype, name in _SHORT.items()},
-    **{f"{dtype}".removeprefix("torch."): dtype for dtype in _SHORT},
-    **{"fp32": torch.float32, "fp64": torch.float64},
-    **{"fp16": torch.float16, "half": torch.float16},
-}
-_FIELDS = ("param", "compute", "reduce", "output", "accumulate")
-_ALLOWED = f"use {', '.join(_SHORT.values())}, or torch's names for them"
-_NARROW = "not a dtype to compute, reduce or keep parameters in here"
 
 
 class Dtypes(NamedTuple):
@@ -39,16 +39,27 @@ class Dtypes(NamedTuple):
     accumulate: torch.dtype
 
 
+class Wires(NamedTuple):
+    """What travels of one leaf; None where the values themselves do, in the dtypes of `Dtypes`."""
+
+    gather: Wire | None = None
+    hop1: Wire | None = None
+    hop2: Wire | torch.dtype | None = None  # a dtype other than that of hop 1
+
+
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of training. `str` gives a canonical text, which `parse` reads.
+    """The dtypes of training, and what travels. `str` gives a canonical text, which `parse` reads.
 
     `shard` writes them into the layout of the shards, and every verb follows it. Shards in bfloat16
     are rounded to nearest in an update, without stochastic rounding or Kahan summation: torch has
     neither, and torchao's rounding is private and compiles each parameter.
 
     Args:
-      param: dtype of shards and of the optimizer's state; None means that of each tensor.
+      param: dtype of shards and of the optimizer's state; None means that of each tensor. For
+        frozen leaves it may be a `Codec`, such as "int4[64]": they are kept as codes, sent as these
+        codes, and decoded in `compute` (None means the dtype of each tensor) where they are
+        gathered. Their shards count as float32, which holds exactly what codes stand for.
       compute: dtype of gathered parameters, which are cast before they are sent, and of a model's
         inputs; None means `param`.
       reduce: dtype of gradients in hop 1 and hop 2; None means `param`.
@@ -59,10 +70,26 @@ class Precision:
         above for leaves whose whole path matches; if several patterns match, the last one counts.
         In a pattern `*` stands for any characters and `?` for one. Brackets are literal, since
         paths contain them. `shard` warns about a pattern that matches no leaf.
+      gather: what a gather sends: a dtype, or a `Codec` such as "int8[256]"; None means `compute`.
+        With "@node" behind it, it is sent on the level "node" and on those outside of it, and
+        `compute` on the others. Every rank uses what was decoded, its own chunk too.
+      hop1: what hop 1 sends, in the same way; None means `reduce`. A rank's own part of a mean is
+        not rounded.
+      hop2: what hop 2 sends, a dtype or a `Codec`; None means `reduce`. It has no levels.
+
+      state: how moments of an optimizer are kept: a `Codec` "int8" or "fp8", whose blocks have a
+        power of two of elements from 64 to 4096, or float32; None means values in `param`. It needs
+        shards in float32, and leaves with at least 4,096 elements in full; those of others stay
+        values. See [Note: coded moments] in `optim.making`.
+
+    Codes are sent only between ranks. Derivatives of derivatives, forward-mode tangents, values
+    under `vmap`, and what `unshard`, `get`, `checkpoint` and `sync_replicas(exact=True)` send are
+    never coded.
 
     Raises:
       PlanError: a dtype is not float32, bfloat16, float16 or float64; an override sets no field, or
-        one that a leaf does not have.
+        one that a leaf does not have; a codec is unknown, or hop 2 names a level; moments cannot be
+        kept as `state` says.
 
     Example:
       >>> precision = Precision.parse("param=f32, compute=bf16; *norm*: compute=f32")
@@ -70,20 +97,29 @@ class Precision:
       torch.float32
     """
 
-    param: torch.dtype | None = None
+    param: torch.dtype | Codec | str | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     overrides: tuple[tuple[str, "Precision"], ...] = ()  # any iterable of pairs is taken
+    gather: torch.dtype | Codec | Wire | str | None = None
+    hop1: torch.dtype | Codec | Wire | str | None = None
+    hop2: torch.dtype | Codec | str | None = None
+    state: torch.dtype | Codec | str | None = None
 
     def __post_init__(self) -> None:
-        for name, dtype in self._fields():
-            if not isinstance(dtype, torch.dtype) or dtype not in _SHORT:
-                why = "not a torch.dtype"
-                if isinstance(dtype, torch.dtype):
-                    why = _NARROW if dtype.is_floating_point else "not a float dtype"
-                raise PlanError(message(f"Precision: {name}={dtype!r} is {why}", fix=_ALLOWED))
+        for name, value in self._fields():
+            if name == "param":
+                object.__setattr__(self, name, stored_as(value))
+            elif name in DTYPES:
+                check_dtype("Precision", name, value)
+            elif name == "state":
+                object.__setattr__(self, name, kept_as(value))
+            else:
+                object.__setattr__(self, name, sent_as(name, value))
+        fix = "give pairs of a pattern and a Precision"
+        checks.instance("Precision", "overrides", self.overrides, Iterable, "pairs", fix)
         object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
 
     @classmethod
@@ -91,11 +127,14 @@ class Precision:
         """Read the text form; `parse(str(precision))` equals `precision`.
 
         A text is `field=dtype, ...`, followed by `; pattern: field=dtype, ...` for each override. A
-        dtype without a field means `compute`.
+        dtype without a field means `compute`. The fields `param`, `gather`, `hop1`, `hop2` and
+        `state` take codecs too, as in `hop1=int8[256]@node`.
 
         Raises:
           PlanError: a clause does not give a dtype for a field, or gives two for the same one.
         """
+        fix = "write it as in 'param=f32, compute=bf16'"
+        checks.instance("Precision.parse", "text", text, str, "a text", fix)
         base: dict[str, Any] | None = None
         overrides = []
         for clause in filter(None, map(str.strip, text.split(";"))):
@@ -110,18 +149,18 @@ class Precision:
         return cls(**(base or {}), overrides=tuple(overrides))
 
     def __str__(self) -> str:
-        own = ",".join(f"{name}={_SHORT[dtype]}" for name, dtype in self._fields())
+        own = ",".join(f"{name}={text_of(value)}" for name, value in self._fields())
         parts = [own] if own else []
         return "; ".join([*parts, *(f"{p}: {precision}" for p, precision in self.overrides)])
 
     def _fields(self) -> list[tuple[str, Any]]:
-        return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
+        return [(name, getattr(self, name)) for name in FIELDS if getattr(self, name) is not None]
 
     def at(self, path: str) -> "Precision":
         """The precision of one leaf, without overrides; its path begins with `''`."""
         found = dict(self._fields())
         for pattern, precision in self.overrides:
-            if _regex(pattern).fullmatch(path):
+            if matches(pattern, path):
                 found.update(precision._fields())
         return Precision(**found)
 
@@ -130,28 +169,79 @@ class Precision:
         if not own_dtype.is_floating_point:
             return Dtypes(own_dtype, own_dtype, own_dtype, own_dtype)
         here = self.at(path) if self.overrides else self
-        param = here.param or own_dtype
-        reduce = here.reduce or param
+        if isinstance(here.param, Codec):  # what codes stand for, and no gradients
+            wide = torch.float32
+            return Dtypes(wide, here.compute or own_dtype, wide, wide)
+        param: torch.dtype = here.param or own_dtype  # pyright: ignore[reportAssignmentType]
+        # What hop 1 sends as a dtype on all levels is what gradients are packed in.
+        hop1 = here.hop1 if isinstance(here.hop1, torch.dtype) else None
+        reduce = hop1 or here.reduce or param
         wide = torch.float64 if reduce == torch.float64 else torch.float32
         return Dtypes(param, here.compute or param, reduce, here.accumulate or wide)
+
+    def wires(self, path: str, own_dtype: torch.dtype) -> Wires:
+        """What travels of a leaf, where that is not a value in one of its `dtypes`."""
+        here, dtypes = self.at(path), self.dtypes(path, own_dtype)
+        if not own_dtype.is_floating_point or isinstance(here.param, Codec):
+            return Wires()
+        gather, hop1, hop2 = here.gather, here.hop1, here.hop2
+        if isinstance(gather, torch.dtype):
+            gather = None if gather == dtypes.compute else Wire(Rounded(gather))
+        if isinstance(hop1, torch.dtype):
+            hop1, hop2 = None, hop2 or here.reduce or dtypes.param
+        return Wires(gather, hop1, None if hop2 == dtypes.reduce else hop2)  # pyright: ignore
+
+    def codes(self, path: str, own_dtype: torch.dtype) -> Codec | None:
+        """The codes that a leaf is kept as itself, if any."""
+        param = self.at(path).param if own_dtype.is_floating_point else None
+        return param if isinstance(param, Codec) else None
+
+    def kept(self, path: str, dtype: torch.dtype, numel: int) -> Codec | None:
+        """The codes that moments of a trained leaf of so many elements are kept as, if any.
+
+        Raises:
+          PlanError: its shards are not in float32.
+        """
+        codec = self.at(path).state if dtype.is_floating_point else None
+        if not isinstance(codec, Codec) or numel < CODED_NUMEL:
+            return None
+        if dtype != torch.float32:
+            text = f"Precision: state={codec} for {path}, whose shards are {dtype}"
+            fix = "give it param=f32, or write state=f32 for it behind a pattern"
+            raise PlanError(message(text, fix=fix))
+        return codec
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """The patterns of overrides that match none of these paths, which is likely a mistake."""
         patterns, known = dict.fromkeys(pattern for pattern, _ in self.overrides), list(paths)
-        return [p for p in patterns if not any(_regex(p).fullmatch(path) for path in known)]
+        return [p for p in patterns if not any(matches(p, path) for path in known)]
 
     @property
     def casts(self) -> bool:
         """Whether inputs or outputs of a model are cast."""
-        return (self.compute or self.param or self.output) is not None
+        return (self._inputs or self.output) is not None
+
+    @property
+    def _inputs(self) -> torch.dtype | None:
+        """The dtype of a model's inputs."""
+        return self.compute or (None if isinstance(self.param, Codec) else self.param)  # pyright: ignore
 
     def cast_inputs(self, values: Tree) -> Tree:
         """The pytree with float tensors in `compute`; the same object if nothing changes."""
-        return _cast(values, self.compute or self.param)
+        return _cast(values, self._inputs)
 
     def cast_output(self, values: Tree) -> Tree:
         """The pytree with float tensors in `output`; the same object if nothing changes."""
         return _cast(values, self.output)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern of `*` and `?` matches a whole path; brackets are literal.
+
+    >>> matches("*norm*", "['h.0.norm.weight']"), matches("w", "['w']")
+    (True, False)
+    """
+    return _regex(pattern).fullmatch(path) is not None
 
 
 def precision_of(value: Precision | str | None) -> Precision:
@@ -175,10 +265,10 @@ def _checked(override: Any) -> tuple[str, Precision]:
     if not pattern or pattern != pattern.strip() or set(pattern) & {";", "\n"}:
         fix = "write ? for ';' and for spaces at its ends"
         raise PlanError(message(f"{what} has a pattern without a text form", fix=fix))
-    if pattern in _FIELDS:
+    if pattern in FIELDS:
         raise PlanError(message(f"{what} looks like a field", fix=f"write {pattern}=bf16"))
     if precision.overrides or precision.output is not None:
-        fix = "give it param, compute, reduce or accumulate"
+        fix = f"give it {', '.join(name for name in FIELDS if name != 'output')}"
         raise PlanError(message(f"{what} sets what a leaf does not have", [f"{precision}"], fix))
     if not precision._fields():
         raise PlanError(
@@ -193,19 +283,23 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
     for part in filter(None, map(str.strip, fields.split(","))):
         name, equals, value = map(str.strip, part.rpartition("="))
         name, value = name if equals else "compute", value.removeprefix("torch.")
-        wrong, fix = "", _ALLOWED
-        if name not in _FIELDS:
-            wrong, fix = f"{name!r} is not a field", f"fields are {', '.join(_FIELDS)}"
+        wrong, fix = "", ALLOWED
+        coded = read_coded(name, value) if name not in found else None
+        if coded is not None:
+            found[name] = coded
+            continue
+        if name not in FIELDS:
+            wrong, fix = f"{name!r} is not a field", f"fields are {', '.join(FIELDS)}"
         elif name in found:
             wrong, fix = f"{name} is given twice", "give it once"
         elif re.match("(fp|f|float)8", value):
-            wrong = f"{value} is {_NARROW}"
-        elif value not in _NAMES:
+            wrong = f"{value} is {NARROW}"
+        elif value not in NAMES:
             known = isinstance(getattr(torch, value, None), torch.dtype)
             wrong = f"{value!r} is not a {'float dtype' if known else 'dtype'}"
         if wrong:
             raise PlanError(message(f"Precision.parse: {part!r} in {clause!r}", [wrong], fix))
-        found[name] = _NAMES[value]
+        found[name] = NAMES[value]
     return found
 
 

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import tree
+from mics_fn import checks, tree
+from mics_fn.collectives import needs_derivative
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.offload import laid_like
+from mics_fn.shards.arguments import check_leaves, require_tree
 from mics_fn.shards.gathering import PendingTree
-from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced, needs_derivative
+from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced
 from mics_fn.shards.leaf import donate as mark_donated
 from mics_fn.shards.linear import apply, deal, put, replica_mean, start
 from mics_fn.shards.opened import BucketUse, Opened, open_shards
@@ -50,6 +53,7 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4 (2-hop gradient
       synchronisation).
     """
+    require_tree("reduce_grads", grads, groups, "grads")
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
         owed = _owed("reduce_grads", grads, groups, like)
@@ -129,6 +133,9 @@ class _Owed(NamedTuple):
 
 def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     """Match gradients with the layout of their parameters, and finish those of local buckets."""
+    require_tree(verb, grads, groups, "grads")
+    if like is not None:
+        check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
     given = tree.flatten(grads, is_leaf)[0]
     if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
         grads = tree.map_leaves(
@@ -244,10 +251,11 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
       exact: send the dtype of the shards instead of that of reductions, as parameters need it.
 
     Returns:
-      The averaged tree; if r = 1 the given tree itself. Averaging twice changes nothing.
+      The averaged tree, its pieces where those of `grads` lie; if r = 1 the given tree itself.
+      Averaging twice changes nothing.
 
     Communication: one all-reduce per bucket over r replicas, 2(r - 1)/r of the shard's bytes; none
-      if r = 1.
+      if r = 1. Where `hop2` of the precision is a codec, an all-to-all and an all-gather of codes.
 
     Memory: a copy of the shards; none with `donate`.
 
@@ -268,7 +276,9 @@ def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool
 def _averaged(
     verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
 ) -> Tree:
-    opened = open_shards("sync_replicas", grads, groups, root="grads")
+    checks.flag(verb, "donate", donate)
+    checks.flag(verb, "exact", exact)
+    opened = open_shards(verb, grads, groups, root="grads")
     indexes = [
         i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
     ]
@@ -291,7 +301,7 @@ def _averaged(
     else:
         found = apply("mean", uses, data)
     dealt = zip(indexes, deal(uses, found), strict=True)
-    out = opened.rebuild({index: pieces for index, (_, pieces) in dealt})
+    out = opened.rebuild({i: laid_like(new, opened.held(i)) for i, (_, new) in dealt})
     if donate:
         mark_donated(grads, "grads", "sync_replicas", keep=out)
     return out

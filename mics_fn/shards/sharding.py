@@ -1,35 +1,55 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import points, tree
-from mics_fn.collectives import agree, broadcast, check_replicas
-from mics_fn.errors import PlanError, TreeError, message, name_ranks
+from mics_fn import checks, points, tree
+from mics_fn.collectives import Parts, Wire, broadcast, check_level, check_replicas, in_parts
+from mics_fn.errors import PlanError, message, name_ranks
 from mics_fn.groups import Groups
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, LeafSpec, plan_buckets
+from mics_fn.offload import Where
+from mics_fn.shards.arguments import GroupsTree, require_tree
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
+from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+from mics_fn.shards.kept import check_frozen
+from mics_fn.shards.laying import Laying
+from mics_fn.shards.layout import Layout, agree_on, check_kept_place, check_ties
 from mics_fn.shards.leaf import (
     Fixed,
-    Leaf,
     Nothing,
     Sharded,
     Tied,
     check_tensor,
-    dtype_name,
     is_leaf,
     refuse_computed,
 )
 from mics_fn.shards.memory import owners_of, refuse_overlaps
-from mics_fn.shards.opened import require_groups
-from mics_fn.shards.pack import pack_full, split_chunk
-from mics_fn.shards.precision import Precision, precision_of
+from mics_fn.shards.options import Chosen, ShardOptions
+from mics_fn.shards.pack import pack_full
+from mics_fn.shards.precision import Precision
 from mics_fn.tree import Tree
 
+K = TypeVar("K")
+T = TypeVar("T")
+_ALONE = Parts()  # of what no other rank takes part in
 
+
+@overload
+def shard(
+    params: Mapping[K, Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+) -> dict[K, Sharded]: ...
+@overload
+def shard(
+    params: list[Tensor], groups: GroupsTree, **options: Unpack[ShardOptions]
+) -> list[Sharded]: ...
+@overload
+def shard(params: T, groups: GroupsTree, **options: Unpack[ShardOptions]) -> T: ...
+@checks.named_options("shard")
 def shard(
     params: Tree,
     groups: Any,
@@ -38,8 +58,10 @@ def shard(
     source_rank: int | None = None,
     frozen: Callable[[str], bool] | None = None,
     precision: Precision | str | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: float | str = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
+    bucket: Callable[[str], object] | None = None,
+    where: Where | str | None = None,
 ) -> Tree:
     """Cut a pytree of tensors into shards: this rank keeps 1/p of every float leaf.
 
@@ -53,10 +75,18 @@ def shard(
       source_rank: the global rank whose values 'broadcast' sends; default the first of the groups.
       frozen: says which further leaves are frozen, by path (which begins with `''`).
       precision: a `Precision` or its text, which gives the dtypes of shards, of full tensors, and
-        of gradients while they are reduced; default the tensors' own.
-      bucket_bytes: the largest size of a bucket; only a single larger leaf may exceed it.
+        of gradients while they are reduced; default the tensors' own. Frozen leaves may be kept as
+        codes, as in "*base*: param=int4[64]".
+      bucket_bytes: the largest size of a bucket; only a single larger leaf may exceed it. A text
+        such as "16MiB" is a number of bytes, too.
       order: sort key of a path, for the order of leaves in buckets. By default numbers in paths
         compare as numbers.
+      bucket: key of a path, for the borders of buckets: neighbours in `order` share one only if
+        their keys are equal, as with `lambda path: path.split(".")[1]` for one per layer.
+        `bucket_bytes` bounds them in any case.
+      where: the places where float leaves live, by `params=` of a `Where` or its text; default the
+        device. Those elsewhere are brought where they are gathered. Leaves are in the same buckets
+        for all places; those of one bucket should have one place, or each is brought by itself.
 
     Returns:
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
@@ -72,7 +102,10 @@ def shard(
         another one in memory, or was computed under autograd: only `gather` has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
       TreeError: `groups` is not a prefix of `params`.
-      PlanError: a tied leaf lives on two groups, or an option has no effect.
+      PlanError: a tied leaf lives on two groups, or an option has no effect or is not what it
+        should be.
+      OffloadError: with `where`, a file cannot be made or written; a `PeerOffloadError` with the
+        same file and leaf on all other ranks.
 
     Example:
       >>> groups = make_groups(1)
@@ -83,29 +116,35 @@ def shard(
 
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
-    require_groups("shard", groups)
+    require_tree("shard", params, groups, "params")
     if points.observers:
         points.passing("build: shard")
-    if replicas not in ("check", "broadcast"):
-        raise PlanError(f"shard: replicas={replicas!r}, expected 'check' or 'broadcast'")
+    checks.choice("shard", "replicas", replicas, "check", "broadcast")
+    checks.integer("shard", "source_rank", source_rank, 0, optional=True)
     if source_rank is not None and replicas == "check":
         fix = "pass replicas='broadcast' to take its values"
         raise PlanError(message(f"shard: source_rank={source_rank} has no effect", fix=fix))
-    if params is None:
-        raise TreeError(message("shard: params is None", fix="pass a pytree of tensors"))
-    options = _Options(frozen, precision_of(precision), bucket_bytes, order)
+    options = Chosen.checked("shard", frozen, precision, bucket_bytes, order, bucket, where)
     layout = _lay_out("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
     trained = [layout.paths[i] for i, (bucket, _) in layout.slots.items() if bucket.trainable]
     refuse_overlaps("shard", dict(zip(layout.paths, layout.leaves, strict=True)), trained)
-    _agree_on(layout)
+    for home in dict.fromkeys(layout.homes):
+        # Ranks may have compared two trees before, and come with one of them each.
+        home.agreed.difference_update([seen for seen in home.agreed if seen[0] == "shard"])
+    agree_on(layout)
     if replicas == "check":
         _check_values(layout)
     sources = {
         home: _source(home, source_rank) if replicas == "broadcast" else None
         for home in dict.fromkeys(layout.homes)
     }
-    return _assemble(layout, sources)
+    kept = any(bucket.codes for bucket, _ in layout.slots.values())
+    if not kept and not options.where.moves("params"):
+        return _assemble(layout, sources)
+    # A disk may be full on one rank alone, or what codes cannot hold may lie in its part.
+    with in_parts("shard", layout.homes, sends=replicas == "broadcast") as parts:
+        return _assemble(layout, sources, parts)
 
 
 def layout_of(
@@ -116,23 +155,25 @@ def layout_of(
     *,
     frozen: Callable[[str], bool] | None = None,
     precision: Precision | str | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: float | str = BUCKET_BYTES,
     order: Callable[[str], object] | None = None,
+    bucket: Callable[[str], object] | None = None,
+    where: Where | str | None = None,
 ) -> Tree:
     """Shards on meta, laid out as `shard` would lay out these tensors.
 
     Communication: a digest of the tree, to compare it between ranks.
     """
-    require_groups(verb, groups)
-    options = _Options(frozen, precision_of(precision), bucket_bytes, order)
+    require_tree(verb, values, groups, root)
+    options = Chosen.checked(verb, frozen, precision, bucket_bytes, order, bucket, where)
     layout = _lay_out(verb, root, values, groups, options)
-    _agree_on(layout)
+    agree_on(layout)
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
     return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
 
 
-def _assemble(layout: "_Layout", sources: dict[Groups, int | None]) -> Tree:
-    out = _cut(layout, sources)
+def _assemble(layout: "Layout", sources: dict[Groups, int | None], parts: Parts = _ALONE) -> Tree:
+    out = _cut(layout, sources, parts)
     for i, leaf in enumerate(layout.leaves):
         if layout.owners[i] != i:
             out[i] = Tied(*layout.slots[layout.owners[i]])
@@ -142,57 +183,53 @@ def _assemble(layout: "_Layout", sources: dict[Groups, int | None]) -> Tree:
     return tree.replace_none(shards, Nothing(), is_leaf)
 
 
-class _Options(NamedTuple):
-    """The options of `shard` that say how leaves become buckets."""
-
-    frozen: Callable[[str], bool] | None = None
-    precision: Precision = Precision()
-    bucket_bytes: int = BUCKET_BYTES
-    order: Callable[[str], object] | None = None
-
-
-class _Layout(NamedTuple):
-    """The leaves of a tree, and where each of them will lie."""
-
-    verb: str
-    spec: Any
-    leaves: list[Tensor]
-    paths: list[str]  # beginning with the name of the tree
-    homes: list[Groups]
-    owners: list[int]  # for each leaf the first one that is the same tensor
-    slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
-
-
-def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: _Options) -> _Layout:
+def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -> Layout:
     """Check the tensors of a tree, and decide where each of them will lie."""
     leaves, spec = tree.flatten(params, is_leaf)
     bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
-    for pattern in options.precision.unmatched(bare):
-        text = f"{verb}: precision: the pattern {pattern!r} matches no leaf"
-        warnings.warn(text, stacklevel=4)
+    for name, option in (("precision", options.precision), ("where", options.where)):
+        for pattern in option.unmatched(bare):
+            text = f"{verb}: {name}: the pattern {pattern!r} matches no leaf"
+            warnings.warn(text, stacklevel=4)
     homes = _groups_of(params, groups)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)
-    _check_ties(verb, owners, paths, homes)
+    check_ties(verb, owners, paths, homes)
     numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
     floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
     dtypes = {i: options.precision.dtypes(bare[i], leaves[i].dtype) for i in floats}
+    kept = options.precision.kept
+    trained = {i: not _is_frozen(leaves[i], bare[i], options.frozen) for i in floats}
+    codes = {i: options.precision.codes(bare[i], leaves[i].dtype) for i in floats}
+    check_frozen(verb, {paths[i]: codes[i] for i in floats if trained[i]})
     specs = [
         LeafSpec(
             path=bare[i],
             shape=tuple(leaves[i].shape),
             dtype=dtypes[i].param,
             parts=homes[i].partition_size,
-            trainable=not _is_frozen(leaves[i], bare[i], options.frozen),
+            trainable=trained[i],
             group=(numbers[homes[i]], leaves[i].is_meta),
             travel=dtypes[i][1:],
+            sent=options.precision.wires(bare[i], leaves[i].dtype),
+            state=kept(bare[i], dtypes[i].param, leaves[i].numel()) if trained[i] else None,
+            codes=codes[i],
         )
         for i in floats
     ]
-    slots = plan_buckets(specs, bucket_bytes=options.bucket_bytes, order=options.order)
+    how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
+    for i, each in zip(floats, specs, strict=True):
+        for wire in each.sent:
+            if isinstance(wire, Wire):
+                check_level(wire, homes[i].plan.topology.names)
+    slots = plan_buckets(specs, **how)
     by_leaf = dict(zip(floats, slots, strict=True))
-    return _Layout(verb, spec, leaves, paths, homes, owners, by_leaf)
+    laying = Laying(options.where)
+    places = [laying.place(path, home) for path, home in zip(bare, homes, strict=True)]
+    for i, (bucket, _) in by_leaf.items():
+        check_kept_place(verb, bucket, places[i])
+    return Layout(verb, spec, leaves, paths, homes, owners, by_leaf, places, laying)
 
 
 def _groups_of(params: Tree, groups: Any) -> list[Groups]:
@@ -205,7 +242,7 @@ def _groups_of(params: Tree, groups: Any) -> list[Groups]:
     return found
 
 
-def _check_values(layout: _Layout) -> None:
+def _check_values(layout: Layout) -> None:
     """Raise DesyncError unless ranks hold the same values; see `check_replicas`."""
     for home in dict.fromkeys(layout.homes):
         mine = [
@@ -227,12 +264,15 @@ def _source(home: Groups, source_rank: int | None) -> int:
     return source_rank
 
 
-def _cut(layout: _Layout, sources: dict[Groups, int | None]) -> dict[int, Leaf]:
-    """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full."""
+def _cut(layout: Layout, sources: dict[Groups, int | None], parts: Parts) -> dict[int, Any]:
+    """This rank's chunk of each bucket, as leaves; one bucket at a time is in memory in full.
+
+    Where some rank has failed, and `parts` says so at the end, there are no leaves.
+    """
     members: dict[Bucket, dict[int, int]] = {}
     for i, (bucket, slot) in layout.slots.items():
         members.setdefault(bucket, {})[slot] = i
-    out: dict[int, Leaf] = {}
+    out: dict[int, Any] = {}
     for bucket, by_slot in members.items():
         index = [by_slot[slot] for slot in range(len(by_slot))]
         home, device = layout.homes[index[0]], layout.leaves[index[0]].device
@@ -244,8 +284,10 @@ def _cut(layout: _Layout, sources: dict[Groups, int | None]) -> dict[int, Leaf]:
             # Each chunk gets its own storage, so that `whole_chunk` can recognise its pieces.
             chunk = full.view(bucket.parts, -1)[home.hierarchy.route.chunk].clone()
         kind = Sharded if bucket.trainable else Fixed
-        pieces = zip(index, split_chunk(bucket, home.hierarchy.route.chunk, chunk), strict=True)
-        out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})
+        places, names = zip(*((layout.places[i], layout.paths[i]) for i in index), strict=True)
+        laid = parts.part(partial(layout.laying.put, home, bucket, chunk, places, names))
+        pieces = zip(index, laid or [None] * len(index), strict=True)
+        out.update({i: kind(piece, bucket, slot) for slot, (i, piece) in enumerate(pieces)})  # pyright: ignore
     return out
 
 
@@ -259,38 +301,3 @@ def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
 def _is_frozen(leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
     by_flag = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
     return by_flag or (frozen is not None and bool(frozen(path)))
-
-
-def _check_ties(
-    verb: str, owners: Sequence[int], paths: Sequence[str], homes: Sequence[Groups]
-) -> None:
-    for i, owner in enumerate(owners):
-        if homes[i] is not homes[owner]:
-            raise PlanError(
-                message(
-                    f"{verb}: {paths[i]} is tied to {paths[owner]}, but on other groups",
-                    [f"{homes[owner].describe()} against {homes[i].describe()}"],
-                    fix="give tied leaves the same groups, or clone one of them",
-                )
-            )
-
-
-def _agree_on(layout: _Layout) -> None:
-    """Compare paths, shapes, dtypes, groups and layout between ranks."""
-    for home in dict.fromkeys(layout.homes):
-        facts = [("groups", home.describe())]
-        for i, leaf in enumerate(layout.leaves):
-            if layout.homes[i] is home:
-                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
-                text += " meta" if leaf.is_meta else ""
-                if layout.owners[i] != i:
-                    text += f" tied to {layout.paths[layout.owners[i]]}"
-                elif i in layout.slots:
-                    bucket, slot = layout.slots[i]
-                    text += "" if bucket.trainable else " frozen"
-                    travel = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
-                    if len({leaf.dtype, *travel}) > 1:
-                        text += f" as {'/'.join(map(dtype_name, travel))}"
-                    text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
-                facts.append((layout.paths[i], text))
-        agree(home, layout.verb, facts)

@@ -1,0 +1,69 @@
+"""What verbs are given: a tree of shards, and groups for each of its leaves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mics_fn import checks, tree
+from mics_fn.errors import GroupsError, LeafError, TreeError, message
+from mics_fn.groups import Home
+from mics_fn.shards.leaf import is_leaf
+from mics_fn.tree import Tree
+
+# The groups of a tree: the same for all leaves, a function from the path of a leaf, or a tree.
+GroupsTree = Home | Callable[[str], Any] | dict[Any, Any] | list[Any] | tuple[Any, ...]
+
+
+def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> None:
+    """Raise LeafError unless all leaves of a tree are shards."""
+    for i, leaf in enumerate(leaves):
+        if not is_leaf(leaf):
+            path = tree.paths(shards, root, is_leaf)[i]
+            fix = "make shards with shard(params, groups)"
+            if hasattr(shards, "params") and hasattr(shards, "opt"):
+                fix = "of a TrainState pass its params"
+            raise LeafError(
+                message(f"{verb}: {path} is {type(leaf).__name__}, not a shard", fix=fix)
+            )
+
+
+def require_groups(verb: str, groups: Any) -> None:
+    """Raise GroupsError if a verb is called without groups."""
+    if groups is None:
+        fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
+        raise GroupsError(message(f"{verb}: groups is None", fix=fix))
+
+
+def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
+    """Raise unless a verb is called with a tree and with groups, in this order.
+
+    Args:
+      verb: its name, for errors.
+      tree: what should be a tree.
+      groups: what should be groups.
+      root: the name of the argument that is the tree.
+
+    Raises:
+      GroupsError: there are no groups, or they come first.
+      TreeError: there is no tree.
+    """
+    require_groups(verb, groups)
+    if isinstance(tree, Home):
+        fix = "pass the tree first, and then the groups"
+        raise GroupsError(message(f"{verb}: {checks.given(root, tree)}", fix=fix))
+    if tree is None:
+        raise TreeError(message(f"{verb}: {root} is None", fix="pass a tree of tensors or shards"))
+
+
+def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
+    """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
+    require_tree(verb, like, groups, "tree")
+    found = tree.spread(
+        groups,
+        like,
+        what="groups",
+        is_leaf=is_leaf,
+        is_value=lambda value: isinstance(value, Home),
+    )
+    for home in dict.fromkeys(found):
+        home.partition.check_open()
+    return found
