@@ -1,0 +1,257 @@
+"""`Where`: the places of parameters, states and gradients, as a value with a text."""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from mics_fn import checks
+from mics_fn.errors import PlanError, message
+
+HOST_BYTES = 64 * 2**20
+LEAST_HOST_BYTES = 2**20
+KINDS = ("device", "host", "disk")
+_FIELDS = ("params", "states", "grads")
+_OVERRIDE = re.compile(r"([^=]*):\s*(\w+\s*=.*)", re.DOTALL)  # a pattern and its fields
+_SHORT = re.compile(r"([^=]*?):\s*(device|host|disk:[^=]*)", re.DOTALL)  # a pattern and a place
+_PLACES = "places are device, host and disk:FOLDER"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: on the device that computes, in host memory, or in a file.
+
+    Args:
+      kind: "device", "host" (locked memory, where a device can copy from it by itself) or "disk".
+      folder: of the scratch files, for "disk"; "" otherwise. Each rank has files of its own there,
+        so a disk of the node is best.
+
+    Raises:
+      PlanError: there is no such place, or the folder is missing or not wanted.
+
+    Example:
+      >>> Place.parse("disk:/nvme/run1")
+      Place(kind='disk', folder='/nvme/run1')
+    """
+
+    kind: Literal["device", "host", "disk"]
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        checks.choice("Place", "kind", self.kind, *KINDS)
+        if isinstance(self.folder, os.PathLike):
+            object.__setattr__(self, "folder", os.fspath(self.folder))
+        if not isinstance(self.folder, str) or bool(self.folder) != (self.kind == "disk"):
+            expected = "a folder" if self.kind == "disk" else f"none for {self.kind!r}"
+            checks.refuse("Place", "folder", self.folder, expected, "write it as disk:/nvme/run1")
+        if self.folder != self.folder.strip() or set(self.folder) & set(",;=\n"):
+            fix = "choose a folder without ',', ';', '=' and spaces at its ends"
+            checks.refuse("Place", "folder", self.folder, "one that has a text form", fix)
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """Read "device", "host" or "disk:FOLDER".
+
+        Raises:
+          PlanError: it is none of these.
+        """
+        kind, _, folder = text.strip().partition(":")
+        if kind not in KINDS:
+            raise PlanError(message(f"where: {text!r} is not a place", fix=_PLACES))
+        return cls(kind, folder.strip())  # pyright: ignore[reportArgumentType]
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.folder}" if self.folder else self.kind
+
+
+DEVICE = Place("device")
+
+
+class Places(NamedTuple):
+    """The places of one leaf: its shard, the optimizer's states and masters, and its gradient."""
+
+    params: Place
+    states: Place
+    grads: Place
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where leaves live. `str` gives a canonical text, which `parse` reads.
+
+    Args:
+      params: place of the shards that are gathered from; None means the device.
+      states: place of the optimizer's states and masters; None means the device.
+      grads: place of the sum of gradients over micro-steps; None means the device.
+      overrides: pairs of a pattern and a `Where`. The places that this one sets replace those above
+        for leaves whose whole path matches, as in `Precision`; the last one counts.
+      host_bytes: host memory through which data of files travel, on each rank; at least 1 MiB.
+
+    Raises:
+      PlanError: a place is not a `Place`, or an override sets nothing, or what a leaf has not.
+
+    Example:
+      >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
+      >>> str(where.at("['h.0.norm.weight']").states), str(where.at("['w']").states)
+      ('device', 'disk:/nvme/run1')
+    """
+
+    params: Place | None = None
+    states: Place | None = None
+    grads: Place | None = None
+    overrides: tuple[tuple[str, "Where"], ...] = ()  # any iterable of pairs is taken
+    host_bytes: int = HOST_BYTES
+
+    def __post_init__(self) -> None:
+        for name, place in self._fields():
+            checks.instance("Where", name, place, Place, "a Place", "pass Place('host')")
+        fix = "give pairs of a pattern and a Where"
+        checks.instance("Where", "overrides", self.overrides, Iterable, "pairs", fix)
+        object.__setattr__(self, "overrides", tuple(map(_checked, self.overrides)))
+        checks.integer("Where", "host_bytes", self.host_bytes, LEAST_HOST_BYTES)
+
+    @classmethod
+    def parse(cls, text: str) -> "Where":
+        """Read the text form; `parse(str(where))` equals `where`.
+
+        A text is `field=place, ...`, followed by `; pattern: field=place, ...` for each override. A
+        place without a field means `states`. `host_bytes=` may stand among the first fields.
+
+        Raises:
+          PlanError: a clause does not give a place for a field, or gives two for the same one.
+        """
+        fix = "write it as in 'states=host'"
+        checks.instance("where", "text", text, str, "a text", fix)
+        base: dict[str, Any] | None = None
+        overrides = []
+        for clause in filter(None, map(str.strip, text.split(";"))):
+            found = _OVERRIDE.fullmatch(clause) or _SHORT.fullmatch(clause)
+            if found and not (found.re is _SHORT and found[1].strip() in KINDS):
+                overrides.append((found[1].strip(), cls(**_read(clause, found[2]))))
+            elif base is None and not overrides:
+                base = _read(clause, clause)
+            else:
+                fix = "write overrides as in '*norm*: states=device', after the rest"
+                raise PlanError(message(f"where: no pattern in {clause!r}", fix=fix))
+        return cls(**(base or {}), overrides=tuple(overrides))
+
+    def __str__(self) -> str:
+        own = [f"{name}={place}" for name, place in self._fields()]
+        if self.host_bytes != HOST_BYTES:
+            own.append(f"host_bytes={self.host_bytes}")
+        parts = [", ".join(own)] if own else []
+        return "; ".join([*parts, *(f"{p}: {where}" for p, where in self.overrides)])
+
+    def _fields(self) -> list[tuple[str, Place]]:
+        return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
+
+    def at(self, path: str) -> Places:
+        """The places of one leaf; its path begins with `''`."""
+        found = dict(self._fields())
+        for pattern, where in self.overrides:
+            if _regex(pattern).fullmatch(path):
+                found.update(where._fields())
+        return Places(*(found.get(name, DEVICE) for name in _FIELDS))
+
+    def unmatched(self, paths: Iterable[str]) -> list[str]:
+        """The patterns of overrides that match none of these paths, which is likely a mistake."""
+        patterns, known = dict.fromkeys(pattern for pattern, _ in self.overrides), list(paths)
+        return [p for p in patterns if not any(_regex(p).fullmatch(path) for path in known)]
+
+    def moves(self, *fields: str) -> bool:
+        """Whether any leaf may lie elsewhere than on the device, in these fields or in any."""
+        every = [self, *(where for _, where in self.overrides)]
+        wanted = fields or _FIELDS
+        return any(
+            name in wanted and place != DEVICE for each in every for name, place in each._fields()
+        )
+
+
+def where(value: "Where | str | None" = "", *, host_bytes: int | str | None = None) -> Where:
+    """Where parameters, states and gradients live, as a value.
+
+    Args:
+      value: a `Where`, or its text: `field=place, ...` with the fields `params`, `states` and
+        `grads` and the places `device`, `host` and `disk:FOLDER`, followed by `; pattern:
+        field=place` for leaves whose path matches. "" leaves everything on the device.
+      host_bytes: host memory on each rank through which data of files travel, in bytes or a text
+        such as "1GiB"; None keeps that of `value`, by default 64 MiB.
+
+    Returns:
+      A `Where`.
+
+    Raises:
+      PlanError: the text has no such form, or a place does not exist.
+
+    Example:
+      >>> str(where("states=disk:/nvme/run1,params=host", host_bytes="128MiB"))
+      'params=host, states=disk:/nvme/run1, host_bytes=134217728'
+    """
+    found = where_of(value)
+    if host_bytes is None:
+        return found
+    nbytes = checks.nbytes("where", "host_bytes", host_bytes, LEAST_HOST_BYTES)
+    return Where(found.params, found.states, found.grads, found.overrides, nbytes)
+
+
+def where_of(value: Where | str | None) -> Where:
+    """The `Where` that an argument means: one, its text, or None for the device."""
+    if value is None or isinstance(value, Where):
+        return value or Where()
+    if isinstance(value, str):
+        return Where.parse(value)
+    fix = "pass where('states=host'), or such a text"
+    raise PlanError(message(f"where: got {type(value).__name__}", fix=fix))
+
+
+def _checked(override: Any) -> tuple[str, Where]:
+    """An override, after a check that it has a text form and an effect."""
+    pair = isinstance(override, tuple | list) and len(override) == 2
+    pattern, where = override if pair else ("", None)
+    if not isinstance(pattern, str) or not isinstance(where, Where):
+        fix = "give pairs of a pattern and a Where"
+        raise PlanError(message(f"Where: override {override!r} is not a pair", fix=fix))
+    what = f"Where: the override {pattern!r}"
+    if not pattern or pattern != pattern.strip() or set(pattern) & set(";=\n"):
+        fix = "write ? for ';', for '=' and for spaces at its ends"
+        raise PlanError(message(f"{what} has a pattern without a text form", fix=fix))
+    if where.overrides or where.host_bytes != HOST_BYTES:
+        fix = "give it params, states or grads"
+        raise PlanError(message(f"{what} sets what a leaf does not have", [f"{where}"], fix))
+    if not where._fields():
+        raise PlanError(
+            message(f"{what} sets no place", fix="write one, as in '*norm*: states=host'")
+        )
+    return pattern, where
+
+
+def _read(clause: str, fields: str) -> dict[str, Any]:
+    """The fields that a clause of a text sets, with their places."""
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, fields.split(","))):
+        name, equals, value = map(str.strip, part.partition("="))
+        name, value = (name, value) if equals else ("states", part)
+        wrong = ""
+        if name not in (*_FIELDS, "host_bytes"):
+            wrong, fix = f"{name!r} is not a field", f"fields are {', '.join(_FIELDS)}, host_bytes"
+        elif name in found:
+            wrong, fix = f"{name} is given twice", "give it once"
+        elif name != "host_bytes" and value.partition(":")[0] not in KINDS:
+            wrong, fix = f"{value!r} is not a place", _PLACES
+        if wrong:
+            raise PlanError(message(f"where: {part!r} in {clause!r}", [wrong], fix))
+        found[name] = (
+            checks.nbytes("where", "host_bytes", value)
+            if name == "host_bytes"
+            else Place.parse(value)
+        )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    """A pattern of `*` and `?` as a regular expression; brackets are literal."""
+    wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.compile(wild, re.DOTALL)
