@@ -21,6 +21,11 @@ hop 1 overlaps backward, and `reduce_grads` does hop 2. Between steps a rank hol
 and optimizer state. Within a step it also holds `live_bytes` and one bucket of gathered parameters,
 1/p of the gradients, and a few buckets of them in full.
 
+`GradSum(where="grads=host")`, or `Trainer(where=)`, keeps the sum over micro-steps in host memory,
+or in files: see [Note: sums elsewhere] in `placed_sum`. Give `Guard.judge` and `opt_step` the
+`GradSum` itself, and one bucket at a time is brought; `grads()` brings all. Files are for sums that
+fit nowhere else: each pass reads and writes them, and on a device the host waits for that.
+
 Its words: a bucket is *live* while its full buffer is in memory. A *run* is one use of a tree under
 a schedule, from `defer` to the end of its block. A *pass* is one backward. The *late* levels are
 those of hop 1 that a placement leaves to the last pass. A *slot* is memory for one bucket's
@@ -48,14 +53,15 @@ Limits:
   (`python -m mics_fn bench touch`).
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
-and fetch] in `autograd`. `live` fetches and drops, `reduction` and `sum_of_passes` do both hops,
-and `graph` examines backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`;
-to change when buckets are fetched, write a policy in the wing `schedules`, and leave this one
-alone.
+and fetch] in `autograd`. `live` fetches and drops, `fetching` starts that, `reduction`, `lending`
+and `sum_of_passes` do both hops, and `graph` examines backward. To treat an op specially, add a
+handler to `_HANDLERS` in `tensor`; to change when buckets are fetched, write a policy in the wing
+`schedules`, and leave this one alone.
 """
 
 from mics_fn.deferred.deferring import bucket_sizes, defer
 from mics_fn.deferred.grad_sum import GradSum
+from mics_fn.deferred.graph import check_loss
 from mics_fn.deferred.recording import record
 
-__all__ = ["GradSum", "bucket_sizes", "defer", "record"]
+__all__ = ["GradSum", "bucket_sizes", "check_loss", "defer", "record"]

@@ -24,7 +24,16 @@ from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError, message
-from mics_fn.shards import Bucket, BucketUse, deal, in_front, linear_map, refuse_tracing
+from mics_fn.shards import (
+    Bucket,
+    BucketUse,
+    brought,
+    deal,
+    in_front,
+    is_elsewhere,
+    linear_map,
+    refuse_tracing,
+)
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 
@@ -41,11 +50,13 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
         live.load(trained, pieces)  # here they are plain tensors, even inside torch.func
-        return tuple(piece.view_as(piece) for piece in pieces)
+        uses = (live.uses[i] for i in trained for _ in live.uses[i].members)
+        return tuple(map(_standing_for, uses, pieces))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.live, ctx.trained = inputs[:2]
+        ctx.devices = [piece.device for piece in inputs[2:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -59,14 +70,34 @@ class _Join(torch.autograd.Function):
             if all(grad is None for grad in dealt[i]):
                 dealt[i] = list(_Start.apply(reduction, i, *dealt[i]))
         reduction.end_pass()
-        return (None, None, *_Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i])))
+        found = _Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i]))
+        # A gradient lies where its piece does.
+        return (None, None, *(g.to(to) for g, to in zip(found, ctx.devices, strict=True)))
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        seen = _seen_together([ctx.live.uses[i] for i in ctx.trained], tangents)
-        return tuple(None if t is None else t.view_as(t) for t in seen)
+        uses = [ctx.live.uses[i] for i in ctx.trained]
+        homes = [use.home for use in uses for _ in use.members]
+        seen = zip(_seen_together(uses, tangents), homes, strict=True)
+        return tuple(None if t is None else _here(t, home.device) for t, home in seen)
 
     vmap = staticmethod(_refuse_batch)
+
+
+def _here(tangent: Tensor, device: torch.device) -> Tensor:
+    """A tangent as an output of its own, on the device."""
+    moved = brought(tangent, device)
+    return tangent.view_as(tangent) if moved is tangent else moved
+
+
+def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
+    """A piece behind `_Join`, where only its shape counts; of one elsewhere nothing is brought."""
+    if not is_elsewhere(piece, use.home.device):
+        return piece.view_as(piece)
+    how: Any = {"dtype": piece.dtype, "device": use.home.device}
+    if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
+        return torch.empty(piece.shape, **how)
+    return torch.empty((), **how).expand(piece.shape)
 
 
 class _Fetch(torch.autograd.Function):
@@ -95,7 +126,7 @@ class _Fetch(torch.autograd.Function):
     def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         # Tangents are rare and used once, so they are gathered now. Views of a dual tensor need
         # both of its parts in the same layout, so each tangent gets memory of its own.
-        found = linear_map("gather", [ctx.live.uses[ctx.index]], *tangents)
+        found = linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
         return tuple(tangent.clone() for tangent in found)
 
     vmap = staticmethod(_refuse_batch)
@@ -116,13 +147,13 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
-        found = linear_map("gather", [ctx.use], *cotangents)
+        found = linear_map("gather", [ctx.use.uncoded], *cotangents)
         kept = (g if given else None for g, given in zip(found, ctx.given, strict=True))
         return (None, None, *kept)
 
     @staticmethod
     def jvp(ctx: Any, _reduction: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(linear_map("scatter", [ctx.use], *tangents))
+        return tuple(linear_map("scatter", [ctx.use.uncoded], *tangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, reduction: Reduction, index: int, *grads: Any) -> tuple:  # pyright: ignore

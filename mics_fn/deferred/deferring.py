@@ -1,15 +1,16 @@
 """`defer`: full parameters that are fetched at the ops that use them, under a schedule."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from weakref import WeakMethod
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.grad_sum import GradSum
 from mics_fn.deferred.live import LiveBuckets, sizes_of
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError, TreeError, message
 from mics_fn.groups import require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Schedule, joined
 from mics_fn.shards import (
@@ -21,6 +22,7 @@ from mics_fn.shards import (
     needs_derivative,
     open_shards,
     put,
+    with_parts,
 )
 from mics_fn.tree import Tree
 
@@ -129,6 +131,8 @@ def defer(
     """
     text = described(schedule)
     opened = open_shards("defer", shards, groups)
+    expected = "a GradSum"
+    checks.instance("defer", "into", into, GradSum | None, expected, "make one: total = GradSum()")
     if into is not None:  # a hierarchy would leave out hop 2
         require_replicas("defer(into=)", opened.homes)
     opened.agree(text)
@@ -147,29 +151,52 @@ def defer(
     return DeferredParams(opened.build(full), live, lambda: pending and not live.run.passes)
 
 
-def bucket_sizes(shards: Tree, groups: Any = None) -> list[int]:
+def bucket_sizes(
+    shards: Tree, groups: Any = None, *, partition_size: int | None = None
+) -> list[int]:
     """Bytes that each bucket of a tree takes while it is live, in the order of bucket numbers.
 
     Args:
       shards: tree of shards.
       groups: as for `defer`; they matter only with a placement that keeps copies.
+      partition_size: the sizes in partition groups of so many ranks, to plan for them elsewhere.
 
     Returns:
       One number per bucket; 0 if this rank holds it in full already, because the group has one rank
       or the placement keeps a copy.
 
     Raises:
-      LeafError: a leaf is not a shard.
+      TreeError, LeafError: there is no tree, or a leaf is not a shard.
+      PlanError: `partition_size` is not an int of at least 1, or comes with groups.
 
     Example:
-      >>> bucket_sizes(shard([torch.ones(6)], make_groups(1)))
-      [0]
+      >>> shards = shard([torch.ones(6)], make_groups(1))
+      >>> bucket_sizes(shards), bucket_sizes(shards, partition_size=2)
+      ([0], [32])
     """
+    if partition_size is not None:
+        return _sizes_for(shards, groups, partition_size)
     if groups is not None:
         return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
+    if shards is None:
+        raise TreeError(message("bucket_sizes: shards is None", fix="pass a tree of shards"))
     leaves, _ = tree.flatten(shards, is_leaf)
     check_leaves("bucket_sizes", shards, leaves, "shards")
     return sizes_of(grouped(leaves, [None] * len(leaves)))
+
+
+def _sizes_for(shards: Tree, groups: Any, parts: int) -> list[int]:
+    """`bucket_sizes` in partition groups of so many ranks."""
+    if type(parts) is not int or parts < 1:
+        text = f"bucket_sizes: partition_size={parts!r}"
+        raise PlanError(message(text, fix="pass the number of ranks that share a replica"))
+    if groups is not None:
+        text = "bucket_sizes: groups and partition_size= are both given"
+        raise PlanError(message(text, fix="pass groups, or the size of others without them"))
+    leaves, _ = tree.flatten(shards, is_leaf)
+    check_leaves("bucket_sizes", shards, leaves, "shards")
+    uses = grouped(leaves, [None] * len(leaves))
+    return sizes_of([replace(use, bucket=with_parts(use.bucket, parts)) for use in uses])
 
 
 def described(schedule: Any) -> str:
@@ -195,15 +222,17 @@ def _memory_of(
       PlanError: a schedule names buckets that the tree lacks, or uses one that is not live.
     """
     uses: Sequence[Any] = opened.uses
-    key = tuple((use.bucket, use.missing, use.route.hold) for use in uses)
+    key = tuple((use.bucket, use.missing, use.route.hold, use.away) for use in uses)
     if isinstance(schedule, OnDemand):
         return schedule, schedule.learned.setdefault(key, Learned())
-    if (schedule, key) not in channel.fixed:
+    given = schedule
+    if (given, key) not in channel.fixed:
         sizes = sizes_of(uses)
         schedule.check(sizes)
+        schedule = schedule.unmarked
         # If the model uses other buckets, they are fetched on demand within the same memory.
         policy = OnDemand(schedule.peak_bytes(sizes), 0, lambda record, sizes: schedule)
         order = tuple(dict.fromkeys(schedule.reduces))
         whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]
-        channel.fixed[schedule, key] = policy, Learned(schedule, order if whole else None)
-    return channel.fixed[schedule, key]
+        channel.fixed[given, key] = policy, Learned(schedule, order if whole else None)
+    return channel.fixed[given, key]

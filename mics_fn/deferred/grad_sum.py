@@ -6,11 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn.deferred.graph import Passes
+from mics_fn import checks
+from mics_fn.deferred.graph import Passes, check_loss
+from mics_fn.deferred.placed_sum import PlacedSum, places_of
 from mics_fn.deferred.sum_of_passes import LetGo, SumOfPasses
 from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
-from mics_fn.shards import Opened, forget_origins, refuse_derivative
+from mics_fn.shards import Arrival, Opened, Sharded, check_dtype, forget_origins, refuse_derivative
 from mics_fn.tree import Tree
 
 
@@ -23,11 +26,13 @@ class GradSum:
     Args:
       micro_steps: the number of backward passes in the step.
       dtype: dtype of the sum over passes; default the bucket's `accumulate`, at least float32.
+      where: where the sum lies until it is stepped with, as `grads` of a `Where` says; see `where`.
+        The gradients of a bucket lie together, where those of its largest leaf should.
 
-    Memory: this rank's shards of the gradients, and a few buckets in full.
+    Memory: this rank's shards of the gradients, where `where` says, and a few buckets in full.
 
     Raises:
-      ValueError: `micro_steps` is not a positive int.
+      PlanError: `micro_steps` is not a positive int, `dtype` no float dtype, or `where` no place.
 
     Example:
       >>> groups = make_groups(1)
@@ -42,13 +47,21 @@ class GradSum:
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
     """
 
-    def __init__(self, micro_steps: int = 1, *, dtype: torch.dtype | None = None) -> None:
-        if not isinstance(micro_steps, int) or micro_steps < 1:
-            raise ValueError(f"GradSum: micro_steps={micro_steps}, expected an int of at least 1")
-        self.micro_steps, self.dtype = micro_steps, dtype
+    def __init__(
+        self,
+        micro_steps: int = 1,
+        *,
+        dtype: torch.dtype | None = None,
+        where: Where | str | None = None,
+    ) -> None:
+        checks.integer("GradSum", "micro_steps", micro_steps)
+        if dtype is not None:
+            check_dtype("GradSum", "dtype", dtype)
+        self.micro_steps, self.dtype, self._where = micro_steps, dtype, where_of(where)
         self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
         self._bound: _Bound | None = None
         self._running = False  # whether `backward` is running
+        self._released = False  # whether its memory was given back
 
     def expect(self, opened: Opened, run: Run, let_go: LetGo) -> list[Tensor]:
         """Called by `defer`: prepare for the gradients of this tree, from this run.
@@ -61,7 +74,10 @@ class GradSum:
             text = "defer: into= is in use by another run"
             raise TreeError(message(text, fix="make a new GradSum for each step"))
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
-        reduction = SumOfPasses(opened.uses, run, self.micro_steps, self.dtype, let_go)
+        how = (opened.uses, run, self.micro_steps, self.dtype, let_go)
+        places = places_of(self._where, opened) if self._where.moves("grads") else {}
+        host_bytes = self._where.host_bytes
+        reduction = PlacedSum(places, host_bytes, *how) if places else SumOfPasses(*how)
         reduction.before_last = self.before_last
         forget_origins(use.bucket for use in opened.uses)  # of a step that was not judged
         passes = Passes(variables, opened.uses, run)
@@ -80,14 +96,15 @@ class GradSum:
 
         Raises:
           TreeError: all passes are done, or no `defer(into=)` has named this value.
-          LeafError: a block is recomputed by a backward of its own, unlike in the first step, so
-            that a bucket's gradients come in several parts.
+          LeafError: the loss is not one number; or a block is recomputed by a backward of its own,
+            unlike in the first step, so that a bucket's gradients come in several parts.
         """
         refuse_derivative("GradSum.backward", (), "call it outside of torch.func")
         bound = self._bound
         if bound is None or bound.reduction.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
             raise TreeError(message(f"GradSum.backward: {self._done()}", fix=fix))
+        check_loss("GradSum.backward", loss)
         if loss.requires_grad and bound.variables:
             self._differentiate(bound, loss, retain_graph)
         reduction = bound.reduction
@@ -102,6 +119,7 @@ class GradSum:
 
     def _differentiate(self, bound: "_Bound", loss: Tensor, retain_graph: bool) -> None:
         self._running = True
+        bound.run.begin_backward()
         try:
             for index, grads in bound.passes.differentiate(loss, retain_graph).items():
                 self.add(index, grads)
@@ -140,27 +158,77 @@ class GradSum:
         """The gradient of the loss averaged over passes and ranks, as a tree of shards.
 
         Returns:
-          A tree for `opt_step`, valid until `release`.
+          A tree for `opt_step`, valid until `release`. All of it is on the device: what lies
+          elsewhere is brought. `opt_step` and `Guard.judge` take this value itself, too, and then
+          bring one bucket at a time.
 
         Communication: it waits for the reductions that `backward` started.
 
         Raises:
-          TreeError: fewer than `micro_steps` passes are done.
+          TreeError: fewer than `micro_steps` passes are done, or it was released.
           LeafError: no parameter got a gradient in any pass on any rank.
         """
-        bound = self._bound
-        if bound is None or bound.reduction.passes != self.micro_steps:
-            fix = "call backward for each micro-step first"
-            raise TreeError(message(f"GradSum.grads: {self._done()}", fix=fix))
+        bound = self._complete("grads")
         bound.reduction.wait()
         bound.passes.check()
         reduction = bound.reduction
         return bound.opened.rebuild({i: reduction.pieces(i) for i in reduction.totals})
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether some of the sum lies elsewhere than on the device."""
+        return self._bound is not None and isinstance(self._bound.reduction, PlacedSum)
+
+    def lying(self) -> Tree:
+        """`grads` with its pieces where they lie, valid until `release`: for tables of memory."""
+        bound = self._complete("lying")
+        bound.reduction.wait()
+        return bound.opened.rebuild({i: bound.reduction.lying(i) for i in bound.reduction.totals})
+
+    def arrival(self) -> Arrival:
+        """The same gradients for `opt_step`, which takes each bucket once its hop 2 is done.
+
+        Raises:
+          TreeError, LeafError: as `grads`.
+        """
+        bound = self._complete("arrival")
+        opened, reduction = bound.opened, bound.reduction
+        if not bound.passes.reached:  # the step is refused unless other ranks have a gradient
+            reduction.wait()
+        bound.passes.check()
+        trained = (i for i, leaf in enumerate(opened.leaves) if isinstance(leaf, Sharded))
+        number = {i: k for k, i in enumerate(trained)}
+        order = reduction.order
+
+        def take(place: int) -> list[Tensor]:
+            reduction.wait_for(order[place])
+            return reduction.pieces(order[place])
+
+        return Arrival(
+            like=opened.rebuild({}),
+            home=opened.homes[0],
+            order=[[number[i] for i in opened.uses[index].members] for index in order],
+            here=lambda k: not reduction.elsewhere(order[k]) and reduction.done(order[k]),
+            take=take,
+            whole=self.grads,
+        )
+
+    def _complete(self, verb: str) -> "_Bound":
+        """What belongs to the run, once all of its passes are done."""
+        bound = self._bound
+        if bound is None or bound.reduction.passes != self.micro_steps:
+            fix = "call backward for each micro-step first"
+            raise TreeError(message(f"GradSum.{verb}: {self._done()}", fix=fix))
+        if self._released:
+            text = f"GradSum.{verb}: its memory was given back"
+            raise TreeError(message(text, fix="call release() last"))
+        return bound
+
     def release(self) -> None:
         """Give the memory of the gradients back, for the next step; they must not be read then."""
         if self._bound is not None:
             self._bound.reduction.release()
+            self._released = True
 
 
 class _Bound(NamedTuple):

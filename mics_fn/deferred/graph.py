@@ -25,6 +25,14 @@ from mics_fn.schedules import Run
 from mics_fn.shards import BucketUse
 
 
+def check_loss(verb: str, loss: Any) -> None:
+    """Raise LeafError unless a loss is one number, as a tensor."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        text = f"{verb}: the loss has {got}, expected one number"
+        raise LeafError(message(text, fix="return a scalar tensor"))
+
+
 class Graph(NamedTuple):
     """What a walk through the graph of a loss has found."""
 
@@ -138,6 +146,11 @@ class Passes:
                 self._cause = f"it {graph.describe_strangers()}: it closes over another module"
         if last and len(self._ranks) > 1:
             self._run.tally(self._event(), 1)
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient arose on this rank, so that `check` has nothing to refuse."""
+        return bool(self._reached)
 
     def check(self) -> None:
         """Check, after all reductions, that this step trains something.

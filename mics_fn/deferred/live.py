@@ -3,48 +3,21 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
-from mics_fn.collectives import push_all, start_fetch
+from mics_fn import _device, _torch, spans
+from mics_fn.collectives import Codes, push_all
 from mics_fn.deferred.copies import Copies, copies_of
+from mics_fn.deferred.fetching import Fetch, Fetched, GradSink, codes_of, start_fetching, task_of
 from mics_fn.deferred.gathered import GatheredBucket
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import DonatedError, GroupsError, LeafError, message
 from mics_fn.groups import Arena, Buffers
 from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
-from mics_fn.shards import BucketUse, deal, pack_chunk
-
-
-class GradSink(Protocol):
-    """What receives gradients, if they are not the result of backward."""
-
-    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Take a bucket's full gradients, one per member."""
-        ...
-
-
-class Fetched(Protocol):
-    """A bucket whose fetch was started."""
-
-    @property
-    def ready(self) -> torch.Event | None:
-        """An event that is over once the bucket is there; None where `wait` waits for that."""
-        ...
-
-    def wait(self) -> Tensor:
-        """The whole bucket, ready for the current stream."""
-        ...
-
-
-Fetch = Callable[[BucketUse, Tensor, Tensor | None, Tensor | None], Fetched]
-
-
-def _fetch(use: BucketUse, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> Fetched:
-    return start_fetch(use.route, chunk, held, out, ("defer", "fetch", use.bucket))
+from mics_fn.shards import BucketUse, deal, pack_chunk, standing_for
 
 
 class LiveBuckets:
@@ -55,7 +28,7 @@ class LiveBuckets:
       names: gives the names of a bucket's leaves, for error texts.
       learned, policy, channel: as for `Run`.
       into: receives the gradients; None if they are the result of backward.
-      fetch: starts the gather of a bucket; by default `start_fetch` along its route.
+      fetch: starts the gather of a bucket; by default along its route.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
         `deferred.copies`.
     """
@@ -68,7 +41,7 @@ class LiveBuckets:
         policy: OnDemand,
         channel: Channel,
         into: GradSink | None = None,
-        fetch: Fetch = _fetch,
+        fetch: Fetch = start_fetching,
         *,
         closes: bool = False,
     ) -> None:
@@ -85,6 +58,7 @@ class LiveBuckets:
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
         self._chunks: dict[int, Tensor] = {}
+        self._away: dict[int, Sequence[Tensor | None]] = {}  # pieces that lie elsewhere, by slot
         self._versions: dict[int, int] = {}
         self._coming: dict[int, Fetched] = {}
         self._buffers: dict[int, Tensor] = {}
@@ -93,6 +67,7 @@ class LiveBuckets:
         self._fetches = 0  # so far in this run
         self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
         self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.hierarchy`
+        self._codes: dict[int, Codes] = {}  # of this rank's chunks, sent again by later fetches
         self._closed = False
 
     def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
@@ -101,14 +76,21 @@ class LiveBuckets:
             indexes, deal([self.uses[i] for i in indexes], pieces), strict=True
         ):
             slots, device = use.by_slot(data), data[0].device
-            chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
+            if use.away:
+                self._away[index] = [None if x is None else x.detach() for x in slots]
+                chunk = standing_for(use.bucket, use.route.chunk, self._away[index])
+            else:
+                chunk = pack_chunk(use.bucket, use.route.chunk, slots, device=device).detach()
             if not chunk.numel():  # it is never fetched, which would cast it
-                chunk = chunk.to(use.bucket.compute)
+                device = self.device(index) if index in self._away else chunk.device
+                chunk = chunk.to(device, use.bucket.compute)
+                self._away.pop(index, None)
             self._chunks[index], self._versions[index] = chunk, _version(chunk)
 
     def plain(self, index: int) -> list[Tensor] | None:
         """The leaves of a bucket as plain tensors, if they need no fetch; one per member."""
-        copies = copies_of(self.uses[index], self._chunks[index]) if self._closes else None
+        plain = self._closes and index not in self._away
+        copies = copies_of(self.uses[index], self._chunks[index]) if plain else None
         if copies is None:
             return None
         self._copies[index] = copies
@@ -116,7 +98,7 @@ class LiveBuckets:
 
     def device(self, index: int) -> torch.device:
         """The device of a bucket's tensors."""
-        return self._chunks[index].device
+        return self.uses[index].home.device if index in self._away else self._chunks[index].device
 
     def start(self) -> None:
         """After all chunks are loaded: fetch what the policy wants before the first use."""
@@ -146,34 +128,58 @@ class LiveBuckets:
                     self._fetch(index)
                 else:
                     self._drop(index)
-            for i in ids:
-                if self.buckets[i].full is None:
-                    coming = self._coming.pop(i)
-                    full = coming.wait().view(-1)
-                    has_data = not _torch.has_no_data(full)
-                    self.buckets[i].fill(full, coming.ready, has_data=has_data)
+            with self._using(ids):
+                for i in ids:
+                    if self.buckets[i].full is None:
+                        coming = self._coming.pop(i)
+                        full = coming.wait().view(-1)
+                        has_data = not _torch.has_no_data(full)
+                        self.buckets[i].fill(full, coming.ready, has_data=has_data)
         self.ids = ids
         push_all(self.uses[ids[0]].home.life)
 
+    def _using(self, ids: tuple[int, ...]) -> Any:
+        """A use, which waits for what is not there yet, for those who watch."""
+        if not spans.seen():
+            return spans.UNSEEN
+        return spans.Span("use", [self.uses[i].bucket for i in ids], device=self.device(ids[0]))
+
     def _fetch(self, index: int) -> None:
-        chunk = self._chunks[index]
         held_numel, out_numel = self._needs(index)
-        chunk = self._held.get(index, chunk)
+        chunk = self._held[index] if index in self._held else self._sent(index)
+        away = None if index in self._held else self._away.get(index)
+        bring = None if away is None else task_of(self.uses[index], self._name(index), away)
         if held_numel and index not in self._held:
             self._held[index] = self._take(index, held_numel, keep=True)
         if out_numel:
             self._buffers[index] = self._take(index, out_numel)
         self._fetches += 1
         held, out = self._held.get(index), self._buffers.get(index)
-        self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out)
+        if spans.watchers:
+            nbytes = sum(x.nbytes for x in (held, out) if x is not None)
+            spans.holds("gathered", (id(self), index), nbytes)
+        self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out, bring)
+
+    def _sent(self, index: int) -> Tensor | Codes:
+        """What this rank sends of a bucket: its chunk, or codes of it, made once in a run."""
+        if index not in self._codes:
+            chunk = self._chunks[index]
+            codes = codes_of(self.uses[index], chunk, self._away.get(index))
+            if codes is None:
+                return chunk
+            self._codes[index] = codes
+        return self._codes[index]
 
     def _needs(self, index: int) -> tuple[int, int]:
         """Elements of the buffers that a fetch writes: one held for the run, one for the bucket."""
         use, chunk = self.uses[index], self._chunks[index]
         outer, inner = use.route.split(use.route.hold)
-        held = use.bucket.numel // inner.size if outer.size > 1 else 0
-        moves = inner.size > 1 or (not held and chunk.dtype != use.bucket.compute)
-        return held, use.bucket.numel if moves else 0
+        wire = use.gather_wire
+        as_codes = wire is not None and wire.levels(use.route) > use.route.hold
+        held = use.bucket.numel // inner.size if outer.size > 1 and not as_codes else 0
+        cast = chunk.dtype != use.bucket.compute or index in self._away
+        needed = inner.size > 1 or (not held and cast)
+        return held, use.bucket.numel if needed else 0
 
     def _arena(self, index: int) -> Arena:
         """What a bucket lies in while it is live: that of its pool, made at the first fetch."""
@@ -202,19 +208,24 @@ class LiveBuckets:
         if _torch.has_no_data(chunk):
             return chunk.new_empty(numel, dtype=dtype)
         if keep:
-            return use.hierarchy.pools.held.take((numel,), dtype, chunk.device, exact=True)
+            pool, device = use.hierarchy.pools.held, self.device(index)
+            return pool.take((numel,), dtype, device, exact=True)
         arena = self._arena(index)
         return arena.take(numel, dtype, self._starts[self._fetches] if self.run.following else None)
 
     def _drop(self, index: int) -> None:
-        coming = self._coming.pop(index, None)
-        if coming is not None:  # fetched for a use that did not happen
-            coming.wait()
-        self.buckets[index].clear()
-        buffer = self._buffers.pop(index, None)
-        if buffer is not None:
-            with _torch.without_torch_func():
-                self._arena(index).give(buffer)
+        with spans.span("drop", self.uses[index].bucket):
+            coming = self._coming.pop(index, None)
+            if coming is not None:  # fetched for a use that did not happen
+                coming.wait()
+            self.buckets[index].clear()
+            buffer = self._buffers.pop(index, None)
+            if buffer is not None:
+                with _torch.without_torch_func():
+                    self._arena(index).give(buffer)
+        if spans.watchers:
+            held = self._held.get(index)
+            spans.holds("gathered", (id(self), index), 0 if held is None else held.nbytes)
 
     def let_go(self, index: int) -> Tensor | None:
         """Drop a bucket whose gradients are complete in the last pass, if the run lets it go.
@@ -280,6 +291,10 @@ class LiveBuckets:
         for index in list(self._held):
             if index not in self._coming:
                 self.uses[index].hierarchy.pools.held.give(self._held.pop(index))
+                spans.holds("gathered", (id(self), index), 0)
+        for index in list(self._codes):
+            if index not in self._coming:
+                self._codes.pop(index).release()
 
 
 def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
@@ -298,6 +313,7 @@ def sizes_of(uses: Sequence[Any]) -> list[int]:
     for use in uses:
         bucket = use.bucket
         inner = use.route.split(use.route.hold)[1].size if use.home else bucket.parts
-        cast = inner == bucket.parts and bucket.compute != bucket.dtype
+        made = use.away or bucket.codes is not None or bucket.compute != bucket.dtype
+        cast = inner == bucket.parts and made
         found.append(bucket.nbytes if inner > 1 or cast else 0)
     return found

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, checks, tree
+from mics_fn.collectives import Task
 from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.deferring import defer
 from mics_fn.deferred.grad_sum import GradSum
-from mics_fn.deferred.graph import Graph, differentiate
+from mics_fn.deferred.graph import Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets
 from mics_fn.groups import Hierarchy
-from mics_fn.schedules import Channel, Learned, OnDemand, Schedule
+from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule
 from mics_fn.shards import (
     BucketUse,
     Fixed,
@@ -33,7 +34,12 @@ from mics_fn.tree import Tree
 
 
 def record(
-    loss_fn: Callable[[Tree, Any], Tensor], shards: Tree, batch: Any, *, groups: Any = None
+    loss_fn: Callable[[Tree, Any], Tensor],
+    shards: Tree,
+    batch: Any,
+    *,
+    groups: Any = None,
+    mark_backward: bool = False,
 ) -> Schedule:
     """The order in which a loss and its backward use buckets, as a schedule without fetches.
 
@@ -44,6 +50,7 @@ def record(
         is recorded in their fake mode.
       groups: None records without data. With groups a real step is run on the actual values, which
         a model needs whose control flow depends on them.
+      mark_backward: put the mark `backward` where the backward pass begins.
 
     Returns:
       Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it.
@@ -61,24 +68,28 @@ def record(
       >>> record(loss_fn, shards, torch.ones(3, 2)).uses
       ((1,), (0,))
     """
+    fix = "pass a function of full parameters and a batch, such as lambda full, x: ..."
+    checks.function("record", "loss_fn", loss_fn, "that gives a loss", fix, optional=False)
     if groups is not None:
         total = GradSum()
         with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
             total.backward(loss_fn(full, batch))
         total.wait()
-        return run.record
+        return run._live.run.marked if mark_backward else run.record
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("record", shards, leaves, "shards")
     try:
-        return _without_data(loss_fn, leaves, spec, batch)
+        run = _without_data(loss_fn, leaves, spec, batch)
     except (NotImplementedError, RuntimeError) as error:
         error.add_note("record: there is no data here; pass groups= to record a real step")
         raise
+    return run.marked if mark_backward else run.record
 
 
 def _without_data(
     loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[Leaf], spec: Any, batch: Any
-) -> Schedule:
+) -> Run:
+    """The run of a loss and its backward on tensors without data."""
     mode = next((m for x in tree.flatten(batch)[0] if (m := _torch.fake_mode_of(x))), None)
     device = torch.device("meta") if mode is None else torch.device("cpu")
     home = Hierarchy.of_one(device)
@@ -95,9 +106,11 @@ def _without_data(
         full = opened.data
         put(full, opened.uses, fetch_all(live, full))
         loss = loss_fn(opened.build(full), batch)
+        check_loss("record", loss)
         if loss.requires_grad:
+            live.run.begin_backward()
             differentiate(loss, opened.pieces, recomputes=Graph.of(loss).recomputes)
-    return live.run.record
+    return live.run
 
 
 def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
@@ -129,5 +142,7 @@ class _AtOnce(NamedTuple):
         return self.full
 
 
-def _at_once(use: BucketUse, chunk: Tensor, held: Tensor | None, out: Tensor | None) -> _AtOnce:
+def _at_once(
+    use: BucketUse, chunk: Any, held: Tensor | None, out: Tensor | None, bring: Task | None
+) -> _AtOnce:
     return _AtOnce(chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute))

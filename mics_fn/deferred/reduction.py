@@ -18,7 +18,6 @@ model, and how much does not depend on timing.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -30,18 +29,28 @@ from mics_fn.collectives import (
     push_all,
     scatter_comms,
     scatter_steps,
-    spare_numel,
-    wait_until,
+    wait_all,
 )
-from mics_fn.groups import LEAST_RING, Comm, Life, Ring, Route, Slot, ring_bytes
+from mics_fn.deferred.lending import Lending
+from mics_fn.deferred.packing import (
+    elements,
+    flat_pieces,
+    free_slot,
+    holds_in_full,
+    mean_buffer,
+    pack,
+    until_passed,
+    whole,
+)
+from mics_fn.groups import Comm, Slot
 from mics_fn.schedules import Run
-from mics_fn.shards import Bucket, BucketUse, dense, note_origins, pack_full, split_chunk
+from mics_fn.shards import BucketUse, dense, split_chunk
 
 _Complete = tuple[list[Tensor | None], Tensor | None]  # full gradients, and memory for the mean
 _STARTED: _Complete = ([], None)
 
 
-class Reduction:
+class Reduction(Lending):
     """The gradients of one backward pass on their way to shards: hop 1 of each bucket.
 
     Args:
@@ -49,20 +58,19 @@ class Reduction:
       run: has the order of all their reductions and the budget, and hears of each before it starts.
     """
 
-    has_target = True  # whether in this pass the mean has memory of its own
     last = False  # whether this pass ends with hop 2
     does = "hop 1"  # what ranks compare before they reduce a bucket
 
     def __init__(self, uses: Sequence[BucketUse], run: Run) -> None:
         self.uses, self._run = uses, run
         self.order = [i for i in run.order if uses[i].bucket.trainable]
-        self._pendings: list[Pending] = []
+        self._pendings: dict[int, list[Pending]] = {}  # by bucket, of every pass
         self._complete: dict[int, _Complete] = {}  # of this pass
         self._rooms: dict[int, tuple[int, int]] = {}  # by ring: its bytes, and the most parts
         self._slots: dict[int, Slot] = {}  # of each bucket in the latest pass
         self.own: dict[int, Tensor] = {}  # bytes to pack a bucket in, where its parameters were
         self._next = 0  # index in the order
-        self._last_far = next((i for i in reversed(self.order) if not uses[i].alone), None)
+        self._last_far = next((i for i in self.order[::-1] if not uses[i].alone), None)
         # Called before this rank sends its part of the step's last reduction.
         self.before_last: Callable[[], None] = lambda: None
         run.slack = self._slack()
@@ -76,7 +84,9 @@ class Reduction:
         """
         use = self.uses[index]
         values = [None if grad is None else dense(grad) for grad in grads]
-        if use.alone:
+        alone = self.alone(index)
+        holds_in_full((id(self), index), () if alone else values)
+        if alone:
             pieces = self.add_alone(index, values)
             self._complete[index] = _STARTED
             self._issue()
@@ -101,8 +111,7 @@ class Reduction:
 
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
-        self._complete, self._rooms = {}, {}
-        self._next = 0
+        self._complete, self._rooms, self._next = {}, {}, 0
         self._run.slack = min(self._run.slack, self._slack())
 
     def skip(self, index: int) -> None:
@@ -112,27 +121,23 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for all that was started; on an accelerator its stream waits, and not the host."""
-        for pending in self._pendings:
-            pending.wait()
-        self._pendings = []
+        for index in list(self._pendings):
+            self.wait_for(index)
 
-    # Methods that `SumOfPasses` overrides.
+    def wait_for(self, index: int) -> None:
+        """Wait for one bucket."""
+        wait_all(self._pendings.get(index, ()))
+        self._pendings[index] = []
 
-    def dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """The dtype of the result of hop 1."""
-        return bucket.dtype
+    def done(self, index: int) -> bool:
+        """Whether no wait is left for a bucket; on an accelerator, for the host."""
+        return all(pending.finished for pending in self._pendings.get(index, ()))
 
-    def levels_now(self, route: Route) -> Route:
-        """The levels that are reduced in every pass, as soon as a bucket is complete."""
-        return route
+    # Methods that `SumOfPasses` and `PlacedSum` override.
 
-    def gets_room(self, index: int) -> bool:
-        """Whether a bucket is packed where its parameters were, unless these stay after all."""
-        return False
-
-    def stays_there(self, use: BucketUse) -> bool:
-        """Whether the mean of a bucket that was packed there stays there too."""
-        return False
+    def in_slot(self, index: int, slot: Slot) -> Tensor | None:
+        """Memory there for the mean of a bucket for which `target` has none."""
+        return None
 
     def target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
         """Memory for the mean; None if it stays where it is until it is added to a sum."""
@@ -151,121 +156,25 @@ class Reduction:
     def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
         """Hop 1 of a bucket without other ranks: gradients are their own mean, and not packed."""
         use = self.uses[index]
-        pieces = self.flat_pieces(use, values, copy=use.route.grad_factor != 1.0)
-        if use.route.grad_factor != 1.0 and pieces:
+        copy = use.route.grad_factor != 1.0
+        pieces = flat_pieces(use, values, self.dtype_of(use.bucket), copy=copy)
+        if copy and pieces:
             _torch.foreach_div(pieces, 1 / use.route.grad_factor)
         return pieces
 
-    def flat_pieces(
-        self, use: BucketUse, values: Sequence[Tensor | None], *, copy: bool
-    ) -> list[Tensor]:
-        device, dtype = use.home.device, self.dtype_of(use.bucket)
-        flat = [
-            torch.zeros(n, dtype=dtype, device=device) if value is None else value.reshape(n)
-            for n, value in zip(use.by_member(use.bucket.numels), values, strict=True)
-        ]
-        same = not copy and all(x.dtype is dtype for x in flat)
-        return flat if same else [x.to(dtype, copy=copy) for x in flat]
-
-    def late_levels(self, route: Route) -> Route:
-        """The levels that are reduced after `levels_now` in this pass."""
-        return Route()
-
-    def late_comms(self, use: BucketUse, out: Tensor) -> tuple[list[Comm], int]:
+    def late_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
         """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""
         return [], 0
-
-    def copies(self, use: BucketUse) -> bool:
-        """Whether hop 2 follows in another dtype, so that it sends a copy."""
-        return False
 
     def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
         """The steps of a bucket's reduction, level by level."""
         use = self.uses[index]
-        spare = slot.second.view(use.bucket.reduce)
-        yield from scatter_steps(use.route, full, out, spare)
+        spare = whole(slot.second, use.bucket.reduce)
+        yield from scatter_steps(use.route, full, out, spare, use.bucket.hop1)
         if use.route.grad_factor != 1.0:
             _torch.foreach_div([out], 1 / use.route.grad_factor)
-        self.free_slot(slot)
+        free_slot(slot)
         return out
-
-    def free_slot(self, slot: Slot) -> None:
-        """On an accelerator, let the next user of a slot wait for the current stream."""
-        device = slot.first.device
-        if _device.is_async(device):
-            slot.until = partial(_device.wait, device, _device.record(device))
-
-    def slot_sizes(self, index: int, own: bool) -> tuple[int, int]:
-        """Bytes of the two buffers that a bucket needs in this pass; 0 if there is nothing.
-
-        Args:
-          index: the bucket.
-          own: whether it is packed where its parameters were.
-        """
-        use = self.uses[index]
-        bucket, device, dtype = use.bucket, use.home.device, self.dtype_of(use.bucket)
-        now, late = self.levels_now(use.route), self.late_levels(use.route)
-        mine, same = bucket.numel // now.size, dtype == bucket.reduce
-        packed = [0]
-        if now.size > 1:
-            packed.append(bucket.numel * bucket.reduce.itemsize)
-        elif not self.has_target:
-            packed.append(bucket.numel * dtype.itemsize)
-        if late.size > 1 and not same:
-            packed.append(mine * bucket.reduce.itemsize)
-        if self.copies(use):
-            packed.append(mine // late.size * bucket.reduce.itemsize)
-        direct = same and self.has_target and not (own and self.stays_there(use))
-        arriving = max(
-            spare_numel(now, bucket.numel, device, direct=direct),
-            spare_numel(late, mine, device, direct=same),
-        )
-        return 0 if own else max(packed), arriving * bucket.reduce.itemsize
-
-    def _room(self, ring: Ring) -> tuple[int, int]:
-        """Bytes of a ring, and the most parts of it at a time; see [Note: gradients in flight]."""
-        here = self._users(ring)
-        uses, needs = [self.uses[i] for i in here], self._needs(here)
-        count = 1 + max(
-            len(self.levels_now(use.route).levels)
-            + len(self.late_levels(use.route).levels)
-            + self.copies(use)
-            for use in uses
-        )
-        few, budget = count * median_low(needs), self._run.policy.live_bytes
-        if budget is not None:
-            few = min(few, budget)
-        return max(*needs, few, LEAST_RING), count
-
-    def _users(self, ring: Ring) -> list[int]:
-        """The buckets that are reduced in a ring."""
-        found = [i for i in self.order if not self.uses[i].alone]
-        return [i for i in found if self.uses[i].hierarchy.pools.hops is ring]
-
-    def _needs(self, indexes: Sequence[int]) -> list[int]:
-        """Bytes of a ring that each of these buckets needs in this pass."""
-        return [ring_bytes(self.slot_sizes(i, self.gets_room(i))) for i in indexes]
-
-    def _slack(self) -> int:
-        """A reduction waits at most for the memory of the one so many places before it."""
-        found, uses = [len(self.order)], [u for i in self.order if not (u := self.uses[i]).alone]
-        for ring in {use.hierarchy.pools.hops for use in uses}:
-            sizes = set(self._needs(self._users(ring)))
-            room, count = self._room(ring)
-            if count > 1:  # else nothing is sent in this pass
-                # Parts of different sizes may leave a gap at the end of the ring.
-                fit = room // max(1, *sizes) - (len(sizes) > 1)
-                found.append(max(1, min(count, fit)))
-        return min(found)
-
-    def _lend(self, index: int, device: torch.device) -> Slot:
-        """Memory for a bucket's reduction; waits for those that still use it."""
-        ring, own = self.uses[index].hierarchy.pools.hops, self.own.get(index)
-        if id(ring) not in self._rooms:
-            self._rooms[id(ring)] = self._room(ring)
-        slot = ring.lend(self.slot_sizes(index, own is not None), *self._rooms[id(ring)], device)
-        slot.first = slot.first if own is None else own
-        return slot
 
     def _issue(self) -> None:
         """Start the next reductions in the order, up to the first bucket that is not complete."""
@@ -275,8 +184,10 @@ class Reduction:
                 return
             self._complete[index] = _STARTED  # lets go of the full gradients
             if complete is not _STARTED:
-                self._run.reduce(index)
+                if not self.uses[index].alone:
+                    self._run.reduce(index)
                 self._start(index, *complete)
+                holds_in_full((id(self), index), ())
             self._next += 1
 
     def _start(self, index: int, values: Sequence[Tensor | None], out: Tensor | None) -> None:
@@ -289,32 +200,22 @@ class Reduction:
         if index in self._slots:
             self._slots[index].until()  # else a later pass could be added to the sum first
         slot = self._slots[index] = self._lend(index, device)
+        out = self.in_slot(index, slot) if out is None else out
         if now.size > 1 or out is None:
             # Gradients that are not sent need no rounding.
             dtype = bucket.reduce if now.size > 1 else self.dtype_of(bucket)
             full = elements(slot.first, bucket.numel, dtype)
         else:
             full = out  # nothing is scattered, so they are packed where the mean goes
-        pack_full(bucket, use.by_slot(values), device=device, out=full)
-        note_origins(bucket, full)
+        pack(use, values, full)
         comms = scatter_comms(now, full := full.view(now.size, -1))
-        if out is None:  # NCCL reads one of two buffers and writes the other, alternately
-            at = len(comms) % 2 if _device.is_async(device) else 0
-            out = elements((slot.first, slot.second)[at], full.shape[1], full.dtype)
-        late, levels = self.late_comms(use, out)
+        if out is None:
+            coded = bucket.hop1.levels(now) if bucket.hop1 else 0
+            out = elements(mean_buffer(slot, len(comms) - coded), full.shape[1], full.dtype)
+        late, levels = self.late_comms(index, out)
         steps, keep = self.steps(index, full, out, slot), (full, out, slot.second)
         what = ("defer", self.does, bucket)
         pending = Pending(steps, [*comms, *late], keep=keep, device=device, what=what)
-        self._pendings.append(pending)
+        self._pendings.setdefault(index, []).append(pending)
         if not _device.is_async(device):
-            slot.until = partial(_until_passed, use.home.life, pending, len(now.levels) + levels)
-
-
-def elements(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """The first elements of some memory."""
-    return raw[: numel * dtype.itemsize].view(dtype)
-
-
-def _until_passed(life: Life, pending: Pending, levels: int) -> None:
-    if not pending.passed(levels):
-        wait_until(life, lambda: pending.passed(levels), pending)
+            slot.until = partial(until_passed, use.home.life, pending, len(now.levels) + levels)

@@ -17,9 +17,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
-from mics_fn.collectives import Steps, mean_comms, mean_steps, scatter_comms, scatter_steps
-from mics_fn.deferred.reduction import Reduction, elements
+from mics_fn import _torch, spans
+from mics_fn.collectives import (
+    Codec,
+    Steps,
+    mean_bytes,
+    mean_comms,
+    mean_steps,
+    scatter_comms,
+    scatter_steps,
+)
+from mics_fn.deferred.packing import elements, flat_pieces, free_slot, room_of, whole
+from mics_fn.deferred.reduction import Reduction
+from mics_fn.errors import PlanError, message
 from mics_fn.groups import Buffers, Comm, Route, Slot
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, split_chunk
@@ -46,9 +56,13 @@ class SumOfPasses(Reduction):
         let_go: LetGo,
     ) -> None:
         self.micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
+        self._in_tree = _in_tree(uses, micro_steps, dtype)
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk]; of one rank alone: pieces
-        self._given: list[tuple[Buffers, Tensor]] = []  # to give back at the end
+        # To give back at the end, with the kind that watchers are told.
+        self._given: list[tuple[Buffers, Tensor, str]] = []
+        self._memory: dict[int, list[Tensor]] = {}  # of a bucket's sums, by their depth
+        self._partial: dict[int, list[list[Tensor]]] = {}  # means of 2**k passes, the oldest first
         super().__init__(uses, run)
 
     @property
@@ -68,8 +82,13 @@ class SumOfPasses(Reduction):
             room = None if let_go is None else let_go(index)
             if room is not None:
                 self.own[index] = room.view(torch.uint8)
-                self._given.append((self.uses[index].hierarchy.pools.fetched, room))
+                self._give_back(self.uses[index].hierarchy.pools.fetched, room, "gathered")
         return super().add(index, grads)
+
+    def _give_back(self, pool: Buffers, tensor: Tensor, kind: str) -> None:
+        """At the end of the step, memory in which gradients lie until then."""
+        self._given.append((pool, tensor, kind))
+        spans.holds(kind, (id(self), len(self._given)), tensor.nbytes)
 
     def end_pass(self) -> None:
         """Prepare for the next pass, once no bucket is missing."""
@@ -80,15 +99,26 @@ class SumOfPasses(Reduction):
         """A bucket's mean gradients, one per member, in the dtype of the shards."""
         use, dtype = self.uses[index], self.uses[index].bucket.dtype
         total = [t if t.dtype is dtype else t.to(dtype) for t in self.totals[index]]
-        if use.alone:
+        if self.alone(index):
             return total
         return use.by_member(split_chunk(use.bucket, use.route.chunk, total[0]))
 
+    def elsewhere(self, index: int) -> bool:
+        """Whether a bucket's sum lies elsewhere than on the device."""
+        return False
+
+    def lying(self, index: int) -> list[Tensor]:
+        """`pieces` where they lie."""
+        return self.pieces(index)
+
     def release(self) -> None:
         """Give the memory of the gradients back, for the next step."""
-        for buffers, tensor in self._given:
+        for number, (buffers, tensor, kind) in enumerate(self._given, 1):
             buffers.give(tensor)
-        self._given, self.totals = [], {}
+            spans.holds(kind, (id(self), number), 0)
+        for index in self.totals:
+            spans.holds("gradient shards", (id(self), -1 - index), 0)
+        self._given, self.totals, self._memory, self._partial = [], {}, {}, {}
 
     def dtype_of(self, bucket: Bucket) -> torch.dtype:
         if self._sum_dtype is not None or self.micro_steps > 1:
@@ -97,7 +127,7 @@ class SumOfPasses(Reduction):
 
     @property
     def has_target(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return not self.passes
+        return self.passes % 2 == 0 if self._in_tree else not self.passes
 
     def levels_now(self, route: Route) -> Route:
         return route.split(route.late)[1]
@@ -107,22 +137,31 @@ class SumOfPasses(Reduction):
 
     def gets_room(self, index: int) -> bool:
         use, bucket = self.uses[index], self.uses[index].bucket
-        fits = bucket.reduce.itemsize <= bucket.compute.itemsize
+        sent = [x for x in (bucket.reduce, bucket.mean_wire) if isinstance(x, torch.dtype)]
+        fits = max(dtype.itemsize for dtype in sent) <= bucket.compute.itemsize
         moves = self.levels_now(use.route).size > 1
         return self.last and moves and fits and self._run.lets_go(index)
 
-    def stays_there(self, use: BucketUse) -> bool:
+    def stays_there(self, index: int) -> bool:
+        use = self.uses[index]
         one = self.micro_steps == 1 and self.late_levels(use.route).size == 1
-        return one and self.dtype_of(use.bucket) == use.bucket.reduce
+        kept = self.dtype_of(use.bucket) == use.bucket.reduce
+        rounds = isinstance(use.bucket.hop2, torch.dtype)  # hop 2 sends a copy, which lies there
+        return one and kept and not (rounds and use.replicas.size > 1)
 
     def target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:
         use = self.uses[index]
         bucket, numel = use.bucket, use.bucket.numel // self.levels_now(use.route).size
         if not self.has_target:
             return None
-        if index in self.own and self.stays_there(use):
+        if index in self.own and self.stays_there(index):
             return elements(self.own[index], numel, bucket.reduce)
-        return self._take(use, (numel,), self.dtype_of(bucket))
+        # In a tree, as many partial means wait as the number of passes has ones in binary. Those
+        # before it are done: a bucket's next pass starts when its last one has been added.
+        memory, depth = self._memory.setdefault(index, []), self.passes.bit_count()
+        if depth == len(memory):
+            memory.append(self._take(use, (numel,), self.dtype_of(bucket)))
+        return memory[depth]
 
     def _take(self, use: BucketUse, shape: tuple[int], dtype: torch.dtype) -> Tensor:
         """Memory for a sum until the end of the step.
@@ -131,8 +170,12 @@ class SumOfPasses(Reduction):
         """
         pool = use.hierarchy.pools.chunks
         taken = pool.take(shape, dtype, use.hierarchy.device, exact=True)
-        self._given.append((pool, taken))
+        self._give_back(pool, taken, "gradient shards")
         return taken
+
+    def late_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
+        """Memory for what the late levels leave."""
+        return self._take(use, (use.bucket.chunk,), dtype)
 
     def handed_out(self, use: BucketUse, out: Tensor | None) -> list[Tensor]:
         return []
@@ -140,61 +183,103 @@ class SumOfPasses(Reduction):
     def add_alone(self, index: int, values: Sequence[Tensor | None]) -> list[Tensor]:
         use = self.uses[index]
         # torch may give one tensor as two gradients, so a sum needs memory of its own.
-        written = self.micro_steps > 1 and not self.passes
-        pieces = self.flat_pieces(use, values, copy=written or self._divisor(use) != 1)
-        self._sum(index, pieces, self.last)
+        written = self.micro_steps > 1 and self.has_target
+        copy = written or self._divisor(use) != 1
+        pieces = flat_pieces(use, values, self.dtype_of(use.bucket), copy=copy)
+        total = self._sum(index, pieces, self.last)
+        spans.holds("gradient shards", (id(self), -1 - index), sum(x.nbytes for x in total))
         return []
 
     def copies(self, use: BucketUse) -> bool:
-        other = self.dtype_of(use.bucket) != use.bucket.reduce
+        other = self.dtype_of(use.bucket) != use.bucket.mean_wire  # also where that is a codec
         return self.last and other and use.replicas.size > 1
 
-    def late_comms(self, use: BucketUse, out: Tensor) -> tuple[list[Comm], int]:
+    def coded_bytes(self, use: BucketUse) -> int:
+        wire, numel = use.bucket.mean_wire, use.bucket.chunk
+        if not isinstance(wire, Codec) or not self.copies(use):
+            return 0
+        return mean_bytes(wire, numel, use.replicas.size)
+
+    def late_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
+        use = self.uses[index]
+        if self._in_tree:
+            hop_2 = mean_comms(use.replicas, out)  # canonical groups send no codes
+            return hop_2, len(hop_2)
         if not self.last:
             return [], 0
         late = self.late_levels(use.route)
-        comms, hop_2 = scatter_comms(late, out), mean_comms(use.replicas, out)
+        comms = scatter_comms(late, out)
+        hop_2 = mean_comms(use.replicas, out, use.bucket.mean_wire)
         return [*comms, *hop_2], len(late.levels) + (len(hop_2) if self.copies(use) else 0)
 
     def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
         """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
+        if self._in_tree:
+            return self._steps_in_tree(index, full, out, slot)
         use, last = self.uses[index], self.last  # read now, since the steps run later
         now, late, copies = (
             self.levels_now(use.route),
             self.late_levels(use.route),
             self.copies(use),
         )
-        reduce = use.bucket.reduce
+        reduce, hop1, wire = use.bucket.reduce, use.bucket.hop1, use.bucket.mean_wire
 
         def steps() -> Steps:
-            yield from scatter_steps(now, full, out, slot.second.view(reduce))
+            yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)
             (total,) = self._sum(index, [out], last)
             if late.size > 1:
                 total = yield from self._late_steps(use, late, total, slot)
                 self.totals[index] = [total]
             if not copies:
-                self.free_slot(slot)
+                free_slot(slot)
             if last:
-                spare = elements(slot.first, total.numel(), reduce)
-                yield from mean_steps(use.replicas, total, reduce, spare)
+                yield from mean_steps(use.replicas, total, wire, room_of(slot, total, wire))
             if copies:
-                self.free_slot(slot)
+                free_slot(slot)
             return total
 
         return steps()
+
+    def _steps_in_tree(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
+        """Both hops of a pass, and then its place in the tree of passes."""
+        use, number = self.uses[index], self.passes  # read now, since the steps run later
+
+        def steps() -> Steps:
+            spare = whole(slot.second, use.bucket.reduce)
+            yield from scatter_steps(use.route, full, out, spare)
+            yield from mean_steps(use.replicas, out)
+            self._join(index, [out], number)
+            free_slot(slot)
+            return out
+
+        return steps()
+
+    def _join(self, index: int, values: list[Tensor], number: int) -> None:
+        """Add the mean of pass `number`, as a binary counter does; see [Note: one tree]."""
+        partial = self._partial.setdefault(index, [])
+        partial.append(values)
+        while number % 2:
+            number //= 2
+            right = partial.pop()
+            _torch.foreach_add(partial[-1], right)
+            _torch.foreach_div(partial[-1], 2)
+        self.totals[index] = partial[0]
 
     def _late_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
         """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
         bucket = use.bucket
         copy = elements(slot.first, total.numel(), bucket.reduce)
         full = total if total.dtype == bucket.reduce else copy.copy_(total)
-        mine = self._take(use, (bucket.chunk,), total.dtype)
-        spare = slot.second.view(bucket.reduce)
-        yield from scatter_steps(late, full.view(late.size, -1), mine, spare)
+        mine = self.late_target(use, total.dtype, slot)
+        spare = whole(slot.second, bucket.reduce)
+        yield from scatter_steps(late, full.view(late.size, -1), mine, spare, bucket.hop1)
         return mine
 
     def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
         """Add to a bucket's total; in the last pass it becomes the mean over passes."""
+        if self._in_tree:
+            self._join(index, values, self.passes)
+            return values
         divisor, total = self._divisor(self.uses[index]), self.totals.setdefault(index, values)
         if total is not values:
             _torch.foreach_add(total, values)
@@ -205,3 +290,25 @@ class SumOfPasses(Reduction):
     def _divisor(self, use: BucketUse) -> float:
         """The divisor of the sum; see [Note: mean over more ranks] in `groups.hierarchy`."""
         return self.micro_steps / use.route.grad_factor
+
+
+def _in_tree(uses: Sequence[BucketUse], micro_steps: int, dtype: torch.dtype | None) -> bool:
+    """Whether means are those of `placement.canonical`, once they are known to be possible.
+
+    Raises:
+      PlanError: some buckets would be averaged in another way, or in another dtype.
+    """
+    trained = [use for use in uses if use.bucket.trainable]
+    inside = [use for use in trained if use.in_tree]
+    if not inside:
+        return False
+    text, fix = "", "pass placement.canonical(groups) for all leaves"
+    if len(inside) < len(trained):
+        text = "some leaves are given canonical groups, and others are not"
+    elif micro_steps & (micro_steps - 1):
+        text, fix = f"{micro_steps} micro-steps are not a power of two", "use 1, 2, 4, 8, ..."
+    elif any(dtype not in (None, use.bucket.reduce) for use in trained):
+        text, fix = f"a sum in {dtype} of gradients in another dtype", "leave the dtype out"
+    if text:
+        raise PlanError(message(f"GradSum: {text}, which canonical groups refuse", fix=fix))
+    return True

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.deferred.gathered import GatheredBucket, Geometry, Source
-from mics_fn.deferred.read_only import ReadOnly
 from mics_fn.errors import LeafError, message
+from mics_fn.read_only import ReadOnly
 from mics_fn.shards import dtype_name
 
 aten = torch.ops.aten

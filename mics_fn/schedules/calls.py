@@ -85,6 +85,7 @@ class Calls:
         self._quiet = 0  # calls in a row about which nothing was sent
         self._due = -1  # the call, still to be made, at which another rank left its habit
         self._heard = deque[int](maxlen=8)  # the last calls at which ranks left, this one perhaps
+        self._left = ""  # what this rank has read last of a rank that left its habit
         self._written = deque[tuple[int, str]]()
         if self._store is not None:
             self._job.calls.append(self)
@@ -148,7 +149,10 @@ class Calls:
             store.add(heard, 1)
         if first:
             self._written.append((number, heard))
-            store.set(f"{self.key}/left", json.dumps([number, self._job.rank, text]))
+            said = json.dumps([number, self._job.rank, text])
+            # Never in the place of what this rank has not read: another one may have left earlier.
+            while store.compare_set(f"{self.key}/left", self._left, said).decode() != said:
+                self.read()
             self._job.tell()
 
         def all_heard() -> bool:
@@ -175,8 +179,10 @@ class Calls:
         """Read whether a rank left its habit: raise if this rank is past that call, else answer."""
         store: Any = self._store
         if not store.check([f"{self.key}/left"]):
+            self._left = ""
             return
-        number, rank, text = json.loads(store.get(f"{self.key}/left"))
+        self._left = store.get(f"{self.key}/left").decode()
+        number, rank, text = json.loads(self._left)
         if number in self._heard:
             return
         if number < self.number:

@@ -34,6 +34,7 @@ class Departures:
         self._key = f"{job.key}/gone"
         self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # what others wrote, by rank
         self._tidy: Callable[[], None] = _nothing
+        self.kept = ""  # a key that outlives the groups
         self._any = self._left = False  # whether any rank has left, and whether this one has
 
     def depart(self, how: str) -> Callable[[], None]:
@@ -65,7 +66,7 @@ class Departures:
         store: Any = self._job.store
         with suppress(RuntimeError, NotImplementedError):
             for key in store.list_keys():
-                if key.startswith(f"{self._job.key}/"):
+                if key.startswith(f"{self._job.key}/") and key != self.kept:
                     later(store, "delete_key", key)
 
     def read(self) -> None:

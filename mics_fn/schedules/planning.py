@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from mics_fn.errors import PlanError
+from mics_fn import checks
 from mics_fn.schedules.schedule import Action, Schedule, Uses, check_buckets
 
 # For each use, the buckets to fetch before it and those to drop after it.
@@ -11,15 +11,17 @@ Around = tuple[list[list[int]], list[list[int]]]
 
 
 def plan(
-    record: Schedule, sizes: Sequence[int], *, live_bytes: int | None, prefetch: int = 4
+    record: Schedule, sizes: Sequence[int], *, live_bytes: float | str | None, prefetch: int = 4
 ) -> Schedule:
     """Add fetches and drops to a record, knowing all later uses.
 
     Args:
-      record: uses and reductions as they happened; its fetches and drops are ignored.
+      record: uses and reductions as they happened; its fetches and drops are ignored, and marks of
+        backward passes stay.
       sizes: bytes of each bucket.
       live_bytes: budget for buckets that stay live for a later use. With None all buckets stay, and
-        each is fetched once; with 0 one is live at a time. What one use needs is always fetched.
+        each is fetched once; with 0 one is live at a time. What one use needs is always fetched. A
+        text such as "1GB" is a number of bytes, too.
       prefetch: how many buckets may be fetched ahead of their use. If it is not 0, the live bytes
         may exceed `live_bytes` by the size of the largest bucket.
 
@@ -29,7 +31,7 @@ def plan(
       (Belady, 1966); a larger `prefetch` never has more.
 
     Raises:
-      PlanError: a bucket has no size, or a number is negative.
+      PlanError: a bucket has no size, or a number is negative or no number.
 
     Example:
       >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")
@@ -38,9 +40,8 @@ def plan(
       reduce 1; use 0; drop 0; reduce 0
     """
     check_buckets("plan", record, sizes)
-    if min(live_bytes or 0, prefetch) < 0:
-        raise PlanError(f"plan: live_bytes={live_bytes}, prefetch={prefetch}: one is negative")
-    limit = sum(sizes) if live_bytes is None else live_bytes
+    checks.integer("plan", "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
+    limit = sum(sizes) if live_bytes is None else checks.nbytes("plan", "live_bytes", live_bytes)
     around = zip(*_fetch_ahead(record.uses, sizes, limit, prefetch), strict=True)
     actions: list[Action] = []
     for action in record.actions:
@@ -48,7 +49,7 @@ def plan(
             fetched, dropped = next(around)
             actions += [Action("fetch", (bucket,)) for bucket in fetched]
             actions += [action, *(Action("drop", (bucket,)) for bucket in sorted(dropped))]
-        elif action.kind == "reduce":
+        elif action.kind in ("reduce", "backward"):
             actions.append(action)
     return Schedule(tuple(actions))
 

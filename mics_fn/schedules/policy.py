@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Any
 from weakref import WeakSet
 
-from mics_fn.errors import PlanError, message
+from mics_fn import checks
 from mics_fn.schedules.planning import plan
 from mics_fn.schedules.schedule import Schedule
 
@@ -48,7 +48,8 @@ class Learned:
         """
         self.before, self.since, self.last = None, 0, None
         if forget:
-            self.schedule = self.order = self.firsts = self.passes = None
+            self.schedule = self.order = self.firsts = self.passes = self.recomputes = None
+            self.missed, self.again = set(), set()
 
 
 class Seen:
@@ -96,9 +97,11 @@ class OnDemand:
         """A schedule for a record."""
         if self.planner is not None:
             planned = self.planner(record, sizes)
+            fix = "let plan= return a Schedule, as schedules.plan does"
+            checks.instance("on_demand", "plan(...)", planned, Schedule, "a Schedule", fix)
             planned.check(sizes)
-            return planned
-        return plan(record, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
+            return planned.unmarked
+        return plan(record.unmarked, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
 
     def describe(self) -> str:
         """The facts that must be the same on every rank."""
@@ -110,7 +113,7 @@ class OnDemand:
 
 
 def on_demand(
-    *, live_bytes: int | None = None, prefetch: int = 4, plan: Planner | None = None
+    *, live_bytes: float | str | None = None, prefetch: int = 4, plan: Planner | None = None
 ) -> OnDemand:
     """A policy that fetches buckets when an op needs them, and ahead once their order is known.
 
@@ -120,10 +123,11 @@ def on_demand(
     Args:
       live_bytes: how many bytes of gathered buckets stay live. With None all stay, and each bucket
         is fetched once per run, as in ZeRO-2; with 0 one bucket is live at a time, as in ZeRO-3.
-        What a single op needs is always allowed, and one more bucket that is fetched ahead.
+        What a single op needs is always allowed, and one more bucket that is fetched ahead. A text
+        such as "512MiB" or "1GB" is a number of bytes, too.
       prefetch: how many buckets may be fetched ahead of their use, once the order is known.
       plan: makes a schedule from a record and the sizes of buckets in bytes, instead of
-        `mics_fn.schedules.plan`.
+        `mics_fn.schedules.plan`. A record has the marks of backward passes that a `GradSum` runs.
 
     Returns:
       An `OnDemand`, for `defer` and `Trainer`. It remembers what it learned.
@@ -132,7 +136,7 @@ def on_demand(
       about a hundred bytes to the store of torch.distributed before each fetch.
 
     Raises:
-      PlanError: a number is negative.
+      PlanError: a number is negative or no number, or `plan` is not a function.
 
     Example:
       >>> groups = make_groups(1)
@@ -149,11 +153,11 @@ def on_demand(
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 4; Belady, IBM Systems
       Journal, 1966.
     """
-    for name, value in (("live_bytes", live_bytes), ("prefetch", prefetch)):
-        if value is not None and value < 0:
-            fix = "0 keeps one bucket; None keeps all" if name == "live_bytes" else "pass 0 or more"
-            raise PlanError(message(f"on_demand: {name}={value} is negative", fix=fix))
-    return OnDemand(live_bytes, prefetch, plan)
+    budget = None if live_bytes is None else checks.nbytes("on_demand", "live_bytes", live_bytes)
+    checks.integer("on_demand", "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
+    fix = "pass a function such as schedules.plan"
+    checks.function("on_demand", "plan", plan, "from a record and sizes to a Schedule", fix)
+    return OnDemand(budget, prefetch, plan)
 
 
 def keep_all() -> OnDemand:

@@ -48,6 +48,7 @@ class Run:
         self.learned, self.policy, self.sizes = learned, policy, sizes
         self.uses: list[tuple[int, ...]] = []
         self.events: list[Action] = []  # uses and complete gradients as they happened
+        self._backwards: list[int] = []  # how many events came before each backward pass
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
         # Of each use that fetches: its number, and how many reductions have started before it.
         self._before: list[tuple[int, int]] = []
@@ -114,6 +115,10 @@ class Run:
             return False
         self._apply(Action("drop", (index,)))
         return True
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins here."""
+        self._backwards.append(len(self.events))
 
     def complete(self, index: int) -> None:
         """Record that a bucket's gradients are complete."""
@@ -307,3 +312,8 @@ class Run:
     def record(self) -> Schedule:
         """What happened, as a schedule without fetches."""
         return Schedule(tuple(self.events))
+
+    @property
+    def marked(self) -> Schedule:
+        """The record, with marks where backward passes began."""
+        return self.record.marked_at(self._backwards)

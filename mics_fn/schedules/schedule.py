@@ -2,7 +2,8 @@
 
 A bucket is a number here, and its size a number of bytes. An `Action` is a kind and the buckets
 that it concerns: `fetch` gathers a bucket (an all-gather), `use` is an op that needs its buckets
-live, `drop` frees a bucket, and `reduce` averages its gradients into shards (a reduce-scatter). A
+live, `drop` frees a bucket, and `reduce` averages its gradients into shards (a reduce-scatter).
+`backward`, of no bucket, marks where a backward pass begins, for whoever plans; runs pass it by. A
 `Schedule` is a tuple of actions, from the first use in forward to the last reduction in backward,
 over all micro-steps. In its text form, actions are separated by ";" or a new line:
     fetch 0; fetch 1; use 0; use 0+1; drop 1; reduce 1; drop 0; reduce 0  # a comment
@@ -10,19 +11,21 @@ The record of a run is a schedule that has uses and reductions only; `plan` adds
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Literal, NamedTuple, cast
 
+from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
 
-Kind = Literal["fetch", "use", "drop", "reduce"]
+Kind = Literal["fetch", "use", "drop", "reduce", "backward"]
 Uses = Sequence[tuple[int, ...]]  # the buckets of each use
 
 _COLLECTIVE = ("fetch", "reduce")  # ranks must issue these in the same order
 _CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # times the size: of live bytes
 _TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
+_MARK = "backward"
 _EXPECTED = "expected fetch, drop or reduce and one bucket, or use and ascending buckets"
 _LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
 
@@ -31,10 +34,10 @@ class Action(NamedTuple):
     """One step of a schedule; its `str` is its text, such as "fetch 3" or "use 1+2"."""
 
     kind: Kind
-    buckets: tuple[int, ...]  # a single one, but of a use one or more, ascending
+    buckets: tuple[int, ...]  # a single one; of a use one or more, ascending; of backward none
 
     def __str__(self) -> str:
-        return f"{self.kind} {'+'.join(map(str, self.buckets))}"
+        return f"{self.kind} {'+'.join(map(str, self.buckets))}".rstrip()
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,6 +55,8 @@ class Schedule:
     actions: tuple[Action, ...]  # given as any iterable
 
     def __post_init__(self) -> None:
+        fix = "give a list of Action, or read a text with Schedule.parse(text)"
+        checks.instance("Schedule", "actions", self.actions, Iterable, "actions in order", fix)
         object.__setattr__(self, "actions", tuple(self.actions))
         for i, action in enumerate(self.actions):
             formed = isinstance(action, Action) and isinstance(action.buckets, tuple)
@@ -63,8 +68,9 @@ class Schedule:
         """Read the text form; `parse(str(schedule))` equals `schedule`.
 
         Raises:
-          PlanError: a part is not an action; names its line and its number.
+          PlanError: a part is not an action; names its line and its number. Or it is no text.
         """
+        checks.instance("Schedule.parse", "text", text, str, "a text such as 'use 0; reduce 0'")
         actions: list[Action] = []
         for line, whole in enumerate(text.split("\n"), 1):
             for part in filter(None, map(str.strip, whole.partition("#")[0].split(";"))):
@@ -90,13 +96,39 @@ class Schedule:
         """The bucket of each reduction, in order."""
         return tuple(action.buckets[0] for action in self.actions if action.kind == "reduce")
 
+    @property
+    def backwards(self) -> tuple[int, ...]:
+        """For each backward pass that is marked, how many uses come before it."""
+        found, uses = [], 0
+        for action in self.actions:
+            uses += action.kind == "use"
+            found += [uses] * (action.kind == _MARK)
+        return tuple(found)
+
+    @property
+    def unmarked(self) -> "Schedule":
+        """The schedule without marks of backward passes."""
+        if not any(action.kind == _MARK for action in self.actions):
+            return self
+        return Schedule(tuple(action for action in self.actions if action.kind != _MARK))
+
+    def marked_at(self, places: Sequence[int]) -> "Schedule":
+        """The schedule with a mark of a backward pass before each of these actions, by number."""
+        found = list(self.actions)
+        for place in sorted(places, reverse=True):
+            found.insert(place, Action(_MARK, ()))
+        return Schedule(tuple(found))
+
     def fetched_bytes(self, sizes: Sequence[int]) -> int:
         """Bytes of full buckets over all fetches."""
+        check_buckets("Schedule.fetched_bytes", self, sizes)
         return sum(sizes[bucket] for bucket in self.fetches)
 
     def peak_bytes(self, sizes: Sequence[int]) -> int:
         """The most bytes that are live at once; a bucket is live from its fetch to its drop."""
-        changes = (_CHANGE[kind] * sizes[buckets[0]] for kind, buckets in self.actions)
+        check_buckets("Schedule.peak_bytes", self, sizes)
+        actions = self.unmarked.actions
+        changes = (_CHANGE[kind] * sizes[buckets[0]] for kind, buckets in actions)
         return max(accumulate(changes, initial=0))
 
     def check(self, sizes: Sequence[int], *, live_bytes: int | None = None) -> None:
@@ -118,6 +150,8 @@ class Schedule:
         live: set[int] = set()
         nbytes = 0
         for i, action in enumerate(self.actions):
+            if action.kind == _MARK:
+                continue
             change, first = _CHANGE[action.kind], action.buckets[0]
             nbytes += change * sizes[first]
             wrong = []
@@ -157,10 +191,17 @@ def first_difference(schedules: Sequence[Schedule]) -> str:
     Returns:
       The place and what each rank does there; empty if all ranks fetch and reduce in one order.
 
+    Raises:
+      PlanError: these are not schedules.
+
     Example:
       >>> first_difference([Schedule.parse("fetch 0; use 0"), Schedule.parse("fetch 1")])
       'collective 0: fetch 0 on rank 0, fetch 1 on rank 1'
     """
+    listed = isinstance(schedules, Sequence) and not isinstance(schedules, str)
+    if not listed or not all(isinstance(each, Schedule) for each in schedules):
+        fix = "read texts with Schedule.parse"
+        checks.refuse("first_difference", "schedules", schedules, "a Schedule per rank", fix)
     issued = [[str(a) for a in schedule.actions if a.kind in _COLLECTIVE] for schedule in schedules]
     for number, texts in enumerate(zip_longest(*issued, fillvalue="none")):
         if len(set(texts)) > 1:
@@ -172,6 +213,8 @@ def first_difference(schedules: Sequence[Schedule]) -> str:
 
 def _action(text: str) -> Action | None:
     """The action with this text; None if there is none."""
+    if text == _MARK:
+        return Action(_MARK, ())
     if found := _TEXT.fullmatch(text):
         kind, buckets = cast(Kind, found[1]), tuple(map(int, found[2].split("+")))
         if len(buckets) == 1 or (kind == "use" and list(buckets) == sorted(set(buckets))):
@@ -181,7 +224,12 @@ def _action(text: str) -> Action | None:
 
 def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
     """Raise PlanError if a bucket has no size; `where` is the function, for the text."""
+    fix = "read a text with Schedule.parse"
+    checks.instance(where, "record", schedule, Schedule, "a Schedule", fix)
+    if not isinstance(sizes, Sequence) or any(type(n) is not int or n < 0 for n in sizes):
+        fix = "pass what bucket_sizes(shards, groups) gave"
+        checks.refuse(where, "sizes", sizes, "a list with an int of at least 0 per bucket", fix)
     for i, action in enumerate(schedule.actions):
-        if action.buckets[-1] >= len(sizes):  # they ascend
+        if action.buckets and action.buckets[-1] >= len(sizes):  # they ascend
             why = f"bucket {action.buckets[-1]} has no size; there are {len(sizes)} sizes"
             raise PlanError(message(f"{where}: actions[{i}] is '{action}'", [why]))

@@ -28,7 +28,7 @@ def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Ch
     if not last.uses:
         return
     if not policy.at_once:
-        learned.schedule, learned.passes = policy.plan(last.record, sizes), last.passes or None
+        learned.schedule, learned.passes = policy.plan(last.marked, sizes), last.passes or None
         planned = sha256(str(learned.schedule).encode()).hexdigest()[:16]
         channel.compare(f"made a schedule that differs ({planned})")
     if learned.order is None:

@@ -42,7 +42,7 @@ def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable])
     fetches, live = schedule.fetches, dict[int, int]()  # bucket -> number of its latest fetch
     beside: list[list[int]] = []  # of each fetch, those of its pool that are live with it
     peaks = dict.fromkeys(pools, 0)
-    for kind, (bucket, *_) in schedule.actions:
+    for kind, (bucket, *_) in schedule.unmarked.actions:
         if kind == "drop":
             del live[bucket]
         elif kind == "fetch":
