@@ -6,15 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import LeafError, OptimizerError, PlanError, message
+from mics_fn.errors import GroupsError, LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Home, fold_ranks
-from mics_fn.optim.columns import in_chunks, map_columns
+from mics_fn.optim.exact import sum_of_squares
 from mics_fn.optim.flat import by_leaf
+from mics_fn.optim.limiting import limited
 from mics_fn.optim.options import facts_from
 from mics_fn.optim.transform import Transform, from_update
 from mics_fn.shards import (
+    Arrival,
+    Arriving,
     Bucket,
     BucketUse,
     Sharded,
@@ -24,8 +27,11 @@ from mics_fn.shards import (
     linear_map,
     needs_derivative,
     open_shards,
+    require_groups,
 )
 from mics_fn.tree import Tree
+
+_Norm = tuple[bool, Tensor | None]  # of a narrow dtype, and the norm; None of no elements
 
 
 def global_norm(grads: Tree, groups: Any) -> Tensor:
@@ -71,8 +77,10 @@ def counted_homes(verb: str, grads: Tree, groups: Any) -> list[Home]:
     return list(dict.fromkeys(found))
 
 
-def norm_here(grads: Tree, groups: Any) -> Tensor:
+def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
     """`global_norm` of the leaves that these groups reach, whichever others there are."""
+    if isinstance(grads, Arriving):
+        return _norm_of_arriving(grads.arrival(), groups)
     grads = by_leaf(grads)  # the padding inside of a run must not count
     leaves, _ = tree.flatten(grads, is_leaf)
     homes = homes_of("global_norm", groups, grads)
@@ -86,6 +94,9 @@ def norm_here(grads: Tree, groups: Any) -> Tensor:
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(message(f"global_norm: {path} is not a shard", fix=fix))
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
+    if differentiated and any(home.partition.tree for home in by_home):
+        fix = "differentiate it on the groups that placement.canonical was given"
+        raise PlanError(message("global_norm: canonical groups give it no derivative", fix=fix))
     if differentiated:
         by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
     of_home = _smooth_total if differentiated else _total
@@ -117,14 +128,48 @@ def _looked_at(
 
 def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     """The sum of squares over a partition group, without a derivative."""
-    norms: list[Tensor] = []
+    if home.partition.tree:
+        return sum_of_squares(home, pieces)
+    return _total_of(home, norms_of(pieces))
+
+
+def norms_of(pieces: Sequence[Tensor]) -> list[_Norm]:
+    """The norm of each piece, and whether its elements have fewer than 4 bytes."""
+    norms: list[_Norm] = [(False, None)] * len(pieces)
     # The norm of a float16 tensor may exceed float16 although no element does.
     for dtype, narrow in ((torch.float32, True), (None, False)):
-        held = [x for x in pieces if x.numel() and (x.itemsize < 4) is narrow]
+        held = [i for i, x in enumerate(pieces) if x.numel() and (x.itemsize < 4) is narrow]
         if held:
-            norms += _torch.foreach_norm(held, 2, dtype)
-    here = torch.stack([torch.zeros((), device=home.device), *norms]).double().square().sum()
+            found = _torch.foreach_norm([pieces[i] for i in held], 2, dtype)
+            for i, norm in zip(held, found, strict=True):
+                norms[i] = narrow, norm
+    return norms
+
+
+def _total_of(home: Groups, norms: Sequence[_Norm]) -> Tensor:
+    """The sum of the squares of norms over a partition group, those of narrow pieces first."""
+    held = [x for want in (True, False) for narrow, x in norms if x is not None and narrow is want]
+    here = torch.stack([torch.zeros((), device=home.device), *held]).double().square().sum()
     return collect(home.partition, here, "norm").sum(0)
+
+
+def _norm_of_arriving(arrival: Arrival, groups: Any) -> Tensor:
+    """`norm_here` of gradients that arrive, with the same bits; not differentiable.
+
+    Memory: on the device one bucket of what lies elsewhere; on canonical groups all of it.
+    """
+    homes = homes_of("global_norm", groups, arrival.like)
+    leaves = tree.flatten(arrival.like, is_leaf)[0]
+    trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
+    if not trained or any(home.partition.tree for home in homes):
+        return norm_here(arrival.whole(), groups)
+    norms: dict[int, _Norm] = {}
+    for place, numbers in enumerate(arrival.order):
+        norms.update(zip(numbers, norms_of(arrival.take(place)), strict=True))
+    by_home: dict[Groups, list[_Norm]] = {home: [] for home in homes}
+    for number, home in enumerate(trained):
+        by_home[home].append(norms[number])
+    return torch.stack([_total_of(*found) for found in by_home.items()]).sum().sqrt()
 
 
 def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
@@ -173,51 +218,9 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def limited(
-    grads: Tree,
-    factor: Tensor | float = 1.0,
-    max_value: float | None = None,
-    *,
-    donate: bool = False,
-) -> Tree:
-    """Gradients times a factor, then clamped, in one pass; all clipping is done here.
-
-    Args:
-      grads: tree of shards.
-      factor: a float, or a 0-dim float64 tensor, for which the host does not wait.
-      max_value: elements are clamped to [-max_value, max_value].
-      donate: write into the chunks of `grads`, which cannot be used afterwards.
-
-    Returns:
-      The limited gradients; `grads` itself if the factor is 1 and there is no `max_value`.
-
-    Memory: a copy of the shards; with `donate` only of those that do not lie in whole chunks.
-
-    Raises:
-      OptimizerError: `donate` where a derivative is asked for.
-    """
-
-    def limit(grad: Tensor) -> None:
-        if not isinstance(factor, Tensor):
-            if factor != 1.0:
-                grad.mul_(factor)
-        elif grad.itemsize < 4:
-            # A factor in float16 would be off by up to 1e-3, or be 0.
-            grad.copy_(grad.float().mul_(factor.float()))
-        else:
-            grad.mul_(factor.to(grad.dtype))
-        if max_value is not None:
-            grad.clamp_min_(-max_value).clamp_max_(max_value)  # clamp_ has no rule for vmap
-
-    if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
-        return grads
-    return map_columns(limit, in_chunks(grads) if donate else grads, donate=donate)
-
-
 def check_limit(verb: str, name: str, value: float) -> None:
-    """Raise OptimizerError unless a limit is above 0."""
-    if not value > 0:
-        raise OptimizerError(f"{verb}: {name}={value} must be above 0")
+    """Raise OptimizerError unless a limit is above 0; it may be infinite."""
+    checks.number(verb, name, value, above=0, finite=False, kind=OptimizerError)
 
 
 def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
@@ -236,6 +239,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 
     Raises:
       OptimizerError: `max_norm` is not above 0.
+      GroupsError: `groups` are none.
       PlanError: as `global_norm`; raised here already unless `groups` is a function.
 
     Example:
@@ -243,7 +247,11 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
       >>> optimizer = optim.chain(clip_by_global_norm(1.0, groups), optim.sgd(0.1))
     """
     check_limit("clip_by_global_norm", "max_norm", max_norm)
-    homes = [x for x in tree.flatten(groups)[0] if isinstance(x, Home)]
+    require_groups("clip_by_global_norm", groups)
+    homes = [x for x in tree.flatten(groups)[0] if not callable(groups)]
+    for home in homes:
+        fix = "pass what make_groups gave, or a tree of such"
+        checks.instance("clip_by_global_norm", "groups", home, Home, "Groups", fix, GroupsError)
     problem = norm_problem("clip_by_global_norm", homes)
     if problem is not None:
         raise problem

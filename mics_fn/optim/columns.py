@@ -9,50 +9,43 @@ a view. torch's fused kernels, and whoever looks at memory, take a tensor for `n
 row. So columns are dense: whatever is not is copied first.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.collectives import finish_readers
-from mics_fn.errors import OptimizerError, TreeError, message
-from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes
+from mics_fn.errors import OptimizerError, message
+from mics_fn.offload import is_coded
+from mics_fn.optim.column import Column, closed_after, note_write, updating
+from mics_fn.optim.coming import Coming
+from mics_fn.optim.elsewhere import Elsewhere, far_runs
+from mics_fn.optim.flat import FlatShards, Unpacked
+from mics_fn.optim.held import Held, held_of, in_place, readable
 from mics_fn.optim.runs import (
-    Run,
     any_requires_grad,
     copied,
-    is_dense,
     is_in_chunk,
-    joined,
-    split,
-    whole_run,
 )
 from mics_fn.shards import needs_derivative
 from mics_fn.tree import Tree
-
-
-class Column(NamedTuple):
-    """Corresponding tensors of several trees, each a run of neighbouring pieces or a single one."""
-
-    key: Hashable
-    tensors: tuple[Tensor, ...]
 
 
 class Columns(NamedTuple):
     """Several trees as columns.
 
     Args:
-      found: the columns; the tensors of each are those of the targets and then of the reads. They
-        cover every element once, and apart from that only padding between pieces.
+      blocks: the columns, of which those of one block are here together: write them before the next
+        block is asked for. The tensors of a column are those of the targets and then of the reads.
+        Columns cover every element once, and apart from that only padding between pieces.
       live: whether derivatives may be asked of what is written.
       targets: gives the targets in new nodes, once the columns are written: `Unpacked` trees, and
         `FlatShards`.
     """
 
-    found: list[Column]
+    blocks: Iterable[list[Column]]
     live: bool
     targets: Callable[[], list[Any]]
 
@@ -70,7 +63,8 @@ def columns(
     Args:
       targets: trees of shards, `Unpacked` or not, or `FlatShards`; columns are to be written to,
         and are copies.
-      reads: trees that are only read. All trees have the leaves of the first one, in its order.
+      reads: trees that are only read, or a single one that is `Coming`. All trees have the leaves
+        of the first one, in its order.
       keys: one per piece; only neighbours with equal keys are joined. Default: all are equal.
       by: what else results depend on and may be differentiated by, such as a learning rate.
       donate: write to the targets themselves; to copies only where pieces are not dense, or overlap
@@ -86,22 +80,35 @@ def columns(
       OptimizerError: `donate` where a derivative is asked for.
       TreeError: the trees do not have the same leaves.
     """
-    held, n = _held([*targets, *reads]), len(targets)
+    held, n = held_of([*targets, *reads]), len(targets)
     live = needs_derivative(by) or (
         torch.is_grad_enabled() and any(any_requires_grad(each.tensors) for each in held)
     )
+    if live and any(is_coded(x) for each in held for x in each.wholes):
+        fix = "shard without state=, or call it under torch.no_grad()"
+        text = "opt_step: a derivative is asked for, and moments are kept as codes"
+        raise OptimizerError(message(text, fix=fix))
     if live and donate:
         fix = "pass donate=False, or call it under torch.no_grad()"
         text = "opt_step: donate=True where a derivative is asked for"
         raise OptimizerError(message(text, fix=fix))
+    (coming,) = [x for x in reads if isinstance(x, Coming)] or [None]
     if live or any(each.batched for each in held):
+        if coming is not None:
+            return columns(targets, [coming.settled()], keys, by=by, donate=donate)
         done, found = _by_leaf(held, n, keys, by)
+        blocks = [found]
     else:
         held = [each.look() for each in held]
-        done = _in_place(held[:n]) if donate else [each.change(copied) for each in held[:n]]
-        every = [*done, *_readable(held[n:], done)]
-        found = [x for r in range(len(held[0].runs)) for x in _columns_of_run(every, r, keys)]
-    return Columns(found, live, lambda: [each.renewed() for each in done])
+        far = far_runs(held[:n])
+        done = in_place(held[:n]) if donate else _copies(held[:n], far)
+        if any(far):
+            blocks = closed_after(Elsewhere(done, held[n:], coming, keys, donate).blocks())
+        elif coming is None:
+            blocks = [_all(done, held[n:], keys)]
+        else:
+            blocks = closed_after(_as_they_arrive(done, held[n], coming, keys))
+    return Columns(blocks, live, lambda: [each.renewed() for each in done])
 
 
 def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool = False) -> Tree:
@@ -120,20 +127,22 @@ def map_columns(fn: Callable[..., None], target: Tree, *rest: Tree, donate: bool
     Memory: as `columns`.
     """
     work = columns([target], rest, donate=donate)
-    for column in work.found:
-        fn(*column.tensors)
+    for block in work.blocks:
+        for column in block:
+            with updating([column]):
+                fn(*column.tensors)
     return _closed(work.targets()[0])
 
 
 def fresh(shards: Tree) -> Tree:
-    """A copy in new memory.
+    """A copy in new memory, or in new parts of the files that it lies in.
 
     Where the tree holds all leaves of a bucket, its chunk is copied as a whole, so that it stays a
     chunk. Otherwise runs are copied, and nothing of what the tree lacks.
     """
     if _torch.inside_torch_func():
         return tree.map_leaves(torch.clone, shards)
-    (held,) = _held([shards])
+    (held,) = held_of([shards])
     return _closed(held.look().change(copied).renewed())
 
 
@@ -142,7 +151,7 @@ def in_chunks(shards: Tree) -> Tree:
 
     In groups of one rank a gradient is a view of what autograd gave, which may belong to others.
     """
-    (held,) = _held([shards])
+    (held,) = held_of([shards])
     held = held.look().change(lambda run, x: x if is_in_chunk(run, x) else copied(run, x))
     return _closed(held.renewed())
 
@@ -151,96 +160,9 @@ def _closed(value: Unpacked | FlatShards) -> Tree:
     return value.closed() if isinstance(value, Unpacked) else value
 
 
-class _Held(NamedTuple):
-    """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
-
-    given: Unpacked | FlatShards
-    runs: tuple[Run, ...]
-    pieces: list[Tensor]  # all of the tree; none where it is kept as runs
-    wholes: list[Tensor | None]  # by run
-
-    @property
-    def tensors(self) -> list[Any]:
-        """What the tree was given as: its pieces or its runs."""
-        return self.pieces or self.wholes
-
-    @property
-    def batched(self) -> bool:
-        """Whether it is kept as runs with batch dimensions, whose pieces are not rows of memory."""
-        return isinstance(self.given, FlatShards) and any(
-            run.bucket is not None and whole is not None and whole.ndim > 1
-            for run, whole in zip(self.runs, self.wholes, strict=True)
-        )
-
-    def look(self) -> "_Held":
-        """See which runs lie in one stretch of memory."""
-        if isinstance(self.given, FlatShards):
-            return self
-        return self._replace(wholes=[whole_run(run, self.pieces) for run in self.runs])
-
-    def parts(self, r: int) -> list[Tensor]:
-        """What a run consists of: one tensor, or its pieces that are not empty."""
-        whole = self.wholes[r]
-        if whole is not None:
-            return [whole] if whole.numel() else []
-        return [self.pieces[i] for i, _, _ in self.runs[r].laid]
-
-    def single(self, r: int) -> list[Tensor]:
-        """The pieces of a run that are not empty."""
-        whole, run = self.wholes[r], self.runs[r]
-        if isinstance(self.given, FlatShards) and whole is not None:
-            found = self.given.cut(r, whole)
-        else:
-            found = [self.pieces[i] for i, _, _ in run.laid]
-        return [x.detach() for x in found] if any_requires_grad(found) else found
-
-    def change(self, fn: Callable[[Run, Tensor], Tensor]) -> "_Held":
-        """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
-        pieces, wholes = list(self.pieces), list(self.wholes)
-        for r, run in enumerate(self.runs):
-            old = wholes[r]
-            if old is None:
-                for i in run.members:
-                    pieces[i] = fn(run, pieces[i])
-                continue
-            new = wholes[r] = fn(run, old)
-            if pieces and new is not old:
-                for i, piece in zip(run.members, split(run, new), strict=True):
-                    pieces[i] = piece
-        return self._replace(pieces=pieces, wholes=wholes)
-
-    def renewed(self) -> Unpacked | FlatShards:
-        """What it holds, in new nodes."""
-        if isinstance(self.given, Unpacked):
-            return self.given.with_pieces(self.pieces)
-        wholes = [
-            joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
-            for run, whole in zip(self.runs, self.wholes, strict=True)
-        ]
-        return with_wholes(self.given.layout, wholes, self.given.cuts)
-
-
-def _held(trees: Sequence[Tree]) -> list[_Held]:
-    found: list[_Held] = []
-    for shards in trees:
-        if isinstance(shards, FlatShards):
-            runs = shards.layout.runs
-            if found and runs is not found[0].runs and runs != found[0].runs:
-                fix = "pass the optimizer's state of these parameters"
-                raise TreeError(message("opt_step: the state is of another tree", fix=fix))
-            found.append(_Held(shards, runs, [], list(shards.wholes)))
-            continue
-        given = unpacked(shards)
-        runs = found[0].runs if found else given.runs()
-        if len(given.pieces) != sum(len(run.members) for run in runs):
-            raise TreeError(message("opt_step: trees of different numbers of leaves"))
-        found.append(_Held(given, runs, given.pieces, [None] * len(runs)))
-    return found
-
-
 def _by_leaf(
-    held: Sequence[_Held], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
-) -> tuple[list[_Held], list[Column]]:
+    held: Sequence[Held], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
+) -> tuple[list[Held], list[Column]]:
     """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
     given = [x.given.pieces() if isinstance(x.given, FlatShards) else x.pieces for x in held]
     others = [value for value in by if isinstance(value, Tensor)]
@@ -270,45 +192,55 @@ def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def _columns_of_run(
-    every: Sequence[_Held], r: int, keys: Sequence[Hashable] | None
+    every: Sequence[Held], r: int, keys: Sequence[Hashable] | None
 ) -> Iterator[Column]:
     run, wholes = every[0].runs[r], [each.wholes[r] for each in every]
     if any(whole is None for whole in wholes):
         singles = zip(run.laid, *(each.single(r) for each in every), strict=True)
         for laid, *tensors in singles:
-            yield Column(keys[laid.index] if keys else None, tuple(tensors))
+            yield Column(keys[laid.index] if keys else None, tuple(tensors), run.bucket)
     elif keys is None and run.numel:
-        yield Column(None, tuple(wholes))  # pyright: ignore[reportArgumentType]
+        yield Column(None, tuple(wholes), run.bucket)  # pyright: ignore[reportArgumentType]
     elif keys is not None:
         for key, near in groupby(run.laid, lambda laid: keys[laid.index]):
             first, *_, last = [*near] * 2
             length = last.start + last.length - first.start
             cut = (x.narrow(0, first.start, length) for x in wholes if x is not None)
-            yield Column(key, tuple(cut))
+            yield Column(key, tuple(cut), run.bucket)
 
 
-def _in_place(held: Sequence[_Held]) -> list[_Held]:
-    """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
-    parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
-    finish_readers(parts)
-    spans = sorted(
-        (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if is_dense(x)
-    )
-    odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
-
-    def settled(run: Run, x: Tensor) -> Tensor:
-        stays = is_dense(x) and not (odd and _torch.storage_id(x) in odd)
-        return x if stays else copied(run, x)
-
-    return [each.change(settled) for each in held]
+def _copies(held: Sequence[Held], far: Sequence[Sequence[int]]) -> list[Held]:
+    """Trees to be written to in the place of others; what lies elsewhere is left for later."""
+    return [
+        each.change(copied, [r for r, others in enumerate(far) if k not in others])
+        for k, each in enumerate(held)
+    ]
 
 
-def _readable(held: Sequence[_Held], targets: Sequence[_Held]) -> list[_Held]:
-    """Trees to be read from: with copies of what is not dense or is going to be written to."""
-    parts = [x for each in targets for r in range(len(each.runs)) for x in each.parts(r)]
-    written = {_torch.storage_id(x) for x in parts}
+def _all(
+    targets: Sequence[Held], reads: Sequence[Held], keys: Sequence[Hashable] | None
+) -> list[Column]:
+    """The columns of all runs."""
+    every = [*targets, *readable(reads, targets)]
+    return [x for r in range(len(targets[0].runs)) for x in _columns_of_run(every, r, keys)]
 
-    def settled(run: Run, x: Tensor) -> Tensor:
-        return x if is_dense(x) and _torch.storage_id(x) not in written else copied(run, x)
 
-    return [each.change(settled) for each in held]
+def _as_they_arrive(
+    targets: Sequence[Held], grads: Held, coming: Coming, keys: Sequence[Hashable] | None
+) -> Generator[list[Column]]:
+    """The columns of each run, once the gradients that it needs have arrived.
+
+    What arrives from other ranks has memory of its own. A gradient that arises here may lie in that
+    of any parameter; but those are here at once, and copied before anything is written.
+    """
+    left, there = dict(enumerate(grads.runs)), set[int]()
+    coming.arrival.first()
+    for numbers in coming.arriving():
+        there.update(numbers)
+        ready = [r for r, run in left.items() if there.issuperset(run.members)]
+        every = [*targets, *readable([grads.arrived(ready)], targets, ready)]
+        for r in ready:
+            del left[r]
+        note_write()
+        yield [x for r in ready for x in _columns_of_run(every, r, keys)]
+        coming.drop(i for r in ready for i in grads.runs[r].members)

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mics_fn import tree
+from mics_fn import checks, tree
 from mics_fn.collectives import Pending, checksum, collect_all, start_collect
 from mics_fn.errors import DesyncError, by_value, message, name_ranks
 from mics_fn.groups import Groups
 from mics_fn.optim.flat import FlatShards, by_leaf, unpacked
 from mics_fn.optim.runs import joined, split, whole_run
-from mics_fn.optim.steps import replaced_from
-from mics_fn.shards import Fixed, Sharded, homes_of, is_leaf
+from mics_fn.optim.steps import replaced_from, require_state
+from mics_fn.shards import Fixed, Sharded, checksum_of, homes_of, is_leaf
 
 _ODD = 2862933555777941757  # multiplies a sum before the next one is added
 
@@ -47,6 +47,7 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
     Raises:
       DesyncError: on all ranks, naming the first leaf that differs, and which ranks have what; with
         "heal" only if it is a leaf that is not trained.
+      PlanError: `state` is not a `TrainState`, or `on_drift` is something else.
 
     Example:
       >>> groups = make_groups(1)
@@ -54,6 +55,8 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
       >>> optim.same_replicas(state, groups) is state
       True
     """
+    require_state("same_replicas", state)
+    checks.choice("same_replicas", "on_drift", on_drift, "raise", "heal")
     return Comparison("same_replicas", state, groups, list(state.buffers)).finish(on_drift)
 
 
@@ -112,7 +115,7 @@ class Comparison:
                 whole = whole_run(run, found.pieces)
                 pieces = [joined(run, pieces) if whole is None else whole]
             sums.append(_sum(pieces))
-        sums += [checksum(leaf.data) for leaf in found.leaves if isinstance(leaf, Fixed)]
+        sums += [checksum_of(leaf.data) for leaf in found.leaves if isinstance(leaf, Fixed)]
         for leaf in self._opt():
             if isinstance(leaf, FlatShards):
                 for run, whole in zip(leaf.layout.runs, leaf.wholes, strict=True):
@@ -137,7 +140,7 @@ class Comparison:
             paths += tree.paths(part, f"state.{root}", is_leaf)
         data = [getattr(leaf, "data", leaf) for leaf in leaves]
         kept = [i for i, x in enumerate(data) if isinstance(x, Tensor)]
-        sums = [torch.tensor(self._state.step), *(checksum(data[i]).cpu() for i in kept)]
+        sums = [torch.tensor(self._state.step), *(checksum_of(data[i]).cpu() for i in kept)]
         found = collect_all(home, torch.stack(sums).to(home.device))
         rows = {rank: row.tolist() for rank, row in found.items()}
         at = next(i for i in range(len(sums)) if any(_differ(rows, ranks, i) for ranks in places))
@@ -145,8 +148,10 @@ class Comparison:
         for ranks in places:
             if _differ(rows, ranks, at):
                 lines += _who({rank: rows[rank][at] for rank in ranks})
-        fix = "find what differs between these ranks, or pass on_drift='heal'"
         trained = at == 0 or isinstance(leaves[kept[at - 1]], Sharded | Tensor)
+        fix = "find what differs between these ranks, or pass on_drift='heal'"
+        if not trained:
+            fix = "start all ranks with the same leaves that are not trained"
         return DesyncError(
             message(f"{self._verb}: replicas have drifted apart", lines, fix)
         ), trained

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.errors import TreeError, message
+from mics_fn.offload import laid_like
+from mics_fn.optim.making import made
 from mics_fn.optim.runs import Place, Run, all_rows, joined, runs_of, split
 from mics_fn.shards import Bucket, Nothing, Sharded, Tied, is_leaf
 from mics_fn.tree import Tree
@@ -82,6 +84,7 @@ class FlatShards:
         for r, run in enumerate(self.layout.runs):
             if not all(same[i] for i in run.members):
                 whole = joined(run, [new.pieces[i] for i in run.members])
+                (whole,) = laid_like([whole], [self.wholes[r]])
                 runs[r] = Sharded(whole, run.bucket, 0) if run.bucket else whole
         return FlatShards(runs, self.layout)
 
@@ -214,9 +217,17 @@ class Unpacked:
                 leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
         return Unpacked(leaves, self.spec, list(pieces))
 
+    def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":
+        """The tree with other leaves, of which only these pieces are left."""
+        return Unpacked(leaves, self.spec, [self.pieces[i] for i in own])
+
+    @cached_property
+    def _tree(self) -> Tree:
+        return self.spec.unflatten(self.leaves)
+
     def closed(self) -> Tree:
         """The tree itself."""
-        return self.spec.unflatten(self.leaves)
+        return self._tree
 
 
 def unpacked(shards: Tree) -> Unpacked:
@@ -225,6 +236,7 @@ def unpacked(shards: Tree) -> Unpacked:
         return shards
     leaves, spec = tree.flatten(shards, is_leaf)
     found = Unpacked(leaves, spec, [])
+    vars(found)["_tree"] = shards
     if found.only_shards:
         found.pieces.extend(map(_DATA, leaves))
     else:
@@ -233,14 +245,19 @@ def unpacked(shards: Tree) -> Unpacked:
     return found
 
 
-def zeros(shards: Tree) -> FlatShards:
+def zeros(shards: Tree, name: str = "") -> FlatShards:
     """Zeros for every element of a tree of shards.
+
+    Args:
+      shards: the tree.
+      name: of the moment that begins like this, which may have codes.
 
     Memory: the trained shards' once more.
     """
     found = unpacked(shards)
     layout = found.layout()
-    return with_wholes(layout, [_zeros(run, found.pieces) for run in layout.runs])
+    wholes = [made(layout, r, _zeros(run, found.pieces), name) for r, run in enumerate(layout.runs)]
+    return with_wholes(layout, wholes)
 
 
 def _zeros(run: Run, pieces: Sequence[Tensor]) -> Tensor:

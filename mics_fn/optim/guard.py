@@ -9,22 +9,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import tree
+from mics_fn import checks, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import NonFiniteError, OptimizerError, PlanError, message
+from mics_fn.errors import NonFiniteError, OptimizerError, message
 from mics_fn.groups import Home, require_replicas
 from mics_fn.optim.clip import (
     check_limit,
     clip_factor,
     counted_homes,
-    limited,
     norm_here,
     norm_problem,
 )
 from mics_fn.optim.flat import by_leaf
-from mics_fn.optim.loss_scale import LossScale, no_scale, require
+from mics_fn.optim.limiting import limited
+from mics_fn.optim.loss_scale import LossScale, no_scale
 from mics_fn.optim.nonfinite import NonFinite, find_nonfinite
 from mics_fn.shards import (
+    Arriving,
     Sharded,
     forget_origins,
     homes_of,
@@ -97,13 +98,12 @@ def norm_spike(
       True (1.0, 2.0)
       False (1.0, 2.0, 2.5)
     """
-    require("norm_spike", "factor", factor, factor > 1, "finite and above 1")
+    checks.number("norm_spike", "factor", factor, above=1)
     for name, count in (("window", window), ("warmup", warmup)):
-        good = type(count) is int and count >= 1
-        require("norm_spike", name, count, good, "an int of at least 1")
-    require("norm_spike", "warmup", warmup, warmup <= window, f"at most window={window}")
-    if action not in ("skip", "report"):
-        raise PlanError(f"norm_spike: action={action!r}, expected 'skip' or 'report'")
+        checks.integer("norm_spike", name, count)
+    if warmup > window:
+        checks.refuse("norm_spike", "warmup", warmup, f"at most window={window}")
+    checks.choice("norm_spike", "action", action, "skip", "report")
     return NormSpike(float(factor), window, warmup, action)
 
 
@@ -111,7 +111,7 @@ class Verdict(NamedTuple):
     """What `Guard.judge` found, and the gradients to step with.
 
     Args:
-      grads: unscaled and clipped; as they were given if the step is refused.
+      grads: unscaled and clipped, for `opt_step`; as they were given if the step is refused.
       norm: 0-dim float64 tensor on the device: the L2 norm of the unscaled, unclipped gradient, as
         `global_norm` gives it. None if the guard has no use for it (no `max_norm`, and nothing to
         decide), or if it cannot be known, since leaves live on groups of different ranks.
@@ -123,7 +123,7 @@ class Verdict(NamedTuple):
         same on all ranks; None if the norm is finite or nothing was decided.
     """
 
-    grads: Tree
+    grads: Tree  # or `Arriving`, if that was judged
     norm: Tensor | None
     finite: bool | None
     spike: bool
@@ -182,9 +182,10 @@ class Guard:
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
             raise OptimizerError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
+        if self.on_nonfinite is not None:
+            words = "skip", "raise", "ignore"
+            checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words, kind=OptimizerError)
         what = f"Guard: on_nonfinite={self.on_nonfinite!r}"
-        if self.on_nonfinite not in ("skip", "raise", "ignore", None):
-            raise OptimizerError(f"{what}, expected 'skip', 'raise' or 'ignore'")
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
             raise OptimizerError(message(f"{what} with a dynamic scale", fix=fix))
@@ -200,11 +201,12 @@ class Guard:
         refuses = self.on_nonfinite in ("skip", "raise")
         return self.scale.checks or self.spike is not None or refuses
 
-    def judge(self, grads: Tree, groups: Any, donate: bool = False) -> Verdict:
+    def judge(self, grads: Tree | Arriving, groups: Any, donate: bool = False) -> Verdict:
         """Unscale and clip gradients, and decide whether to step on them.
 
         Args:
-          grads: tree of shards, both hops done, of a loss that this guard's `scale` multiplied.
+          grads: tree of shards, both hops done, of a loss that this guard's `scale` multiplied; or
+            a `GradSum`, limited once `opt_step` takes it.
           groups: as for `shard`. With `max_norm` or a watch, each of them must reach all ranks of
             the model, as for `global_norm`; to refuse what is not finite it is enough that one
             does.
@@ -228,16 +230,18 @@ class Guard:
           NonFiniteError: on all ranks, with "raise"; nothing was written.
         """
         fix = "judge outside, or in torch.no_grad(); global_norm can be differentiated"
-        leaves = [getattr(leaf, "data", leaf) for leaf in tree.flatten(grads, is_leaf)[0]]
+        held = [] if isinstance(grads, Arriving) else tree.flatten(grads, is_leaf)[0]
+        leaves = [getattr(leaf, "data", leaf) for leaf in held]
         refuse_derivative("Guard.judge", leaves, fix)
         with torch.no_grad():
             return self._judge(grads, groups, donate)
 
-    def _judge(self, grads: Tree, groups: Any, donate: bool) -> Verdict:
-        homes = dict.fromkeys(homes_of("Guard.judge", groups, grads))
+    def _judge(self, grads: Any, groups: Any, donate: bool) -> Verdict:
+        like = grads.arrival().like if isinstance(grads, Arriving) else grads
+        homes = dict.fromkeys(homes_of("Guard.judge", groups, like))
         if not self.decides and self.max_norm is None and self.max_value is None:
             return Verdict(grads, None, None, False, True, self)
-        exact = self.check_groups(grads, groups)
+        exact = self.check_groups(like, groups)
         if not self.decides and self.max_norm is None:
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)
         here = norm_here(grads, groups) / self.scale.value
@@ -251,7 +255,7 @@ class Guard:
         if watch is not None:
             spike, watch = watch.look(highest)
         where = None if finite else find_nonfinite(grads, groups)
-        leaves = tree.flatten(by_leaf(grads), is_leaf)[0]
+        leaves = tree.flatten(by_leaf(like), is_leaf)[0]
         forget_origins({leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)})
         if where and self._raises:
             raise _error(where)
@@ -290,9 +294,9 @@ class Guard:
             raise problem
         return problem is None
 
-    def _limited(self, grads: Tree, factor: Tensor | float, donate: bool) -> Tree:
+    def _limited(self, grads: Any, factor: Tensor | float, donate: bool) -> Any:
         out = limited(grads, factor, self.max_value, donate=donate)
-        if donate and out is not grads:
+        if donate and out is not grads and not isinstance(grads, Arriving):
             mark_donated(grads, "grads", "Guard.judge", keep=out)
         return out
 

@@ -5,15 +5,14 @@
 the loss also unscales the gradient, and a scale that has grown meanwhile cannot be taken for it.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mics_fn import tree
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn import checks, tree
+from mics_fn.errors import LeafError, message
 from mics_fn.tree import Tree
 
 
@@ -124,7 +123,8 @@ def static_scale(scale: float) -> LossScale:
       >>> scale.unscale([scale.scale(torch.tensor(3.0))])
       [tensor(3.)]
     """
-    require("static_scale", "scale", scale, scale > 0, "finite and above 0")
+    fix = "1 scales nothing; powers of two round nothing"
+    checks.number("static_scale", "scale", scale, above=0, fix=fix)
     return LossScale("static", float(scale))
 
 
@@ -172,17 +172,11 @@ def dynamic_scale(
       3.2.
     """
     verb = "dynamic_scale"
-    require(verb, "factor", factor, factor > 1, "finite and above 1")
+    checks.number(verb, "factor", factor, above=1)
     for name, count in (("interval", interval), ("hysteresis", hysteresis)):
-        require(verb, name, count, type(count) is int and count >= 1, "an int of at least 1")
-    require(verb, "min", min, min > 0, "finite and above 0")
-    require(verb, "init", init, init >= min, f"finite and at least min={min}")
-    require(verb, "max", max, max >= init, f"finite and at least init={init}")
+        checks.integer(verb, name, count)
+    checks.number(verb, "min", min, above=0)
+    checks.number(verb, "init", init, least=min, fix=f"min={min:g} is the lowest scale")
+    checks.number(verb, "max", max, least=init, fix=f"init={init:g} is the first scale")
     numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
     return LossScale("dynamic", *numbers, credits=hysteresis)
-
-
-def require(verb: str, name: str, value: float, good: bool, expected: str) -> None:
-    """Raise PlanError unless a number is finite and good."""
-    if not good or not math.isfinite(value):
-        raise PlanError(f"{verb}: {name}={value}, expected {expected}")

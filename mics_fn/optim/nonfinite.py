@@ -17,7 +17,7 @@ from mics_fn.collectives import collect, collect_bytes
 from mics_fn.errors import by_value, name_ranks
 from mics_fn.groups import Home
 from mics_fn.optim.flat import by_leaf
-from mics_fn.shards import Sharded, homes_of, is_leaf, kind_of, origins_of
+from mics_fn.shards import Arriving, Sharded, homes_of, is_leaf, kind_of, origins_of
 from mics_fn.tree import Tree
 
 
@@ -35,17 +35,17 @@ class NonFinite(NamedTuple):
     text: str
 
 
-def find_nonfinite(grads: Tree, groups: Any) -> NonFinite:
+def find_nonfinite(grads: Tree | Arriving, groups: Any) -> NonFinite:
     """Where a gradient is not finite, the same on all ranks.
 
     Args:
-      grads: tree of shards, both hops done, whose norm is not finite on some rank.
+      grads: tree of shards, or `Arriving`, both hops done, whose norm is not finite on some rank.
       groups: as for `shard`.
 
     Communication: over each partition group and each replication group 8 bytes, then a text of each
       rank.
     """
-    grads = by_leaf(grads)
+    grads = by_leaf(grads.arrival().whole() if isinstance(grads, Arriving) else grads)
     leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
     at = _first(leaves, list(dict.fromkeys(homes)))
     if at == len(leaves):

@@ -2,15 +2,28 @@
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
+from mics_fn import checks
+from mics_fn.errors import OptimizerError, message
+from mics_fn.optim.column import updating
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, Unpacked, zeros
 from mics_fn.optim.options import facts_from
-from mics_fn.optim.torch_optim import from_torch
-from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
+from mics_fn.optim.torch_optim import torch_rule
+from mics_fn.optim.transform import (
+    Mask,
+    Rate,
+    Transform,
+    check_own,
+    check_rule,
+    decay_keys,
+    from_step,
+    rate_at,
+)
 from mics_fn.tree import Tree
 
 
@@ -36,11 +49,19 @@ def sgd(
 
     Memory: one more copy of the shards with momentum, else none.
 
+    Raises:
+      OptimizerError: an option is out of its range, or of the wrong type.
+
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
+    check_rule("sgd", lr, decay_mask, momentum=momentum, weight_decay=weight_decay)
+    checks.choice("sgd", "nesterov", nesterov, True, False, kind=OptimizerError)
+    if nesterov and not momentum:
+        text = f"sgd: nesterov=True with momentum={momentum}"
+        raise OptimizerError(message(text, fix="pass momentum= above 0, such as 0.9"))
     options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    return from_torch(torch.optim.SGD, lr=lr, decay_mask=decay_mask, fused=True, **options)
+    return torch_rule("sgd", torch.optim.SGD, lr, decay_mask, {**options, "fused": True})
 
 
 def adam(
@@ -65,11 +86,15 @@ def adam(
 
     Memory: two more copies of the shards.
 
+    Raises:
+      OptimizerError: an option is out of its range, or of the wrong type.
+
     Example:
       >>> optimizer = adam(1e-3)
     """
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return from_torch(torch.optim.Adam, lr=lr, decay_mask=decay_mask, fused=True, **options)
+    check_rule("adam", lr, decay_mask, **options)
+    return torch_rule("adam", torch.optim.Adam, lr, decay_mask, {**options, "fused": True})
 
 
 def adamw(
@@ -94,11 +119,15 @@ def adamw(
 
     Memory: two more copies of the shards.
 
+    Raises:
+      OptimizerError: an option is out of its range, or of the wrong type.
+
     Example:
       >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
     """
     options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return from_torch(torch.optim.AdamW, lr=lr, decay_mask=decay_mask, fused=True, **options)
+    check_rule("adamw", lr, decay_mask, **options)
+    return torch_rule("adamw", torch.optim.AdamW, lr, decay_mask, {**options, "fused": True})
 
 
 class LionState(NamedTuple):
@@ -129,23 +158,30 @@ def lion(
 
     Memory: one more copy of the shards.
 
+    Raises:
+      OptimizerError: an option is out of its range, or of the wrong type.
+
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
     """
+    check_rule("lion", lr, decay_mask, betas=betas, weight_decay=weight_decay)
 
     def init(params: Tree) -> LionState:
-        return LionState(0, zeros(params))
+        return LionState(0, zeros(params, "mean"))
 
     def step(
         grads: Unpacked, state: LionState, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, LionState]:
-        rate, keys = rate_at(lr, state.count), decay_keys(decay_mask, params)
+        check_own(isinstance(state, LionState), "lion", state)
+        rate, keys = rate_at("lion", lr, state.count), decay_keys(decay_mask, params)
         work = columns([params, state.mean], [grads], keys, by=[rate], donate=donate)
-        for decays, (p, m, g) in work.found:
-            if decays is not False:
-                p.mul_(1 - rate * weight_decay)
-            p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
-            m.lerp_(g, 1 - betas[1])
+        for column in chain.from_iterable(work.blocks):
+            p, m, g = column.tensors
+            with updating([column]):
+                if column.key is not False:
+                    p.mul_(1 - rate * weight_decay)
+                p.sub_(torch.lerp(m, g, 1 - betas[0]).sign_().mul_(rate))
+                m.lerp_(g, 1 - betas[1])
         params, mean = work.targets()
         return params, LionState(state.count + 1, mean)
 
@@ -167,11 +203,23 @@ def warmup_cosine(
     Returns:
       A function from the step, counted from 0, to the rate, which optimizers take as `lr`.
 
+    Raises:
+      OptimizerError: a number is out of its range, or the warmup is longer than the whole.
+
     Example:
       >>> lr = warmup_cosine(1.0, 2, 6)
       >>> [round(lr(step), 3) for step in range(7)]
       [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
+    verb, fix = "warmup_cosine", "the order is peak, warmup_steps, total_steps, floor"
+    checks.number(verb, "peak", peak, least=0, fix=fix, kind=OptimizerError)
+    checks.number(verb, "floor", floor, least=0, most=peak, fix=fix, kind=OptimizerError)
+    for name, steps in (("warmup_steps", warmup_steps), ("total_steps", total_steps)):
+        checks.integer(verb, name, steps, 0, fix=fix, kind=OptimizerError)
+    if total_steps < max(warmup_steps, 1):
+        text = f"{verb}: warmup_steps={warmup_steps}, total_steps={total_steps}"
+        lines = ["the rate would never fall: the warmup is a part of the whole"]
+        raise OptimizerError(message(text, lines, fix))
 
     def lr(step: int) -> float:
         if step < warmup_steps:

@@ -10,13 +10,13 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn import tree
+from mics_fn._version import __version__
 from mics_fn.collectives import collect_all, collect_bytes
 from mics_fn.errors import disagreement, message, rank_lines
 from mics_fn.groups import Groups
@@ -41,7 +41,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
         differ after the first number are a warning.
     """
     homes = [x for x in dict.fromkeys(homes) if isinstance(x, Groups) and x.world_size > 1]
-    mine = {**facts, **_versions()} if homes else {}
+    mine = {**facts, **versions()} if homes else {}
     for home in homes:
         sent = tree.digest(f"{name}\n{text}" for name, text in sorted(mine.items()))
         digest = torch.tensor(list(sent), dtype=torch.uint8, device=home.device)
@@ -51,10 +51,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
 
 
 def _differ(verb: str, said: Mapping[int, Facts]) -> None:
-    names = sorted({name for each in said.values() for name in each})
-    odd = [name for name in names if len({each.get(name) for each in said.values()}) > 1]
-    small = [name for name in odd if name.startswith(_VERSION) and _near(name, said.values())]
-    grave = [name for name in odd if name not in small]
+    grave, small = differing(list(said.values()))
     lines = {
         rank: ", ".join(f"{name}: {each.get(name, 'not given')}" for name in grave or small)
         for rank, each in said.items()
@@ -66,18 +63,27 @@ def _differ(verb: str, said: Mapping[int, Facts]) -> None:
     warnings.warn(message(text, rank_lines(lines), "use one version on all ranks"), stacklevel=4)
 
 
+def differing(said: Sequence[Facts]) -> tuple[list[str], list[str]]:
+    """The names of options that differ: those that change numbers, and small steps of versions."""
+    names = sorted({name for each in said for name in each})
+    odd = [name for name in names if len({each.get(name) for each in said}) > 1]
+    small = [name for name in odd if name.startswith(_VERSION) and _near(name, said)]
+    return [name for name in odd if name not in small], small
+
+
 def _near(name: str, said: Iterable[Facts]) -> bool:
     """Whether a version is the same up to its first dot on all ranks."""
     return len({each.get(name, "").partition(".")[0] for each in said}) == 1
 
 
 @cache
-def _versions() -> dict[str, str]:
-    try:
-        own = version("mics_fn")
-    except PackageNotFoundError:  # it runs from its sources
-        own = "unknown"
-    found = {"mics_fn": own, "torch": torch.__version__, "Python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """The versions that ranks compare, by the name of that fact."""
+    found = {
+        "mics_fn": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
     return {f"{_VERSION}{name}": f"{text}" for name, text in found.items()}
 
 

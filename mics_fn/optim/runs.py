@@ -15,13 +15,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mics_fn import _torch
+from mics_fn.offload import Coded, Stored, is_apart, is_coded, is_stored, read
 from mics_fn.shards import Bucket
 
 Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
@@ -60,6 +62,12 @@ class Run:
         """`laid` by column: the leaves' numbers, their starts and their lengths."""
         return tuple(zip(*self.laid, strict=True))
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where padding lies between pieces: starts and ends."""
+        ends = [(x.start + x.length, y.start) for x, y in pairwise(self.laid)]
+        return tuple((a, b) for a, b in ends if a < b)
+
 
 def split(run: Run, whole: Tensor) -> list[Tensor]:
     """The pieces of a run, one per member, as views of (*batch, run.numel)."""
@@ -89,6 +97,10 @@ def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
         return None
     index, starts, lengths = run.columns
     mine = [pieces[i] for i in index]
+    if any(map(is_coded, mine)):
+        return None
+    if any(map(is_stored, mine)):
+        return _in_one_file(run, mine)
     first = mine[0].detach()
     if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
         return None
@@ -103,6 +115,21 @@ def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
     if first.untyped_storage().nbytes() < (begin + run.numel) * size:
         return None
     return first if len(mine) == 1 else first.as_strided((run.numel,), (1,), begin)
+
+
+def _in_one_file(run: Run, pieces: Sequence[Any]) -> Tensor | None:
+    """The same of pieces that are not empty and lie in files."""
+    first, (_, starts, lengths) = pieces[0], run.columns
+    if not all(map(is_stored, pieces)) or any(x.extent is not first.extent for x in pieces):
+        return None
+    extent, size = first.extent, first.dtype.itemsize
+    if any((x.dtype, x.ndim) != (first.dtype, 1) for x in pieces):
+        return None
+    here = [(x.start - first.start, x.numel()) for x in pieces]
+    if here != [(start * size, n) for start, n in zip(starts, lengths, strict=True)]:
+        return None
+    like = torch.empty(run.numel, dtype=first.dtype, device="meta")
+    return Stored(extent, first.start, like, first.device, first.leaf)
 
 
 @lru_cache(maxsize=64)
@@ -175,6 +202,8 @@ def is_dense(x: Tensor) -> bool:
 
 def copied(run: Run, x: Tensor) -> Tensor:
     """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
+    if is_apart(x):
+        return x.copied() if isinstance(x, Coded) else read(x)
     if not is_in_chunk(run, x):
         return x.detach().clone(memory_format=torch.contiguous_format)
     chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
@@ -184,5 +213,7 @@ def copied(run: Run, x: Tensor) -> Tensor:
 def is_in_chunk(run: Run, x: Tensor) -> bool:
     """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
     if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
+        return False
+    if is_apart(x):
         return False
     return is_dense(x) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize

@@ -1,22 +1,30 @@
 """What training carries from step to step, and the step of an optimizer."""
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _torch, points, tree
-from mics_fn.errors import LeafError, TreeError, message
+from mics_fn import _torch, checks, points, spans, tree
+from mics_fn.errors import OffloadError, OptimizerError, TreeError, message
+from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
+from mics_fn.offload import Where
+from mics_fn.optim.column import noting_writes
+from mics_fn.optim.coming import Coming, gradients
+from mics_fn.optim.fitting import check_grads
 from mics_fn.optim.flat import Unpacked, unpacked
+from mics_fn.optim.making import check_coded
+from mics_fn.optim.moving import as_before, init_elsewhere
 from mics_fn.optim.options import optimizer_facts, same_options
-from mics_fn.optim.runs import any_requires_grad, devices
 from mics_fn.optim.steps import compare_once
-from mics_fn.optim.transform import Transform, as_transform
+from mics_fn.optim.transform import Optimizer, Transform, as_transform
 from mics_fn.shards import (
-    Sharded,
-    dtype_name,
+    Arriving,
+    check_leaves,
     give_away,
     homes_of,
     is_leaf,
@@ -26,11 +34,19 @@ from mics_fn.shards import (
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
+P = TypeVar("P")  # a tree of shards
+
 
 @tree.node
 @dataclass(frozen=True)
-class TrainState:
+class TrainState(Generic[P]):
     """All that a training run carries from step to step.
+
+    `copy.deepcopy` copies it, and each rank may keep its own by `pickle` or `torch.save`. What
+    comes out of a pickle has no optimizer, which is functions: say
+    `replace(state, transform=optimizer)` before the next step, on groups like those it was made on.
+    To load such a file is to run what is in it, and it serves the rank that wrote it.
+    `checkpoint.save` has neither limit.
 
     Args:
       step: optimizer steps done.
@@ -42,19 +58,40 @@ class TrainState:
     """
 
     step: int
-    params: Tree
+    params: P
     opt: Any
     buffers: dict[str, Tensor]
     transform: Transform = tree.static()
 
+    def __reduce__(self) -> tuple:
+        return _from_pickle, (self.step, self.params, self.opt, self.buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainState":
+        values = copy.deepcopy((self.step, self.params, self.opt, self.buffers), memo)
+        return TrainState(*values, self.transform)
+
+
+def _from_pickle(step: int, params: Tree, opt: Any, buffers: dict[str, Tensor]) -> TrainState:
+    return TrainState(step, params, opt, buffers, _NO_OPTIMIZER)
+
+
+def _no_optimizer(*_: Any) -> Any:
+    text = "opt_step: this state comes from a pickle, which has no optimizer"
+    fix = "from dataclasses import replace; state = replace(state, transform=optimizer)"
+    raise OptimizerError(message(text, fix=fix))
+
+
+_NO_OPTIMIZER = Transform(_no_optimizer, _no_optimizer, _no_optimizer)
+
 
 def init_state(
-    params: Tree,
-    optimizer: Any,
+    params: P,
+    optimizer: Optimizer,
     *,
     buffers: dict[str, Tensor] | None = None,
     groups: Any = None,
-) -> TrainState:
+    where: Where | str | None = None,
+) -> TrainState[P]:
     """The state before the first step.
 
     Args:
@@ -62,16 +99,21 @@ def init_state(
       optimizer: a `Transform`, or anything with `init(params)` and `update(grads, state, params)`.
       buffers: the model's buffers, full tensors by name.
       groups: as for `shard`; if they are given, their ranks compare the options of the optimizer.
+      where: what it says of `states` is where moments are made, and where `opt_step` leaves them;
+        see `where`. Parameters stay where they are.
 
     Returns:
       A `TrainState` at step 0.
 
     Communication: with `groups`, 32 bytes over the partition group and the replication group.
 
-    Memory: the optimizer's state for this rank's shards.
+    Memory: the optimizer's state for this rank's shards, where `where` says; what is made elsewhere
+      takes memory here for one run of leaves at a time.
 
     Raises:
-      OptimizerError: `optimizer` is neither of these.
+      OffloadError: a file cannot be made, or the disk has not so much room; see `opt_step`.
+      OptimizerError: `optimizer` is neither of these, or keeps what `state=` has no codes for.
+      TreeError, LeafError, PlanError: `params` are not shards, or `buffers` not a mapping.
       DesyncError: ranks of `groups` have other options; on all of them, by name.
 
     Example:
@@ -79,22 +121,33 @@ def init_state(
       >>> init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1)).step
       0
     """
+    if params is None:
+        raise TreeError(message("init_state: params is None", fix="pass what shard gave"))
     transform = as_transform(optimizer)
+    check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
+    fix = "pass tensors by name, as dict(model.named_buffers())"
+    checks.instance("init_state", "buffers", buffers, Mapping | None, "a dict of tensors", fix)
     if groups is not None:
         homes = homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)
         facts = optimizer_facts("init_state", transform, names(params), several)
         same_options("init_state", facts, homes)
-    return TrainState(0, params, transform.init(params), dict(buffers or {}), transform)
+    opt = init_elsewhere(transform.init, params, where)
+    check_coded(params, opt)
+    return TrainState(0, params, opt, dict(buffers or {}), transform)
 
 
-def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainState:
+def opt_step(
+    state: TrainState[P], grads: Tree | Arriving, *, donate: bool = False
+) -> TrainState[P]:
     """The next state.
 
     Args:
       state: the state that the gradients were taken at.
       grads: tree of shards with the structure of `state.params`, both hops done (see
-        `reduce_grads`).
+        `reduce_grads`); or a `GradSum`, of which each bucket is stepped once its hop 2 is done,
+        while others are still reduced. In a `chain` all of it is waited for first, while states
+        elsewhere begin to come.
       donate: update in the memory of `state`, which cannot be used afterwards: doing so raises and
         names the value. What else lies in that memory, such as leaves of another tree, stays. A
         Ctrl-C meanwhile is raised after the return, once the result is assigned, so assign it at
@@ -109,6 +162,9 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       partition group. Parameters that are leaves of autograd count as constants unless the
       gradients require a derivative.
 
+    If an error, such as that of a rank that failed or of a disk, comes between two buckets, then
+    with `donate` the state is lost, and using it raises. Without it the state is as before.
+
     Communication: only that of transforms that were given groups, such as clipping by norm, and 8
       bytes the first time that gradients come from these groups, to compare the step; see [Note:
       one step] in `optim.steps`. With `donate` it waits for gathers of these shards under way.
@@ -119,7 +175,12 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       TreeError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
       TornStepError: ranks are at different steps; on all of them, and nothing was written.
-      OptimizerError: a derivative is asked for with `donate`, or of an optimizer without one.
+      OffloadError: a file with states cannot be read or written. The other ranks raise it as
+        `PeerOffloadError`, in the next call that waits for this one, here or in a later step. As
+        they may have taken this one, these groups are finished: go on after `mf.reset(groups)`.
+      OptimizerError: a derivative is asked for with `donate`, or of an optimizer without one; or
+        `state` belongs to another optimizer, or the rate is not a number of at least 0.
+      PlanError: `state` is not a `TrainState`, or `donate` is not a bool.
 
     Example:
       >>> groups = make_groups(1)
@@ -128,14 +189,21 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    ahead = unpacked(grads)
-    compare_once(state.step, reduced_over(ahead.leaves))
+    if not isinstance(state, TrainState):
+        fix = "pass what init_state or opt_step gave; the state comes first, then the gradients"
+        checks.refuse("opt_step", "state", state, "a TrainState", fix)
+    checks.flag("opt_step", "donate", donate)
+    ahead = gradients(grads)
+    compare_once(state.step, _home_of(ahead))
     if points.observers:
         points.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
     if not donate:
         return _stepped(state, grads, ahead, donate)
     with Commit() as commit:
-        commit.write()
+        if isinstance(ahead, Coming):
+            commit.hold()  # a wait for a rank that is gone gives way to a signal
+        else:
+            commit.write()
         if points.observers:
             points.passing("commit", state.step + 1, unpacked(state.params).pieces)
         found = _stepped(state, grads, ahead, donate)
@@ -144,22 +212,41 @@ def opt_step(state: TrainState, grads: Tree, *, donate: bool = False) -> TrainSt
     return found
 
 
-def _stepped(state: TrainState, grads: Tree, ahead: Unpacked, donate: bool) -> TrainState:
+def _home_of(grads: Unpacked) -> Any:
+    """The groups that gradients are reduced over, if that is known."""
+    return grads.arrival.home if isinstance(grads, Coming) else reduced_over(grads.leaves)
+
+
+def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> TrainState:
     before = unpacked(state.params)
-    variables = _check_grads(before, ahead)
+    variables = check_grads(before, ahead)
+    if spans.watchers:
+        tell_memory(state)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
-    if state.transform.step_unpacked is not None:
-        after, opt = state.transform.step_unpacked(ahead, state.opt, start, donate)
-        params = after.closed()
-    else:
-        given = start.closed() if variables else state.params
-        params, opt = state.transform.step(grads, state.opt, given, donate)
-        after = unpacked(params) if donate else start
+    with spans.span("opt_step", state.step + 1, parts=True), noting_writes() as writes:
+        try:
+            if state.transform.step_unpacked is not None:
+                after, opt = state.transform.step_unpacked(ahead, state.opt, start, donate)
+                params = after.closed()
+            else:
+                given = start.closed() if variables else state.params
+                whole = ahead.arrival.whole() if isinstance(ahead, Coming) else grads
+                params, opt = state.transform.step(whole, state.opt, given, donate)
+                opt = as_before(opt, state.opt)
+                after = unpacked(params) if donate else start
+            if isinstance(ahead, Coming):
+                ahead.arrival.first()  # a rank without elements has taken nothing
+        except BaseException as error:
+            if donate and writes.begun:
+                _give_up(state, before)
+            home = _home_of(ahead)
+            several = isinstance(home, Groups) and home.world_size > 1
+            if isinstance(error, OffloadError) and several:
+                home.life.finish(error)  # the others may have taken this step
+            raise
     if donate:
-        to = f"opt_step at step {state.step}"
-        give_away(before.leaves, (before.spec, "params", to), keep=after.leaves)
-        mark_donated(state.opt, "opt", to, keep=opt)
+        _give_up(state, before, after, opt)
         # torch's optimizers write through tensors that count versions separately; autograd must
         # notice if somebody saved or gathered the old values.
         increment_version(after.pieces)
@@ -168,48 +255,22 @@ def _stepped(state: TrainState, grads: Tree, ahead: Unpacked, donate: bool) -> T
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _check_grads(want: Unpacked, got: Unpacked) -> bool:
-    """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives."""
-    if want.spec != got.spec:
-        where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
-        fix = "differentiate with respect to state.params"
-        raise TreeError(
-            message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
-        )
-    if _facts(want) != _facts(got):
-        for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
-            if _facts(unpacked(a)) != _facts(unpacked(b)):
-                raise _mismatch("grads" + tree.spec_paths(want.spec)[i], a, b)
-    if any_requires_grad(got.pieces) or _torch.inside_torch_func():
-        return False
-    variables = [x for x in want.pieces if x.requires_grad]
-    return bool(variables) and all(x.is_leaf for x in variables)
+def _give_up(
+    state: TrainState, before: Unpacked, after: Unpacked | None = None, opt: Any = ()
+) -> None:
+    """Mark a state as donated, but for what a new one has of it."""
+    to = f"opt_step at step {state.step}"
+    to = to if after is not None else f"{to}, which failed between two buckets"
+    kept = after.leaves if after is not None else ()
+    give_away(before.leaves, (before.spec, "params", to), keep=kept)
+    mark_donated(state.opt, "opt", to, keep=opt)
 
 
-def _facts(found: Unpacked) -> tuple[Any, ...]:
-    """What a gradient has in common with its parameter, piece by piece."""
-    # Shapes of tensors take long to read.
-    shapes = found.lengths if found.in_rows else [x.shape for x in found.pieces]
-    return found.places, shapes, devices(found.pieces)
-
-
-def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:
-    """The error for a gradient that does not fit its parameter."""
-    what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
-    lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
-    if not isinstance(param, Sharded):
-        fix = "differentiate with respect to state.params"
-    elif isinstance(grad, Tensor):
-        fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
-    elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
-        text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
-        return LeafError(message(text, fix="move it to the parameter's device"))
-    elif isinstance(grad, Sharded) and grad.shape == param.shape:
-        lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
-    return TreeError(message(f"opt_step: {path} {what}", lines, fix=fix))
-
-
-def _place(leaf: Sharded) -> str:
-    bucket = leaf.bucket
-    size = f"{bucket.numel} x {dtype_name(bucket.dtype)}"
-    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({size})"
+def tell_memory(state: TrainState) -> None:
+    """Tell watchers the memory of a state by kind, each storage once, padding included."""
+    kinds = {"shards": state.params, "moments": state.opt, "buffers": state.buffers}
+    for kind, part in kinds.items():
+        data = [getattr(leaf, "data", leaf) for leaf in tree.flatten(part, is_leaf)[0]]
+        held = [y for x in data for y in getattr(x, "memory", [x]) if isinstance(y, Tensor)]
+        sizes = {_torch.storage_id(x): x.untyped_storage().nbytes() for x in held}
+        spans.holds(kind, kind, sum(sizes.values()))

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect_all, send_from
 from mics_fn.errors import TornStepError, message, rank_lines
 from mics_fn.groups import Groups
+from mics_fn.offload import read
 from mics_fn.optim.columns import fresh
+from mics_fn.optim.moving import as_before, room_for
 from mics_fn.shards import open_shards
 from mics_fn.tree import Tree
 
@@ -29,8 +31,9 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Args:
       state: a `TrainState`.
       groups: those of its parameters, with all replicas.
-      heal: let ranks that are behind take parameters, optimizer state and buffers from a replica
-        that is not.
+      heal: let ranks that are behind take trained leaves, optimizer state and buffers from a
+        replica that is not. Frozen leaves stay as each rank has them; `same_replicas` compares
+        these, too.
 
     Returns:
       The state; a new one on ranks that were behind.
@@ -43,6 +46,7 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Raises:
       TornStepError: on all ranks, if they are at different steps. With `heal` only if no rank has
         some part of the newest state, or if leaves live on several groups.
+      PlanError: `state` is not a `TrainState`, or `heal` is not a bool.
 
     Example:
       >>> groups = make_groups(1)
@@ -50,6 +54,8 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
       >>> optim.same_step(state, groups) is state
       True
     """
+    require_state("same_step", state)
+    checks.flag("same_step", "heal", heal)
     opened = open_shards("same_step", state.params, groups, root="state.params").require_replicas()
     homes = [home for home in dict.fromkeys(opened.homes) if isinstance(home, Groups)]
     for home in homes:
@@ -60,6 +66,13 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
             state = _healed(state, steps, home)
             home.agreed.add(_SEEN)
     return state
+
+
+def require_state(verb: str, state: Any) -> None:
+    """Raise PlanError unless a value has what a `TrainState` has."""
+    if not all(hasattr(state, name) for name in ("step", "params", "opt", "transform")):
+        fix = "pass what init_state or opt_step gave; the state comes first"
+        checks.refuse(verb, "state", state, "a TrainState", fix)
 
 
 def compare_once(step: int, home: Any) -> None:
@@ -118,7 +131,9 @@ def replaced_from(state: Any, home: Groups, source: int, *, behind: bool) -> Any
       behind: whether this rank has other values. It gets them in new memory; on the other ranks
         the same bits arrive where they are already.
     """
+    before = state
     if behind:
+        state = room_for(state)
         copied = tree.map_leaves(_copied, (state.opt, state.buffers))
         state = replace(state, params=fresh(state.params), opt=copied[0], buffers=copied[1])
     leaves, spec = tree.flatten(state)
@@ -130,11 +145,11 @@ def replaced_from(state: Any, home: Groups, source: int, *, behind: bool) -> Any
             leaves[i] = type(leaves[i])(number)
         for x in leaves:
             if isinstance(x, Tensor) and x.numel():
-                sent = x.detach().contiguous()
+                sent = read(x.detach()).to(home.device).contiguous()
                 send_from(home.replicas, sent.view(-1).view(torch.uint8), source)
-                if sent.data_ptr() != x.data_ptr():
+                if behind and sent.data_ptr() != x.data_ptr():
                     x.copy_(sent)
-    return spec.unflatten(leaves)
+    return as_before(spec.unflatten(leaves), before)
 
 
 def _copied(leaf: Tree) -> Tree:

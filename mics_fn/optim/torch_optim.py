@@ -5,29 +5,37 @@ the state that the pytree carries, and dropped afterwards. Only elementwise opti
 flat pieces of parameters; others are refused, with the reason.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from mics_fn import _torch
+from mics_fn import _torch, checks
 from mics_fn.errors import OptimizerError, message
+from mics_fn.offload import read
+from mics_fn.optim.column import Column, updating
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes, zeros
+from mics_fn.optim.making import made
 from mics_fn.optim.options import facts_from
 from mics_fn.optim.runs import joined, whole_run
-from mics_fn.optim.transform import Mask, Rate, Transform, decay_keys, from_step, rate_at
+from mics_fn.optim.transform import (
+    Mask,
+    Rate,
+    Transform,
+    check_own,
+    check_rule,
+    decay_keys,
+    from_step,
+    rate_at,
+)
+from mics_fn.optim.trial import Kind, examined
+from mics_fn.optim.unfused import kernels
 from mics_fn.tree import Tree
 
-_WHOLE = "it needs whole matrices, and a shard is a flat piece"
-REFUSED = {
-    "Adafactor": _WHOLE,
-    "Muon": _WHOLE,
-    "LBFGS": "it calls the loss several times a step and takes inner products over all parameters",
-    "SparseAdam": "it needs sparse gradients, and gathered gradients are dense",
-}
 # Options of Adam with which most of a step's time would go into making an object for it.
 _FUSED_ADAM = {"lr", "betas", "eps", "weight_decay", "fused"}
 # Their state begins with zeros, and torch's code for them has derivatives by the rate too.
@@ -46,14 +54,6 @@ class TorchState(NamedTuple):
     count: int
     moments: dict[str, FlatShards]
     scalars: dict[str, Tensor]
-
-
-class _Kind(NamedTuple):
-    """The names of what an optimizer class keeps; its first step makes those in `late`."""
-
-    moments: tuple[str, ...]
-    scalars: tuple[str, ...]
-    late: tuple[str, ...]
 
 
 def from_torch(
@@ -83,11 +83,28 @@ def from_torch(
       >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
     """
 
+    if lr is not None:
+        check_rule("from_torch", lr, decay_mask)
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        known = signature(cls).parameters
+        if all(each.kind is not Parameter.VAR_KEYWORD for each in known.values()):
+            checks.options("from_torch", options, known, OptimizerError)
+    for name, value in options.items():
+        if isinstance(value, float):
+            checks.number("from_torch", name, value, kind=OptimizerError)
+    return torch_rule("from_torch", cls, lr, decay_mask, options)
+
+
+def torch_rule(
+    verb: str, cls: Any, lr: Rate | None, decay_mask: Mask | None, options: dict[str, Any]
+) -> Transform:
+    """`from_torch` for a verb of any name, whose options were looked at."""
+
     def at(step: int) -> dict[str, Any]:
-        return options if lr is None else {**options, "lr": rate_at(lr, step)}
+        return options if lr is None else {**options, "lr": rate_at(verb, lr, step)}
 
     with _torch.without_torch_func():
-        kind = _inspect(cls, _without_rate(at(0)))
+        kind = examined(verb, cls, _without_rate(at(0)))
 
     def init(params: Tree) -> TorchState:
         if _torch.inside_torch_func():
@@ -98,18 +115,22 @@ def from_torch(
     def step(
         grads: Unpacked, state: TorchState, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, TorchState]:
+        fits = isinstance(state, TorchState) and kind.fits(state)
+        check_own(fits, f"torch.optim.{cls.__name__} with these options", state)
         targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
-        now = at(state.count)
+        now = kernels(at(state.count))
         by = [now.get("lr")]
         work = columns(targets, [grads], keys, by=by, donate=donate)
-        by_decay: dict[Hashable, list[tuple[Tensor, ...]]] = {}
-        for column in work.found:
-            by_decay.setdefault(column.key, []).append(column.tensors)
-        scalars = state.scalars
-        for decays, mine in (by_decay or {None: []}).items():
-            given = {**now, "weight_decay": 0.0} if decays is False else now
-            mine = mine or [_nothing(params, kind)]
-            scalars = (_live_step if work.live else _step)(cls, given, kind, mine, state)
+        take = _live_step if work.live else _step
+        scalars, stepped = state.scalars, False
+        for block in work.blocks:
+            for decays, found in _by_key(block).items():
+                given = {**now, "weight_decay": 0.0} if decays is False else now
+                mine, stepped = [column.tensors for column in found], True
+                with updating(found):  # torch updates all of them in one call
+                    scalars = take(cls, given, kind, mine, state)
+        if not stepped:
+            scalars = take(cls, now, kind, [_nothing(params, kind)], state)
         params, *kept = work.targets()
         moments = dict(zip(state.moments, kept, strict=True))
         return params, TorchState(state.count + 1, moments, scalars)
@@ -119,69 +140,29 @@ def from_torch(
     return from_step(init, step, facts)
 
 
-def _inspect(cls: Any, options: dict[str, Any]) -> _Kind:
-    """Try a class on a tiny parameter: what it keeps, and whether it is elementwise."""
-    name = getattr(cls, "__name__", str(cls))
-    reason = REFUSED.get(name)
-    if reason is None and not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        reason = "it is not a class of torch.optim.Optimizer"
-    if reason is None and not hasattr(cls, "_init_group"):
-        reason = "its state cannot be made before the first step (it has no _init_group)"
-    if reason is None:
-        try:
-            whole, kind = _trial(cls, options, lambda value: [value])
-        except (TypeError, ValueError, RuntimeError) as error:
-            reason = str(error)
-        else:
-            pieces, _ = _trial(cls, options, lambda value: list(value.flatten().split([7, 0, 17])))
-            if torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7):
-                return kind
-            reason = (
-                "it is not elementwise: its steps differ between a matrix and flat pieces of it"
-            )
-    fix = "use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam, ..."
-    raise OptimizerError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
+def _by_key(block: Iterable[Column]) -> dict[Hashable, list[Column]]:
+    """Columns by whether they decay."""
+    found: dict[Hashable, list[Column]] = {}
+    for column in block:
+        found.setdefault(column.key, []).append(column)
+    return found
 
 
-def _trial(cls: Any, options: dict[str, Any], cut: Any) -> tuple[Tensor, _Kind]:
-    """Three steps on a small matrix, cut into parts: the flat values after them, and the state."""
-    random = torch.Generator().manual_seed(0)
-    value = torch.randn(4, 6, generator=random)
-    params = [torch.nn.Parameter(part.clone()) for part in cut(value)]
-    grads = [torch.randn(4, 6, generator=random) for _ in range(3)]
-    optimizer = cls(params, **options)
-    first: dict[str, Any] = {}
-    for step, grad in enumerate(grads):
-        for param, part in zip(params, cut(grad), strict=True):
-            param.grad = part.clone()
-        if step == 0:
-            for group in optimizer.param_groups:
-                _torch.optimizer_init_group(optimizer, group)
-            first = dict(optimizer.state[params[0]])
-        optimizer.step()
-    kept = {k: v for k, v in optimizer.state[params[0]].items() if isinstance(v, Tensor)}
-    kind = _Kind(
-        moments=tuple(k for k, v in kept.items() if v.shape == params[0].shape),
-        scalars=tuple(k for k, v in kept.items() if v.shape != params[0].shape),
-        late=tuple(k for k in kept if not isinstance(first.get(k), Tensor)),
-    )
-    return torch.cat([param.detach().flatten() for param in params]), kind
-
-
-def _init(cls: Any, options: dict[str, Any], kind: _Kind, params: Tree) -> TorchState:
+def _init(cls: Any, options: dict[str, Any], kind: Kind, params: Tree) -> TorchState:
     found = unpacked(params)
     layout = found.layout()
     hollow = not found.pieces or found.pieces[0].is_meta
     home = torch.device("cpu") if hollow else found.pieces[0].device
     scalars = _begun(cls, options, torch.zeros(1, device=home))
     wholes: dict[str, list[Tensor]] = {name: [] for name in kind.moments}
-    for run in layout.runs:
+    for r, run in enumerate(layout.runs):
         x = whole_run(run, found.pieces)
-        x = joined(run, [found.pieces[i] for i in run.members]) if x is None else x
-        made = {} if x.is_meta or not wholes else _begun(cls, options, x)
+        x = joined(run, [found.pieces[i] for i in run.members]) if x is None else read(x)
+        begun = {} if x.is_meta or not wholes else _begun(cls, options, x)
         for name, mine in wholes.items():
             late = name in kind.late or x.is_meta
-            mine.append(torch.zeros_like(x) if late else made[name])
+            begins = torch.zeros_like(x) if late else begun.pop(name)
+            mine.append(made(layout, r, begins, name))
     moments = {name: with_wholes(layout, mine) for name, mine in wholes.items()}
     return TorchState(0, moments, {name: scalars[name] for name in kind.scalars})
 
@@ -198,7 +179,7 @@ def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
 def _step(
     cls: Any,
     options: dict[str, Any],
-    kind: _Kind,
+    kind: Kind,
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
@@ -247,7 +228,7 @@ def _is_fused_adam(cls: Any, options: dict[str, Any]) -> bool:
 def _live_step(
     cls: Any,
     options: dict[str, Any],
-    kind: _Kind,
+    kind: Kind,
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
@@ -271,10 +252,10 @@ def _live_step(
     return scalars
 
 
-def _init_to_differentiate(cls: Any, kind: _Kind, params: Tree) -> TorchState:
+def _init_to_differentiate(cls: Any, kind: Kind, params: Tree) -> TorchState:
     """The state inside torch.func, for the optimizers whose state begins with zeros."""
     _check_differentiable(cls)
-    moments = {name: zeros(params) for name in kind.moments}
+    moments = {name: zeros(params, name) for name in kind.moments}
     return TorchState(0, moments, {name: torch.zeros(()) for name in kind.scalars})
 
 
@@ -291,7 +272,7 @@ def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-2} if live else options
 
 
-def _nothing(params: Unpacked, kind: _Kind) -> tuple[Tensor, ...]:
+def _nothing(params: Unpacked, kind: Kind) -> tuple[Tensor, ...]:
     """A column for a rank that holds no element, and has to count steps nevertheless."""
     device = params.pieces[0].device if params.pieces else torch.device("cpu")
     return (torch.zeros(1, device=device),) * (2 + len(kind.moments))

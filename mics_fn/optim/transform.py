@@ -2,16 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mics_fn import tree
+from mics_fn import checks, tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import map_columns
+from mics_fn.optim.coming import settled
 from mics_fn.optim.flat import Unpacked, unpacked
-from mics_fn.optim.options import chained
 from mics_fn.shards import names, needs_derivative
 from mics_fn.tree import Tree
 
@@ -20,6 +20,20 @@ from mics_fn.tree import Tree
 Rate = float | Tensor | Callable[[int], float | Tensor]
 Facts = Callable[[Sequence[str]], Mapping[str, str]]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
+
+
+class Optimizer(Protocol):
+    """What can be made a `Transform`: an object with `init` and `update`, as optax defines them."""
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """`init(params) -> state`."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """`update(grads, state, params) -> (updates, state)`."""
+        ...
 
 
 class Transform(NamedTuple):
@@ -49,14 +63,47 @@ def from_update(
     update: Callable[..., tuple[Tree, Any]],
     facts: Facts | None = None,
 ) -> Transform:
-    """A `Transform` from its `init` and `update`; its step adds the updates to the parameters.
+    """An elementwise optimizer of one's own: a `Transform` from its `init` and `update`.
+
+    Its step adds the updates to the parameters. `shards.map` writes both in terms of pieces.
+
+    Args:
+      init: `init(params) -> state`, a pytree: trees of shards, tensors, numbers.
+      update: `update(grads, state, params) -> (updates, state)`. It must not write to what it is
+        given. Shards are pieces, so it has to work element by element; `optim.leaf_norms` and
+        `optim.inner` give numbers of whole tensors.
+      facts: from the paths of the trained leaves to texts of its options by name, for ranks to
+        compare. Without it they compare nothing, and say so.
+
+    Returns:
+      A `Transform`. It is differentiated as `update` is.
+
+    Memory: what `update` makes, and the state.
+
+    Raises:
+      OptimizerError: an argument is not a function.
 
     Example:
-      >>> plain = from_update(lambda params: (), lambda grads, state, params: (grads, state))
+      >>> def update(grads, mean, params):
+      ...     mean = shards.map(lambda m, g: 0.9 * m + g, mean, grads)
+      ...     return shards.map(lambda m: -0.1 * m, mean), mean
+      >>> optimizer = from_update(lambda params: shards.map(torch.zeros_like, params), update)
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optimizer)
+      >>> opt_step(state, reduce_grads({"w": torch.ones(2)}, groups)).params["w"].data
+      tensor([0.9000, 0.9000])
     """
+    fix = "the order is from_update(init, update, facts)"
+    for name, fn in (("init", init), ("update", update), ("facts", facts)):
+        if not callable(fn) and (fn is not None or name != "facts"):
+            checks.refuse("from_update", name, fn, "a function", fix, OptimizerError)
 
     def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
-        updates, state = update(grads, state, params)
+        found = update(grads, state, params)
+        if type(found) is not tuple or len(found) != 2:
+            what = f"from_update: update gave {type(found).__name__}"
+            raise OptimizerError(message(what, fix="return (updates, state) from it"))
+        updates, state = found
         return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
 
     return Transform(init, update, step, facts=facts)
@@ -81,52 +128,77 @@ def from_step(
     return Transform(init, update, step, step_unpacked, facts)
 
 
-def chain(*transforms: Any) -> Transform:
-    """Transforms in sequence: each gets the updates of the one before it as gradients.
+def step_of(
+    part: Transform, grads: Unpacked, state: Any, params: Unpacked, donate: bool
+) -> tuple[Unpacked, Any]:
+    """A step of any transform, on trees that were taken apart."""
+    if part.step_unpacked is not None:
+        return part.step_unpacked(grads, state, params, donate)
+    found, state = part.step(settled(grads).closed(), state, params.closed(), donate)
+    return unpacked(found), state
 
-    Args:
-      transforms: at least one; the last one takes the step.
 
-    Returns:
-      One `Transform`, whose state is the tuple of their states.
+def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:
+    """The learning rate of a step.
 
     Raises:
-      OptimizerError: no transform was given, or one has no `init` and `update`.
-
-    Example:
-      >>> groups = make_groups(1)
-      >>> optimizer = chain(optim.clip_by_global_norm(1.0, groups), optim.adamw(1e-3))
+      OptimizerError: a function gives no rate for it; nothing was written.
     """
-    parts = [as_transform(part) for part in transforms]
-    if not parts:
-        raise OptimizerError("chain: needs at least one transform")
-
-    def init(params: Tree) -> tuple:
-        return tuple(part.init(params) for part in parts)
-
-    def before_last(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
-        new = []
-        for part, state in zip(parts[:-1], states, strict=False):
-            grads, state = part.update(grads, state, params)
-            new.append(state)
-        return grads, new
-
-    def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
-        grads, new = before_last(grads, states, params)
-        grads, last = parts[-1].update(grads, states[-1], params)
-        return grads, (*new, last)
-
-    def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
-        grads, new = before_last(grads, states, params)
-        params, last = parts[-1].step(grads, states[-1], params, donate)
-        return params, (*new, last)
-
-    return Transform(init, update, step, facts=chained(parts))
+    if not callable(lr):
+        return lr
+    rate = lr(step)
+    check_rate(verb, f"lr({step})", rate, "let the function of the step give a rate for every step")
+    return rate
 
 
-def rate_at(lr: Rate, step: int) -> float | Tensor:
-    """The learning rate of a step."""
-    return lr(step) if callable(lr) else lr
+def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
+    """Raise OptimizerError unless a rate is a number of at least 0, or a tensor with one number."""
+    if not isinstance(lr, Tensor):
+        checks.number(verb, name, lr, least=0, fix=fix, kind=OptimizerError)
+    elif lr.ndim or lr.is_complex():
+        shape = tuple(lr.shape)
+        text = f"{verb}: {name} is a tensor of shape {shape}, expected one with 0 dims"
+        raise OptimizerError(message(text, fix="pass a number, or torch.tensor(number)"))
+
+
+def check_own(fits: bool, kind: str, state: Any) -> None:
+    """Raise OptimizerError if the state of an optimizer is that of another one."""
+    if not fits:
+        text = f"opt_step: the state of the optimizer is of type {type(state).__name__}, "
+        fix = (
+            "make it with init_state(params, optimizer), or load it with the optimizer of the save"
+        )
+        raise OptimizerError(message(f"{text}and not that of {kind}", fix=fix))
+
+
+def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> None:
+    """Refuse options of an optimizer that have no meaning.
+
+    Args:
+      verb: the optimizer, for errors.
+      lr: its learning rate, or a function of the step.
+      decay_mask: as for `adamw`.
+      numbers: of at least 0, by name; and `betas`, a pair of numbers from 0 to below 1.
+
+    Raises:
+      OptimizerError: an option is not what it should be.
+    """
+    if not callable(lr) or isinstance(lr, type):
+        fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step"
+        check_rate(verb, "lr", lr, fix)
+    fix = "pass a function such as lambda path: 'bias' not in path"
+    if decay_mask is not None and not callable(decay_mask):
+        expected = "a function from the path of a leaf to a bool"
+        checks.refuse(verb, "decay_mask", decay_mask, expected, fix, OptimizerError)
+    for name, value in numbers.items():
+        if name != "betas":
+            checks.number(verb, name, value, least=0, kind=OptimizerError)
+            continue
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            fix = "pass a pair such as (0.9, 0.999)"
+            checks.refuse(verb, name, value, "two numbers from 0 to below 1", fix, OptimizerError)
+        for i, beta in enumerate(value):
+            checks.number(verb, f"betas[{i}]", beta, least=0, below=1, kind=OptimizerError)
 
 
 def decay_keys(mask: Mask | None, params: Unpacked) -> list[bool] | None:
@@ -149,9 +221,7 @@ def as_transform(optimizer: Any) -> Transform:
     if isinstance(optimizer, torch.optim.Optimizer) or not (
         callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     ):
-        name = type(optimizer).__name__
-        fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
-        raise OptimizerError(message(f"{name} is not an optimizer of init and update", fix=fix))
+        raise _no_optimizer(optimizer)
     takes = inspect.signature(optimizer.update).parameters
     options = {"inplace": False} if "inplace" in takes else {}
     by_name = "params" in takes and takes["params"].kind is inspect.Parameter.KEYWORD_ONLY
@@ -166,6 +236,21 @@ def as_transform(optimizer: Any) -> Transform:
         return tree.flatten(grads)[1].unflatten([updates[path] for path in names(grads)]), state
 
     return from_update(lambda params: optimizer.init(_plain(params)), update)
+
+
+def _no_optimizer(given: Any) -> OptimizerError:
+    """The error of what is not an optimizer; the mend depends on what it is."""
+    name = getattr(given, "__name__", type(given).__name__)
+    fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
+    if isinstance(given, torch.optim.Optimizer):
+        fix = f"pass from_torch(torch.optim.{name}, lr=...), which makes one for shards"
+    elif isinstance(given, type):
+        name, fix = f"the class {name}", f"pass from_torch({name}, lr=...), or an instance"
+    elif callable(given):
+        name, fix = f"the function {name}", f"call it: {name}(...)"
+    elif isinstance(given, list | tuple):
+        fix = "chain(a, b) makes one of several"
+    return OptimizerError(message(f"{name} is not an optimizer of init and update", fix=fix))
 
 
 def _plain(shards: Tree) -> dict[str, Tensor]:

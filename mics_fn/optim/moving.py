@@ -1,0 +1,278 @@
+"""`move`: the same state elsewhere, on the device, in host memory or in files."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mics_fn import _device, tree
+from mics_fn.collectives import refuse_derivative
+from mics_fn.errors import OffloadError, PlanError, message
+from mics_fn.groups import errors_told
+from mics_fn.offload import (
+    DEVICE,
+    Place,
+    Scratch,
+    Where,
+    is_apart,
+    is_coded,
+    is_stored,
+    laid_like,
+    read,
+    store,
+    where_of,
+)
+from mics_fn.optim.flat import FlatShards, Layout, Unpacked, unpacked, with_wholes
+from mics_fn.optim.making import making
+from mics_fn.optim.runs import Run, is_in_chunk, split, whole_run
+from mics_fn.shards import Sharded, check_kept_place, is_leaf
+
+V = TypeVar("V")
+
+
+class Mover:
+    """Takes tensors to their places.
+
+    Args:
+      where: the places.
+      field: "params" or "states".
+      device: the one that computes.
+    """
+
+    def __init__(self, where: Where, field: str, device: torch.device) -> None:
+        self._where, self._field, self._device = where, field, device
+        self._files: dict[str, Scratch] = {}  # by folder
+
+    def place(self, path: str) -> Place:
+        """The place of a leaf; on the CPU the device is the host."""
+        place: Place = getattr(self._where.at(path), self._field)
+        here = place.kind == "host" and not _device.is_async(self._device)
+        return DEVICE if here else place
+
+    def taken(self, x: Tensor, path: str) -> Tensor:
+        """A tensor at the place of a leaf; the same one if it is there."""
+        if is_coded(x):
+            if self.place(path) != DEVICE:
+                text = f"move: {path} is to go to {self.place(path).kind}, and is kept as codes"
+                fix = "give states= a pattern that leaves it out; or shard without state="
+                raise PlanError(message(text, fix=fix))
+            return x
+        place, at_device = self.place(path), not is_stored(x) and x.device == self._device
+        if place.kind == "disk":
+            return self._to_file(x, place.folder, path)
+        if place == DEVICE:
+            return x if at_device else read(x).to(self._device)
+        if not is_stored(x) and x.device.type == "cpu":
+            return x
+        memory = _device.host_buffer(x.numel() * x.dtype.itemsize, self._device)
+        return memory.view(x.dtype).view(x.shape).copy_(x)
+
+    def _to_file(self, x: Any, folder: str, path: str) -> Tensor:
+        there = os.path.abspath(folder)
+        if is_stored(x) and os.fspath(x.extent.scratch.path.parent) == there:
+            return x
+        if folder not in self._files:
+            budget = self._where.host_bytes
+            self._files[folder] = Scratch(Path(there), self._field, host_bytes=budget)
+        return store(x, self._files[folder], f"{self._field}{path}")
+
+    def of_run(self, layout: Layout, r: int, moment: Tensor) -> Tensor:
+        """`taken` for the long tensor of a run."""
+        return self.taken(moment, _leader(layout, layout.runs[r]))
+
+    def flat(self, moment: FlatShards) -> FlatShards:
+        """Flat shards, run by run."""
+        layout, old = moment.layout, moment.wholes
+        new = [self.of_run(layout, r, x) for r, x in enumerate(old)]
+        same = all(a is b for a, b in zip(old, new, strict=True))
+        return moment if same else with_wholes(layout, new)
+
+    def shards(self, found: Unpacked) -> Unpacked:
+        """A tree of shards, chunk by chunk."""
+        pieces, layout = list(found.pieces), found.layout()
+        for run in layout.runs:
+            whole, path = whole_run(run, pieces), _leader(layout, run)
+            if run.bucket is not None:
+                check_kept_place("move", run.bucket, self.place(path))
+            if whole is None:
+                for i in run.members:
+                    pieces[i] = self.taken(pieces[i], path)
+                continue
+            new = self._chunk(run, whole, path)
+            if new is not whole:
+                for i, piece in zip(run.members, split(run, new), strict=True):
+                    pieces[i] = piece
+        if all(a is b for a, b in zip(pieces, found.pieces, strict=True)):
+            return found
+        return found.with_pieces(pieces)
+
+    def _chunk(self, run: Run, whole: Tensor, path: str) -> Tensor:
+        """A run, with the rest of its chunk if it has one of its own, which stays one."""
+        if is_stored(whole) or not is_in_chunk(run, whole):
+            return self.taken(whole, path)
+        count = whole.untyped_storage().nbytes() // whole.itemsize
+        chunk = whole.detach().as_strided((count,), (1,), 0)
+        new = self.taken(chunk, path)
+        return whole if new is chunk else new.narrow(0, int(whole.storage_offset()), whole.numel())
+
+
+def _leader(layout: Layout, run: Run) -> str:
+    """The path of the largest leaf of a run, which says where all of it lies."""
+    held = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
+    paths = tree.spec_paths(layout.spec)
+
+    def size(i: int) -> int:
+        place: Any = layout.leaves[held[i]]
+        return 0 if place is None else place[0].numels[place[1]]
+
+    return paths[held[max(run.members, key=size)]]
+
+
+def moved_states(opt: Any, params: Unpacked, mover: Mover) -> Any:
+    """The state of an optimizer with its moments at their places."""
+    names = dict(zip(zip(*params.places, strict=True), params.paths, strict=True))
+
+    def take(x: Any) -> Any:
+        if isinstance(x, FlatShards):
+            return mover.flat(x)
+        if not isinstance(x, Sharded) or (x.bucket, x.slot) not in names:
+            return x
+        data = mover.taken(x.data, names[x.bucket, x.slot])
+        return x if data is x.data else Sharded(data, x.bucket, x.slot)
+
+    return tree.map_leaves(take, opt, is_leaf=_is_moment)
+
+
+def _is_moment(value: Any) -> bool:
+    return is_leaf(value) or isinstance(value, FlatShards)
+
+
+def as_before(new: V, old: Any) -> V:
+    """A state whose shards lie where those of the one before lay, if their trees are alike.
+
+    Optimizers of one's own, and states that come from other ranks, make new shards in memory.
+    """
+    (found, spec), (before, same) = (tree.flatten(x, is_leaf) for x in (new, old))
+    if spec != same:
+        return new
+    own = [
+        i
+        for i, (x, old) in enumerate(zip(found, before, strict=True))
+        if isinstance(x, Sharded) and isinstance(old, Sharded) and not hasattr(old, "_donated")
+    ]
+    made = [found[i].data for i in own]
+    laid = laid_like(made, [before[i].data for i in own])
+    if all(a is b for a, b in zip(laid, made, strict=True)):
+        return new
+    for i, data in zip(own, laid, strict=True):
+        found[i] = Sharded(data, found[i].bucket, found[i].slot)
+    return spec.unflatten(found)  # pyright: ignore[reportReturnType]
+
+
+def room_for(value: V) -> V:
+    """A state in memory that is to be overwritten: what is in files, or is codes, is not read."""
+
+    def room(x: Any) -> Any:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if is_apart(x) else x
+
+    return tree.map_leaves(room, value)
+
+
+def device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.device:
+    """The device that computes with a state, as far as its tensors tell.
+
+    Locked host memory is that of something which a device has moved there.
+    """
+    every = [*pieces, *also]
+    for x in every:
+        if _device.is_async(x.device):
+            return x.device
+    if any(not is_apart(x) and x.numel() and x.is_pinned() for x in every):
+        found = torch.accelerator.current_accelerator()
+        return _device.with_index(found) if found is not None else torch.device("cpu")
+    return torch.device("cpu")
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a value."""
+    return [x for x in tree.flatten(value)[0] if isinstance(x, Tensor)]
+
+
+def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
+    """What `init(params)` gives, its moments made at their places one after the other."""
+    places = where_of(where)
+    if not places.moves("states"):
+        return init(params)
+    found = unpacked(params)
+    mover = Mover(places, "states", device_of(found.pieces))
+    with errors_told(OffloadError):
+        with making(mover.of_run):
+            opt = init(params)
+        return moved_states(opt, found, mover)  # those of optimizers of one's own
+
+
+def move(value: V, where: Where | str | None, *, device: torch.device | None = None) -> V:
+    """The same state elsewhere: on the device, in host memory, or in files.
+
+    Leaves of one run of a bucket lie together, where the largest of them should; `bucket=` of
+    `shard` keeps leaves apart. Buffers, counts and frozen leaves stay where they are, and a pattern
+    that matches nothing else is warned of.
+
+    Args:
+      value: a `TrainState`, whose parameters go to `params` and whose moments go to `states`; or a
+        tree of shards, which goes to `params`.
+      where: as `where` gives it, or its text; "" is the device.
+      device: the one that computes; by default that on which some tensor is.
+
+    Returns:
+      A value of the same structure and the same bits. `opt_step` leaves moments where they are.
+      Tensors that are in their places are shared with `value`.
+
+    Memory: what is moved, at its new place. Files are scratch: they end with the process, and no
+      checkpoint is made of them.
+
+    Raises:
+      OffloadError: a file cannot be made, or the disk has not so much room; see `opt_step`.
+      PlanError: `where` has no such form, or takes moments that are codes from the device.
+      LeafError: a derivative is asked for.
+
+    Example:
+      >>> import tempfile
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
+      >>> state = move(state, f"states=disk:{tempfile.mkdtemp()}")
+      >>> state = opt_step(state, reduce_grads({"w": torch.ones(2)}, groups), donate=True)
+      >>> get(move(state, ""), "opt.moments['exp_avg']['w']", groups)
+      tensor([0.1000, 0.1000])
+    """
+    with errors_told(OffloadError):
+        return _moved(value, where_of(where), device)
+
+
+def _moved(value: V, places: Where, device: torch.device | None) -> V:
+    given = [x for x in tensors_of(value) if not x.is_leaf]
+    refuse_derivative("move", given, "move outside, and differentiate by what came back")
+    if not all(hasattr(value, name) for name in ("params", "opt", "transform")):
+        found = unpacked(value)
+        _warn_of_unmatched(places, found)
+        new = Mover(places, "params", device or device_of(found.pieces)).shards(found)
+        return value if new is found else new.closed()  # pyright: ignore[reportReturnType]
+    state: Any = value
+    params = unpacked(state.params)
+    _warn_of_unmatched(places, params)
+    home = device or device_of(params.pieces, tensors_of(state.opt))
+    new = Mover(places, "params", home).shards(params)
+    opt = moved_states(state.opt, params, Mover(places, "states", home))
+    return replace(state, params=state.params if new is params else new.closed(), opt=opt)
+
+
+def _warn_of_unmatched(places: Where, params: Unpacked) -> None:
+    """Tell of patterns without effect, since `move` leaves what is not trained in its place."""
+    for pattern in places.unmatched(params.paths):
+        text = f"move: where: the pattern {pattern!r} matches no leaf that is trained"
+        warnings.warn(f"{text}; leaves that are not are placed by shard(where=)", stacklevel=4)
