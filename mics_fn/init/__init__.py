@@ -3,8 +3,10 @@
 `init_model` takes the function that makes a model and gives what every other verb needs: the
 structure of the module, with its parameters on meta, and the parameters as shards. The values are,
 bit for bit, those of making the model in full after `torch.manual_seed(seed)`. `load_shards` reads
-the same shards from safetensors files, files of `torch.save`, or folders of them, and each rank
-reads only its own part. `init_model(make_model, groups, weights="model.safetensors")` does both.
+the same shards from safetensors files, files of `torch.save`, folders of them, or directories of
+torch.distributed.checkpoint, and each rank reads only its own part. With
+`init_model(make_model, groups, weights="model.safetensors")` both happen at once; what is new in
+the model, such as adapters, is then made, and the rest is read (`missing=`).
 
 Every rank draws all random numbers, so `init_model` takes somewhat more time than a plain
 construction. Its peak of memory is the rank's shards, one bucket and the largest parameter.
@@ -14,15 +16,17 @@ How `init_model` works: while the function runs, a *recorder* (`recorder.py`) pu
 shape, dtype and device but have no data (`without_data.py`). A parameter's values follow from a
 part of the tape, and *replay* (`replay.py`) runs that part alone, each random op from the state
 that its generator would have had (`rng.py`). A *filling* (`filling.py`) lays out the shards and
-keeps this rank's part of each value; the *skeleton* (`skeleton.py`) is the module that remains.
-A model that cannot be recorded is made in full, with a warning that says why.
+keeps this rank's part of each value, in `chunks.py` chunk by chunk; the *skeleton* (`skeleton.py`)
+is the module that remains. A model that cannot be recorded is made in full, with a warning that
+says why.
 
 How `load_shards` works: `files.py` opens a file as named entries, from which any range of elements
 can be read; `loading.py` matches their names with the parameters, and the filling reads the ranges
 that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or believed:
 `reading.py` opens only regular files and says why in [Note: files of strangers], `safetensors.py`
 reads a header of JSON, and `torch_files.py` reads the records of a zip file (`zipped.py`) and the
-opcodes of a pickle (`pickled.py`). What cannot be read on one rank is an error on all of them.
+opcodes of a pickle (`pickled.py`), and so does `dcp_files.py` for a directory whose files hold
+chunks of tensors. What cannot be read on one rank is an error on all of them.
 
 Example:
   >>> make_model = lambda: torch.nn.Linear(2, 3)
@@ -39,13 +43,23 @@ meta, nothing is needed: it is run on replayed inputs. An op that draws random n
 kind of device needs a generator in `rng.py`.
 """
 
-from mics_fn.init.loading import load_shards
+from mics_fn.init.loading import load_shards, read_shards
 from mics_fn.init.model import init_model
+from mics_fn.init.reading import File, Limits, check_shape, is_text
+from mics_fn.init.safetensors import DTYPES, strict_json, with_texts
 from mics_fn.init.skeleton import on_meta_copy, refuse_lazy
 
 __all__ = [
+    "DTYPES",
+    "File",
+    "Limits",
+    "check_shape",
     "init_model",
+    "is_text",
     "load_shards",
     "on_meta_copy",
+    "read_shards",
     "refuse_lazy",
+    "strict_json",
+    "with_texts",
 ]

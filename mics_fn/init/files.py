@@ -2,8 +2,9 @@
 
 A safetensors file is 8 bytes of length, a JSON header and flat data, so the place of an element in
 it is known from the header. A file of `torch.save` is a zip file with a pickle that describes the
-tensors, and a record for each storage. An index (`*.index.json`) names the file of each tensor. All
-of them may come from strangers: see [Note: files of strangers] in `reading.py`.
+tensors, and a record for each storage. An index (`*.index.json`) names the file of each tensor, and
+a `.metadata` of torch.distributed.checkpoint says where the chunks of each tensor lie. All of them
+may come from strangers: see [Note: files of strangers] in `reading.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mics_fn import checks
 from mics_fn.errors import FileError, TreeError, message
+from mics_fn.init.dcp_files import METADATA, of_dcp
 from mics_fn.init.reading import TRUST, Entry, File, Limits, Weights, refusal, shown
 from mics_fn.init.safetensors import of_safetensors, read_json
 from mics_fn.init.torch_files import of_torch
@@ -24,6 +27,7 @@ NAMES = (
     "model.safetensors",
     "pytorch_model.bin",
 )  # in a folder; or an index of such
+_IN_FOLDER = [found for name in NAMES for found in (name, f"{name}.index.json")] + [METADATA]
 Source = str | PathLike | Mapping[str, Tensor]
 
 _TOGETHER = "copy all files of one save together"
@@ -42,6 +46,7 @@ def open_weights(verb: str, source: Source, limits: Limits) -> Iterator[Weights]
         if isinstance(source, Mapping):
             yield _of_tensors(verb, source)
         else:
+            checks.path(verb, "weights" if verb == "init_model" else "path", source)
             yield _Opening(verb, limits, closing).weights(Path(fspath(source)))
 
 
@@ -65,20 +70,22 @@ class _Opening:
         if path.is_dir():
             path = self.file_in(path)
         file = self.open(path)
+        if path.name == METADATA:
+            return of_dcp(file, path.parent)
         return self.of_index(file, path.parent) if path.suffix == ".json" else self.of_file(file)
 
     def file_in(self, folder: Path) -> Path:
         """The file of weights in a folder."""
-        for name in NAMES:
-            for found in (name, f"{name}.index.json"):
-                if not (folder / found).exists():
-                    continue
-                reason = refusal(folder, found, trust=self.limits.trust)
-                if reason:
-                    what = f"{self.verb}: {folder / found} is not opened: {reason}"
-                    raise FileError(message(what, fix=TRUST), str(folder / found))
-                return folder / found
-        fix = f"pass the file itself; looked for {' and '.join(NAMES)}, and their .index.json"
+        for found in _IN_FOLDER:
+            if not (folder / found).exists():
+                continue
+            reason = refusal(folder, found, trust=self.limits.trust)
+            if reason:
+                what = f"{self.verb}: {folder / found} is not opened: {reason}"
+                raise FileError(message(what, fix=TRUST), str(folder / found))
+            return folder / found
+        fix = f"pass the file itself; looked for {' and '.join(NAMES)}, their .index.json, and"
+        fix += f" {METADATA} of torch.distributed.checkpoint"
         what = f"{self.verb}: no weights in the folder {folder}"
         raise FileError(message(what, fix=fix), str(folder))
 

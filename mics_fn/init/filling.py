@@ -1,6 +1,7 @@
 """Shards that are filled leaf by leaf, so that the full values never exist all at once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -8,20 +9,21 @@ import torch
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.collectives import checksum, collect_all
+from mics_fn.collectives import Parts, collect_all, in_parts
 from mics_fn.errors import DesyncError, message, name_ranks
 from mics_fn.groups import Groups
+from mics_fn.init.chunks import Chunks
+from mics_fn.offload import where_of
 from mics_fn.shards import (
-    Bucket,
     Fixed,
     Leaf,
     Piece,
     Sharded,
+    checksum_of,
     is_leaf,
     layout_of,
     pieces,
     refuse_overlaps,
-    split_chunk,
 )
 
 BLOCK_BYTES = 2**24  # that are read at once
@@ -38,7 +40,7 @@ class Filling:
 
     Communication: a digest of the tree.
 
-    Memory: this rank's shards.
+    Memory: this rank's shards; of those that live in files, `host_bytes` or one bucket.
 
     Raises:
       TreeError, LeafError, PlanError, DesyncError: as `shard`.
@@ -62,21 +64,17 @@ class Filling:
         self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
         trained = [f"params[{k!r}]" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
         refuse_overlaps(verb, {f"params[{k!r}]": value for k, value in params.items()}, trained)
-        self._make_memory()
-
-    def _make_memory(self) -> None:
-        chunks: dict[tuple[Groups, Bucket], list[Tensor]] = {}
+        self._chunks = Chunks(where_of(options.get("where")))
         for name, leaf in self.shards.items():
             home = self.homes[name]
             if isinstance(leaf, Sharded | Fixed) and leaf.bucket is not None:
-                key = (home, leaf.bucket)
-                if key not in chunks:
-                    flat = torch.zeros(leaf.bucket.chunk, dtype=leaf.data.dtype, device=home.device)
-                    chunks[key] = split_chunk(leaf.bucket, home.hierarchy.route.chunk, flat)
-                self.shards[name] = replace(leaf, data=chunks[key][leaf.slot])
+                self._chunks.add(home, leaf.bucket, leaf.slot, name)
             elif isinstance(leaf, Fixed):
                 whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=home.device)
                 self.shards[name] = replace(leaf, data=whole)
+        self.order = self._chunks.order(self.shards)
+        self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
+        self._parts = Parts()
 
     def part(self, name: str) -> tuple[int, int]:
         """Start and stop of the elements that this rank keeps; 0 and 0 for a leaf that is tied."""
@@ -91,22 +89,58 @@ class Filling:
     def put(self, name: str, full: Tensor) -> None:
         """Keep this rank's part of a full value."""
         start, stop = self.part(name)
+        self._parts.hear()
         if start < stop:
-            self._data(name).copy_(full.detach().reshape(-1)[start:stop])
+            self._open(name).copy_(full.detach().reshape(-1)[start:stop])
+            self._chunks.filled(name)
 
     def read(self, name: str, source: Callable[[int, int], Tensor]) -> None:
         """Keep this rank's part of a value; `source` gives the elements between two indices."""
         start, stop = self.part(name)
         if start < stop:
-            data = self._data(name)
+            data = self._open(name)
             step = max(1, BLOCK_BYTES // data.itemsize)
             for low in range(start, stop, step):
                 high = min(low + step, stop)
+                self._parts.hear()
                 data[low - start : high - start].copy_(source(low, high))
+            self._chunks.filled(name)
+
+    def _open(self, name: str) -> Tensor:
+        """The memory of this rank's part of a value."""
+        return self._chunks.memory(name) if self._chunks.has(name) else self._data(name)
 
     def _data(self, name: str) -> Tensor:
         data: Any = self.shards[name].data  # pyright: ignore[reportAttributeAccessIssue]
         return data.view(-1)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """The block in which all values are put; at its end all pieces are in their places.
+
+        Communication: as `in_parts`.
+
+        Raises:
+          OffloadError: a file cannot be made, read or written.
+          PeerOffloadError, DesyncError: the block raised on other ranks.
+        """
+        with in_parts(self.verb, self.groups) as self._parts:
+            yield
+            for name, data in self._chunks.settled(self._parts.hear).items():
+                self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
+            for home in self.groups:
+                self._add_up(home)
+
+    def _add_up(self, home: Groups) -> None:
+        """Take the checksums that `check_copies` compares, which reads what lies in files."""
+        names = [name for name in self.shards if self.homes[name] is home]
+        names = [name for name in names if isinstance(self.shards[name], Sharded | Fixed)]
+        if home.num_replicas > 1 and names:
+            sums = list[Tensor]()
+            for name in names:
+                self._parts.hear()
+                sums.append(checksum_of(self._data(name)))
+            self._sums[home] = names, torch.stack(sums).to(home.device)
 
     def check_copies(self) -> None:
         """Compare this rank's shards with those of the ranks that keep the same part.
@@ -118,12 +152,8 @@ class Filling:
         Raises:
           DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
         """
-        for home in self.groups:
-            names = [name for name in self.shards if self.homes[name] is home]
-            names = [name for name in names if isinstance(self.shards[name], Sharded | Fixed)]
-            if home.num_replicas > 1 and names:
-                sums = torch.stack([checksum(self._data(name)) for name in names])
-                self._compare(home, names, collect_all(home, sums.to(home.device)))
+        for home, (names, sums) in self._sums.items():
+            self._compare(home, names, collect_all(home, sums))
 
     def _compare(self, home: Groups, names: list[str], found: dict[int, Tensor]) -> None:
         for position in range(home.partition_size):

@@ -4,28 +4,29 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from inspect import signature
 from os.path import dirname
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import tree
+from mics_fn import checks, tree
 from mics_fn.collectives import in_step
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
 from mics_fn.init.filling import Filling
-from mics_fn.init.loading import matched
+from mics_fn.init.loading import matched, renamed
 from mics_fn.init.reading import Limits, Weights
 from mics_fn.init.recorder import Recorder
 from mics_fn.init.replay import Memory
 from mics_fn.init.skeleton import meta_like, tensors_of, with_tensors
 from mics_fn.init.tape import NotRecorded
 from mics_fn.init.without_data import Recorded
-from mics_fn.shards import Leaf, owners_of, require_groups
+from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
 
 
 def init_model(
@@ -34,10 +35,12 @@ def init_model(
     *,
     seed: int,
     weights: Source | None = None,
+    names: Callable[[str], str | None] | None = None,
+    missing: Callable[[str], bool] | None = None,
     trust: bool = False,
     max_header_bytes: int = 100_000_000,
     max_leaves: int = 100_000,
-    **options: Any,
+    **options: Unpack[LayoutOptions],
 ) -> tuple[nn.Module, dict[str, Leaf]]:
     """Make a model as shards; no rank ever holds more of it than its part and one parameter.
 
@@ -56,9 +59,13 @@ def init_model(
       seed: for `torch.manual_seed`, the same on all ranks.
       weights: a file or a mapping with the values of all parameters and persistent buffers, as for
         `load_shards`. No parameter is then drawn, and the generators stay as the seed sets them.
+        A buffer that is not there is as `model_fn` makes it.
+      names: gives the parameter's name for a name in the weights, or None to ignore that tensor.
+      missing: whether the weights may lack a parameter, by its name. It then has the value that
+        `model_fn` gives it, such as adapters that are new.
       trust, max_header_bytes, max_leaves: of the files of weights, as for `load_shards`.
-      options: `frozen`, `precision`, `bucket_bytes` and `order` as for `shard`; by default leaves
-        lie in buckets in the order of the module.
+      options: `frozen`, `precision`, `bucket_bytes`, `order`, `bucket` and `where` as for `shard`;
+        by default leaves lie in buckets in the order of the module.
 
     Returns:
       The module, with its parameters on meta and its buffers in full on the device, ready for
@@ -75,6 +82,7 @@ def init_model(
       DesyncError: the ranks gave different seeds, or made different trees or values.
       LeafError, TreeError, PlanError: as `shard` and, with weights, `load_shards`.
       FileError, OSError: with weights, as `load_shards`.
+      OffloadError: with `where=`, as `load_shards`.
 
     Example:
       >>> groups = make_groups(1)
@@ -93,16 +101,21 @@ def init_model(
     again = _same_again(model_fn, device, seed)
     with ExitStack() as opened:
         with in_step("init_model", groups, f"seed={seed}"):
+            _check(model_fn, seed, options)
+            limits = Limits.checked("init_model", trust, max_header_bytes, max_leaves)
             made, reason = _record(model_fn, device, seed)
             made = made or _Model(again())
             sources: Weights = {}
+            if weights is None and (names or missing):
+                fix = "pass weights= too, or leave them out"
+                raise PlanError(message("init_model: names= and missing= need weights=", fix=fix))
             if weights is not None:
-                limits = Limits(trust, max_header_bytes, max_leaves)
                 found = opened.enter_context(open_weights("init_model", weights, limits))
-                sources = matched("init_model", found, made.params, made.saved_buffers())
+                found, buffers = renamed(found, names), made.saved_buffers()
+                sources = matched("init_model", found, made.params, buffers, missing=missing)
         options.setdefault("order", tree.own_order(made.params))
-        filling = Filling("init_model", made.params, groups, options)
-        with in_step("init_model", filling.groups, ""):
+        filling = Filling("init_model", made.params, groups, {**options})
+        with filling.under_way():
             try:
                 made.fill(filling, sources)
             except NotRecorded as error:
@@ -115,6 +128,27 @@ def init_model(
         warnings.warn(message(text, [reason], fix=fix), stacklevel=2)
     filling.check_copies()
     return made.skeleton(), filling.shards
+
+
+def _check(model_fn: Any, seed: Any, options: Mapping[str, Any]) -> None:
+    """Raise unless the arguments of `init_model` are what they should be.
+
+    Raises:
+      PlanError: of the wrong kind.
+      TypeError: there is no such option.
+    """
+    takes_none = callable(model_fn) and not isinstance(model_fn, nn.Module)
+    if takes_none:
+        with suppress(ValueError):  # some that are not written in Python have no signature
+            try:
+                signature(model_fn).bind()
+            except TypeError:
+                takes_none = False
+    if not takes_none:
+        fix = "pass a function that makes the model, such as lambda: Model(...)"
+        checks.refuse("init_model", "model_fn", model_fn, "a function of no arguments", fix)
+    checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
+    checks.options("init_model", options, LayoutOptions.__annotations__)
 
 
 class _Model:
@@ -143,7 +177,8 @@ class _Model:
     def fill(self, filling: Filling, sources: Weights) -> None:
         """Give the shards their values, from sources as far as there are some."""
         drawn = {}
-        for name, value in self.params.items():
+        for name in filling.order:
+            value = self.params[name]
             if name in sources:
                 filling.read(name, sources[name].read)
             elif value.device.type == "meta":

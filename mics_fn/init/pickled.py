@@ -6,6 +6,8 @@ anything else an `Other`, of which only the name is kept. See [Note: files of st
 """
 
 import pickletools
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ _STORED = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
 _NEWER = ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
 _NEWER += ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in _NEWER if hasattr(torch, name)}
+# Every dtype that a pickle may name by itself.
+NAMED_DTYPES = {f"{dtype}": dtype for dtype in _STORAGES.values()} | _DTYPES
 _REBUILT = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on meta, without values",
@@ -50,6 +54,14 @@ class Other(NamedTuple):
     """A value that is neither plain nor a tensor."""
 
     name: str  # of what would make it, or in words
+
+
+@dataclass(eq=False)
+class Made:
+    """An instance of a class that the caller knows, which is not made."""
+
+    name: str  # of the class
+    state: Any = field(default_factory=dict)  # what it would be given, in most cases attributes
 
 
 class Storage(NamedTuple):
@@ -74,13 +86,17 @@ class Stored(NamedTuple):
         return (self.offset + span(self.shape, self.strides)) * self.dtype.itemsize
 
 
-def read_pickle(data: bytes | bytearray) -> Any:
+def read_pickle(data: bytes | bytearray, classes: Collection[str] = ()) -> Any:
     """The value that a pickle describes: of dicts, lists, tuples, plain values and the above.
+
+    Args:
+      data: the pickle.
+      classes: names of classes whose instances become `Made`; others become `Other`.
 
     Raises:
       ValueError: it is damaged, or has something that `torch.save` does not write.
     """
-    machine = _Machine()
+    machine = _Machine(classes)
     try:
         for opcode, argument, _ in pickletools.genops(bytes(data)):
             if opcode.name == "STOP":
@@ -94,7 +110,8 @@ def read_pickle(data: bytes | bytearray) -> Any:
 class _Machine:
     """The stack and the memo of a pickle."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Collection[str] = ()) -> None:
+        self.classes = classes
         self.stack: list[Any] = []
         self.marks: list[int] = []  # places in the stack
         self.memo: dict[int, Any] = {}
@@ -130,10 +147,14 @@ class _Machine:
                 stack.append(Global(".".join(self.pop(2))))
             case "BINPERSID":
                 stack.append(_storage(*self.pop(1)))
+            case "NEWOBJ" if getattr(stack[-2], "name", "") in self.classes:
+                stack.append(Made(self.pop(2)[0].name))
             case "REDUCE" | "NEWOBJ":
                 stack.append(_called(*self.pop(2)))
             case "BUILD":
-                self.pop(1)  # attributes, such as the versions of modules in a state dict
+                state = self.pop(1)[0]  # such as the versions of modules in a state dict
+                if isinstance(stack[-1], Made):
+                    stack[-1].state = state
             case "APPEND" | "SETITEM":
                 self.put(self.pop(1 + (name == "SETITEM")), name == "SETITEM")
             case "APPENDS" | "SETITEMS" | "ADDITEMS":
@@ -161,7 +182,7 @@ class _Machine:
         target = self.stack[-1]
         if in_pairs and isinstance(target, dict):
             for key, value in zip(items[::2], items[1::2], strict=True):
-                if not isinstance(key, str | int | float | None):
+                if not isinstance(key, str | int | float | Made | None):
                     key = Other(type(key).__name__)  # hashing what is nested deeply may crash
                 if key in target:
                     raise ValueError(f"the name {shown(key)} is there twice")

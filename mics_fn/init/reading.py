@@ -11,6 +11,7 @@ Each error is a `FileError` that names the file and the leaf. No format here has
 leaf, so values that were changed in place are read as they are.
 """
 
+import copy
 import os
 import reprlib
 import stat
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mics_fn import checks
 from mics_fn.errors import FileError, message
 
 FETCH = "fetch it again, and compare its checksum with that of its source"
@@ -40,6 +42,13 @@ class Limits(NamedTuple):
     max_header_bytes: int  # of all that is not the values of tensors
     max_leaves: int
 
+    @classmethod
+    def checked(cls, verb: str, trust: Any, max_header_bytes: Any, max_leaves: Any) -> "Limits":
+        """The limits that a verb was given, if each is what it should be."""
+        checks.flag(verb, "trust", trust)
+        checks.integer(verb, "max_leaves", max_leaves)
+        return cls(trust, checks.nbytes(verb, "max_header_bytes", max_header_bytes), max_leaves)
+
 
 class Entry(NamedTuple):
     """A tensor of a file."""
@@ -47,6 +56,12 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]  # start and stop in the flattened tensor
+    base: int = 0  # where it begins in its file, if its elements lie there one after the other
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 Weights = dict[str, Entry]
@@ -67,6 +82,7 @@ class File:
 
     def __init__(self, verb: str, path: str | Path, limits: Limits) -> None:
         self.verb, self.path, self.limits = verb, str(path), limits
+        self._start = 0  # where byte 0 of what is read lies
         real = os.path.realpath(path)
         self._require_regular(os.lstat(real))
         # If it was replaced since then, the open neither waits nor follows, and is looked at again.
@@ -88,6 +104,15 @@ class File:
         """Close it; nothing can be read any more."""
         os.close(self._fd)
 
+    def part(self, start: int, length: int) -> "File":
+        """A part of the file as a file of its own, which can be read until this one is closed."""
+        if not 0 <= start <= start + length <= self.size:
+            where = f"byte {shown(start)} to {shown(start + length)}"
+            raise self.error("is damaged", [f"it has {self.size} bytes, and not {where}"])
+        found = copy.copy(self)
+        found._start, found.size = self._start + start, length
+        return found
+
     def require_small(self, header_bytes: int, leaves: int = 0) -> None:
         """Refuse a file whose header has more bytes, or more leaves, than the limits allow."""
         limits = self.limits
@@ -104,14 +129,26 @@ class File:
         Raises:
           FileError: the file has no such bytes, or they cannot be read.
         """
+        self._require(offset, length, leaf)
+        data = bytearray(length)
+        self.read_into(memoryview(data), offset, leaf)
+        return data
+
+    def _require(self, offset: int, length: int, leaf: str) -> None:
         if not 0 <= offset <= offset + length <= self.size:
             problem = f"it ends early, at byte {self.size} of {shown(offset + length)}"
             raise self.error("is damaged", [problem], leaf)
-        data = bytearray(length)
-        rest = memoryview(data)
+
+    def read_into(self, rest: memoryview, offset: int, leaf: str = "") -> None:
+        """Fill memory with bytes of the file.
+
+        Raises:
+          FileError: as `read`.
+        """
+        self._require(offset, len(rest), leaf)
         while rest:
             try:
-                count = os.preadv(self._fd, [rest], offset)
+                count = os.preadv(self._fd, [rest], self._start + offset)
             except OSError as error:
                 raise self.error(f"cannot be read: {error.strerror}", leaf=leaf) from error
             if not count:
@@ -119,7 +156,6 @@ class File:
                 fix = "write to another file and rename it, so that no reader sees a part of it"
                 raise self.error("was cut while it was read", [problem], leaf, fix)
             rest, offset = rest[count:], offset + count
-        return data
 
     def entry(
         self, leaf: str, base: int, kind: torch.dtype, shape: Sequence[int], strides: Sequence[int]
@@ -149,7 +185,7 @@ class File:
             part = torch.frombuffer(data, dtype=kind).as_strided(rows, steps).reshape(-1)
             return part[start - first * inner : stop - first * inner]
 
-        return Entry(tuple(shape), kind, read)
+        return Entry(tuple(shape), kind, read, base)
 
     def error(
         self, what: str, lines: Sequence[str] = (), leaf: str = "", fix: str = FETCH

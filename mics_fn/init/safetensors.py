@@ -43,13 +43,27 @@ def read_json(file: File, start: int, length: int, wrong: str) -> Any:
     file.require_small(length)
     data = file.read(start, length)
     try:
-        return json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_no_number)
+        return strict_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise file.error(wrong, [f"{error}"]) from None
 
 
+def strict_json(text: str) -> Any:
+    """The value of a JSON text without names that are there twice, and without NaN.
+
+    Raises:
+      ValueError, RecursionError: it is something else.
+    """
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+
+
 def of_safetensors(file: File) -> Weights:
-    """The tensors of a safetensors file, whose bytes have neither gaps nor overlaps.
+    """The tensors of a safetensors file; see `with_texts`."""
+    return with_texts(file)[0]
+
+
+def with_texts(file: File) -> tuple[Weights, dict[str, str]]:
+    """The tensors of a safetensors file, whose bytes have neither gaps nor overlaps; and its texts.
 
     Raises:
       FileError: it is damaged, or has more leaves than its limits allow.
@@ -75,7 +89,7 @@ def of_safetensors(file: File) -> Weights:
         found[leaf] = file.entry(leaf, base + begin, kind, shape, contiguous(shape))
         places.append((begin, end, leaf))
     _require_dense(file, places, file.size - base)
-    return found
+    return found, texts
 
 
 def _require_dense(file: File, places: list[tuple[int, int, str]], room: int) -> None:

@@ -18,6 +18,25 @@ def of_torch(file: File) -> Weights:
     Raises:
       FileError: it is damaged, holds something else, or has more leaves than its limits allow.
     """
+    value, storages = _read(file)
+    if not isinstance(value, dict):
+        raise file.error(_MIXED, [f"got {_kind(value)}"], fix=_WHOLE)
+    file.require_small(0, len(value))
+    return {leaf: _entry(file, storages, leaf, stored) for leaf, stored in value.items()}
+
+
+def tensor_of_torch(file: File, leaf: str) -> Entry:
+    """The tensor of a file that `torch.save` wrote for it alone.
+
+    Raises:
+      FileError: it is damaged, or holds something else.
+    """
+    value, storages = _read(file)
+    return _entry(file, storages, leaf, value)
+
+
+def _read(file: File) -> tuple[Any, dict[str, Record]]:
+    """What the pickle of a file describes, and the storages of the tensors in it."""
     found = records(file)
     pickles = [name for name in found if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -30,27 +49,17 @@ def of_torch(file: File) -> Weights:
     if order and file.read(order.start, min(order.length, 8)) != b"little":
         fix = "save it again on a machine like this one"
         raise file.error("has another order of bytes than this machine", fix=fix)
-    described = _described(file, record)
-    file.require_small(record.length, len(described))
     storages = {
         name.removeprefix(f"{folder}data/"): record
         for name, record in found.items()
         if name.startswith(f"{folder}data/")
     }
-    return {leaf: _entry(file, storages, leaf, value) for leaf, value in described.items()}
-
-
-def _described(file: File, record: Record) -> dict[Any, Any]:
-    """What the pickle in a record describes, by name."""
     file.require_small(record.length)
     data = file.read(record.start, record.length)
     try:
-        value = read_pickle(data)
+        return read_pickle(data), storages
     except ValueError as error:
         raise file.error("is damaged", [f"{error}"]) from None
-    if not isinstance(value, dict):
-        raise file.error(_MIXED, [f"got {_kind(value)}"], fix=_WHOLE)
-    return value
 
 
 def _entry(file: File, storages: dict[str, Record], leaf: Any, value: Any) -> Entry:
