@@ -1,0 +1,96 @@
+"""Checkpoints: a state becomes a folder that counts once it is whole, and comes back anywhere.
+
+`save` writes a state as a step, all ranks together and each byte once; `load` reads it on any
+number of ranks, with any levels and placement, bit for bit:
+
+  >>> import tempfile
+  >>> groups, folder = make_groups(1), tempfile.mkdtemp()
+  >>> state = init_state(shard({"w": torch.ones(4)}, groups), optim.adamw(0.1))
+  >>> path = checkpoint.save(folder, state, groups, step=10, extra={"epoch": 1})
+  >>> sorted(file.name for file in path.iterdir())
+  ['MANIFEST.json', 'rank-00000.safetensors']
+  >>> found = checkpoint.load(folder, state, groups)
+  >>> found.step, found.extra, checkpoint.verify(folder).tensors
+  (10, {'epoch': 1}, 4)
+
+`start_save` copies what it writes, but for what lies in files, which steps then leave as it is, and
+returns; a thread writes while training goes on.
+`Trainer(checkpoint=Checkpoints(folder, every=100))` does all of it, and a new `Trainer` goes on
+from the newest step: with random states, the place in the data and the guard, to the bit.
+`python -m mics_fn verify FOLDER` needs neither ranks nor a GPU.
+
+Its words:
+
+- A *step* is a folder, such as `step-00000120`. It is *committed* when it counts: when all of it
+  is on the disk. `steps` and `latest` name committed steps only, and whatever a job leaves that was
+  killed in a save never matters: the next save removes it.
+- A *writer* is a rank, with one file. Replicas hold the same shards, so each of them writes a part.
+- A *line* is a bucket, or the tensors that all ranks hold in full, one after the other. It has a
+  *cell* for each writer; see [Note: lines and cells] in `layout`. So which file has which elements
+  follows from a few numbers, for any number of ranks: nothing is planned, sent around or gathered.
+- The *manifest* says what lies where: one line of JSON per tensor and per file, and a digest of
+  itself. Each file has a checksum for each 16 KiB of each tensor, and the manifest has the digest
+  of these. A reader compares what it reads, and takes a checksum that is missing for an error.
+- The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*.
+
+What it promises: a committed step is never lost or changed by a save that fails, and at least two
+are kept. All ranks come to one end: if one of them cannot write, or finds damage, all raise the
+same error, and training can go on. While replicas are apart, as with `local_sgd`, each of them is
+saved, and the same number of replicas can load it. What is not promised: the checksums find
+accidents, not people who mean harm; but nothing in a file is run, and no file outside of the folder
+is opened.
+
+Checkpoints of others: `save_pretrained` writes what `from_pretrained` of transformers loads, and
+`load_shards` reads it. `save_dcp` writes what `torch.distributed.checkpoint.load` reads into plain
+tensors or DTensors, so that FSDP2 and torchtitan go on from it, with the optimizer if a
+`TrainState` is given; `load_dcp` reads what these wrote, and each rank only the chunks that overlap
+its part. The ranks of the first replica write, (p-1)/p M travels, and a rank holds a file and twice
+a bucket. Such a directory is there as a whole or not at all, and nothing is overwritten. Nothing in
+one that is read is run: DCP's `.metadata` is a pickle, but its opcodes are read as a description,
+so it needs no trust. `trust=True` only allows names that lead out of the directory.
+
+  >>> shards = shard({"w": torch.ones(2, 3)}, groups)
+  >>> save_dcp(f"{folder}/a", shards, groups, prefix="model.")
+  >>> load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2, 3)}, prefix="model.")
+  {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
+
+Start reading at `layout` (arithmetic) and `contents` (what a state holds); then `saving`,
+`agreeing` and `under_way` for a save, in this order, `directory` for what is on the disk, and
+`loading` and `sources`. `manifest` and `parts` are the two kinds of files, and `sums` has their
+checksums. Of the directories of others `exported` deals leaves to files and files to ranks,
+`new_directory` has [Note: all or nothing], `pretrained` and `dcp` are the verbs, and
+`init/dcp_files.py` reads; to write another format, take `saved_leaves`, `in_files` and `rounds`
+inside of `new_directory`. To keep more with a `Trainer`, add it to `carried` in the wing `train`.
+To change the format, raise `MINOR` in `manifest`, or `MAJOR` if older versions would read it
+wrongly; files in `tests/checkpoint/golden` of all versions have to load for ever.
+"""
+
+from mics_fn.checkpoint.dcp import load_dcp, save_dcp
+from mics_fn.checkpoint.layout import Line, Stored
+from mics_fn.checkpoint.loading import Loaded, load
+from mics_fn.checkpoint.manifest import Manifest, Writer
+from mics_fn.checkpoint.parts import check_writable
+from mics_fn.checkpoint.pretrained import save_pretrained
+from mics_fn.checkpoint.saving import save, start_save
+from mics_fn.checkpoint.under_way import PendingSave
+from mics_fn.checkpoint.verifying import Verified, latest, steps, verify
+
+__all__ = [
+    "Line",
+    "Loaded",
+    "Manifest",
+    "PendingSave",
+    "Stored",
+    "Verified",
+    "Writer",
+    "check_writable",
+    "latest",
+    "load",
+    "load_dcp",
+    "save",
+    "save_dcp",
+    "save_pretrained",
+    "start_save",
+    "steps",
+    "verify",
+]
