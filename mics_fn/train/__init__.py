@@ -28,39 +28,117 @@ Its words:
   `Trainer(replica_sync=local_sgd(16))` averages parameters every 16 steps instead of gradients in
   each; with `diloco(16)` an outer optimizer follows what the replicas did. Between merges `unshard`
   gives the parameters of this replica. The state of the inner optimizer always stays its own.
+- Hop 2 may be a function of your own: `Trainer(hop2=f)`, or with a state on each rank, such as what
+  a compressed mean leaves out, `replica_sync=reduced_by(f, init=g)`.
 
 Equal runs: `Trainer(deterministic=True)` uses torch's deterministic algorithms and
 `placement.fixed_order(groups)`, with which every reduction adds up in the order of ranks: hop 1
 level by level from the innermost, then micro-steps in order, then replicas. Two runs then give
 equal bits, which gloo and NCCL alone do not promise.
 
+Equal bits on other ranks: with `Trainer(deterministic="canonical")` a run has the same bits for
+every p, and for every number n of ranks with n * accumulate micro-batches in a step, all of them
+powers of two. So a checkpoint of four ranks goes on, bit for bit, on one rank with four times as
+many micro-steps. This needs that micro-batch k * n + i is what rank position i computes in
+micro-step k, on the same kind of device with the same number of threads, and without dropout, whose
+random numbers belong to a rank. `sampler` deals out items one by one, so this holds with it if
+every item of the data is a whole micro-batch and the loader has `batch_size=accumulate`. Gradients
+are averaged in one tree (`placement.canonical`), their norm is exact (`optim.global_norm`), the
+optimizer runs without fused kernels (`optim.unfused`), micro-batches are copied to memory of their
+own, and every micro-step begins with the same buffers, so that losses and buffers are means over
+all micro-batches. It is meant for audits: hop 2 is done in every micro-step, so a step sends
+accumulate * 2(r - 1)/r of the shards' bytes over replicas instead of 2(r - 1)/r. `local_sgd`,
+`diloco`, `mean_over=`, `grad_dtype=` and gradients that travel in 16 bits are refused by name.
+
 Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together, and
 `KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
 merge of replicas communicates while it writes, so Ctrl-C waits for it, `timeout_s` at most.
 
+Lost ranks: replicas are checkpoints. A rank that is killed, or a whole partition group, is started
+again with the same script, and takes parameters, moments, buffers, the guard and its place in the
+data from the ranks that hold the same part: no file is read, and no step is lost. This loop goes on
+after a fault, on ranks old and new:
+
+    while trainer.state.step < steps:
+        try:
+            trainer.step(batch_of(trainer.state.step))
+        except mf.errors.PeerFailed:  # also in a process that has come back, at its first step
+            trainer.reset()
+
+A rank that is killed while others write a step may tear it: some have written it, and some that
+held the same parts as the lost rank have not. `Trainer(recoverable=True)` excludes that, for one
+small all-gather over each of the two groups per step. If no replica holds some part, all ranks
+go back to the newest step that was saved; without one they raise LostStateError, on groups that are
+good. Replicas that are apart hold nothing for each other. A model with dropout goes on, but not to
+the same bits, as nobody else has the random numbers of a rank; and `fit` goes on with the next
+epoch. A rank that is lost before all have built their `Trainer` ends the job. `groups` says what
+the launcher has to do, and [Note: replicas are checkpoints] in `rejoining` how it is done.
+
+Fewer replicas: `Trainer(elastic=True)` waits 15 s for lost ranks to come back, `elastic=60` a
+minute; then whole partition groups of those that are left go on, as many as divide the number r of
+replicas, and what is left over waits in `reset`, `timeout_s` at most. They keep the batch: each
+rank gives the samples of several positions of the whole job, its `shares`, in as many more
+micro-steps, so loss and gradient are the same up to rounding, and to the bit with
+`deterministic="canonical"`. So a loop by hand says what the samples of a position are:
+
+    while trainer.state.step < steps:
+        try:
+            step = trainer.state.step
+            trainer.step(lambda position: batch_of(step, position))
+        except mf.errors.PeerFailed:  # ranks were lost, or those that were have come back
+            trainer.reset()
+    trainer.groups.close()  # with which those that still wait hear that the job has ended
+
+`fit` does the same with a DataLoader whose sampler is `sampler(...)`, and refuses others by name.
+Once lost ranks are started again and enough of them wait in `reset` for more replicas to go on, all
+are asked to end the same step, and the next one raises PeerFailed of kind "returned"; the next
+`reset` joins them, and they take their state from those that went on. A step sends nothing for
+this. A process that was only stopped comes back in the same way. The fewer replicas there are, the
+more often `recoverable=True` keeps a kill from tearing the newest step. `eval` takes the mean over
+the ranks that are there, dropout draws other numbers, and a checkpoint of any phase loads in any
+other. See [Note: rounds] in `groups.rounds` and [Note: the same step on fewer ranks] in `shares`.
+
 Preemption: `with mf.groups.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
-Then `stop.stopping` is true: save, and exit with 0. A loop by hand asks `stop.due()` after a step.
+Then `stop.stopping` is true, and a `Trainer` with `checkpoint=` is saved: exit with 0. A loop by
+hand asks `stop.due()` after a step.
+
+Going on: `Trainer(checkpoint=Checkpoints(folder, every=100))` saves while it trains, and a new one
+goes on from the newest step: `trainer.fit(loader, steps=1000 - trainer.state.step)`. What it saves
+is `carried`, a value, and `take_back` puts it into another trainer; see [Note: going on in a pass]
+in `position` for the place in the data. With the same options on as many ranks it has the bits of a
+run that was not cut.
+
+Going on: all that a `Trainer` carries is a value. `carried(trainer)` gives a tree of shards and
+numbers, and what belongs to this rank: random states, the place in its data, what the guard found.
+`take_back` lets another trainer go on from them, to the same bits, in the middle of a pass too. It
+checks all of it first, and refuses options that would change numbers. An object that saves steps,
+`Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `saving`.
 
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
-only when a run ends. There is no checkpoint format yet: save `trainer.params()` on one rank, which
-does not include optimizer state.
+only when a run ends.
 
 Where to start reading: `Trainer.step` in `trainer`, then `program`, `given` (arguments and their
-checks), `batch` and `buffers`. `syncing` and `replicas` are about merges, and `data` about samples.
+checks), `batch`, `buffers` and `writing`. `resetting` and `rejoining` are about what follows a
+fault, `syncing` and `replicas` about merges, `data` about samples, and `passes` and `position`
+about going through them. `elastic` and `shares` are about fewer replicas. `carried` is about going
+on, with `plain` for the form of what is saved, and `checkpoints` saves it; `exporting` gives full
+parameters and a state dict.
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
 loops written by hand have it too.
 """
 
 from mics_fn.train import replicas
+from mics_fn.train.checkpoints import Checkpoints
 from mics_fn.train.data import sampler
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.trainer import Trainer
 
 __all__ = [
+    "Checkpoints",
     "StepMetrics",
     "Trainer",
     "replicas",

@@ -15,8 +15,16 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device.
 
     Raises:
+      TreeError: it is None, or holds no sample, whose mean would be NaN.
       TreeError: it holds an object that cannot be opened and has no `.to` of its own.
     """
+    if batch is None:
+        fix = "return a batch from what makes them, such as the collate_fn of a DataLoader"
+        raise TreeError(message("Trainer: the batch is None", fix=fix))
+    rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
+    if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
+        fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
+        raise TreeError(message("Trainer: the batch has no sample", fix=fix))
 
     def moved(x: Any, path: str) -> Any:
         if isinstance(x, Tensor):

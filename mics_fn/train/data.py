@@ -1,13 +1,13 @@
-"""Which samples a rank takes, and passes over a loader, each in an order of its own.
+"""Which samples a rank takes.
 
 The sampler is torch's `DistributedSampler`, so any loader that accepts one can be used.
 """
 
-from collections.abc import Generator, Iterable, Sized
-from typing import Any
+from collections.abc import Sized
 
 from torch.utils.data import DistributedSampler
 
+from mics_fn import checks
 from mics_fn.collectives import same_call
 from mics_fn.errors import GroupsError, LeafError, MicsError, TreeError, message
 from mics_fn.groups import Groups
@@ -21,8 +21,8 @@ def sampler(
 
     Pass it to a loader: `DataLoader(dataset, batch_size=8, sampler=sampler(dataset, groups))`.
     torchdata's `StatefulDataLoader` takes it in the same way. Its `state_dict` says how far a pass
-    has come, but not which pass it is: save the sampler's `epoch` next to it, and call `set_epoch`
-    again before you resume.
+    has come, but not which pass it is. `Trainer.fit` notes both; in a loop of your own save the
+    sampler's `epoch` next to it, and call `set_epoch` again before you resume.
 
     Args:
       dataset: anything with a length and an index; equally long on every rank.
@@ -46,6 +46,7 @@ def sampler(
     Memory: the order of an epoch (8 bytes per sample) during its pass.
 
     Raises:
+      PlanError: `seed` is not an int of at least 0, or another option is not a bool.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: the dataset has no length.
       TreeError: there is not one sample for each rank.
@@ -58,8 +59,11 @@ def sampler(
     """
     require_groups("sampler", groups)
     if not isinstance(groups, Groups):
-        fix = "pass the groups whose ranks take different samples"
+        fix = "pass the dataset first, then the groups whose ranks take different samples"
         raise GroupsError(message(f"sampler: groups is {type(groups).__name__}", fix=fix))
+    checks.flag("sampler", "shuffle", shuffle)
+    checks.flag("sampler", "drop_last", drop_last)
+    checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
     groups.partition.check_open()
     ranks, size = groups.world_size, len(dataset) if isinstance(dataset, Sized) else -1
     error: MicsError | None = None
@@ -81,42 +85,3 @@ def sampler(
         seed=seed,
         drop_last=drop_last,
     )
-
-
-class Epochs:
-    """Passes over loaders without end, and tells those that shuffle by epoch which epoch it is.
-
-    The first pass has the epoch that the sampler is set to, so that a resumed run can choose it.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, int] = (None, 0)  # the last sampler and its epoch
-
-    def batches(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        """The batches of one pass after another, without end.
-
-        Raises:
-          ValueError: a pass gave no batch.
-        """
-        shuffler, (last, epoch) = _shuffler(loader), self._last
-        now = getattr(shuffler, "epoch", epoch if shuffler is last else 0)
-        # A pass that was left in the middle is not repeated: its first samples have been used.
-        epoch = now + 1 if shuffler is last and now == epoch else now
-        while True:
-            if shuffler is not None:
-                shuffler.set_epoch(epoch)
-                self._last = (shuffler, epoch)
-            empty = True
-            for batch in loader:
-                empty = False
-                yield batch
-            if empty:
-                raise ValueError("Trainer.fit: the loader gave no batch")
-            epoch += 1
-
-
-def _shuffler(loader: Any) -> Any:
-    """The object that shuffles by epoch: a loader or one of its samplers; None if there is none."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    return next((part for part in parts if callable(getattr(part, "set_epoch", None))), None)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mics_fn import _device, tree
+from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect_all
 from mics_fn.groups import Groups
 from mics_fn.schedules import OnDemand, keep_all, on_demand
@@ -12,14 +12,14 @@ from mics_fn.tree import Tree
 
 
 def schedules_for(
-    live_bytes: int | str | None, prefetch: int, full_bytes: int, home: Groups
+    live_bytes: float | str | None, prefetch: int, full_bytes: int, home: Groups
 ) -> tuple[OnDemand, OnDemand]:
     """A policy for training, and one for evaluation, which uses parameters in another order."""
-    if live_bytes == "auto":
+    if isinstance(live_bytes, str) and live_bytes == "auto":
         live_bytes = _quarter_of_memory(home)
-    if live_bytes is None or int(live_bytes) >= full_bytes:
+    budget = None if live_bytes is None else checks.nbytes("Trainer", "live_bytes", live_bytes)
+    if budget is None or budget >= full_bytes:
         return OnDemand(None, 0, at_once=True, lets_go=True), keep_all()
-    budget = int(live_bytes)
     training, evaluation = (on_demand(live_bytes=budget, prefetch=prefetch) for _ in range(2))
     return training, evaluation
 

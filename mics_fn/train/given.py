@@ -1,16 +1,22 @@
 """The arguments of a `Trainer`, checked before anything trains; parameters become shards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_fn import tree
-from mics_fn.errors import LeafError, PlanError, TreeError, message
+from mics_fn import checks, tree
+from mics_fn.collectives import SHORT_NAMES
+from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, message
 from mics_fn.groups import Groups, placement
+from mics_fn.offload import where_of
+from mics_fn.optim import Guard, Transform, as_transform
+from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import (
     Precision,
+    Sharded,
+    check_dtype,
     check_leaves,
     dtype_name,
     is_leaf,
@@ -19,9 +25,75 @@ from mics_fn.shards import (
     shard,
 )
 from mics_fn.train.defaults import bucket_bytes_for
+from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
 
 _SAME = "pass the shards that init_model or load_shards made for this model"
+
+
+def check_model(
+    model: Any,
+    loss: Any,
+    optimizer: Any,
+    groups: Any,
+    guard: Any,
+    replica_sync: Any,
+    deterministic: Any,
+) -> None:
+    """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
+
+    Of some options the kind is checked here, before anybody asks whether they are true.
+
+    Raises:
+      PlanError: the model, the loss or an option is something else.
+      OptimizerError: the optimizer is none.
+      GroupsError: there are no groups.
+    """
+    fix = "the order is Trainer(model, optimizer, groups, loss=...)"
+    if isinstance(model, type):
+        name = model.__name__
+        checks.refuse("Trainer", "model", model, "an instance", f"pass {name}(...), not {name}")
+    if not isinstance(model, nn.Module):
+        expected = "an nn.Module or a function loss_fn(params, batch)"
+        if not callable(model):
+            checks.refuse("Trainer", "model", model, expected, fix)
+    checks.function("Trainer", "loss", loss, "loss(model, batch)", "return one number from it")
+    if groups is None or isinstance(groups, nn.Module | Transform):
+        checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
+    as_transform(optimizer)
+    verb, fix = "Trainer", "make one: optim.Guard(...)"
+    checks.instance(verb, "guard", guard, Guard | None, "a Guard", fix)
+    fix = "call every_step(), local_sgd(...) or diloco(...)"
+    checks.instance(verb, "replica_sync", replica_sync, ReplicaSync | None, "a ReplicaSync", fix)
+    checks.choice(verb, "deterministic", deterministic, True, False, "canonical")
+
+
+def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
+    """Raise PlanError unless the options of a `Trainer` are what they should be.
+
+    Args:
+      trainer: with its first attributes, named as the options.
+      prefetch, schedule, checkpoint: as they were given. Options of `shard` are checked there.
+    """
+    verb = "Trainer"
+    checks.integer(verb, "accumulate", trainer.accumulate)
+    fix = "0 never compares replicas"
+    checks.integer(verb, "check_replicas", trainer.check_replicas, 0, fix=fix)
+    checks.choice(verb, "on_drift", trainer.on_drift, "raise", "heal")
+    checks.flag(verb, "recoverable", trainer.recoverable)
+    checks.flag(verb, "overlap_step", trainer.overlap_step)
+    if trainer.overlap_step and trainer.recoverable:
+        text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
+        raise PlanError(message(text, fix="leave one of them out"))
+    trainer.where = where_of(trainer.where)
+    checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
+    if trainer.grad_dtype is not None:
+        check_dtype(verb, "grad_dtype", trainer.grad_dtype)
+    fix, kinds = "pass a Schedule, on_demand(...) or keep_all()", Schedule | OnDemand | None
+    checks.instance(verb, "schedule", schedule, kinds, "a Schedule or a policy", fix)
+    saves = checkpoint is None or hasattr(checkpoint, "begin")
+    if not saves or isinstance(checkpoint, type):
+        checks.refuse(verb, "checkpoint", checkpoint, "a Checkpoints", "pass Checkpoints(folder)")
 
 
 def as_shards(
@@ -40,16 +112,24 @@ def as_shards(
       groups: as for `shard`.
       home: the first of these groups.
       precision: the argument `precision`; None if it was not given.
-      options: the options of `shard` that were given; defaults are added here.
+      options: options of `shard`; of those that are None, defaults are taken here.
 
     Communication: as for `shard`; none if shards are given.
 
     Raises:
       TreeError: names, shapes or ties of the parameters differ from those of the model.
-      LeafError: a parameter has no value, or another dtype or device than the model or its groups.
+      LeafError: a parameter has no value, or another dtype or device than the model or its groups;
+        or none is trained.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
     """
     params = own if given is None else given
+    options = {name: value for name, value in options.items() if value is not None}
+    for name in ("frozen", "order", "bucket"):
+        fix = "pass a function such as lambda path: 'bias' in path"
+        checks.function("Trainer", name, options.get(name), "of the path of a leaf", fix)
+    if "bucket_bytes" in options:
+        found = checks.nbytes("Trainer", "bucket_bytes", options["bucket_bytes"], 1)
+        options["bucket_bytes"] = found
     leaves, _ = tree.flatten(params, is_leaf)
     sharded = any(map(is_leaf, leaves))
     if sharded:
@@ -58,6 +138,7 @@ def as_shards(
         _check_names(own, given)
     if sharded:
         _check_shards(params, groups, precision, options)
+        _check_trained(leaves)
         return params
     for path, leaf in zip(tree.paths(params, "params", is_leaf), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -66,7 +147,17 @@ def as_shards(
     if own is not None:
         options.setdefault("order", tree.own_order(own))
     options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
-    return shard(params, groups, precision=precision, **options)
+    found = shard(params, groups, precision=precision, **options)
+    _check_trained(tree.flatten(found, is_leaf)[0])
+    return found
+
+
+def _check_trained(leaves: Sequence[Any]) -> None:
+    """Raise LeafError unless some leaf is trained, as steps would change nothing."""
+    if not any(isinstance(leaf, Sharded) for leaf in leaves):
+        text = "Trainer: no parameter is trained: all are frozen, or there is none"
+        fix = "leave requires_grad=True on some, and out of frozen="
+        raise LeafError(message(text, fix=fix))
 
 
 def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
@@ -134,28 +225,48 @@ def _check_shards(
             text = f"Trainer: params{path} is on {data.device}, its groups are on {home.device}"
             raise LeafError(message(text, fix="make shards on the device of their groups"))
         if precision is not None and bucket is not None:
-            want = precision.dtypes(path, bucket.dtype)
+            own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
+            want = precision.dtypes(path, own)
             got = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
             if want != got:
                 lines = [f"{word} {_names(x)}" for word, x in (("expected", want), ("got", got))]
                 text = f"Trainer: params{path} was not made with this precision="
                 fix = "make the shards with the same precision"
                 raise PlanError(message(text, [*lines, "param/compute/reduce/accumulate"], fix))
+            sent: list[Any] = [*precision.wires(path, bucket.dtype)]
+            numel = bucket.numels[getattr(leaf, "slot", 0)]
+            sent.append(precision.kept(path, bucket.dtype, numel) if bucket.trainable else None)
+            sent.append(precision.codes(path, bucket.dtype))
+            have = [bucket.gather, bucket.hop1, bucket.hop2, bucket.state, bucket.codes]
+            if sent != have:
+                lines = [f"{word} {_codes(x)}" for word, x in (("expected", sent), ("got", have))]
+                how = "kept" if sent[:3] == have[:3] else "sent"
+                text = f"Trainer: params{path} is not {how} as this precision= says"
+                fix = "make the shards with the same precision"
+                raise PlanError(message(text, lines, fix))
+
+
+def _codes(given: list[Any]) -> str:
+    """What travels of a leaf and how its moments are kept, where that is not values."""
+    pairs = zip(("gather", "hop1", "hop2", "state", "param"), given, strict=True)
+    words = [f"{name}={SHORT_NAMES.get(x, x)}" for name, x in pairs if x is not None]
+    return ", ".join(words) or "values"
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return "/".join(map(dtype_name, dtypes))
 
 
-def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
-    """The groups of a tree, reducing in fixed order if `deterministic`; and the first of them."""
+def homes_for(groups: Any, params: Tree, deterministic: bool | str) -> tuple[Any, Groups]:
+    """The groups of a tree, reducing as `deterministic` says; and the first of them."""
     found = tree.spread(
         groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
     )
+    reducing = placement.canonical if deterministic == "canonical" else placement.fixed_order
     if deterministic and isinstance(groups, Groups):
-        groups = placement.fixed_order(groups)
+        groups = reducing(groups)
     elif deterministic:
-        ordered = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
+        ordered = {home: reducing(home) for home in dict.fromkeys(found)}
         paths = tree.paths(params, is_leaf=is_leaf)
         by_path = {path: ordered[home] for path, home in zip(paths, found, strict=True)}
         groups, found = by_path.__getitem__, list(by_path.values())

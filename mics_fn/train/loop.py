@@ -1,15 +1,18 @@
-"""A loop of steps, and what it needs around them: reproducible numbers, and a progress bar."""
+"""A loop of steps, and what it needs around them: reproducible numbers, and how far it is."""
 
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch.utils import deterministic as torch_deterministic
 
+from mics_fn import checks
 from mics_fn.groups import StopRequest
 from mics_fn.train.metrics import StepMetrics
+from mics_fn.train.shares import Dealt, check_loader
 
 
 @contextmanager
@@ -33,7 +36,7 @@ def reproducible(on: bool) -> Iterator[None]:
 
 
 @contextmanager
-def learning(deterministic: bool) -> Iterator[None]:
+def learning(deterministic: bool | str) -> Iterator[None]:
     """A block in grad mode, and `reproducible`; an interrupt leaves grad mode as it was.
 
     Inside of torch's own contexts it may be raised when the mode is set and nobody is to reset it.
@@ -41,7 +44,7 @@ def learning(deterministic: bool) -> Iterator[None]:
     before = torch.is_grad_enabled()
     try:
         torch.set_grad_enabled(True)
-        with reproducible(deterministic):
+        with reproducible(bool(deterministic)):
             yield
     finally:
         torch.set_grad_enabled(before)
@@ -52,12 +55,26 @@ def fills_memory() -> bool:
     return bool(torch_deterministic.fill_uninitialized_memory)  # pyright: ignore
 
 
+def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any) -> None:
+    """Raise PlanError unless the arguments of `Trainer.fit` are what they should be."""
+    verb, fix = "Trainer.fit", "the order is fit(loader, steps); a loader gives a batch per step"
+    if isinstance(loader, str | bytes | Mapping):  # would be gone through by character or by key
+        checks.refuse(verb, "loader", loader, "batches", fix)
+    checks.instance(verb, "loader", loader, Iterable, "batches", fix)
+    checks.integer(verb, "steps", steps, 0, fix="pass the number of optimizer steps to take")
+    checks.integer(verb, "log_every", log_every, fix="progress=False shows nothing")
+    checks.flag(verb, "progress", progress)
+    fix = "with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)"
+    checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
+
+
 class Progress:
-    """A progress bar if one is wanted and tqdm is installed; else nothing."""
+    """A progress bar, if one is wanted; lines if tqdm is not installed."""
 
     def __init__(self, steps: int, log_every: int, *, shown: bool) -> None:
         self._steps, self._log_every, self._started = steps, log_every, time.perf_counter()
         self._bar: Any = None
+        self._shown = shown
         if shown:
             try:
                 from tqdm import tqdm
@@ -67,15 +84,20 @@ class Progress:
 
     def update(self, metrics: list[Any]) -> None:
         """Count one more step. The loss is read only every `log_every` steps."""
-        if self._bar is None:
+        if not self._shown:
             return
-        self._bar.update()
-        if len(metrics) % self._log_every == 0 or len(metrics) == self._steps:
+        if self._bar is not None:
+            self._bar.update()
+        done = len(metrics)
+        if done % self._log_every == 0 or done == self._steps:
             seconds = time.perf_counter() - self._started
             tokens, samples = sum(m.tokens for m in metrics), sum(m.samples for m in metrics)
             rate, unit = (tokens, "tokens") if tokens else (samples, "samples")
-            loss = metrics[-1].loss.item()
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {rate / seconds:,.0f} {unit}/s")
+            text = f"loss {metrics[-1].loss.item():.3f}, {rate / seconds:,.0f} {unit}/s"
+            if self._bar is not None:
+                self._bar.set_postfix_str(text)
+            else:
+                print(f"step {done}/{self._steps}: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the bar, which stays on the screen."""
@@ -84,20 +106,23 @@ class Progress:
 
 
 def train_for(
-    step: Callable[[Any], StepMetrics],
-    batches: Iterator[Any],
-    steps: int,
-    bar: Progress,
-    stop: StopRequest | None,
+    trainer: Any, loader: Iterable[Any], steps: int, bar: Progress, stop: StopRequest | None
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one."""
     metrics: list[StepMetrics] = []
+    home, positions, shares = trainer._home, trainer._positions, trainer.shares
+    if trainer.elastic:
+        check_loader(loader, home, positions)
+        loader = loader if len(shares) == 1 else Dealt(loader, shares, positions)
     try:
-        for _ in range(steps):
-            metrics.append(step(next(batches)))
-            bar.update(metrics)
-            if stop is not None and stop.due():
-                break
+        with closing(trainer._epochs.batches(loader, home, positions)) as batches:
+            for _ in range(steps):
+                metrics.append(trainer.step(next(batches)))
+                bar.update(metrics)
+                if stop is not None and stop.due():
+                    trainer.checkpoint.save(trainer)
+                    break
     finally:
         bar.close()
+    trainer.checkpoint.close()
     return metrics

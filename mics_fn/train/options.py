@@ -1,44 +1,70 @@
-"""What ranks compare for a `Trainer`: options that change numbers, and every K steps replicas."""
+"""What is compared for a `Trainer`: options that change numbers, and every K steps replicas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from mics_fn import points
-from mics_fn.optim import Comparison, optimizer_facts, same_options
+from mics_fn.optim import Comparison, Guard, optimizer_facts, same_options, versions
 from mics_fn.shards import homes_of, names
+from mics_fn.train.guarding import SCALE
 from mics_fn.tree import Tree
 
 
-def compare_options(trainer: Any, params: Tree, groups: Any) -> None:
+def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> None:
     """Compare the options of a `Trainer` between ranks.
 
     Args:
       trainer: it, with its state.
       params: its tree of shards.
       groups: as for `shard`.
+      guard: its guard.
 
     Communication: that of `same_options`.
 
     Raises:
       DesyncError: ranks have other options.
     """
-    homes, paths = list(dict.fromkeys(homes_of("Trainer", groups, params))), names(params)
+    homes = list(dict.fromkeys(homes_of("Trainer", groups, params)))
     several = any(home.partition_size * home.num_replicas > 1 for home in homes)
-    transform, sync, guard = trainer.state.transform, trainer.replica_sync, trainer.guard
-    facts = {
-        "accumulate": f"{trainer.accumulate}",
+    facts = _facts(trainer, names(params), several) | {
         "deterministic": f"{trainer.deterministic}",
+        "recoverable": f"{trainer.recoverable}",
+        "elastic": f"{trainer.elastic}",
+        "placement": "; ".join(home.describe() for home in homes),
+    }
+    facts |= _under("guard ", {f.name: f"{getattr(guard, f.name)}" for f in fields(guard)})
+    same_options("Trainer", facts, homes)
+
+
+def lasting_options(trainer: Any) -> dict[str, str]:
+    """The options that a run which goes on must share, and the versions, as texts by name.
+
+    Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
+    """
+    guard, scale = trainer.guard, trainer.guard.scale
+    changes = {*SCALE} if scale.kind == "dynamic" else {*SCALE} - {"value"}
+    fixed = [f.name for f in fields(scale) if f.name not in changes]
+    rest = [f.name for f in fields(guard) if f.name != "scale"]
+    facts = _facts(trainer, names(trainer.state.params), several=False)
+    if trainer.deterministic == "canonical":  # half as many ranks may take twice as many
+        facts["accumulate"] = f"{trainer.accumulate * trainer._positions} on all ranks"
+    facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in rest})
+    facts |= _under("guard scale ", {name: f"{getattr(scale, name)}" for name in fixed})
+    return {**facts, **versions()}
+
+
+def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
+    """The options that ranks and later runs must share."""
+    transform, sync = trainer.state.transform, trainer.replica_sync
+    facts = {
+        "accumulate": f"{trainer.accumulate * len(trainer.shares)}",
         "grad_dtype": f"{trainer.grad_dtype}",
         "precision": f"{trainer.precision}" or "as given",
         "replica_sync": sync.name,
-        "placement": "; ".join(home.describe() for home in homes),
     }
     facts |= _under("", optimizer_facts("Trainer", transform, paths, several))
-    facts |= _under("guard ", {f.name: f"{getattr(guard, f.name)}" for f in fields(guard)})
-    if sync.facts is not None:
-        facts |= _under("outer ", sync.facts(paths))
-    same_options("Trainer", facts, homes)
+    return facts if sync.facts is None else facts | _under("outer ", sync.facts(paths))
 
 
 def _under(head: str, facts: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mics_fn import points
+from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import Precision
@@ -51,6 +52,11 @@ class FunctionProgram:
     def evaluating(self) -> Iterator[None]:
         """A block in evaluation mode, which a function does not have."""
         yield
+
+    def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
+        """Raise TreeError: the parameters of a function have no names of a module."""
+        text = "Trainer.state_dict: a loss_fn has no module whose names these could be"
+        raise TreeError(message(text, fix="use trainer.params(), which has the form of params="))
 
     def take(self) -> tuple[None, Values]:
         """Parameters and buffers, of which a function has none of its own."""
@@ -99,6 +105,26 @@ class ModuleProgram:
         values, self._values = self._values, ({}, {})
         return values
 
+    def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
+        """What the module itself gives as its state dict while these values are swapped in.
+
+        Args:
+          params: gives full parameters by name, in memory of their own.
+          buffers: by name, and still in use: they are copied.
+
+        Raises:
+          LeafError: something in it has no value, since the skeleton alone has it.
+        """
+        values = {**params(), **self.buffers.copies(buffers)}
+        given = {f"model.{name}": value for name, value in values.items()}
+        found = functional_call(_Saved(self.skeleton), given, (), tie_weights=False)
+        for name, value in found.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
+                fix = "register it as a buffer, or take trainer.params() and state.buffers"
+                raise LeafError(message(f"{text} nor a buffer", fix=fix))
+        return found
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A block in evaluation mode; afterwards every module is in its previous mode again."""
@@ -128,6 +154,17 @@ class _Step(nn.Module):
         if self.precision.casts:
             model = Casting(model, self.precision)
         return _finished(self.loss(model, batch), backward)
+
+
+class _Saved(nn.Module):
+    """The state dict of a model as a call, so that it is taken while values are swapped in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Values:
+        return self.model.state_dict()
 
 
 def program_of(
@@ -163,10 +200,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _finished(loss: Any, backward: Backward | None) -> Tensor:
     """The loss as a detached number, after a check of its shape and `backward` of it."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        text = f"Trainer: the loss has {got}, expected one number"
-        raise LeafError(message(text, fix="return a scalar tensor"))
+    check_loss("Trainer", loss)
     if backward is not None:
         backward(loss)
     return loss.detach().reshape(())

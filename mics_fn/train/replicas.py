@@ -4,17 +4,27 @@ Hop 2 in every step needs a fast link between replicas. If there is none, as bet
 replica steps on its own gradients for a while, and then all of them are merged.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from mics_fn import tree
+from mics_fn import checks, tree
 from mics_fn.errors import PlanError, TreeError, message
-from mics_fn.optim import TrainState, as_transform, fresh, init_state, map_columns, opt_step, sgd
+from mics_fn.optim import (
+    Optimizer,
+    TrainState,
+    as_transform,
+    fresh,
+    init_state,
+    map_columns,
+    opt_step,
+    sgd,
+)
 from mics_fn.shards import donate as mark_donated
 from mics_fn.shards import is_leaf, sync_replicas
 from mics_fn.train.syncing import ReplicaSync, SyncState
 from mics_fn.tree import Tree
 
-__all__ = ["ReplicaSync", "SyncState", "diloco", "every_step", "local_sgd"]
+__all__ = ["ReplicaSync", "SyncState", "diloco", "every_step", "local_sgd", "reduced_by"]
 
 
 def every_step() -> ReplicaSync:
@@ -68,7 +78,7 @@ def local_sgd(every: int) -> ReplicaSync:
     return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
 
 
-def diloco(every: int, outer: Any = None) -> ReplicaSync:
+def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
     """DiLoCo: every H steps an outer optimizer follows the mean change of the replicas.
 
     All replicas keep an anchor, which is the parameters that they last restarted from. Every H
@@ -126,10 +136,77 @@ def diloco(every: int, outer: Any = None) -> ReplicaSync:
     return ReplicaSync(f"diloco({every})", every, True, begin, merge, transform.facts)
 
 
+def reduced_by(
+    hop2: Callable[..., Any], *, init: Callable[[Tree], Any] | None = None
+) -> ReplicaSync:
+    """Hop 2 by a function of one's own in every step: other dtypes, other routes, fewer bits.
+
+    Steps are taken on `Groups.without_replicas()`, so that gradients come with hop 1 behind them,
+    and the function has to make them equal on all replicas; `collectives` has what it needs for
+    that. A `Trainer` finds every `check_replicas` steps whether it does.
+
+    Args:
+      hop2: `hop2(grads, groups) -> grads`, from this replica's gradients, a tree of shards, to
+        their mean over all. With `init` it is `hop2(grads, state, groups) -> (grads, state)`.
+      init: `init(params) -> state`, for what is kept from step to step, such as the rest that a
+        compressed sum leaves out: a pytree with tensors. It belongs to its rank. A step that is
+        refused leaves it as it was, checkpoints save that of each replica, and a rank that was lost
+        cannot take it from another one.
+
+    Returns:
+      A `ReplicaSync`. `Trainer(hop2=f)` is `Trainer(replica_sync=reduced_by(f))`.
+
+    Communication: what `hop2` sends, once per step.
+
+    Memory: with `init` its state, and two copies of the gradients' shards.
+
+    Raises:
+      PlanError: one of them is not a function.
+
+    Example:
+      >>> groups, loss = make_groups(1), lambda model, x: model(x).sum()
+      >>> halved = lambda grads, groups: shards.map(lambda g: g / 2, grads)
+      >>> trainer = Trainer(torch.nn.Linear(1, 1), optim.sgd(0.1), groups, loss=loss, hop2=halved)
+      >>> before = trainer.params()["bias"]
+      >>> metrics = trainer.step(torch.ones(1, 1))
+      >>> before - trainer.params()["bias"]
+      tensor([0.0500])
+    """
+    for name, given in (("hop2", hop2), ("init", init)):
+        if not callable(given) and (name == "hop2" or given is not None):
+            text = f"reduced_by: {name}={given!r:.60} is not a function"
+            raise PlanError(message(text, fix="pass hop2(grads, groups), which gives gradients"))
+
+    def with_state(grads: Tree, outer: Any, groups: Any) -> Any:
+        return hop2(grads, outer, groups)
+
+    def without_state(grads: Tree, outer: Any, groups: Any) -> Any:
+        return hop2(grads, groups), outer
+
+    def nothing_left(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
+        return params, outer
+
+    name = f"reduced_by({getattr(hop2, '__qualname__', type(hop2).__name__)})"
+    reduce = without_state if init is None else with_state
+    return ReplicaSync(name, 1, False, init or (lambda _: ()), nothing_left, reduce=reduce)
+
+
+def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
+    """The policy that two arguments of `Trainer` mean.
+
+    Raises:
+      PlanError: both are given.
+    """
+    if hop2 is None:
+        return replica_sync or every_step()
+    if replica_sync is not None:
+        text = "Trainer: replica_sync= and hop2= are both given"
+        raise PlanError(message(text, fix="pass one; hop2=f is replica_sync=reduced_by(f)"))
+    return reduced_by(hop2)
+
+
 def _check_every(verb: str, every: Any) -> None:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        text = f"{verb}: every={every!r}, expected an int of at least 1"
-        raise PlanError(message(text, fix="give the steps from one merge to the next"))
+    checks.integer(verb, "every", every, fix="give the steps from one merge to the next")
 
 
 def _check_anchor(params: Tree, kept: Any) -> None:

@@ -5,37 +5,91 @@ behind by what it had not written yet: parameters and optimizer state, or, if th
 only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
 steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
 Replicas that are apart have states of their own, so each of them must be at one step by itself.
+Ranks that come back have nothing; see [Note: replicas are checkpoints] in `rejoining`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mics_fn import tree
-from mics_fn.collectives import collect_bytes
-from mics_fn.errors import TornStepError, message, rank_lines
+from mics_fn import checks, tree
+from mics_fn.errors import CollectiveError, LostStateError, PeerFailed, TornStepError
 from mics_fn.groups import Groups, replaced
-from mics_fn.optim import Guard, same_step
+from mics_fn.optim import same_step
 from mics_fn.shards import is_leaf
+from mics_fn.train.elastic import begun, check_newest, end_saves, meet_for
+from mics_fn.train.guarding import with_numbers
+from mics_fn.train.rejoining import (
+    Said,
+    refuse_apart,
+    refuse_own_state,
+    rejoin,
+    told_by_all,
+    torn,
+)
+from mics_fn.train.syncing import has_own_state
 from mics_fn.tree import Tree
 
-_SCALE = ("value", "credits", "good_steps", "overflows")  # what changes in a `LossScale`
+_ATTEMPTS = 5  # as a rank may be lost while another one is healed
 
 
-def on_new_groups(groups: Any, params: Tree, home: Groups) -> tuple[Any, Groups]:
+def renew(trainer: Any, *, heal: bool) -> None:
+    """Put a `Trainer` on new groups, at one step; tries again if a rank is lost meanwhile.
+
+    Where no replica holds what a rank lacks, all go back to the newest step that was saved.
+
+    Args:
+      trainer: it.
+      heal: whether a rank that is behind takes what it lacks from a replica.
+
+    Raises:
+      LostStateError, TornStepError: see `Trainer.reset`.
+    """
+    checks.flag("Trainer.reset", "heal", heal)
+    end_saves(trainer)
+    for attempt in reversed(range(_ATTEMPTS)):
+        trainer.groups, trainer._home = on_new_groups(
+            trainer.groups, trainer.state.params, trainer._home, meet_for(trainer)
+        )
+        trainer._step_groups = trainer.replica_sync.groups(trainer.groups)
+        trainer._compared = False
+        check_newest(trainer)
+        try:
+            at_one_step(trainer, heal=heal)
+        except (CollectiveError, PeerFailed):
+            if not attempt:
+                raise
+        except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
+            trainer._lost, trainer._ready = False, None
+            found = trainer.checkpoint.begin(trainer)
+            begun(trainer)
+            if found:
+                return
+            raise
+        except TornStepError:
+            begun(trainer)
+            raise
+        else:
+            trainer._compared = True
+            trainer.checkpoint.reset(trainer)
+            begun(trainer)
+            return
+
+
+def on_new_groups(groups: Any, params: Tree, home: Groups, meet: Any = None) -> tuple[Any, Groups]:
     """The groups of a `Trainer` made anew, in the same form; and the first of them.
 
     Args:
       groups: as for `shard`.
       params: the tree of shards.
       home: the first of these groups.
+      meet: as for `replaced`.
 
     Communication: that of `reset`.
     """
     form = {"what": "groups", "is_leaf": is_leaf, "is_value": lambda v: isinstance(v, Groups)}
     found = tree.spread(groups, params, **form)
-    new = replaced([home, *found])
+    new = replaced([home, *found], meet)
     if callable(groups):
         paths = tree.paths(params, is_leaf=is_leaf)
         by_path = {path: new[each] for path, each in zip(paths, found, strict=True)}
@@ -43,8 +97,8 @@ def on_new_groups(groups: Any, params: Tree, home: Groups) -> tuple[Any, Groups]
     return tree.map_leaves(new.__getitem__, groups), new[home]
 
 
-def at_one_step(trainer: Any, *, heal: bool) -> tuple[Any, Any, Guard]:
-    """State, sync state and guard of a `Trainer`, once all ranks are at one step.
+def at_one_step(trainer: Any, *, heal: bool) -> None:
+    """Bring state, sync state and guard of a `Trainer` to one step on all ranks.
 
     Args:
       trainer: it, on new groups.
@@ -53,50 +107,32 @@ def at_one_step(trainer: Any, *, heal: bool) -> tuple[Any, Any, Guard]:
     Raises:
       TornStepError: see `Trainer.reset`.
     """
-    state, sync_state, guard = trainer.state, trainer.sync_state, trainer.guard
-    home, words = trainer._home, _words(state, sync_state, guard)
-    found = {rank: json.loads(text) for rank, text in collect_bytes(home, words).items()}
-    taken = {rank: (said[0], said[1]) for rank, said in found.items()}
+    home, found = trainer._home, told_by_all(trainer)
     if trainer.replica_sync.apart:
-        _check_apart(taken, home)
-        return state, sync_state, guard
-    state = same_step(state, trainer.groups, heal=heal)
-    if len({calls for calls, _ in taken.values()}) > 1:
+        refuse_apart(home, found)
+        _check_apart(found, home)
+        return
+    if has_own_state(trainer.replica_sync, trainer.sync_state):
+        refuse_own_state(trainer, found)
+    if any(said.lost or said.ready for said in found.values()):
+        rejoin(trainer, found, heal=heal)
+        return
+    trainer.state = same_step(trainer.state, trainer.groups, heal=heal)
+    if len({said.calls for said in found.values()}) > 1:
         if not heal:
-            raise _torn(taken)
-        last = found[max(taken, key=lambda rank: taken[rank])]
-        if sync_state.step < last[0]:
-            sync_state, guard = replace(sync_state, step=last[0]), _told(guard, *last[2:])
-    return state, sync_state, guard
+            raise torn(found)
+        last = max(found.values(), key=lambda said: said.at)
+        if trainer.sync_state.step < last.calls:
+            trainer._epochs.took()  # the batch of the step that failed here is used, after all
+            trainer.sync_state = replace(trainer.sync_state, step=last.calls)
+            trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
 
 
-def _check_apart(taken: Mapping[int, tuple[int, int]], home: Groups) -> None:
+def _check_apart(found: Mapping[int, Said], home: Groups) -> None:
     """Raise TornStepError unless all ranks merge at one step, and each replica is at one step."""
     p, ranks = home.partition_size, home.stacked_ranks
     for start in range(0, len(ranks), p):
-        if len({taken[rank] for rank in ranks[start : start + p]}) > 1:
-            raise _torn(taken)
-    if len({calls for calls, _ in taken.values()}) > 1:
-        raise _torn(taken)
-
-
-def _words(state: Any, sync_state: Any, guard: Guard) -> bytes:
-    """Both numbers of steps and the guard's, as JSON, which keeps every bit of them."""
-    scale = [getattr(guard.scale, name) for name in _SCALE]
-    norms = guard.spike and guard.spike.norms
-    return json.dumps([sync_state.step, state.step, scale, norms]).encode()
-
-
-def _told(guard: Guard, scale: list[Any], norms: list[float] | None) -> Guard:
-    """The guard with what another rank's has found."""
-    spike = guard.spike and replace(guard.spike, norms=tuple(norms or ()))
-    changed = replace(guard.scale, **dict(zip(_SCALE, scale, strict=True)))
-    return replace(guard, scale=changed, spike=spike)
-
-
-def _torn(taken: Mapping[int, tuple[int, int]]) -> TornStepError:
-    texts = {rank: f"step {step}, in {calls} calls" for rank, (calls, step) in taken.items()}
-    fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return TornStepError(
-        message("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
-    )
+        if len({found[rank].at for rank in ranks[start : start + p]}) > 1:
+            raise torn(found)
+    if len({said.calls for said in found.values()}) > 1:
+        raise torn(found)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from mics_fn import tree
+from mics_fn import checks, tree
 from mics_fn.collectives import check_same
-from mics_fn.errors import GroupsError, message
+from mics_fn.errors import GroupsError, TreeError, message
 from mics_fn.groups import Groups
+from mics_fn.optim import fresh
 from mics_fn.shards import check_equal, open_shards, refuse_derivative
 from mics_fn.tree import Tree
 
@@ -44,6 +45,7 @@ class ReplicaSync:
       merge: `merge(params, outer, groups, donate) -> (params, outer)`, after which all replicas
         hold the same bits.
       facts: those of the outer optimizer, as for a `Transform`.
+      reduce: `reduce(grads, outer, groups) -> (grads, outer)`, in place of hop 2; None does hop 2.
 
     Example:
       >>> from mics_fn.optim import sgd
@@ -66,9 +68,10 @@ class ReplicaSync:
     begin: Callable[[Tree], Any]
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
     facts: Callable[[Sequence[str]], Mapping[str, str]] | None = None
+    reduce: Callable[[Tree, Any, Any], tuple[Tree, Any]] | None = None
 
     def groups(self, groups: Any) -> Any:
-        """The groups for the steps: those given, or one replica's if replicas are apart.
+        """The groups for the steps: one replica's if these do no hop 2, else those given.
 
         Args:
           groups: as for `shard`.
@@ -82,7 +85,7 @@ class ReplicaSync:
         Raises:
           GroupsError: there are no groups, or a hierarchy is given, which has no replicas.
         """
-        if not self.apart:
+        if not self.apart and self.reduce is None:
             return groups
         if callable(groups):
             return lambda path: _replica(groups(path))
@@ -116,8 +119,40 @@ class ReplicaSync:
             check_equal(opened)
         return SyncState(0, self.begin(params))
 
+    def reduced(self, grads: Tree, state: SyncState, groups: Any) -> tuple[Tree, SyncState]:
+        """Gradients with both hops done; hop 2 by `reduce` if there is one.
+
+        Args:
+          grads: tree of shards, reduced over the groups of the steps; given away.
+          state: as for `after`.
+          groups: those that the tree was sharded with.
+
+        Returns:
+          The gradients, and the state for a step that is taken.
+
+        Communication: what `reduce` sends; none without it.
+
+        Raises:
+          TreeError: `reduce` gave something else than two values, or gradients of another tree.
+          LeafError: a derivative is asked for.
+        """
+        if self.reduce is None:
+            return grads, state
+        self._refuse_derivative("reduced", grads)
+        keeps = bool(tree.flatten(state.outer)[0])
+        with torch.no_grad():
+            # The memory of gradients is used again, and a state may be made of them.
+            found = self.reduce(fresh(grads) if keeps else grads, state.outer, groups)
+            if not isinstance(found, tuple) or len(found) != 2 or not _is_like(found[0], grads):
+                text = f"{self.name}: it gave no gradients like those that it was given"
+                fix = "return a tree of shards, as shards.map gives; with init= also the next state"
+                raise TreeError(message(text, fix=fix))
+            mean, outer = found
+            return (fresh(mean) if keeps else mean), replace(state, outer=outer)
+
     def due(self, state: SyncState) -> bool:
         """Whether the next `after` leaves replicas equal; the same on every rank."""
+        _check_state("due", state)
         return (state.step + 1) % self.every == 0
 
     def after(
@@ -148,6 +183,7 @@ class ReplicaSync:
           CollectiveError: the merge failed. With `donate` the parameters are lost then, but the
             anchor is not.
         """
+        _check_state("after", state)
         later = replace(state, step=state.step + 1)
         if not self.apart:
             return params, later
@@ -161,12 +197,32 @@ class ReplicaSync:
         return merged, replace(later, outer=outer)
 
     def _refuse_derivative(self, verb: str, params: Tree) -> None:
-        if self.apart:
+        if self.apart or verb == "reduced":
             fix = "do it outside, or in torch.no_grad(); sync_replicas can be differentiated"
             refuse_derivative(f"ReplicaSync.{verb}", tree.flatten(params)[0], fix)
 
     def __repr__(self) -> str:
         return self.name
+
+
+def has_own_state(sync: ReplicaSync, state: SyncState) -> bool:
+    """Whether hop 2 keeps something on each rank that no other rank has."""
+    return sync.reduce is not None and bool(tree.flatten(state.outer)[0])
+
+
+def _is_like(found: Tree, grads: Tree) -> bool:
+    """Whether a tree has the structure, the layout and the sizes of another."""
+    (x, spec), (y, like) = tree.flatten(found), tree.flatten(grads)
+    return spec == like and all(
+        isinstance(a, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+def _check_state(verb: str, state: Any) -> None:
+    """Raise PlanError unless a value is what a policy carries."""
+    fix = "pass what init or the last after gave; a TrainState is another thing"
+    checks.instance(f"ReplicaSync.{verb}", "state", state, SyncState, "a SyncState", fix)
 
 
 def _replica(groups: Any) -> Groups:

@@ -1,36 +1,41 @@
 """A short stateful loop around the verbs; a hand-written step can do everything that it does."""
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from mics_fn import checks, spans
 from mics_fn.collectives import mean_over_ranks
-from mics_fn.deferred import GradSum, bucket_sizes, defer
-from mics_fn.groups import StopRequest, Telling
-from mics_fn.interrupts import Commit
-from mics_fn.optim import Guard, TrainState, Verdict, init_state, opt_step, same_step
+from mics_fn.deferred import bucket_sizes, defer
+from mics_fn.groups import StopRequest, Telling, came_back
+from mics_fn.inspection import NOT_WATCHED
+from mics_fn.offload import Where
+from mics_fn.optim import Guard, Optimizer, TrainState
 from mics_fn.schedules import OnDemand, Schedule
-from mics_fn.shards import Precision, precision_of, refuse_derivative, unshard
-from mics_fn.train.batch import count, cut, to_device
-from mics_fn.train.buffers import Values
-from mics_fn.train.data import Epochs
+from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative
+from mics_fn.train.batch import to_device
 from mics_fn.train.defaults import schedules_for
-from mics_fn.train.given import as_shards, check_buffers, homes_for
-from mics_fn.train.loop import Progress, learning, train_for
+from mics_fn.train.elastic import rounds_for
+from mics_fn.train.exporting import Exporting
+from mics_fn.train.given import as_shards, check_buffers, check_model, check_options, homes_for
+from mics_fn.train.loop import Progress, check_fit, train_for
 from mics_fn.train.metrics import StepMetrics, averaged
-from mics_fn.train.options import compare_options, start_comparison
+from mics_fn.train.micro_steps import canonical_optimizer
+from mics_fn.train.passes import Epochs
 from mics_fn.train.program import program_of
-from mics_fn.train.replicas import every_step
-from mics_fn.train.resetting import at_one_step, on_new_groups
-from mics_fn.train.syncing import ReplicaSync
+from mics_fn.train.replicas import policy_of
+from mics_fn.train.resetting import renew
+from mics_fn.train.saving import Checkpoint, NothingSaved
+from mics_fn.train.shares import shares_of
+from mics_fn.train.stepping import one_step
+from mics_fn.train.syncing import ReplicaSync, SyncState
+from mics_fn.train.writing import Ready, begin
 from mics_fn.tree import Tree
 
 
-class Trainer:
+class Trainer(Exporting):
     """Trains a model whose states are sharded, one call per step.
 
     Args:
@@ -49,10 +54,17 @@ class Trainer:
         `compute` and its result to `output`; `loss` gets a stand-in for the model that does this.
       guard: scales the loss, clips gradients, and decides which steps are refused.
       replica_sync: when replicas are merged; by default hop 2 in every step.
+      hop2: `hop2(grads, groups) -> grads` in place of hop 2; see `replicas.reduced_by`.
       deterministic: make equal runs give equal bits. In a step torch then uses deterministic
-        algorithms, and reductions add up in the order of ranks.
+        algorithms, and reductions add up in the order of ranks. With "canonical", other numbers of
+        ranks give the same bits too; see the page of this wing.
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
       on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
+      recoverable: write each step only once all ranks can, so that those that are left when one is
+        killed are at one step; see [Note: steps written together] in `rejoining`.
+      elastic: go on without ranks that are lost, keeping the batch, until they return: for how many
+        seconds to wait for them before that; True for 15. See "Fewer replicas" on the page of this
+        wing. `step` then takes a function from a position to its batch.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -61,10 +73,14 @@ class Trainer:
       schedule: a `Schedule` or a policy, used instead of `live_bytes` and `prefetch`.
       grad_dtype: dtype of the sum of gradients over micro-steps; default that of the precision, at
         least float32.
-      replicas, source_rank, frozen: as for `shard`. These and the next two cannot be given with
+      where: where trained leaves, the optimizer's states and sums of gradients live; see `where`.
+      overlap_step: step each bucket once its hop 2 is done, while others are still reduced; see
+        [Note: steps that overlap hop 2] in `writing`.
+      replicas, source_rank, frozen: as for `shard`. These and the next three cannot be given with
         shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
-      order: as for `shard`; default the module's own order.
+      order, bucket: as for `shard`; the default order is the module's own.
+      checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoint` in `saving`.
 
     Communication: that of `shard` when it is made, and 32 bytes to compare options. In a step each
       bucket is gathered once if all fit the budget, else each time that it is needed again. There
@@ -81,7 +97,7 @@ class Trainer:
       TreeError: names, shapes or ties of `params` differ from those of the model.
       LeafError: a parameter or buffer has no value, is on another device than the groups, or
         overlaps with another one in memory.
-      PlanError: shards were made for other groups or another precision, or an option has no effect.
+      PlanError: shards were made for other groups or another precision, or an option is of no use.
       DesyncError: ranks have other options that change numbers; on all of them, by name.
 
     Example:
@@ -93,11 +109,20 @@ class Trainer:
       4
     """
 
+    state: TrainState
+    sync_state: SyncState
+    on_drift: Literal["raise", "heal"]
+    _positions: int  # of the whole job, whoever is there
+    _compared: bool  # whether all ranks are known to be at one step; those apart need not be
+    _ready: Ready | None  # what is left to do of a step that all ranks can write
+    _lost: bool  # whether this rank is to take its state from others
+
+    @checks.named_options("Trainer")
     def __init__(
         self,
         model: nn.Module | Callable[[Tree, Any], Tensor],
-        optimizer: Any,
-        groups: Any,
+        optimizer: Optimizer,
+        groups: GroupsTree,
         *,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         params: Tree = None,
@@ -105,54 +130,62 @@ class Trainer:
         precision: Precision | str | None = None,
         guard: Guard | None = None,
         replica_sync: ReplicaSync | None = None,
-        deterministic: bool = False,
+        hop2: Callable[[Tree, Any], Tree] | None = None,
+        deterministic: bool | Literal["canonical"] = False,
         check_replicas: int = 100,
         on_drift: Literal["raise", "heal"] = "raise",
-        live_bytes: int | Literal["auto"] | None = "auto",
+        recoverable: bool = False,
+        elastic: bool | float = False,
+        live_bytes: float | str | None = "auto",
         prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
         grad_dtype: torch.dtype | None = None,
+        where: Where | str | None = None,
+        overlap_step: bool = False,
         replicas: Literal["check", "broadcast"] | None = None,
         source_rank: int | None = None,
         frozen: Callable[[str], bool] | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: float | str | None = None,
         order: Callable[[str], object] | None = None,
+        bucket: Callable[[str], object] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise ValueError(f"Trainer: accumulate={accumulate}, expected an int of at least 1")
+        check_model(model, loss, optimizer, groups, guard, replica_sync, deterministic)
         self.accumulate, self.deterministic = accumulate, deterministic
+        self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
+        self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = precision_of(precision), guard or Guard()
-        self.on_drift: Literal["raise", "heal"] = on_drift
-        self.replica_sync, self.grad_dtype = replica_sync or every_step(), grad_dtype
-        self.check_replicas = check_replicas
+        self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
+        check_options(self, prefetch, schedule, checkpoint)
         self._program = program_of(model, loss, params, self.precision)
         own, buffers = self._program.take()
         groups, self._home = homes_for(groups, own if params is None else params, deterministic)
-        self.groups, self._step_groups = groups, self.replica_sync.groups(groups)
+        self.groups, self._step_groups = cast(Any, groups), self.replica_sync.groups(groups)
+        self._positions, self._compared = self._home.world_size, self.replica_sync.apart
         check_buffers(buffers, self._home)
-        options: dict[str, Any] = {
-            "replicas": replicas, "source_rank": source_rank, "frozen": frozen,
-            "bucket_bytes": bucket_bytes, "order": order,
-        }  # fmt: skip
-        options = {name: value for name, value in options.items() if value is not None}
+        optimizer = canonical_optimizer(self, optimizer)
+        options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
+        options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision
         params = as_shards(own, params, groups, self._home, wanted, options)
         self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
         chosen, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
         self.schedule = schedule or chosen
-        self.state: TrainState = init_state(params, optimizer, buffers=buffers)
-        compare_options(self, params, groups)
-        self.sync_state = self.replica_sync.init(params, groups)
-        # Whether all ranks are known to be at one step; replicas that are apart need not be.
-        self._epochs, self._compared = Epochs(), self.replica_sync.apart
+        self.elastic, self._rounds, self._round = elastic is not False, rounds_for(self, elastic), 0
+        begin(self, params, optimizer, buffers)
+        self._epochs, self._ready, self.last_step = Epochs(), None, NOT_WATCHED
+        self._lost, self.checkpoint = self._home.life.returning, checkpoint or NothingSaved()
+        if not self._lost:
+            self.checkpoint.begin(self)
 
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step.
 
         Args:
           batch: this rank's samples of the whole step, along dim 0 of tensors, in tuples, lists,
-            mappings, dataclasses or pytree nodes.
+            mappings, dataclasses or pytree nodes. With `elastic=` a function that gives those of a
+            position, which is called for each of `shares`.
 
         Returns:
           `StepMetrics`; the new state is `self.state`.
@@ -167,60 +200,33 @@ class Trainer:
             torch.func, where a step has no derivative.
           TornStepError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
-          PeerFailed: another rank failed in this step.
+          OffloadError: of a file; a `PeerOffloadError` on other ranks, here or in the next step.
+          PeerFailed: another rank failed in this step; or this one was lost, or failed in a write,
+            and is to call `reset`; or, of kind "returned" on all, others wait there.
           GroupsError: the groups were closed or have failed, or another thread uses them.
           NonFiniteError: the guard raises it; the step was not taken.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
-        with self._home.life.turns.alone(), Telling(self._home.life, self.state.step):
-            return self._one_step(batch)
+        if self._lost:  # the batch is that of the first step, and the others have come further
+            raise came_back("Trainer.step", self._home.rank)
+        if self._rounds is not None:
+            self._rounds.check()
+        seen, self.last_step = spans.span("step", self.state.step + 1, parts=True), NOT_WATCHED
+        with self._home.life.turns.alone(), Telling(self._home.life, self.state.step), seen:
+            metrics = one_step(self, batch)
+            self.checkpoint.after(self)
+            if self._rounds is not None:
+                self._rounds.due(self.sync_state.step)
+        self.last_step = seen.result or NOT_WATCHED
+        return metrics
 
-    def _one_step(self, batch: Any) -> StepMetrics:
-        if not self._compared:  # a state may have been put in its place since
-            same_step(self.state, self.groups)
-            self._compared = True
-        started, guard = time.perf_counter(), self.guard
-        batch = to_device(batch, self._home.device)
-        parts, state, losses = cut(batch, self.accumulate), self.state, []
-        drift = start_comparison(self, self._program.buffers.averaged)
-        buffers = self._program.buffers.copies(state.buffers)
-        total, commit = GradSum(self.accumulate, dtype=self.grad_dtype), Commit()
-        total.before_last = commit.hold  # see [Note: commit] in `interrupts`
-        with commit, learning(self.deterministic):
-            with defer(state.params, self._step_groups, self.schedule, into=total) as full:
-                for part in parts:
-                    loss, buffers = self._program(
-                        full, buffers, part, lambda loss: total.backward(guard.scale.scale(loss))
-                    )
-                    losses.append(loss)
-            del full  # else the update would copy shards that parameters share
-            commit.hold()
-            grads = total.grads()
-            if drift is not None:
-                self.state = drift.finish(self.on_drift)
-            verdict = self._update(grads, buffers, commit)
-            total.release()
-        loss = torch.stack(losses).mean()
-        samples, tokens = (number * self._home.world_size for number in count(batch))
-        seconds, scale = time.perf_counter() - started, guard.scale.value
-        found = verdict.norm, scale, verdict.accept, verdict.spike, verdict.nonfinite
-        return StepMetrics(self.state.step, loss, samples, tokens, seconds, *found)
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The positions whose samples this rank gives: its own, and with `elastic=` also others.
 
-    @torch.no_grad()
-    def _update(self, grads: Tree, buffers: Values, commit: Commit) -> Verdict:
-        """The optimizer's step if the guard accepts it, and the merge of replicas if it is due."""
-        verdict, state = self.guard.judge(grads, self.groups, donate=True), self.state
-        sync, home = self.replica_sync, self._home
-        if verdict.accept:
-            home = home if sync.due(self.sync_state) else sync.groups(home)
-            buffers = self._program.buffers.average(buffers, home)
-        commit.write()  # no collective is left, but those of a merge
-        if verdict.accept:
-            state = replace(opt_step(state, verdict.grads, donate=True), buffers=buffers)
-        merged = sync.after(state.params, self.sync_state, self.groups, donate=True)
-        params, self.sync_state = merged
-        self.state, self.guard = replace(state, params=params), verdict.next
-        return verdict
+        Positions are those of the ranks of the whole job.
+        """
+        return shares_of(self._home, self._positions)
 
     def eval(self, batch: Any) -> Tensor:
         """The loss of a batch in evaluation mode, averaged over all ranks; no state changes.
@@ -239,48 +245,43 @@ class Trainer:
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         batch = to_device(batch, self._home.device)
-        buffers = self._program.buffers.copies(self.state.buffers)
         with (
             self._home.life.turns.alone(),
             torch.no_grad(),
             self._program.evaluating(),
             defer(self.state.params, self.groups, self._eval_schedule) as full,
         ):
-            loss = self._program(full, buffers, batch).loss
+            before = self._program.buffers.copies(self.state.buffers)
+            loss = self._program(full, before, batch).loss
         return mean_over_ranks(self._home, loss.clone())
-
-    def params(self) -> Tree:
-        """Full parameters as plain tensors, on every rank, for export.
-
-        Returns:
-          The tree that was sharded; for a module a dict from name to tensor. While replicas are
-          apart they are those of this rank's replica.
-
-        Communication: as for `unshard`.
-        """
-        return unshard(self.state.params, self.groups)
 
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
 
         The state, the guard, when replicas are merged, the epochs of `fit` and the learned order of
-        fetches are kept, and nothing of a step that was not completed.
+        fetches are kept, and nothing of a step that was not completed. A rank that was lost and
+        started again calls it, too, and takes all of these from its replicas. With `elastic=` some
+        replicas go on without lost ranks, whose samples they give; others wait here for these.
 
         Args:
-          heal: let a rank that is behind take the newer state from a replica.
+          heal: let a rank that is behind, or has come back, take what it lacks from a replica.
 
         Communication: that of `mics_fn.reset`, and small all-gathers over the partition group and
-          over the replication group. To heal, that of `optim.same_step`.
+          over the replication group. To heal, each rank that lacks something receives its part of
+          parameters, optimizer state and buffers once, from one rank of its replication group.
 
         Raises:
+          LostStateError: on all ranks, if no replica holds some part of the state of a lost rank:
+            all that had it were lost, or replicas are apart, or leaves live on several groups. The
+            new groups are good: put a saved `state` in its place, and go on.
           TornStepError: on all ranks, if they are at different steps, and `heal` is false or no
             replica that steps together with the others has all of the newest state.
+          DesyncError: a rank came back with other options, another model or other frozen leaves.
           CollectiveTimeoutError: some rank did not call it in time.
+          GroupsError: with `elastic=`, the others have ended the job while this rank waited.
+          PeerFailed: the store of the job is lost.
         """
-        self.groups, self._home = on_new_groups(self.groups, self.state.params, self._home)
-        self._step_groups, self._compared = self.replica_sync.groups(self.groups), False
-        self.state, self.sync_state, self.guard = at_one_step(self, heal=heal)
-        self._compared = True
+        renew(self, heal=heal)
 
     def fit(
         self,
@@ -291,15 +292,16 @@ class Trainer:
         progress: bool = True,
         stop: StopRequest | None = None,
     ) -> list[StepMetrics]:
-        """Train for a number of steps; the first rank shows a progress bar where tqdm is installed.
+        """Train for a number of steps; the first rank shows how far it is.
 
         Args:
           loader: gives this rank's batches, and is started again when it ends. If it or its sampler
             has `set_epoch`, that is called before each pass, so that each has another order. A
-            later `fit` goes on with the next epoch.
+            later `fit` goes on with the next epoch, the first one after `take_back` in its pass.
           steps: the number of optimizer steps.
-          log_every: steps between updates of the bar's loss and rate.
-          progress: whether to show the bar.
+          log_every: steps between updates of the loss and the rate that are shown.
+          progress: whether to show a bar; or, where tqdm is not installed, lines. It is written to
+            the standard error output.
           stop: with it, a signal ends the loop on all ranks after the same step, in which
             `stop.stopping` becomes true; its metrics are the last ones.
 
@@ -310,8 +312,9 @@ class Trainer:
           the end.
 
         Raises:
-          ValueError: the loader is empty.
+          PlanError, TreeError: an argument is of no use, the loader is empty, or with `elastic=` it
+            cannot give the samples of other positions.
         """
+        check_fit(loader, steps, log_every, progress, stop)
         bar = Progress(steps, log_every, shown=progress and self._home.position == 0)
-        batches = self._epochs.batches(loader)
-        return averaged(train_for(self.step, batches, steps, bar, stop), self._home)
+        return averaged(train_for(self, loader, steps, bar, stop), self._home)

@@ -1,0 +1,284 @@
+"""All that a `Trainer` carries from step to step, as values: what a checkpoint saves of it.
+
+  >>> groups, loss = make_groups(1), lambda model, x: model(x).sum()
+  >>> trainer = Trainer(torch.nn.Linear(1, 1), optim.sgd(0.1), groups, loss=loss)
+  >>> metrics = trainer.step(torch.ones(1, 1))
+  >>> state, extra = carried(trainer)
+  >>> kept = tree.map_leaves(lambda x: x + 0, state)  # as steps write into it
+  >>> for _ in range(2):
+  ...     take_back(trainer, kept, extra)
+  ...     print(trainer.step(torch.ones(1, 1)).step)
+  2
+  2
+
+It is in two parts. The *state* is a tree of shards, tensors and numbers that is the same on all
+ranks, up to who holds which piece, so that it can go on with other ranks. The *extra* belongs to
+this rank: random states, the position in its data, and buffers that each rank computes for itself.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mics_fn import tree
+from mics_fn.collectives import finish_readers, same_call
+from mics_fn.errors import MicsError, OptimizerError, TreeError, message
+from mics_fn.interrupts import Commit
+from mics_fn.offload import is_coded, is_stored, laid_like, read
+from mics_fn.optim import Guard, differing
+from mics_fn.shards import Fixed, Sharded, is_leaf
+from mics_fn.train.guarding import guard_numbers, with_numbers
+from mics_fn.train.options import lasting_options
+from mics_fn.train.plain import Randoms
+from mics_fn.train.position import Position, Resume
+from mics_fn.tree import Tree
+
+FORMAT = 1
+_ASK = "take what `carried` gave"
+_KINDS: dict[str, Any] = {
+    "format": int, "options": dict, "ranks": list, "guard": dict, "buffers": dict,
+    "data": dict | None, "random": dict,
+}  # fmt: skip
+OnChange = Literal["raise", "warn"]
+
+
+def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All that a `Trainer` carries, for `take_back` of another one.
+
+    Call it between two steps. Nothing is copied: the next step writes into the memory of `state`,
+    so copy or save it before that.
+
+    Args:
+      trainer: it.
+
+    Returns:
+      `(state, extra)`. `state` is `{"train": TrainState, "sync": SyncState}`, whose plain tensors
+      are equal on all ranks (or, while replicas are apart, on all ranks of a replica). `extra` is
+      of dicts with names, lists, numbers, strings, None and tensors; without its tensors it is
+      JSON. It has this rank's random states, its position in the data of the last `fit`, what the
+      guard has found, and buffers that ranks do not average: 30 kB and these buffers.
+
+    Communication: none.
+
+    Raises:
+      LeafError: the state of the loader, or of numpy's generator, holds what cannot be saved.
+    """
+    home, (scale, norms) = trainer._home, guard_numbers(trainer.guard)
+    own = _own_buffers(trainer)
+    extra = {
+        "format": FORMAT,
+        "options": lasting_options(trainer),
+        "ranks": [home.position, home.world_size],
+        "guard": {"scale": scale, "norms": norms},
+        "buffers": {name: x for name, x in trainer.state.buffers.items() if name in own},
+        "data": trainer._epochs.kept(),
+        "random": Randoms.now(home.device).plain(),
+    }
+    return _state_of(trainer, own), extra
+
+
+def _own_buffers(trainer: Any) -> set[str]:
+    """The names of the buffers that are not known to be equal on all ranks."""
+    buffers, apart = trainer.state.buffers, trainer.replica_sync.apart
+    return set(buffers) - set(() if apart else trainer._program.buffers.averaged)
+
+
+def _state_of(trainer: Any, own: set[str]) -> dict[str, Any]:
+    """The state without this rank's own buffers."""
+    shared = {name: x for name, x in trainer.state.buffers.items() if name not in own}
+    return {"train": replace(trainer.state, buffers=shared), "sync": trainer.sync_state}
+
+
+class _Taken(NamedTuple):
+    """What `take_back` assigns, once all of it is known to fit."""
+
+    state: dict[str, Any]
+    buffers: dict[str, Tensor]
+    guard: Guard
+    randoms: Randoms | None
+    resume: Resume | None
+
+
+def take_back(
+    trainer: Any, state: Tree, extra: Mapping[str, Any], *, other_options: OnChange = "raise"
+) -> None:
+    """Let a `Trainer` go on from what `carried` gave; all ranks call it.
+
+    It goes on to the same bits, if it was made with the same options for as many ranks, and if the
+    next `fit` gets a loader like that of the saved run: this `fit` goes on in the middle of its
+    pass, see [Note: going on in a pass] in `position`. Placement, the size of partition groups,
+    budgets and buckets may differ, and change only how sums are rounded. With another number of
+    ranks the pass goes on behind the samples that were used, random states are not taken, and
+    `accumulate` may differ.
+
+    Args:
+      trainer: made as the saved one was. It does not change if anything does not fit.
+      state: a tree like `carried(trainer)[0]`. Shards are copied into the memory of the trainer's
+        own, since bits can depend on how pieces lie; other tensors are taken as they are.
+      extra: what was saved by the rank of this position. With another number of ranks, by any rank.
+      other_options: whether options that change numbers, or a loader, that are not as they were
+        raise, or are used with a warning.
+
+    Communication: two small all-gathers over each of the two groups: if one rank raises, all do.
+
+    Memory: none.
+
+    Raises:
+      TreeError: `state` or `extra` does not fit this trainer; the first thing that does not is
+        named.
+      OptimizerError: the options of the trainer are not those of the saved run.
+      DesyncError: ranks were given different steps, or another rank raises.
+    """
+    taken, error = None, None
+    try:
+        taken = _checked(trainer, state, extra, other_options)
+    except MicsError as wrong:
+        error = wrong
+    except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
+        why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
+        error = TreeError(message("take_back: this is not what was saved", [why], _ASK))
+    about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
+    same_call("take_back", [trainer._home], about, error)
+    if error is not None or taken is None:
+        raise error or RuntimeError(about)
+    with Commit() as commit:
+        commit.write()
+        state = _written(_state_of(trainer, _own_buffers(trainer)), taken.state)
+        trainer.state = replace(state["train"], buffers=taken.buffers)
+        trainer.sync_state, trainer.guard = state["sync"], taken.guard
+        trainer._compared = trainer.replica_sync.apart
+        trainer._epochs.go_on(taken.resume)
+        if taken.randoms is not None:
+            taken.randoms.put_back(trainer._home.device)
+
+
+def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> _Taken:
+    """What is to be assigned, if all of it fits."""
+    if other_options not in ("raise", "warn"):
+        text = f"take_back: other_options={other_options!r}"
+        raise OptimizerError(f"{text}, expected 'raise' or 'warn'")
+    _check_extra(extra)
+    strict, home = other_options == "raise", trainer._home
+    saved, now = dict(extra["options"]), dict(lasting_options(trainer))
+    if extra["ranks"][1:] != [home.world_size] and trainer.deterministic != "canonical":
+        saved.pop("accumulate", None)  # so that the batch can stay as it was
+        now.pop("accumulate", None)
+    same_scale = _compare_options(saved, now, strict)
+    own = _own_buffers(trainer)
+    _check_like(_state_of(trainer, own), state, "state")
+    mine = {name: x for name, x in trainer.state.buffers.items() if name in own}
+    _check_like(mine, extra["buffers"], "extra['buffers']")
+    found = {**state["train"].buffers, **extra["buffers"]}
+    buffers = {name: found[name] for name in trainer.state.buffers}
+    guard = _guard_from(trainer.guard, extra["guard"], same_scale)
+    randoms, exact = Randoms.from_plain(extra["random"], "extra['random']"), True
+    if extra["ranks"] != [home.position, home.world_size]:
+        exact = False
+        text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
+        text = f"take_back: rank {home.position} of {home.world_size} was given what was {text}"
+        fix = "random numbers will not be those of the saved run: their states belong to a rank"
+        warnings.warn(message(text, [fix]), stacklevel=3)
+    else:
+        randoms.check_device(home.device)
+    resume, data = None, extra["data"]
+    if data is not None:
+        at = Position.from_plain(data, "extra['data']")
+        resume = Resume(at, data, randoms, exact and at.ranks == trainer._positions, strict)
+    return _Taken(state, buffers, guard, randoms if exact else None, resume)
+
+
+def _written(own: Tree, given: Tree) -> Tree:
+    """The trainer's own state with given values, in the memory and the files of its shards."""
+    (leaves, spec), new = tree.flatten(own, is_leaf), tree.flatten(given, is_leaf)[0]
+    held = [isinstance(leaf, Sharded | Fixed) for leaf in leaves]
+    mine = [leaf.data for leaf, here in zip(leaves, held, strict=True) if here]
+    finish_readers([x for x in mine if not is_coded(x)])
+    kept = [leaf if here else x for leaf, x, here in zip(leaves, new, held, strict=True)]
+    far = [i for i, here in enumerate(held) if here and is_stored(leaves[i].data)]
+    with torch.no_grad():
+        for i in set(range(len(held))).difference(far):
+            if held[i] and is_coded(leaves[i].data):
+                leaves[i].data.write(0, read(new[i].data))
+            elif held[i]:
+                leaves[i].data.copy_(new[i].data)
+        laid = laid_like([new[i].data for i in far], [leaves[i].data for i in far])
+    for i, data in zip(far, laid, strict=True):
+        kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
+    return spec.unflatten(kept)
+
+
+def _check_extra(extra: Any) -> None:
+    """Raise TreeError unless these are the parts of an `extra`."""
+    if not isinstance(extra, Mapping):
+        raise TreeError(message(f"take_back: extra is {type(extra).__name__}", fix=_ASK))
+    if extra.get("format") != FORMAT:
+        text = f"take_back: extra has format {extra.get('format')!r}, expected {FORMAT}"
+        raise TreeError(message(text, fix="use the version of mics_fn that saved it"))
+    for name, kind in _KINDS.items():
+        if name not in extra:
+            raise TreeError(message(f"take_back: extra[{name!r}] is missing", fix=_ASK))
+        if not isinstance(extra[name], kind):
+            text = f"take_back: extra[{name!r}] is {type(extra[name]).__name__}"
+            raise TreeError(message(text, fix=_ASK))
+
+
+def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:
+    """Raise or warn of options that differ; gives whether the scale of the loss is of one kind."""
+    grave, small = differing([saved, now])
+    names = grave or small
+    if names:
+        has = {name: (saved.get(name, "not given"), now.get(name, "not given")) for name in names}
+        lines = [f"{name}: saved {old}, now {new}" for name, (old, new) in has.items()]
+        text = "take_back: this Trainer differs from the saved one"
+        text += f" in what changes numbers: {', '.join(grave)}" if grave else " in versions"
+        if grave and strict:
+            fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
+            raise OptimizerError(message(text, lines, fix))
+        warnings.warn(message(text, lines), stacklevel=4)
+    return not any(name.startswith("guard scale ") for name in grave)
+
+
+def _check_like(want: Tree, got: Tree, root: str) -> None:
+    """Raise TreeError unless two trees have the same structure and leaves of the same kinds."""
+    line = ""
+    if tree.flatten(want)[1] != tree.flatten(got)[1]:
+        line = tree.first_mismatch(want, got, root)
+    else:
+        wanted, given = (tree.flatten(each, is_leaf)[0] for each in (want, got))
+        paths = tree.paths(want, root, is_leaf)
+        kinds = zip(paths, map(_kind, given), map(_kind, wanted), strict=True)
+        found = (f"{path}: got {new}, expected {old}" for path, new, old in kinds if new != old)
+        line = next(found, "")
+    if line:
+        fix = "load it like what `carried` gives of this trainer"
+        raise TreeError(message("take_back: it does not fit this trainer", [line], fix))
+
+
+def _kind(leaf: Any) -> str:
+    """What must be equal of two leaves."""
+    leaf = leaf.data if isinstance(leaf, Sharded | Fixed) else leaf
+    if isinstance(leaf, Tensor):
+        return f"a tensor of {tuple(leaf.shape)}, {leaf.dtype}, on {leaf.device}"
+    return type(leaf).__name__
+
+
+def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Guard:
+    """The guard with what the saved one had found; a scale of another kind keeps its own numbers.
+
+    Raises:
+      TreeError: these are not the numbers of a guard.
+    """
+    own, _ = guard_numbers(guard)
+    scale: Any = saved.get("scale")
+    found = saved.get("norms")
+    kinds = [float, int, int, int]
+    found = [] if found is None else found
+    good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
+    if not good or not isinstance(found, list) or not all(type(x) is float for x in found):
+        raise TreeError(message("take_back: extra['guard'] is not of a guard", fix=_ASK))
+    window = guard.spike.window if guard.spike is not None else 1
+    return with_numbers(guard, list(scale if same_scale else own), found[-window:])

@@ -1,0 +1,168 @@
+"""`Checkpoints`: a `Trainer` that is saved every so many steps, and goes on where it was saved."""
+
+import os
+from typing import Any, Literal
+
+from mics_fn import checks
+from mics_fn.checkpoint import PendingSave, check_writable, load, save, start_save
+from mics_fn.errors import CheckpointNotFound
+from mics_fn.log import LOG
+from mics_fn.train.carried import OnChange, carried, take_back
+from mics_fn.train.syncing import has_own_state
+
+
+class Checkpoints:
+    """Saves a `Trainer` after every so many steps; a new one goes on from the newest of them.
+
+    What is saved is all that decides the steps to come: parameters, optimizer state, buffers, the
+    guard, what merges of replicas need, the place in the data, and random states. A `Trainer` made
+    with the same options on as many ranks takes the same steps, to the bit.
+
+    Args:
+      folder: of the job's checkpoints, which all ranks share; it need not exist.
+      every: a step is saved if its number is a multiple of this.
+      keep: how many of the newest are kept, at least 2; None keeps all.
+      keep_every: steps that are a multiple of it are kept, too.
+      resume: whether a new `Trainer` goes on from the newest committed step, if there is one.
+      background: whether training goes on while files are written; each step that is saved then
+        waits for a copy in memory only.
+      on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
+      other_options: "warn" lets it go on with options that change numbers and are not as saved.
+      commit: as for `checkpoint.save`.
+
+    Communication: at a step that is saved that of `checkpoint.start_save`; at others none.
+
+    Memory: with `background` a copy of what this rank writes: 1/r of its shards.
+
+    Raises:
+      PlanError: an argument is not what it should be.
+      CheckpointError: what writes files is not installed, which a save would find much later.
+
+    Example:
+      >>> import tempfile
+      >>> groups, folder = make_groups(1), tempfile.mkdtemp()
+      >>> def trainer():
+      ...     torch.manual_seed(0)
+      ...     model, loss = torch.nn.Linear(2, 1), lambda model, x: model(x).square().mean()
+      ...     saved = Checkpoints(folder, every=2)
+      ...     return Trainer(model, optim.sgd(0.1), groups, loss=loss, checkpoint=saved)
+      >>> found = trainer().fit([torch.ones(4, 2)], steps=5, progress=False)
+      >>> trainer().state.step
+      4
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int = 1000,
+        keep: int | None = 2,
+        keep_every: int | None = None,
+        resume: bool = True,
+        background: bool = True,
+        on_corrupt: Literal["raise", "previous"] = "raise",
+        other_options: OnChange = "raise",
+        commit: Literal["rename", "file"] = "rename",
+    ) -> None:
+        verb = "Checkpoints"
+        checks.path(verb, "folder", folder)
+        for name, count in (("every", every), ("keep", keep), ("keep_every", keep_every)):
+            checks.integer(verb, name, count, optional=name != "every")
+        checks.flag(verb, "resume", resume)
+        checks.flag(verb, "background", background)
+        checks.choice(verb, "on_corrupt", on_corrupt, "raise", "previous")
+        checks.choice(verb, "other_options", other_options, "raise", "warn")
+        checks.choice(verb, "commit", commit, "rename", "file")
+        check_writable()
+        self.folder, self.every, self.resume, self.background = folder, every, resume, background
+        self.on_corrupt: Literal["raise", "previous"] = on_corrupt
+        self.other_options: OnChange = other_options
+        self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "commit": commit}
+        self._saved: int | None = None  # the last step that was saved or loaded
+        self._pending: PendingSave | None = None
+
+    def save(self, trainer: Any) -> None:
+        """Save a trainer now, and wait until the step is committed. All ranks call it.
+
+        Args:
+          trainer: it, between two steps.
+
+        Communication: that of `checkpoint.save`.
+
+        Raises:
+          CheckpointError: it cannot be saved, or a save before this one has failed.
+        """
+        self._begin_save(trainer, background=False)
+
+    def begin(self, trainer: Any) -> bool:
+        """Called by `Trainer` when it is made: go on from the newest committed step.
+
+        `Trainer.reset` calls it, too, where no replica holds what a lost rank had.
+
+        Returns:
+          Whether there was one.
+        """
+        self._pending = None
+        if not self.resume:
+            return False
+        like, _ = carried(trainer)
+        where = self.folder, like, trainer.groups
+        try:
+            found = load(
+                *where, on_corrupt=self.on_corrupt, replicas=_replicas(trainer), donate=True
+            )
+        except CheckpointNotFound:
+            return False
+        buffers = trainer.state.buffers
+        state = found.state["train"]
+        trainer.state = type(state)(state.step, state.params, state.opt, buffers, state.transform)
+        trainer.sync_state = found.state["sync"]
+        take_back(trainer, found.state, found.extra, other_options=self.other_options)
+        self._saved = found.step
+        if trainer._home.position == 0:
+            LOG.info("going on from step %d in %s", found.step, self.folder)
+        return True
+
+    def reset(self, trainer: Any) -> None:
+        """Called by `Trainer.reset`: what was under way on the old groups has ended with them."""
+        self._pending = None
+        self._saved = trainer.state.step  # the same on all ranks, also on one that came back
+
+    def after(self, trainer: Any) -> None:
+        """Called by `Trainer` after each step: save it if it is due, and hear of saves that failed.
+
+        Raises:
+          CheckpointError: a save has failed, on all ranks after the same step. The step is done,
+            and training may go on.
+        """
+        pending, step = self._pending, trainer.state.step
+        if pending is not None and pending.due():
+            self._pending = None
+            pending.wait()
+        if step % self.every == 0 and step != self._saved:
+            self._begin_save(trainer, background=self.background)
+
+    def close(self) -> None:
+        """Called when a `fit` has ended: wait for a save under way.
+
+        Raises:
+          CheckpointError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def _begin_save(self, trainer: Any, *, background: bool) -> None:
+        self.close()
+        state, extra = carried(trainer)
+        step = trainer.state.step
+        options = {"overwrite": "newer", "replicas": _replicas(trainer), **self._saving}
+        begin: Any = start_save if background else save
+        pending = begin(self.folder, state, trainer.groups, step=step, extra=extra, **options)
+        self._pending = pending if background else None
+        self._saved = step
+
+
+def _replicas(trainer: Any) -> Literal["equal", "apart"]:
+    sync = trainer.replica_sync
+    return "apart" if sync.apart or has_own_state(sync, trainer.sync_state) else "equal"

@@ -1,0 +1,165 @@
+"""Values in the form in which they are saved: what JSON has, and tensors.
+
+JSON has no tuples, and its dicts are the only things with names. So here a dict becomes
+`{"dict": {...}}` and a tuple `{"tuple": [...]}`, which nothing else can be taken for.
+"""
+
+import random
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mics_fn import _device
+from mics_fn.errors import LeafError, TreeError, message
+
+_SIMPLE = (bool, int, float, str, type(None))
+_KEY = "key"  # of the state of numpy's Mersenne twister
+
+
+def as_plain(value: Any, path: str) -> Any:
+    """A value of dicts, lists, tuples, tensors, numbers and strings in the form of this file.
+
+    Args:
+      value: it; its tensors are copied.
+      path: what it is called, for errors.
+
+    Raises:
+      LeafError: it holds something else, or a dict whose keys are not strings.
+    """
+    if type(value) in _SIMPLE:
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is list:
+        return [as_plain(x, f"{path}[{i}]") for i, x in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": [as_plain(x, f"{path}[{i}]") for i, x in enumerate(value)]}
+    if isinstance(value, dict):
+        odd = next((key for key in value if type(key) is not str), None)
+        if odd is None:
+            return {"dict": {key: as_plain(x, f"{path}[{key!r}]") for key, x in value.items()}}
+        path, value = f"a key of {path}", odd
+    text = f"{path} is {type(value).__name__}, which cannot be saved"
+    fix = "use dicts with names, lists, tuples, numbers, strings, None and tensors"
+    raise LeafError(message(text, fix=fix))
+
+
+def from_plain(value: Any) -> Any:
+    """The value that `as_plain` was given."""
+    if isinstance(value, list):
+        return [from_plain(x) for x in value]
+    if isinstance(value, dict):
+        ((kind, inside),) = value.items()
+        if kind == "tuple":
+            return tuple(from_plain(x) for x in inside)
+        return {key: from_plain(x) for key, x in inside.items()}
+    return value
+
+
+class Randoms(NamedTuple):
+    """The states of the generators that a step or a loader may draw from without naming them.
+
+    Args:
+      cpu: that of torch on the CPU.
+      device: that of this rank's accelerator; None on the CPU, or if torch keeps none.
+      kind: the type of that device.
+      python: that of `random`.
+      numpy: that of `numpy.random`, as numpy describes it; None if numpy is not imported.
+    """
+
+    cpu: Tensor
+    device: Tensor | None
+    kind: str
+    python: tuple
+    numpy: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Randoms":
+        """As they are at this moment."""
+        own = _device.default_generator(device) if device.type != "cpu" else None
+        numpy = sys.modules.get("numpy")
+        return cls(
+            torch.get_rng_state(),
+            None if own is None else own.get_state(),
+            device.type,
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(legacy=False),
+        )
+
+    def put_back(self, device: torch.device) -> None:
+        """Make them the states of this process; that of another type of device is left out."""
+        torch.set_rng_state(self.cpu)
+        own = _device.default_generator(device) if device.type != "cpu" else None
+        if own is not None and self.device is not None and device.type == self.kind:
+            own.set_state(self.device)
+        random.setstate(self.python)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise TreeError if the state is not one of this device's generator; warn of another type.
+
+        Nothing is changed.
+        """
+        own = _device.default_generator(device) if device.type != "cpu" else None
+        if device.type != self.kind:
+            text = f"take_back: random states are of {self.kind}, and this rank is on {device.type}"
+            line = "numbers will not be those of the saved run"
+            warnings.warn(message(text, [line]), stacklevel=5)
+        elif own is not None and self.device is not None:
+            old, new = own.get_state(), self.device
+            if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+                text = f"take_back: extra['random'] has no state of a generator on {device}"
+                raise TreeError(message(text, fix="take what `carried` gave"))
+
+    def plain(self) -> dict[str, Any]:
+        """In the form in which they are saved: about 15 kB of tensors.
+
+        Raises:
+          LeafError: numpy's global generator is not the one that numpy begins with.
+        """
+        version, numbers, gauss = self.python
+        python = {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss}
+        found = {"cpu": self.cpu, "device": self.device, "kind": self.kind, "python": python}
+        return {**found, "numpy": None if self.numpy is None else _plain_numpy(self.numpy)}
+
+    @classmethod
+    def from_plain(cls, saved: Any, path: str) -> "Randoms":
+        """What `plain` gave; tried on generators of their own first.
+
+        Raises:
+          TreeError: these are not states of generators.
+        """
+        try:
+            torch.Generator().set_state(saved["cpu"])
+            python = saved["python"]
+            words = (python["version"], tuple(python["numbers"].tolist()), python["gauss"])
+            random.Random().setstate(words)
+            twister, numpy = saved["numpy"], sys.modules.get("numpy")
+            if twister is not None:
+                state = {_KEY: twister[_KEY].tolist(), "pos": twister["pos"]}
+                rest = {"has_gauss": twister["has_gauss"], "gauss": twister["gauss"]}
+                twister = {"bit_generator": "MT19937", "state": state, **rest}
+                if numpy is not None:
+                    state[_KEY] = numpy.array(state[_KEY], numpy.uint32)
+                    numpy.random.RandomState().set_state(twister)
+            return cls(saved["cpu"], saved["device"], saved["kind"], words, twister)
+        except Exception as error:  # whatever a file may hold
+            text = f"{path}: these are not states of random generators"
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise TreeError(message(text, [why], "take what `carried` gave")) from None
+
+
+def _plain_numpy(state: Any) -> dict[str, Any]:
+    """The state of numpy's global generator, with its 624 numbers as a tensor."""
+    kind = state["bit_generator"]
+    if kind != "MT19937":
+        text = f"numpy.random uses {kind}, whose state cannot be saved"
+        raise LeafError(message(text, fix="draw from a numpy.random.Generator of your own"))
+    inner = state["state"]
+    rest = {"has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
+    return {_KEY: torch.tensor(inner[_KEY].tolist()), "pos": int(inner["pos"]), **rest}

@@ -1,0 +1,57 @@
+"""One step of a `Trainer`: micro-steps, both hops, the guard, and the optimizer's step."""
+
+import time
+from typing import Any
+
+from mics_fn.deferred import GradSum, defer
+from mics_fn.interrupts import Commit
+from mics_fn.optim import same_step
+from mics_fn.train.batch import count, cut, to_device
+from mics_fn.train.loop import learning
+from mics_fn.train.metrics import StepMetrics
+from mics_fn.train.micro_steps import micro_steps
+from mics_fn.train.options import start_comparison
+from mics_fn.train.shares import given, interleaved
+from mics_fn.train.writing import comes, overlaps, reduced, update, update_early, update_late
+
+
+def one_step(trainer: Any, batch: Any) -> StepMetrics:
+    """Take a step on a batch, on all ranks together; see `Trainer.step`."""
+    if not trainer._compared:  # a state may have been put in its place since
+        same_step(trainer.state, trainer.groups)
+        trainer._compared = True
+    started, guard, trainer._ready = time.perf_counter(), trainer.guard, None
+    home, shares = trainer._home, trainer.shares
+    batches = given(batch, shares, elastic=trainer.elastic).batches
+    batches = [to_device(each, home.device) for each in batches]
+    parts = interleaved([cut(each, trainer.accumulate) for each in batches])
+    state = trainer.state
+    counts = [trainer._epochs.using(batches[0]), *map(count, batches[1:])]
+    drift = start_comparison(trainer, trainer._program.buffers.averaged)
+    total = GradSum(len(parts), dtype=trainer.grad_dtype, where=trainer.where)
+    commit = Commit()
+    done = micro_steps(trainer, total)
+    total.before_last = commit.hold  # see [Note: commit] in `interrupts`
+    with commit, learning(trainer.deterministic):
+        with defer(state.params, trainer._step_groups, trainer.schedule, into=total) as full:
+            for part in parts:
+                done.run(full, part)
+        del full  # else the update would copy shards that parameters share
+        commit.hold()
+        early, late = overlaps(trainer), comes(trainer)
+        grads = None if early or late else reduced(trainer, total)
+        if drift is not None:
+            trainer.state = drift.finish(trainer.on_drift)
+        loss, buffers = done.end(home)
+        if early:
+            verdict = update_early(trainer, total, buffers)
+        elif late:
+            verdict = update_late(trainer, total, buffers, commit)
+        else:
+            verdict = update(trainer, grads, buffers, commit)
+        trainer._epochs.took()
+        total.release()
+    seconds = time.perf_counter() - started
+    samples, tokens = (sum(column) * home.world_size for column in zip(*counts, strict=True))
+    found = verdict.norm, guard.scale.value, verdict.accept, verdict.spike, verdict.nonfinite
+    return StepMetrics(trainer.state.step, loss, samples, tokens, seconds, *found)

@@ -1,0 +1,197 @@
+"""The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
+
+[Note: steps that overlap hop 2] With `overlap_step=True` a bucket is stepped while others are still
+reduced, unless something has to be known of all gradients before: a guard with a limit or one that
+may refuse, a mean of buffers, or a hop 2 of one's own. This has a price: if a rank fails in just
+these moments, others have written a part of their states. `reset` then takes whole ones from
+replicas; if all had begun to write, it raises LostStateError: go on from a checkpoint then.
+
+Where a guard has to see all, states elsewhere come meanwhile; see [Note: states come first] in
+`optim.late`. A rank that cannot read its files has not written anything then; what is lost in them
+it takes from a replica, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mics_fn import spans, tree
+from mics_fn.collectives import collect_all
+from mics_fn.deferred import GradSum
+from mics_fn.errors import MicsError, OffloadError
+from mics_fn.interrupts import Commit
+from mics_fn.offload import is_stored, read, where_of
+from mics_fn.optim import (
+    Late,
+    Refused,
+    TrainState,
+    Verdict,
+    init_state,
+    move,
+    opt_step,
+    tell_memory,
+)
+from mics_fn.shards import is_given_away
+from mics_fn.train.buffers import Values
+from mics_fn.train.options import compare_options
+from mics_fn.train.syncing import SyncState
+from mics_fn.tree import Tree
+
+
+class Ready(NamedTuple):
+    """All that a rank needs to write a step without any other rank."""
+
+    verdict: Verdict
+    buffers: Values  # those after the step
+    sync: SyncState  # if it is taken
+
+
+def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
+    """Make the states of a `Trainer` before its first step, everything in its place.
+
+    Communication: that of `compare_options`, and of the policy that merges replicas.
+    """
+    params = move(params, trainer.where, device=trainer._home.device)
+    trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
+    compare_options(trainer, params, trainer.groups, trainer.guard)
+    trainer.sync_state = trainer.replica_sync.init(params, trainer.groups)
+
+
+def overlaps(trainer: Any) -> bool:
+    """Whether buckets are stepped while others are reduced: nothing has to be known of all before.
+
+    The mean of buffers comes before the step, and on the wire behind every hop 2.
+    """
+    guard, home = trainer.guard, trainer._home
+    limits = guard.max_norm is not None or guard.max_value is not None
+    means = bool(trainer._program.buffers.averaged) and home.world_size > 1
+    waits = guard.decides or limits or means or trainer.replica_sync.reduce is not None
+    return trainer.overlap_step and not waits
+
+
+@torch.no_grad()
+def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
+    """`update` that steps each bucket once its hop 2 is done."""
+    if spans.watchers:
+        tell_memory(trainer.state)
+    verdict = Verdict(total, None, None, False, True, trainer.guard)
+    with _or_lost(trainer):
+        write(trainer, Ready(verdict, buffers, trainer.sync_state))
+    return verdict
+
+
+@contextmanager
+def _or_lost(trainer: Any) -> Iterator[None]:
+    """A block that writes a step; if it fails in between, this rank is to take another state."""
+    leaves, spec = tree.flatten(trainer.state)
+    try:
+        yield
+    except BaseException as error:
+        unread = type(error) is OffloadError and not _can_be_read(leaves)
+        if unread or is_given_away(trainer.state.params):
+            trainer.state, trainer._lost = spec.unflatten(leaves), True
+        raise
+
+
+def _can_be_read(leaves: Sequence[Any]) -> bool:
+    """Whether files still hold a state that was not written to; its leaves are read one by one."""
+    try:
+        for leaf in leaves:
+            if is_stored(leaf):
+                read(leaf)
+    except MicsError:
+        return False
+    return True
+
+
+def comes(trainer: Any) -> bool:
+    """Whether a step may have to bring some of its state, on this rank or on others."""
+    return where_of(trainer.where).moves("params", "states")
+
+
+def reduced(trainer: Any, total: GradSum) -> Any:
+    """The gradients for `update`, all of them reduced; those elsewhere stay there until stepped."""
+    if not total.elsewhere or trainer.replica_sync.reduce is not None:
+        return total.grads()
+    total.wait()
+    total.arrival()  # which raises where a step has no gradient
+    return total
+
+
+@torch.no_grad()
+def update(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Verdict:
+    """The optimizer's step if the guard accepts it, and the merge of replicas if it is due.
+
+    Args:
+      trainer: it, before the step.
+      grads: what `reduced` gave; given away.
+      buffers: as this rank computed them.
+      commit: holds signals while the step is written.
+    """
+    if spans.watchers:  # a step that is refused ends here
+        tell_memory(trainer.state)
+    ready = _judged(trainer, grads, buffers, commit)
+    with _or_lost(trainer) if where_of(trainer.where).moves() else nullcontext():  # a disk may fail
+        write(trainer, ready)
+    return ready.verdict
+
+
+@torch.no_grad()
+def update_late(trainer: Any, total: GradSum, buffers: Values, commit: Commit) -> Verdict:
+    """`update` on states elsewhere, which begin to come before gradients are reduced and judged."""
+    if spans.watchers:
+        tell_memory(trainer.state)
+    found: list[Ready] = []
+
+    def judged() -> Any:
+        found.append(_judged(trainer, reduced(trainer, total), buffers, commit))
+        if not found[0].verdict.accept:
+            raise Refused
+        trainer._ready = None  # from here on a part of it may be written
+        return found[0].verdict.grads
+
+    with _or_lost(trainer):
+        state = trainer.state
+        with suppress(Refused):
+            state = opt_step(state, Late(total, judged), donate=True)
+        write(trainer, found[0], state)
+    return found[0].verdict
+
+
+def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Ready:
+    """All that is left to know of a step before it is written, and signals held from then on."""
+    sync, home = trainer.replica_sync, trainer._home
+    grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
+    verdict = trainer.guard.judge(grads, trainer.groups, donate=True)
+    if verdict.accept:
+        over = home if sync.due(trainer.sync_state) else sync.groups(home)
+        buffers = trainer._program.buffers.average(buffers, over)
+    ready = Ready(verdict, buffers, kept)
+    if trainer.recoverable:  # see [Note: steps written together] in `rejoining`
+        trainer._ready = ready
+        collect_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
+    commit.write()  # no collective is left, but those of a merge
+    return ready
+
+
+@torch.no_grad()
+def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None:
+    """Write a step, for which no other rank is needed unless replicas merge after it.
+
+    Args:
+      trainer: it, before the step.
+      ready: what is to be written.
+      stepped: the state after the optimizer's step, if that is done.
+    """
+    (verdict, buffers, kept), state, sync = ready, trainer.state, trainer.replica_sync
+    trainer._ready = None
+    if verdict.accept:
+        after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
+        state = replace(after, buffers=buffers)
+    kept = kept if verdict.accept else trainer.sync_state
+    merged = sync.after(state.params, kept, trainer.groups, donate=True)
+    params, trainer.sync_state = merged
+    trainer.state, trainer.guard = replace(state, params=params), verdict.next
