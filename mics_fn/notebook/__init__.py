@@ -1,0 +1,44 @@
+"""Ranks that a notebook drives, cell by cell, on ipyparallel (the extra "notebook").
+
+`cluster = mf.notebook.start()` starts one rank per GPU, or four on the CPU, with torch.distributed
+and groups. A cell that begins with `%%ranks` runs on all of them, `%%ranks 0,2` on some. What it
+defines is there in the next cell; `mf`, `torch`, `groups`, `rank` and `device` are there from the
+start. `cluster.run(fn, *args)` calls a function on all ranks, `push` and `pull` move values:
+
+  >>> with notebook.start(2, device="cpu", partition_size=1) as cluster:
+  ...     cluster.cell("print(groups.num_replicas)")  # what `%%ranks` does
+  ...     cluster.run(lambda: 6 * 7)
+  2
+  [42, 42]
+
+*Output.* What is printed alike is shown once, other texts with the numbers of their ranks. In a
+cell that takes longer the text of its first rank streams. Pictures and progress bars are those of
+the first rank. An error that ranks share is one traceback, without frames of this library where its
+error explains itself; ranks that only waited for one that failed are one line.
+
+*Faults.* A cell ends on all ranks within ten seconds, whatever happens to one of them; see [Note:
+no cell hangs] in `cells.py`, and [Note: a cell is a unit] in `engine.py`. After an error that ended
+the groups `cluster.reset()` makes new ones, and states stay. After a rank was killed, or where one
+is stuck inside C++, `cluster.restart()` starts all of them anew, and their names are gone.
+
+*Processes.* The kernel starts two: ipyparallel's controller, which passes messages, and one that
+imports torch once and forks the ranks (`node.py`). So a start takes about as long as one import of
+torch, and `restart()` a second. The store in which ranks meet is held by the kernel, and outlives
+each of them. Both processes watch the kernel, and end with all that they forked once it is gone,
+also by `kill -9` (`boot.py`). Nothing listens beyond loopback, where messages are signed and not
+encrypted. With `listen=` they are encrypted, and `hosts=` machines take part: `start` prints a line
+to run on each of the others. It holds a secret that lets them join. torch's own connections between
+ranks trust the network, as with any launcher.
+
+Start reading at `cluster.py`. `starting.py` has `start`; `machines.py` is the kernel's side of
+`node.py`; `cells.py` waits for a cell, `folding.py` makes one text of many, and `magic.py` is
+`%%ranks`.
+"""
+
+from mics_fn.notebook import magic
+from mics_fn.notebook.cluster import Cluster
+from mics_fn.notebook.starting import start
+
+__all__ = ["Cluster", "start"]
+
+magic.offer()

@@ -1,0 +1,247 @@
+"""Run a cell on ranks: wait for all of them, show what they print, and end what cannot end.
+
+[Note: no cell hangs] A cell ends when each of its ranks has ended it, or is gone. Ranks wait for
+each other in collectives, so one that fails must not leave the others waiting:
+
+- One that raises, is killed or has ended its cell is known to the others, see [Note: a cell is a
+  unit] in `engine`; what waits for it raises `PeerFailed`.
+- Where a rank failed, the others are interrupted after `_GRACE_S`: their cell cannot succeed, and
+  they may wait for it in a way that this library does not know, such as a collective of torch.
+- An interrupt of the kernel interrupts the ranks. Those that do not react to it, since they are
+  inside C++, are left behind after `_REACT_S`: the kernel is free, and `restart()` ends them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mics_fn.notebook.folding import (
+    Failed,
+    comparable,
+    labelled,
+    more,
+    own_frames,
+)
+
+_POLL_S = 0.02
+_SHORT_S = 0.5  # a cell that is done by then is shown at once; else the first rank's text streams
+_ASIDE_S = 1.0  # after which ranks that have ended the cell say so to those that have not
+_GRACE_S = 5.0  # for ranks to hear of a failure of another one
+_REACT_S = 4.5  # for ranks to react to an interrupt
+_OUTPUT_S = 2.0  # for what was printed to come after the answer
+
+Request = Callable[[int], Any]  # sends something to a rank; returns ipyparallel's AsyncResult
+
+
+@dataclass
+class Outcome:
+    """What came of a cell, by rank."""
+
+    values: dict[int, Any] = field(default_factory=dict)  # of ranks that ended it well
+    failures: dict[int, Failed] = field(default_factory=dict)
+    busy: list[int] = field(default_factory=list)  # ranks that do not react to an interrupt
+    interrupted: bool = False  # whether the kernel was interrupted
+
+
+class Cell:
+    """A cell that is under way.
+
+    Args:
+      sent: ipyparallel's result of each rank.
+      others: ranks that take no part.
+      ended: says which ranks are gone, and how.
+      aside: lets a rank tell the others that it has ended the cell.
+      interrupt: sends SIGINT to ranks.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[int, Any],
+        others: Sequence[int],
+        ended: Callable[[], Mapping[int, str]],
+        aside: Callable[[int], None],
+        interrupt: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._sent, self._others = dict(sent), list(others)
+        self._ended, self._aside, self._interrupt = ended, aside, interrupt
+        self._first = min(self._sent)
+        self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
+        self._told = set[int]()  # ranks that said that they have ended it
+        self._begun = time.monotonic()
+        self._since: float | None = None  # when a rank was first seen to have ended, or to lack
+        self._failed: float | None = None  # when a rank was first seen to have failed
+        self._stopped: float | None = None  # when ranks were interrupted
+        self.outcome = Outcome()
+
+    def wait(self) -> Outcome:
+        """Wait for all ranks, and show what they print; bounded as [Note: no cell hangs] says."""
+        while True:
+            try:
+                self._wait()
+                break
+            except KeyboardInterrupt:
+                again, self.outcome.interrupted = self.outcome.interrupted, True
+                self._stop()
+                if again:
+                    self.outcome.busy = self.running()
+                    break
+        self._collect()
+        self._show()
+        return self.outcome
+
+    def running(self) -> list[int]:
+        """The ranks that are still at it."""
+        gone = self._ended()
+        return [rank for rank, sent in self._sent.items() if not sent.ready() and rank not in gone]
+
+    def _wait(self) -> None:
+        while running := self.running():
+            self._sent[running[0]].wait(_POLL_S)
+            now = time.monotonic()
+            if now - self._begun > _SHORT_S:
+                self._stream()
+            self._let_others_know(running, now)
+            self._end_what_cannot_succeed(now)
+            if self._stopped is not None and now - self._stopped > _REACT_S:
+                self.outcome.busy = self.running()
+                return
+
+    def _let_others_know(self, running: list[int], now: float) -> None:
+        """Let ranks that do nothing say so, if some still run."""
+        gone = self._ended()
+        idle = [*self._others, *(rank for rank in self._sent if rank not in running)]
+        idle = [rank for rank in idle if rank not in gone and rank not in self._told]
+        if not idle:
+            return
+        self._since = self._since or now
+        if now - self._since > _ASIDE_S:
+            for rank in idle:
+                self._aside(rank)
+            self._told.update(idle)
+
+    def _end_what_cannot_succeed(self, now: float) -> None:
+        """Interrupt the other ranks, some time after one has failed."""
+        gone = self._ended()
+        failed = any(
+            rank in gone or (sent.ready() and not sent.successful())
+            for rank, sent in self._sent.items()
+        )
+        if failed:
+            self._failed = self._failed or now
+            if self._stopped is None and now - self._failed > _GRACE_S:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._interrupt(self.running())
+        self._stopped = self._stopped or time.monotonic()
+
+    def _collect(self) -> None:
+        """Take the values and the errors of all ranks."""
+        gone, deadline = self._ended(), time.monotonic() + _OUTPUT_S
+        for rank, sent in self._sent.items():
+            if sent.ready():
+                sent.wait_for_output(max(0.0, deadline - time.monotonic()))
+                error = None if sent.successful() else sent.exception()
+                if error is None:
+                    self.outcome.values[rank] = sent.get()
+                else:
+                    self.outcome.failures[rank] = failed_of(error)
+            elif rank in gone:
+                self.outcome.failures[rank] = Failed("gone", gone[rank])
+            else:
+                text = "does not react to an interrupt, as it is inside C++ or stopped"
+                self.outcome.failures[rank] = Failed("busy", text)
+
+    def _text(self, name: str, rank: int) -> str:
+        return getattr(self._sent[rank].metadata, name) or ""
+
+    def _stream(self) -> None:
+        """Show what the first rank has printed since."""
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            text = self._text(name, self._first)
+            stream.write(more(self._shown[name], text))
+            stream.flush()
+            self._shown[name] = text
+
+    def _show(self) -> None:
+        """Show all that was printed: what is the same on all ranks once."""
+        texts = {name: self._texts(name) for name in ("stdout", "stderr")}
+        different = any(len(set(found.values())) > 1 for found in texts.values())
+        if different and any(self._shown.values()) and clear_output():
+            self._shown = dict.fromkeys(self._shown, "")
+        if not different:
+            self._stream()
+        else:
+            for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+                found = texts[name]
+                if self._shown[name]:  # a terminal keeps what was streamed
+                    found = {r: t for r, t in found.items() if t != found[self._first]}
+                stream.write(labelled(found) if len(found) > 1 else _of_one(found))
+                stream.flush()
+        self._display()
+
+    def _texts(self, name: str) -> dict[int, str]:
+        """What each rank printed; what `comparable` leaves out is that of the first one."""
+        first = self._text(name, self._first)
+        found = {rank: comparable(self._text(name, rank)) for rank in self._sent}
+        return {r: first if t == found[self._first] else t for r, t in found.items()}
+
+    def _display(self) -> None:
+        """Show pictures of the first rank, and what the last expression of the cell gave."""
+        show = displayer()
+        for content in self._sent[self._first].metadata.outputs:
+            show(content)
+        found = {rank: sent.metadata.execute_result for rank, sent in self._sent.items()}
+        texts = {r: c["data"].get("text/plain", "") for r, c in found.items() if c}
+        if not texts:
+            return
+        if len(texts) == len(self._sent) and len(set(texts.values())) == 1:
+            show(found[self._first])
+        else:
+            lines = {rank: texts.get(rank, "") for rank in self._sent}
+            sys.stdout.write(labelled(lines))
+
+
+def failed_of(error: Any) -> Failed:
+    """What a rank raised, from ipyparallel's error."""
+    kind = getattr(error, "ename", None) or type(error).__name__
+    text = getattr(error, "evalue", None)
+    trace = getattr(error, "traceback", None)
+    trace = trace if isinstance(trace, str) else "\n".join(trace or ())
+    text = str(error) if text is None else text
+    return own_frames(Failed(kind, text, tuple(trace.splitlines())))
+
+
+def _of_one(found: Mapping[int, str]) -> str:
+    return "".join(f"rank {rank}:\n{text}" for rank, text in found.items() if text)
+
+
+def clear_output() -> bool:
+    """Let what comes replace the output of this cell, as notebooks can; False if they cannot."""
+    shell = shell_here()
+    if getattr(shell, "kernel", None) is None:
+        return False
+    from IPython.display import clear_output
+
+    clear_output(wait=True)
+    return True
+
+
+def displayer() -> Callable[[Mapping[str, Any]], None]:
+    """What shows a picture or a value that came from a rank."""
+    if shell_here() is None:
+        return lambda content: print(content["data"].get("text/plain", ""))
+    from IPython.display import display
+
+    def show(content: Mapping[str, Any]) -> None:
+        display(content["data"], metadata=content.get("metadata", {}), raw=True)
+
+    return show
+
+
+def shell_here() -> Any:
+    """IPython's shell if this process has one."""
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)  # it may be half imported
+    return None if get is None else get()
