@@ -9,14 +9,19 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.collectives import checksum, start_all_gather
 from mics_fn.errors import LeafError, PlanError, message
-from mics_fn.groups import Route, require_replicas
+from mics_fn.groups import Hierarchy, require_replicas
 from mics_fn.inspection.paths import Leaves, leaves_of
+from mics_fn.offload import laid_like
 from mics_fn.optim import replaced
 from mics_fn.shards import (
     Bucket,
     Fixed,
+    brought,
+    check_finite,
+    coded_pieces,
     dtype_name,
     grouped,
+    has_codes,
     is_leaf,
     pack_chunk,
     pieces,
@@ -77,7 +82,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
     leaf = found.all[at]
     bucket = _bucket_of(leaf)
     if bucket is not None:
-        return _gathered(leaf, bucket, found.homes[at].hierarchy.route)
+        return _gathered(leaf, bucket, found.homes[at].hierarchy)
     value = leaf.data if is_leaf(leaf) else leaf
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -171,15 +176,15 @@ def _described(found: Leaves, at: int) -> str:
     return f"{found.paths[at]}, {leaf.shape} {dtype_name(data.dtype)} {place}"
 
 
-def _gathered(leaf: Any, bucket: Bucket, route: Route) -> Tensor:
+def _gathered(leaf: Any, bucket: Bucket, hierarchy: Hierarchy) -> Tensor:
     """One leaf in full; each piece is padded to the length of the longest one."""
-    slot, sent = leaf.slot, leaf.data.detach()
+    slot, sent = leaf.slot, brought(leaf.data.detach(), hierarchy.device)
     start, stop = bucket.offsets[slot], bucket.offsets[slot] + bucket.numels[slot]
     bounds = [(i * bucket.chunk, (i + 1) * bucket.chunk) for i in range(bucket.parts)]
     lengths = [max(0, min(high, stop) - max(low, start)) for low, high in bounds]
     if len(sent) < max(lengths):
         sent = torch.cat([sent, sent.new_zeros(max(lengths) - len(sent))])
-    found = start_all_gather(route, sent, what=("get", "gather", bucket)).wait()
+    found = start_all_gather(hierarchy.route, sent, what=("get", "gather", bucket)).wait()
     return torch.cat([found[i, :length] for i, length in enumerate(lengths)]).view(leaf.shape)
 
 
@@ -205,6 +210,8 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
         lines = [f"expected {tuple(leaf.shape)}", got]
         raise LeafError(message(f"{where}: a value of another shape", lines, fix))
     moved = value.detach().to(held.device)
+    if has_codes(held):
+        check_finite(where, leaf.bucket.codes, moved)
     cast = moved.to(held.dtype) if torch.can_cast(moved.dtype, held.dtype) else None
     if cast is None or not _survives(moved, cast):
         lines = [f"expected {dtype_name(held.dtype)}", f"got {dtype_name(value.dtype)}"]
@@ -251,5 +258,11 @@ def _replaced(found: Leaves, at: int, value: Any) -> dict[int, Any]:
     flat = pack_chunk(bucket, chunk, data, device=device) if flat is None else flat.clone()
     views, piece = split_chunk(bucket, chunk, flat), pieces(bucket, chunk)[slot]
     views[slot].copy_(value.reshape(-1)[piece.origin : piece.origin + piece.length])
-    pairs = zip(members, use.by_member(views), strict=True)
+    if has_codes(leaf.data):
+        paths = [found.paths[i] or "" for i in members]
+        names = [path or "" for path in use.by_slot(paths)]
+        laid = use.by_member(coded_pieces(use.bucket, chunk, flat, names))
+    else:
+        laid = laid_like(use.by_member(views), [found.all[i].data for i in members])
+    pairs = zip(members, laid, strict=True)
     return {i: type(leaf)(view, found.all[i].bucket, found.all[i].slot) for i, view in pairs}

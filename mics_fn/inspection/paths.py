@@ -135,7 +135,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
     values, spec = tree.flatten(shown, is_leaf)
     paths: list[str | None] = [path.lstrip(".") for path in tree.paths(shown, "", is_leaf)]
     is_state = isinstance(shards, TrainState)
-    named = shards.params if is_state else shards
+    named = shards.params if is_state else shown
     given: list[Any] = []
     if groups is not None or not local:
         given = homes_of(verb, groups, named)

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mics_fn import checks
+from mics_fn.deferred import GradSum
 from mics_fn.errors import TreeError, human_bytes
+from mics_fn.groups import Groups
 from mics_fn.inspection.paths import Leaves, leaves_of
-from mics_fn.shards import Fixed, Nothing, Sharded, Tied, dtype_name, grouped
+from mics_fn.offload import Coded, is_stored
+from mics_fn.shards import Bucket, Fixed, Nothing, Sharded, Tied, dtype_name, grouped, is_leaf
 from mics_fn.tree import Tree
 
-_HEAD = ("path", "shape", "dtype", "kind", "bucket", "groups", "here", "full")
+_HEAD = ("path", "shape", "dtype", "kind", "bucket", "groups", "sent", "here", "full")
 _RIGHT = ("bucket", "here", "full")  # columns of numbers
 
 
@@ -30,6 +34,11 @@ class SummaryRow(NamedTuple):
       groups: the groups that share it, in a few words.
       here_bytes: bytes on this rank, without padding.
       full_bytes: bytes of the full tensor; 0 if tied, so that each tensor counts once.
+      place: where this rank's part lies: "device", "host" or "disk". On the CPU the host is the
+        device; and only where groups are given are the two told apart.
+      sent: what travels of it in gathers, hop 1 and hop 2, as a `Precision` writes it, where that
+        is not a value in `compute` or `reduce`. Behind what no link of the given groups carries
+        stands "(not used)". Of a `TrainState` only parameters travel.
     """
 
     path: str
@@ -40,17 +49,22 @@ class SummaryRow(NamedTuple):
     groups: str
     here_bytes: int
     full_bytes: int
+    place: str = "device"
+    sent: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """The texts of the row in a table, one per column."""
         bucket = "" if self.bucket is None else str(self.bucket)
-        shown = (self.path, str(self.shape), self.dtype, self.kind, bucket, self.groups)
+        kind = self.kind if self.place == "device" else f"{self.kind}, {self.place}"
+        shown = (self.path, str(self.shape), self.dtype, kind, bucket, self.groups, self.sent)
         return (*shown, human_bytes(self.here_bytes), human_bytes(self.full_bytes))
 
 
 @dataclass(frozen=True, repr=False)
 class Summary:
     """The leaves of a sharded value, as this rank sees them; prints as a table.
+
+    The column "sent" is there if something travels as codes, or in a dtype of its own.
 
     Args:
       rows: one per leaf, in the order of the tree.
@@ -68,6 +82,14 @@ class Summary:
         return sum(row.here_bytes for row in self.rows)
 
     @property
+    def bytes_by_place(self) -> dict[str, int]:
+        """Bytes of all leaves on this rank, without padding, by where they lie."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            found[row.place] = found.get(row.place, 0) + row.here_bytes
+        return found
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of all full tensors, tied ones once."""
         return sum(row.full_bytes for row in self.rows)
@@ -78,12 +100,12 @@ class Summary:
         return sum(prod(row.shape) for row in self.rows if row.kind != "tied")
 
     def __str__(self) -> str:
-        lines = [_HEAD, *(row.cells() for row in self.rows)]
+        lines = self._cells()
         # Widths take every row into account, so that two tables of one value line up.
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         top, bottom = self._ends()
         kept = [*lines[: top + 1], *lines[len(lines) - bottom :]]
-        text = [_aligned(cells, widths) for cells in kept]
+        text = [_aligned(lines[0], cells, widths) for cells in kept]
         if self._hidden():
             text.insert(top + 1, f"... {self._hidden()} more ...")
         return "\n".join([*text, self._total()])
@@ -93,18 +115,26 @@ class Summary:
     def _repr_html_(self) -> str:
         """The table for a notebook, in the notebook's own colours."""
         top, bottom = self._ends()
-        cells = [row.cells() for row in self.rows]
-        body = [_html_row(row) for row in cells[:top]]
+        names, *cells = self._cells()
+        body = [_html_row(names, row) for row in cells[:top]]
         if self._hidden():
             more = f"&hellip; {self._hidden()} more &hellip;"
-            body.append(f'<tr><td colspan="{len(_HEAD)}">{more}</td></tr>')
-        body += [_html_row(row) for row in cells[len(cells) - bottom :]]
-        head = "".join(f'<th scope="col"{_style(name)}>{name}</th>' for name in _HEAD)
+            body.append(f'<tr><td colspan="{len(names)}">{more}</td></tr>')
+        body += [_html_row(names, row) for row in cells[len(cells) - bottom :]]
+        head = "".join(f'<th scope="col"{_style(name)}>{name}</th>' for name in names)
         return (
             '<div style="overflow:auto;max-height:40em"><table>'
             f'<caption style="caption-side:bottom;text-align:left">{escape(self._total())}'
             f"</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
         )
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """The names of the columns that are shown, and the texts of each row in them."""
+        every = [_HEAD, *(row.cells() for row in self.rows)]
+        if any(row.sent for row in self.rows):
+            return every
+        at = _HEAD.index("sent")
+        return [(*cells[:at], *cells[at + 1 :]) for cells in every]
 
     def _ends(self) -> tuple[int, int]:
         """How many rows are shown before and after the hidden ones."""
@@ -128,7 +158,7 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
     """A table of what a sharded value holds: each leaf with its shape, dtype, kind and bytes.
 
     Args:
-      shards: tree of shards, or a `TrainState`.
+      shards: tree of shards, a `TrainState`, or a `GradSum` whose passes are done.
       groups: as for `gather`; the table then names them. With None it says how many pieces a leaf
         has.
       rows: the most rows that a table shows, the first and the last ones; None shows all.
@@ -138,7 +168,7 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       are the frozen parameters that an optimizer's tree only repeats.
 
     Raises:
-      TreeError: `rows` is not an int of at least 2.
+      TreeError: `rows` is not an int of at least 2, or there is neither a shard nor a tensor.
       DonatedError: the value was given away earlier.
 
     Example:
@@ -148,12 +178,25 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       ['b']  (2,)    float32  trained       0  n=1 p=1 levels=none   8 B   8 B
       ['w']  (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
       2 leaves of 8 elements: 32 B here and 16 B of padding, 32 B in full
+
+      What travels in the place of values has a column of its own:
+
+      >>> params = {"b": torch.ones(2), "w": torch.ones(2, 3)}
+      >>> summary(shard(params, groups, precision="gather=int8[8]@rank, hop2=bf16; *b*: hop2=f32"))
+      path   shape   dtype    kind     bucket  groups  sent                            here  full
+      ['b']  (2,)    float32  trained       0  p=1     gather=int8[8]@rank              8 B   8 B
+      ['w']  (2, 3)  float32  trained       1  p=1     gather=int8[8]@rank, hop2=bf16  24 B  24 B
+      2 leaves of 8 elements: 32 B here and 32 B of padding, 32 B in full
     """
-    if rows is not None and not (isinstance(rows, int) and rows >= 2):
-        raise TreeError(f"summary: rows={rows!r}, expected None or an int of at least 2")
+    checks.integer("summary", "rows", rows, 2, optional=True, kind=TreeError)
+    shards = shards.lying() if isinstance(shards, GradSum) else shards
     found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
-    return Summary(tuple(row for row in listed if row is not None), _padding(found), rows)
+    shown = [row for row in listed if row is not None]
+    if shards is None or (found.all and not shown and not any(map(is_leaf, found.all))):
+        fix = "pass a tree of shards, or a TrainState such as trainer.state"
+        checks.refuse("summary", "shards", shards, "shards or tensors", fix, TreeError)
+    return Summary(tuple(shown), _padding(found), rows)
 
 
 def _row(found: Leaves, at: int) -> SummaryRow | None:
@@ -163,16 +206,21 @@ def _row(found: Leaves, at: int) -> SummaryRow | None:
         return None
     bucket = None if isinstance(leaf, Tensor) else leaf.bucket
     dtype = leaf.dtype if held is None else held.dtype
-    full = 0 if held is None else prod(leaf.shape) * dtype.itemsize
+    kept, full = dtype_name(dtype), 0 if held is None else prod(leaf.shape) * dtype.itemsize
+    here = 0 if held is None else held.numel() * dtype.itemsize
+    if isinstance(held, Coded):
+        kept, here, full = f"{held.codes.codec}", held.size_bytes, held.bytes_of(prod(leaf.shape))
     return SummaryRow(
         path=path,
         shape=tuple(leaf.shape),
-        dtype=dtype_name(dtype),
+        dtype=kept,
         kind=_kind(leaf),
         bucket=None if bucket is None else bucket.index,
         groups="" if bucket is None else _short(home, bucket.parts),
-        here_bytes=0 if held is None else held.numel() * dtype.itemsize,
+        here_bytes=here,
         full_bytes=full,
+        place=_place(held, home),
+        sent="" if bucket is None or found.in_optimizer(at) else _sent(bucket, home),
     )
 
 
@@ -180,6 +228,28 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, Fixed):
         return "replicated" if leaf.bucket is None else "frozen"
     return {Sharded: "trained", Tied: "tied"}.get(type(leaf), "full")
+
+
+def _place(held: Tensor | None, home: Any) -> str:
+    """Where a tensor lies."""
+    if held is not None and is_stored(held):
+        return "disk"
+    elsewhere = held is not None and home is not None and held.device != home.device
+    return "host" if elsewhere and held.is_cpu else "device"  # pyright: ignore
+
+
+def _sent(bucket: Bucket, home: Any) -> str:
+    """What travels of a bucket in the place of values, and whether a link of groups carries it."""
+    found = []
+    for text in filter(None, bucket.wires.split(", ")):
+        name = text.partition("=")[0]
+        if name == "hop2":  # a partition group by itself does not know its replicas
+            used = not isinstance(home, Groups) or home.num_replicas > 1
+        else:
+            used = home is None or getattr(bucket, name).levels(home.hierarchy.route) > 0
+        if name == "gather" or bucket.trainable:
+            found.append(text if used else f"{text} (not used)")
+    return ", ".join(found)
 
 
 def _short(home: Any, parts: int) -> str:
@@ -193,15 +263,19 @@ def _padding(found: Leaves) -> int:
     leaves, total = [found.all[i] for i in shown], 0
     for use in grouped(leaves, [None] * len(leaves)):
         data = [leaves[i].data for i in use.members]
-        total += use.bucket.chunk * data[0].itemsize - sum(piece.nbytes for piece in data)
+        if isinstance(data[0], Coded):
+            size = data[0].bytes_of(use.bucket.chunk)
+            total += size - sum(piece.size_bytes for piece in data)
+        else:
+            total += use.bucket.chunk * data[0].itemsize - sum(piece.nbytes for piece in data)
     return total
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """A line of text, numbers to the right."""
+def _aligned(names: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of text, with numbers to the right, in columns of these names."""
     padded = [
         cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-        for name, cell, width in zip(_HEAD, cells, widths, strict=True)
+        for name, cell, width in zip(names, cells, widths, strict=True)
     ]
     return "  ".join(padded).rstrip()
 
@@ -210,6 +284,6 @@ def _style(name: str) -> str:
     return f' style="text-align:{"right" if name in _RIGHT else "left"}"'
 
 
-def _html_row(cells: Sequence[str]) -> str:
-    pairs = zip(_HEAD, cells, strict=True)
+def _html_row(names: Sequence[str], cells: Sequence[str]) -> str:
+    pairs = zip(names, cells, strict=True)
     return f"<tr>{''.join(f'<td{_style(name)}>{escape(cell)}</td>' for name, cell in pairs)}</tr>"

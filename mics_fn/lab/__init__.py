@@ -19,8 +19,10 @@ library works, to measure it, and to test it.
   few), equal bits under random delays on streams, memory against the plan, an error on one rank,
   and step times beside FSDP2. Each part has processes and a time limit of its own, so one that
   fails or hangs is a line of the report. That has no names of hosts, users or folders, and `--out`
-  writes it to a file that can be sent.
-- `report.py` has the formulas for traffic and prints tables; `flags.py` has types of flags.
+  writes it to a file that can be sent. As one of several ranks that `torchrun` or another launcher
+  has started, on one node or on many, it checks instead that these ranks reach each other.
+- `report.py` has the formulas for the traffic of values and prints tables, `traffic.py` those for
+  what the buckets of a model send, codes too; `flags.py` has types of flags.
 
 Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,
 round by round, because two times taken minutes apart on a shared machine cannot be compared

@@ -7,10 +7,11 @@ from typing import Any
 def add_count(
     parser: argparse.ArgumentParser,
     name: str,
-    default: int | None,
+    default: int | list[int] | None,
     text: str,
     *,
     smallest: int = 1,
+    largest: int | None = None,
     **options: Any,
 ) -> None:
     """Add a flag for an int that is not less than `smallest`.
@@ -18,9 +19,9 @@ def add_count(
     Args:
         parser: gets the flag.
         name: of the flag, without dashes.
-        default: its default; help names it, unless it is None.
+        default: its default, a list for a flag of several; help names it, unless it is None.
         text: its help.
-        smallest: the least number that is allowed.
+        smallest, largest: the least and the greatest number that are allowed.
         options: other options of `add_argument`.
 
     Example:
@@ -31,9 +32,14 @@ def add_count(
     """
 
     def number(given: str) -> int:
-        value = int(given)
+        try:
+            value = int(given)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{given!r} is not an integer") from error
         if value < smallest:
             raise argparse.ArgumentTypeError(f"{given} is less than {smallest}")
+        if largest is not None and value > largest:
+            raise argparse.ArgumentTypeError(f"{given} is more than {largest}")
         return value
 
     shown = text if default is None else f"{text} (default {default})"

@@ -5,7 +5,6 @@ from math import prod
 
 from mics_fn import tree
 from mics_fn.errors import human_bytes as human_bytes
-from mics_fn.groups import Groups
 from mics_fn.shards import Bucket, Sharded, is_leaf
 
 
@@ -84,11 +83,6 @@ def buckets_of(shards: tree.Tree) -> list[Bucket]:
     leaves, _ = tree.flatten(shards, is_leaf)
     found = {leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)}
     return sorted(found, key=lambda bucket: bucket.index)
-
-
-def levels_of(groups: Groups) -> list[tuple[str, int]]:
-    """Names and sizes of the levels of a partition group, outermost first."""
-    return [(level.name, level.gather.size) for level in groups.hierarchy.route.levels]
 
 
 def table(title: str, rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from mics_fn import points
+from mics_fn import checks, points
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.points import Point
@@ -100,7 +100,8 @@ def inject(
       An `Injection`, whose `at` is the name of the point once it has happened.
 
     Raises:
-      PlanError: there is no such fault, or it cannot be where it is wanted.
+      PlanError: there is no such fault, or it cannot be where it is wanted, or an argument is not
+        what it should be.
 
     Example:
       >>> groups = make_groups(1)
@@ -113,6 +114,13 @@ def inject(
       >>> trainer.state.step
       1
     """
+    checks.integer("inject", "rank", rank, 0, optional=True, fix="None means every rank")
+    checks.integer("inject", "step", step, 0, fix="1 is the first one")
+    if not isinstance(operation, str) or not operation:
+        fix = "pass a part of the name of a point, such as 'step' or 'hop 1'"
+        checks.refuse("inject", "operation", operation, "a text that is not empty", fix)
+    checks.integer("inject", "seed", seed, 0)
+    checks.number("inject", "seconds", seconds, least=0)
     name, happen = _named(fault, operation)
     injection = Injection(rank, step, operation, name, happen, seed=seed, seconds=seconds)
     points.observers.append(injection)
@@ -129,7 +137,7 @@ def _named(
     """The name of a fault, and what makes it."""
     if callable(fault):
         return getattr(fault, "__name__", "function"), lambda moment: fault(moment.point)
-    if fault not in FAULTS:
+    if not isinstance(fault, str) or fault not in FAULTS:
         raise PlanError(message(f"inject: fault={fault!r}", fix=f"pass one of {', '.join(FAULTS)}"))
     if fault == "torn" and operation != "commit":
         text = f"inject: fault='torn' at operation={operation!r}"

@@ -1,11 +1,17 @@
 """`bench bytes`: what a step sends at each level, as counted, by formula, and on the wire."""
 
+import itertools
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 import mics_fn as mf
 from mics_fn import _device
+from mics_fn.collectives import Codec
 from mics_fn.groups import Comm, Topology, valid_partition_sizes
 from mics_fn.lab.bench.links import HEADER_BYTES, Counters, count_wire, node_interface
 from mics_fn.lab.bench.turns import (
@@ -19,7 +25,9 @@ from mics_fn.lab.bench.turns import (
 )
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.lab.report import buckets_of, levels_of, step_bytes, table
+from mics_fn.lab.report import buckets_of, table
+from mics_fn.lab.traffic import wire_bytes
+from mics_fn.shards import Bucket, Precision
 
 TEXT_BYTES = 500_000
 
@@ -37,6 +45,9 @@ class BytesConfig:
         sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
         model: sizes of the GPT.
+        precisions: their texts; each partition size is measured with each.
+        live_buckets: the budget for gathered parameters in units of the largest one, as peers of
+            `bench step` have it; None keeps all.
     """
 
     node_size: int
@@ -47,6 +58,8 @@ class BytesConfig:
     sequences: int = 1
     device: str = "auto"
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+    precisions: tuple[str, ...] = ("f32",)
+    live_buckets: int | None = None
 
 
 class RankBytes(NamedTuple):
@@ -60,7 +73,7 @@ class RankBytes(NamedTuple):
 
 
 def measure_bytes(config: BytesConfig) -> dict[str, Any]:
-    """Count a step's bytes for each partition size, as one rank of a job.
+    """Count a step's bytes for each partition size and precision, as one rank of a job.
 
     Returns:
         On rank 0 the figures; {} on the others.
@@ -70,22 +83,34 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
     sizes = config.partition_sizes
     sizes = sizes or valid_partition_sizes(Topology.of(world_size(), config.node_size))
     found = []
-    for p in sizes:
-        say(f"p = {p}: counting ...")
+    for p, precision in itertools.product(sizes, config.precisions):
+        say(f"p = {p}, {precision}: counting ...")
         with mf.make_groups(p, node_size=config.node_size, device=device) as groups:
-            full_bytes, mine = _run(config, groups, interface)
+            full_bytes, mine = _run(config, groups, interface, precision)
             every = [_rebuilt(*one) for one in of_all_ranks(mine)]
-            found.append(_summarize(config, groups, full_bytes, every))
+            part = _summarize(config, groups, full_bytes, every)
+            found.append({**part, "precision": precision})
     if not is_first():
         return {}
     return {"interface": interface, "partition_sizes": found}
 
 
-def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple[int, RankBytes]:
+def _run(
+    config: BytesConfig, groups: mf.Groups, interface: str | None, precision: str
+) -> tuple[int, RankBytes]:
     """Padded bytes of the parameters, and what this rank's steps sent."""
-    model = gpt.seeded(config.model, groups.device)
+    model, live = gpt.seeded(config.model, groups.device), config.live_buckets
+    # A parameter that is larger than a bucket has a bucket of its own.
+    largest = max(parameter.numel() for parameter in model.parameters())
+    largest *= Precision.parse(precision).dtypes("", torch.float32).compute.itemsize
     trainer = mf.Trainer(
-        model, mf.optim.adamw(3e-4), groups, loss=gpt.loss, accumulate=config.accumulate
+        model,
+        mf.optim.adamw(3e-4),
+        groups,
+        loss=gpt.loss,
+        accumulate=config.accumulate,
+        live_bytes=None if live is None else live * largest,
+        precision=precision,
     )
     size = config.sequences * config.accumulate
     text, context = load_text(TEXT_BYTES), config.model.context
@@ -104,11 +129,16 @@ def _run(config: BytesConfig, groups: mf.Groups, interface: str | None) -> tuple
             ledger.append(groups.traffic.snapshot())
 
     wire = count_wire(measured, interface)
-    full_bytes = sum(bucket.nbytes for bucket in buckets_of(trainer.state.params))
-    levels = levels_of(groups)
-    names, sizes = zip(*levels, strict=True) if levels else ((), ())
-    formula = step_bytes(names, sizes, groups.num_replicas, full_bytes, config.accumulate)
-    crossing = crossing_bytes(groups, formula, config.node_size)
+    buckets = buckets_of(trainer.state.params)
+    schedule = getattr(trainer.schedule, "schedule", None)
+    formula, crossing = formulas_of(
+        groups,
+        buckets,
+        config.node_size,
+        accumulate=config.accumulate,
+        fetches=None if schedule is None else Counter(schedule.fetches),
+    )
+    full_bytes = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
     return full_bytes, RankBytes(ledger, formula, crossing, wire, seconds)
 
 
@@ -117,28 +147,45 @@ def _rebuilt(*values: Any) -> RankBytes:
     return found._replace(wire=found.wire and Counters(*found.wire))
 
 
-def crossing_bytes(
-    groups: mf.Groups, formula: dict[str, tuple[float, str]], node_size: int
-) -> float:
-    """The bytes that this rank sends to other nodes by the formula."""
-    comms = [
-        comm for level in groups.hierarchy.route.levels for comm in (level.gather, level.reduce)
-    ]
-    return sum(
-        formula[comm.name][0]
-        for comm in (*comms, groups.replicas)
-        if comm.name in formula and leaves_node(comm, node_size)
-    )
+def formulas_of(
+    groups: mf.Groups, buckets: Sequence[Bucket], node_size: int, **how: Any
+) -> tuple[dict[str, tuple[float, str]], float]:
+    """`wire_bytes` of a rank, and how many of them it sends to other nodes.
+
+    Args:
+        groups: those of the rank.
+        buckets: of the parameters.
+        node_size: ranks of a node.
+        how: options of `wire_bytes`.
+    """
+    route, r = groups.hierarchy.route, groups.num_replicas
+    comms = [comm for level in route.levels for comm in (level.gather, level.reduce)]
+    comms.append(groups.replicas)
+    # In hop 2 values go around a ring, and codes straight to each replica.
+    crossing = 0.0
+    for coded in (False, True):
+        some = [bucket for bucket in buckets if isinstance(bucket.mean_wire, Codec) == coded]
+        formula = wire_bytes(some, route, r, **how)
+        sent = [(comm, formula.get(comm.name, (0.0, ""))[0]) for comm in comms]
+        crossing += sum(n * leaving_share(comm, node_size, ring=not coded) for comm, n in sent)
+    return wire_bytes(buckets, route, r, **how), crossing
 
 
-def leaves_node(comm: Comm, node_size: int) -> bool:
-    """Whether the bytes that this rank sends through a communicator leave its node.
+def leaving_share(comm: Comm, node_size: int, *, ring: bool) -> float:
+    """The share of what this rank sends through a communicator that leaves its node.
 
     A level lies inside a node, or has one rank in each. A replication group may have several ranks
-    in a node, but hop 2 is a ring, so a rank sends everything to the next one.
+    in a node: in a ring a rank sends everything to the next one, else equally much to each.
+
+    Args:
+        comm: the communicator.
+        node_size: ranks of a node.
+        ring: whether it sends to the next rank alone. The few bytes of codes that gloo gathers in a
+            ring, because a bucket is small, count as if they were not.
     """
-    following = comm.ranks[(comm.rank + 1) % comm.size]
-    return following // node_size != comm.ranks[comm.rank] // node_size
+    others = [comm.ranks[(comm.rank + step) % comm.size] for step in range(1, comm.size)]
+    own, to = comm.ranks[comm.rank] // node_size, others[:1] if ring else others
+    return sum(rank // node_size != own for rank in to) / max(1, len(to))
 
 
 def _summarize(
@@ -189,13 +236,17 @@ def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
         levels = " x ".join(f"{name} {size}" for name, size in part["levels"]) or "none"
         title = (
             f"p = {part['partition_size']}, levels {levels}, r = {part['num_replicas']} replicas, "
-            f"M = {part['full_bytes']:,} bytes, s = {config.accumulate}; each rank in one step"
+            f"M = {part['full_bytes']:,} bytes, s = {config.accumulate}, "
+            f"{part['precision']}; each rank in one step"
         )
         rows = [("", "calls", "ledger", "formula", "ratio", "")]
         for name, row in part["rows"].items():
             worst = max(row["ledger"], key=lambda sent: abs(sent - row["formula"]))
             cells = (f"{max(row['calls'])}", f"{worst:,}", f"{row['formula']:,.0f}")
             rows.append((name, *cells, _ratio(worst, row["formula"]), row["why"]))
+        leaving = part["wire"][0]["formula"]
+        if not interface and leaving:
+            rows.append(("out of a node", "", "", f"{leaving:,.0f}", "-", "of all its ranks"))
         nodes = part["wire"] if interface else []
         for number, wire in enumerate(nodes):
             cells = (f"{wire['counted']:,.0f}", f"{wire['formula']:,.0f}")

@@ -11,15 +11,24 @@ from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Topology, plan_groups, read_launch
-from mics_fn.lab.bench import fault_command
+from mics_fn.lab.bench import coding, fault_command
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
-from mics_fn.lab.bench.formulas import PLACES, check_places
+from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
+from mics_fn.lab.bench.formulas import check_places
 from mics_fn.lab.bench.init import measure_init, render_init
-from mics_fn.lab.bench.links import AS_IS, LINKS, read_rates
+from mics_fn.lab.bench.links import read_rates
 from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
-from mics_fn.lab.bench.peers import PEERS, check_peers
+from mics_fn.lab.bench.overlap import check_overlap, measure_overlap, render_overlap
+from mics_fn.lab.bench.peers import check_peers
+from mics_fn.lab.bench.rank_flags import DEFAULT_RANKS, add_flags_of_ranks
 from mics_fn.lab.bench.rss import check_rss, render_rss, run_rss
-from mics_fn.lab.bench.stage import DEFAULT_PEERS, StepConfig
+from mics_fn.lab.bench.saves import (
+    add_save_flags,
+    measure_saves,
+    render_saves,
+    saves_config_of,
+)
+from mics_fn.lab.bench.stage import StepConfig
 from mics_fn.lab.bench.states import StatesConfig, measure_states, render_states
 from mics_fn.lab.bench.step import measure_step, render_step
 from mics_fn.lab.bench.touch import TouchConfig, measure_touch, render_touch
@@ -27,8 +36,6 @@ from mics_fn.lab.bench.turns import Turns, num_ranks, on_ranks
 from mics_fn.lab.flags import add_count
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.shards import Precision
-
-DEFAULT_RANKS = 4
 
 
 class Bench(NamedTuple):
@@ -53,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, bench in BENCHES.items():
         one = kinds.add_parser(name, help=bench.summary, description=bench.summary)
         one.add_argument("--json", type=Path, metavar="FILE", help="a file for all figures")
-        if name == "faults":
-            fault_command.add_flags(one)
+        if name in FLAGS_ALONE:
+            FLAGS_ALONE[name](one)
             continue
         one.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         add_count(one, "dim", 512, "width of the GPT")
@@ -75,55 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add_count(one, "small-leaves", 2000, "leaves of the second tree")
         else:
             add_count(one, "steps", steps, "steps of a turn")
-            _add_flags_of_ranks(one, name)
-
-
-def _add_flags_of_ranks(parser: argparse.ArgumentParser, name: str) -> None:
-    """The flags of a bench that runs on several ranks."""
-    add_count(parser, "ranks", None, f"ranks to launch (default {DEFAULT_RANKS})")
-    add_count(parser, "node-size", None, "ranks per node (default that of the job, or 2)")
-    add_count(parser, "accumulate", 1, "micro-steps in a step")
-    if name == "memory":
-        _add_memory_flags(parser)
-        return
-    add_count(parser, "sequences", 1, "samples per rank and micro-step")
-    if name == "bytes":
-        text = "ranks of a replica (default all sizes that fit)"
-        add_count(parser, "partition-size", None, text, nargs="+")
-    else:
-        add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
-        _add_step_flags(parser)
-
-
-def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = f"of {' '.join(PLACES)} (default all)"
-    lists: dict[str, Any] = {"nargs": "+", "type": _names}
-    add("--placement", default=[tuple(PLACES)], help=text, metavar="NAME", **lists)
-    default = " ".join(StatesConfig.precisions)
-    text = f"precisions, each a text such as compute=bf16 (default {default})"
-    add("--precision", default=StatesConfig.precisions, help=text, metavar="TEXT", nargs="+")
-    text = "measure instead while a model becomes shards over all ranks"
-    add("--init", action="store_true", help=text)
-
-
-def _add_step_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    names, default = " ".join(PEERS), " ".join(DEFAULT_PEERS)
-    lists: dict[str, Any] = {"nargs": "+", "type": _names}
-    text = f"what to compare, of {names}, as far as it makes sense (default {default})"
-    add("--peers", default=[DEFAULT_PEERS], help=text, metavar="NAME", **lists)
-    text = (
-        "rates of the links between nodes, such as unshaped:5 1gbit:3, with the steps of a turn; "
-    )
-    text += f"the first also for warm-up. A module that {LINKS} names sets them (default {AS_IS})"
-    add("--rates", default=[(AS_IS,)], help=text, metavar="RATE", **lists)
-    text = "precisions, each a text such as compute=bf16,reduce=bf16: every peer that takes"
-    text += " them is measured with each, and compared with itself under the first"
-    add("--precision", default=[], help=text, metavar="TEXT", nargs="+")
-    add("--skip-alone", action="store_true", help="do not compare in a world of one")
-    text = "measure memory instead of time, with each peer in new processes"
-    add("--rss", action="store_true", help=text)
+            add_flags_of_ranks(one, name)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -136,13 +95,13 @@ def main(args: argparse.Namespace) -> int:
         LaunchError: a rank failed.
     """
     bench = BENCHES[args.bench]
-    if args.bench == "step" and args.rss:
-        bench = RSS
+    if args.bench == "step" and (args.rss or args.overlap):
+        bench = RSS if args.rss else OVERLAP
     if args.bench == "memory" and args.init:
         bench = INIT
     if args.json is not None and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
-    alone = args.bench in ("opt", "touch", "faults")
+    alone = args.bench in ("opt", "touch", *FLAGS_ALONE)
     ranks = 1 if alone else num_ranks(args.ranks, DEFAULT_RANKS)
     config = bench.config(args, ranks)
     figures = bench.run(config, ranks)
@@ -152,11 +111,6 @@ def main(args: argparse.Namespace) -> int:
             written = {"bench": args.bench, "ranks": ranks, "config": asdict(config), **figures}
             args.json.write_text(json.dumps(written, indent=1))
     return 1 if figures.get("missed") else 0
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """The names in one argument of a list that spaces or commas separate."""
-    return tuple(filter(None, text.split(",")))
 
 
 def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
@@ -193,13 +147,15 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
         peers=tuple(itertools.chain(*args.peers)),
         precisions=_precisions(args),
         rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
-        alone=not (args.skip_alone or args.rss),
+        alone=not (args.skip_alone or args.rss or args.overlap),
         accumulate=args.accumulate,
         sequences=args.sequences,
         device=args.device,
         model=_model(args),
     )
     check_peers(config, ranks)
+    if args.overlap:
+        config = check_overlap(config, ranks)
     if args.rss:
         check_rss(config)
     return config
@@ -245,6 +201,8 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
         sequences=args.sequences,
         device=args.device,
         model=_model(args),
+        precisions=_precisions(args),
+        live_buckets=args.live_buckets,
     )
 
 
@@ -281,6 +239,7 @@ BENCHES = {
         _on_ranks(measure_touch),
         render_touch,
     ),
+    "codec": Bench(*coding.BENCH),
     "bytes": Bench(
         "bytes of a step at each level: counted, by formula, and those that leave a node",
         _bytes_config,
@@ -293,6 +252,18 @@ BENCHES = {
         _on_ranks(measure_states),
         render_states,
     ),
+    "checkpoint": Bench(
+        "saving and loading, against plain writing and reading of the same bytes",
+        saves_config_of,
+        _on_ranks(measure_saves),
+        render_saves,
+    ),
+    "disk": Bench(
+        "a step on states in a file, against plain reading and writing of the same bytes",
+        disk_config_of,
+        lambda config, ranks: measure_disk(config),
+        render_disk,
+    ),
     "faults": Bench(
         "faults of every kind in small jobs: who hangs, who dies, who is wrong, who is named",
         fault_command.config_of,
@@ -301,5 +272,14 @@ BENCHES = {
     ),
 }
 
+# Benches that train no GPT, each with the flags that it adds.
+FLAGS_ALONE: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "codec": coding.add_codec_flags,
+    "checkpoint": add_save_flags,
+    "disk": add_disk_flags,
+    "faults": fault_command.add_flags,
+}
+
+OVERLAP = Bench("what hop 2 hides", _step_config, _on_ranks(measure_overlap), render_overlap)
 RSS = Bench("the memory of a rank", _step_config, run_rss, render_rss)
 INIT = Bench("the making of a model", _states_config, _on_ranks(measure_init), render_init)

@@ -114,13 +114,7 @@ class Rank:
         faulthandler.register(signal.SIGUSR1, open(self.stacks, "w"))  # noqa: SIM115
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
-        numbers = {"RANK": self.rank, "WORLD_SIZE": self.trial.ranks, "MASTER_PORT": self.port}
-        numbers |= {"LOCAL_RANK": self.rank, "LOCAL_WORLD_SIZE": self.trial.ranks}
-        os.environ.update({name: str(number) for name, number in numbers.items()})
-        os.environ.update(MASTER_ADDR=loopback.ADDRESS, GLOO_SOCKET_IFNAME="lo")
-        # The store of torch looks up the name of each client, and serves nobody meanwhile.
-        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.trial.apart)
+        take_place(self.rank, self.trial.ranks, self.port, apart=self.trial.apart)
 
     def _try(self, body: Callable[[], None]) -> BaseException | None:
         try:
@@ -181,6 +175,24 @@ class Rank:
 
     def _mark(self, point: Any) -> None:
         self.board[:] = MARK.pack(time.monotonic())
+
+
+def take_place(rank: int, ranks: int, port: int, *, apart: bool) -> None:
+    """Be this rank of a job on this machine.
+
+    Args:
+      rank: of this process.
+      ranks: of the job.
+      port: of its store.
+      apart: whether the store has a process of its own.
+    """
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    numbers |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(MASTER_ADDR=loopback.ADDRESS, GLOO_SOCKET_IFNAME="lo")
+    # The store of torch looks up the name of each client, and serves nobody meanwhile.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(apart)
 
 
 def groups_for(trial: Trial) -> mf.Groups:

@@ -1,9 +1,12 @@
-"""`bench faults --soak`: what grows where a process trains, resets and makes trainers for long."""
+"""`bench faults --soak`: what grows where a process trains, saves, resets and makes trainers."""
 
 import gc
+import itertools
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from mics_fn.lab.bench.turns import of_all_ranks, on_ranks, say
 from mics_fn.lab.report import table
 
 GROWTH_BYTES = 3e6  # of resident memory, from the first look to the last
+SETTLES_S = 3.0  # how long threads that end saves and free groups may take
 COUNTS = ("descriptors", "threads", "store keys")
 
 
@@ -27,12 +31,13 @@ class SoakConfig:
     """How long `bench faults --soak` goes on.
 
     Args:
-      steps, resets, trainers: how many of each. Counts are compared from the half of each to its
-        end, memory from the first tenth of the steps to the end of all.
+      steps, saves, resets, trainers: how many of each. Counts are compared from the half of each to
+        its end, memory from the first tenth of the steps to the end of all.
       ranks: of the job, in two replicas.
     """
 
     steps: int = 5_000
+    saves: int = 200
     resets: int = 100
     trainers: int = 200
     ranks: int = 4
@@ -53,6 +58,12 @@ def soak(config: SoakConfig) -> dict[str, Any]:
     def step() -> None:
         trainer.step(batch_of(rank, 1))
 
+    def save() -> None:
+        number = next(numbers)
+        how: dict[str, Any] = {"step": number, "keep": 2}
+        save_one = mf.checkpoint.start_save if number % 2 else mf.checkpoint.save
+        save_one(folder, trainer.state, trainer.groups, **how)
+
     def reset() -> None:
         trainer.reset()
         step()
@@ -60,9 +71,11 @@ def soak(config: SoakConfig) -> dict[str, Any]:
     def make() -> None:
         trainer_for(trainer.groups).step(batch_of(rank, 1))
 
-    looks = {}
+    looks, numbers = {}, itertools.count(1)
+    folder = of_all_ranks(tempfile.mkdtemp(prefix="mics_soak_") if rank == 0 else "")[0]
     work: list[tuple[str, int, Callable[[], None]]] = [
         ("steps", config.steps, step),
+        ("saves", config.saves, save),
         ("resets", config.resets, reset),
         ("trainers", config.trainers, make),
     ]
@@ -70,8 +83,10 @@ def soak(config: SoakConfig) -> dict[str, Any]:
         say(f"{count} {name} ...")
         done, looks[name] = 0, []
         for look in _looks(count):
-            looks[name].append(_after(do, look - done))
+            looks[name].append(_after(do, look - done, looks[name][-1:]))
             done = look
+    if rank == 0:
+        shutil.rmtree(folder)
     found = {name: of_all_ranks(each) for name, each in looks.items()}
     return {"looks": found, "seconds": time.monotonic() - started, "missed": grown(found)}
 
@@ -81,20 +96,35 @@ def _looks(count: int) -> tuple[int, int, int]:
     return max(1, count // 10), max(1, count // 2), count
 
 
-def _after(do: Callable[[], None], count: int) -> dict[str, float]:
-    """What this process holds after doing something so many times."""
+def _after(
+    do: Callable[[], None], count: int, before: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """What this process holds after doing something so many times.
+
+    Threads end saves and free groups a moment later, so what is more than `before` is looked at
+    again for a while: what grows stays.
+    """
     for _ in range(count):
         do()
     gc.collect()
     dist.barrier()
-    found = {
+    found, deadline = _held(), time.monotonic() + SETTLES_S
+    while any(found[what] > last[what] for last in before for what in COUNTS):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+        found = _held()
+    dist.barrier()
+    return found
+
+
+def _held() -> dict[str, float]:
+    return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "store keys": _torch.default_store().num_keys(),
         "memory": memory_bytes(torch.device("cpu")) or 0,
     }
-    dist.barrier()
-    return found
 
 
 def grown(looks: dict[str, list[list[dict[str, float]]]]) -> list[str]:

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -40,18 +40,18 @@ class Found(NamedTuple):
 
 def run_trial(trial: Trial) -> Found:
     """Start the ranks of a trial, and hear what became of them; none is left over."""
-    started, port = time.monotonic(), _free_port(trial.number)
+    started, port = time.monotonic(), free_port(trial.number)
     board = mmap.mmap(-1, MARK.size)
     pids: dict[int, int] = {}
     conns: dict[int, Connection] = {}
     # No object whose end would remove it: a rank that leaves calls what its parent registered.
     folder = tempfile.mkdtemp(prefix="mics_fault_")
     try:
-        host = _fork(lambda: _host_store(port)) if trial.apart else 0
+        host = fork(lambda: host_store(port)) if trial.apart else 0
         for rank in range(trial.ranks):
             ours, theirs = mp.Pipe()
             body = Rank(trial, rank, port, board, theirs, f"{folder}/stacks{rank}")
-            pids[rank], conns[rank] = _fork(body.serve), ours
+            pids[rank], conns[rank] = fork(body.serve), ours
             theirs.close()
         gone = _gone(trial)
         living = [rank for rank in pids if rank not in gone]
@@ -67,9 +67,9 @@ def run_trial(trial: Trial) -> Found:
             again, lost = _hear(conns, living, pids, time.monotonic() + 2 * trial.timeout_s)
             died |= lost
             silent = [rank for rank in living if rank not in again and rank not in died]
-        stacks = _stacks({rank: pids[rank] for rank in silent}, folder)
+        stacks = stacks_of({rank: pids[rank] for rank in silent}, folder)
     finally:
-        _end([*pids.values(), *([host] if trial.apart else [])])
+        end([*pids.values(), *([host] if trial.apart else [])])
         for conn in conns.values():
             conn.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +110,7 @@ def _hear(
     return told, died
 
 
-def _stacks(pids: dict[int, int], folder: str) -> dict[int, str]:
+def stacks_of(pids: dict[int, int], folder: str) -> dict[int, str]:
     """The stacks of ranks that do not answer."""
     for pid in pids.values():
         os.kill(pid, signal.SIGUSR1)
@@ -122,16 +122,26 @@ def _stacks(pids: dict[int, int], folder: str) -> dict[int, str]:
     return {rank: found.get(rank, "") for rank in pids}
 
 
-def _end(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+def end(pids: Iterable[int]) -> None:
+    """Kill processes that this one forked, and wait for their end.
+
+    One that was waited for before is left alone: its number may be that of another process now.
+    """
+    left = [pid for pid in pids if _is_ours(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    for pid in left:
+        os.waitpid(pid, 0)
 
 
-def _fork(body: Callable[[], None]) -> int:
+def _is_ours(pid: int) -> bool:
+    """Whether a process that this one forked is there, and not waited for yet."""
+    with contextlib.suppress(ChildProcessError):
+        return not os.waitpid(pid, os.WNOHANG)[0]
+    return False
+
+
+def fork(body: Callable[[], None]) -> int:
     """A forked process that does this and ends without Python's own end."""
     pid = os.fork()
     if pid == 0:
@@ -151,7 +161,7 @@ def _fork(body: Callable[[], None]) -> int:
     return pid
 
 
-def _free_port(number: int) -> int:
+def free_port(number: int) -> int:
     """A port below those that systems give away, so that no connection takes it meanwhile."""
     port = 20_000 + (131 * os.getpid() + 7 * number) % 12_000
     while True:
@@ -163,7 +173,8 @@ def _free_port(number: int) -> int:
         port = 20_000 + (port + 1) % 12_000
 
 
-def _host_store(port: int) -> None:
+def host_store(port: int) -> None:
+    """Serve a store at a port of this machine, for good."""
     store = loopback.serve_store(port)
     while store:
         time.sleep(60)

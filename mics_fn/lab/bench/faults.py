@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from mics_fn.errors import GroupsError
 from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
 from mics_fn.lab.bench.fault_trials import Found, run_trial
+from mics_fn.lab.bench.stalls import Stalls
 from mics_fn.lab.report import table
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
@@ -37,14 +38,22 @@ OWN_PLACE = re.compile(r"on rank \d+|(waiting: rank \d+ of|its group is) ranks? 
 SOON_S, DESYNC_S = 1.0, 1.5  # what each kind of fault may take
 SLACK_S, START_S = 1.0, 1.5  # beyond a limit; at the start rank 0 keeps the store for a second
 PROBLEMS = ("hang", "death", "wrong", "alarm", "untyped", "unnamed", "late", "reset", "unreached")
-# A machine that is shared makes some processes wait, which is nobody's fault.
-LATE_SHARE = 0.05
+# A machine that is shared makes some processes wait, which is nobody's fault. Then errors are late;
+# a rank that is not heard in time is named instead of the culprit; or a job ends before its fault.
+# Such a trial is worthless. It is made again with longer limits, the last time alone.
+LATE_SHARE, AGAIN_SHARE = 0.05, 0.05  # of all trials may be so
+TIMED = {"unnamed", "late", "unreached"}
+NO_ANSWER = "no answer"
+TIMES = (2, 8)  # the limits of the trials that are made again
 LEGEND = """\
 seconds: from the fault to the last error of a living rank; goal in the next column. hang: ranks
 that live and say nothing. death: processes that nothing ended. wrong: a state that the same job
 without a fault never has. alarm: an error although nothing was wrong. untyped: an error of another
 library. unnamed: an error that does not name the rank. late: later than the goal. reset: not right
-after `reset`. unreached: the fault did not happen, or nobody noticed it."""
+after `reset`. unreached: the fault did not happen, or nobody noticed it. made again: some rank, or
+the store at the start, was not heard in time, with nothing worse; tried once more with twice the
+limits, then alone with eight times as much; at most 5 % of trials. stall: a process that only
+sleeps woke up so late."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
     return draw.choice([name for name in found if name not in missing])
 
 
-Twins = dict[tuple[int, int, int], dict[int, dict[int, str]]]
+Twins = dict[tuple[int, int, int], dict[int, dict[int, str]]]  # digests by job, rank and step
 
 
 def measure_faults(config: FaultsConfig) -> dict[str, Any]:
@@ -115,9 +124,8 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
     importlib.import_module("torch._dynamo")  # which each rank would import
     torch.set_num_threads(1)
     trials, started = list(trials_of(config)), time.monotonic()
-    plain = {_twin(trial) for trial in trials}
-    rows: list[dict[str, Any]] = []
-    with mp.get_context("fork").Pool(config.lanes) as lanes:
+    plain = {twin for trial in trials for twin in _twins(trial)}
+    with Stalls() as stalls, mp.get_context("fork").Pool(config.lanes) as lanes:
         twins: Twins = {}
         for found in _all(lanes, sorted(plain, reverse=True)):
             errors = [told.text for told in found.told.values() if told.error]
@@ -125,10 +133,42 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
                 raise GroupsError(f"bench faults: a job without a fault failed: {errors[:1]}")
             told = found.told.values()
             twins[_key(found.trial)] = {each.rank: each.digests for each in told}
-        for found in _all(lanes, trials):
-            rows.append(judged(found, twins[_key(_twin(found.trial))]))
-    rows.sort(key=lambda row: row["number"])
-    return {"rows": rows, "seconds": time.monotonic() - started, "missed": missed(rows)}
+        rows = {found.trial.number: _row(found, twins) for found in _all(lanes, trials)}
+        first = busy = _worthless_rows(rows)
+        for times in TIMES:
+            left = [_patient(trial, times) for trial in trials if trial.number in busy]
+            turns = [[trial] for trial in left] if times == TIMES[-1] else [left]
+            found = [each for turn in turns for each in _all(lanes, turn)]
+            rows |= {each.trial.number: _row(each, twins) for each in found}
+            busy = _worthless_rows(rows)
+        longest = stalls.longest()
+    ordered = [rows[trial.number] for trial in trials]
+    figures = {"rows": ordered, "seconds": time.monotonic() - started, "again": sorted(first)}
+    return {**figures, "stall_s": longest, "missed": missed(ordered, len(first))}
+
+
+def worthless(row: Mapping[str, Any]) -> bool:
+    """Whether all that is wrong with a trial may be that ranks waited for the machine."""
+    problems = set(row["problems"])
+    if "alarm" in problems and set(row["kinds"]) <= {"silent", NO_ANSWER}:
+        problems -= {"alarm", "late"}
+        return problems <= TIMED
+    return bool(problems - {"late"}) and problems <= TIMED
+
+
+def _worthless_rows(rows: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    return {number for number, row in rows.items() if worthless(row)}
+
+
+def _patient(trial: Trial, times: int) -> Trial:
+    """A trial with so many times the limits."""
+    longer = {"heartbeat_s": times * trial.heartbeat_s, "timeout_s": times * trial.timeout_s}
+    return trial._replace(**longer)
+
+
+def _row(found: Found, twins: Twins) -> dict[str, Any]:
+    rows = [judged(found, twins[_key(twin)]) for twin in _twins(found.trial)]
+    return min(rows, key=lambda row: len(row["problems"]))
 
 
 def _all(lanes: Any, trials: Sequence[Trial]) -> Iterator[Found]:
@@ -137,15 +177,25 @@ def _all(lanes: Any, trials: Sequence[Trial]) -> Iterator[Found]:
         yield results.next(timeout=LANE_LIMIT_S)
 
 
-def _twin(trial: Trial) -> Trial:
-    """The same job without a fault; a step that is refused is one that was never there."""
-    skips = trial.step if trial.fault == "nan" else 0
+def _twins(trial: Trial) -> list[Trial]:
+    """Jobs without a fault, one of which all ranks must be like.
+
+    A step that is refused is one that was never there. A NaN in what only fills up a bucket refuses
+    none, and changes nothing.
+    """
     plain = trial._replace(number=0, fault="", operation="", step=0, rank=0, script=False)
-    return plain._replace(apart=False, skips=skips, timeout_s=60.0, heartbeat_s=60.0)
+    plain = plain._replace(apart=False, skips=0, timeout_s=60.0, heartbeat_s=60.0)
+    return [plain._replace(skips=trial.step), plain] if trial.fault == "nan" else [plain]
 
 
 def _key(trial: Trial) -> tuple[int, int, int]:
     return trial.ranks, trial.partition_size, trial.skips
+
+
+def _kind(told: Any) -> str:
+    """The kind of a `PeerFailed`; `NO_ANSWER` if the store did not answer in time at the start."""
+    late = told.error == "CollectiveTimeoutError" and "answer within" in told.text
+    return told.kind or (NO_ANSWER if late else "")
 
 
 def culprit_of(trial: Trial) -> int | None:
@@ -183,6 +233,7 @@ def judged(found: Found, twin: dict[int, dict[int, str]]) -> dict[str, Any]:
     again = {told.rank: f"{told.error}: {told.text}" for told in found.again.values()}
     row = {**trial._asdict(), "goal_s": goal, "seconds": seconds, "took_s": found.seconds}
     row |= {"problems": {k: int(v) for k, v in problems.items() if v}, "texts": texts}
+    row["kinds"] = sorted({_kind(told) for told in found.told.values() if told.error})
     return row | {"again": again, "stacks": found.silent, "died": found.died}
 
 
@@ -215,11 +266,17 @@ def goal_s(trial: Trial) -> float | None:
     return SOON_S if trial.fault in ENDS_SOON else trial.heartbeat_s + SLACK_S
 
 
-def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The goals that were missed, by name."""
+def missed(rows: Sequence[dict[str, Any]], again: int = 0) -> list[str]:
+    """The goals that were missed, by name.
+
+    Args:
+      rows: one per trial, as `judged` gives them.
+      again: how many of them were made once more.
+    """
     count = Counter(name for row in rows for name in row["problems"])
     late = count["late"] > LATE_SHARE * sum(row["goal_s"] is not None for row in rows)
-    return [name for name in PROBLEMS if count[name] and (name != "late" or late)]
+    names = [name for name in PROBLEMS if count[name] and (name != "late" or late)]
+    return names + ["made again"] * (again > max(1, AGAIN_SHARE * len(rows)))
 
 
 def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
@@ -236,6 +293,8 @@ def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
     sizes = " and ".join(map(str, config.ranks))
     title = f"{count} faults on {sizes} ranks, heartbeat {config.heartbeat_s:g} s, seed"
     title += f" {config.seed}: {seconds:.0f} s, {seconds / max(1, count):.2f} s each"
+    title += f", {len(figures['again'])} made again" if figures["again"] else ""
+    title += f", longest stall {figures['stall_s']:.2f} s" if figures["stall_s"] else ""
     verdict = f"goals missed: {', '.join(figures['missed'])}" if figures["missed"] else "goals met"
     return f"{table(title, lines)}\n\n{LEGEND}\n{verdict}"
 

@@ -1,4 +1,4 @@
-"""Placements by name, with formulas for what a rank should hold and send under each of them."""
+"""Placements by name, with the formula for what a rank should hold under each of them."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 import mics_fn as mf
+from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import placement
-from mics_fn.lab.report import gather_bytes
 from mics_fn.shards import Bucket
 
 FILLED = 2  # buckets of full gradients that backward is making, in the dtype that computes
@@ -96,7 +96,7 @@ def memory_formula(
         nor is the least memory for hops, `groups.LEAST_RING`.
 
     Example:
-        >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
+        >>> from mics_fn.shards.bucketing import LeafSpec, plan_buckets
         >>> leaves = [LeafSpec(f"w{i}", (100,), torch.float32, 4, True, None) for i in range(8)]
         >>> buckets = [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=400)]
         >>> memory_formula(buckets, Cut(4, 4, 4), (2, 2), live_bytes=0)
@@ -136,12 +136,14 @@ def memory_formula(
 
 def _fits(bucket: Bucket, cut: Cut) -> bool:
     """Whether gradients are packed where gathered parameters were, in the last pass."""
-    return cut.grads > 1 and bucket.reduce.itemsize <= bucket.compute.itemsize
+    sent = [x for x in (bucket.reduce, bucket.mean_wire) if isinstance(x, torch.dtype)]
+    return cut.grads > 1 and max(x.itemsize for x in sent) <= bucket.compute.itemsize
 
 
 def _stays(bucket: Bucket, cut: Cut, micro_steps: int) -> bool:
-    """Whether the mean stays there too."""
+    """Whether the mean stays there too, also where a code of it is sent in hop 2."""
     same = micro_steps == 1 and sum_dtype(bucket, micro_steps) == bucket.reduce
+    same = same and not isinstance(bucket.hop2, torch.dtype)
     return same and cut.grads == cut.states and _fits(bucket, cut)
 
 
@@ -167,28 +169,38 @@ def _in_hops(
     outer, inner = sizes[: places[0]], sizes[places[0] :]
     total, width = sum_dtype(bucket, micro_steps), bucket.reduce.itemsize
     same, numel = total == bucket.reduce, bucket.numel
-    outer = outer if last else ()
-    copies = last and not same and num_replicas > 1
+    outer, hop2 = outer if last else (), bucket.mean_wire
+    copies = last and total != hop2 and num_replicas > 1
     packed = [0.0, numel * width if cut.grads > 1 else 0 if first else numel * total.itemsize]
     packed.append(numel / cut.grads * width if prod(outer) > 1 and not same else 0)
-    packed.append(numel / cut.states * width if copies else 0)
+    if copies and isinstance(hop2, torch.dtype):
+        packed.append(numel / cut.states * hop2.itemsize)
     if reused and last and _fits(bucket, cut):
         packed = [0.0]
     direct = same and first and not (reused and _stays(bucket, cut, micro_steps))
     arriving = max(
-        _arriving(inner, numel, direct, exchanged),
-        _arriving(outer, numel / cut.grads, same, exchanged),
+        _arriving(bucket, inner, numel, direct, exchanged),
+        _arriving(bucket, outer, numel / cut.grads, same, exchanged),
     )
-    return max(packed) + arriving * width, 1 + len(inner) + len(outer) + copies
+    if copies and isinstance(hop2, Codec):
+        arriving = max(arriving, mean_bytes(hop2, numel // cut.states, num_replicas))
+    return max(packed) + arriving, 1 + len(inner) + len(outer) + copies
 
 
-def _arriving(sizes: Sequence[int], numel: float, direct: bool, exchanged: bool) -> float:
-    """Elements of the memory for what arrives, if the last level can `direct` it to the mean."""
-    most = 0.0
+def _arriving(
+    bucket: Bucket, sizes: Sequence[int], numel: float, direct: bool, exchanged: bool
+) -> float:
+    """Bytes of the memory for what arrives, if the last level can `direct` it to the mean.
+
+    Codes of hop 1 count as if all levels sent them.
+    """
+    most, width = 0.0, bucket.reduce.itemsize
     for i in reversed(range(len(sizes))):
         all_parts = exchanged and sizes[i] > 2
-        if all_parts or not (direct and i == 0):
-            most = max(most, numel if all_parts else numel / sizes[i])
+        if bucket.hop1 is not None:  # those that are sent, and those that arrive
+            most = max(most, 2 * (sizes[i] - 1) * bucket.hop1.codec.nbytes(int(numel) // sizes[i]))
+        elif all_parts or not (direct and i == 0):
+            most = max(most, width * (numel if all_parts else numel / sizes[i]))
         numel /= sizes[i]
     return most
 
@@ -198,43 +210,3 @@ def sum_dtype(bucket: Bucket, micro_steps: int) -> torch.dtype:
     if micro_steps > 1:
         return bucket.accumulate
     return torch.promote_types(bucket.dtype, bucket.reduce)
-
-
-def traffic_formula(
-    levels: Sequence[tuple[str, int]],
-    cut: Cut,
-    *,
-    gathered: float,
-    reduced: float,
-    num_replicas: int,
-    fetches: float = 1,
-    micro_steps: int = 1,
-) -> dict[str, float]:
-    """The bytes that each rank sends in a step, by communicator.
-
-    Args:
-        levels: names and sizes of the levels of a partition group, outermost first.
-        cut: over how many ranks each kind is cut.
-        gathered, reduced: bytes of all parameters and of all gradients as they travel, padding
-            included.
-        num_replicas: the ranks of a replication group.
-        fetches: how often a parameter is gathered in a step, on average. Only the first time uses
-            the levels outside those over which a copy is kept.
-        micro_steps: the micro-steps of a step. Each uses the levels over which gradients are cut.
-
-    Example:
-        >>> sizes = {"gathered": 800, "reduced": 800, "num_replicas": 1, "fetches": 2}
-        >>> traffic_formula([("node", 2), ("rank", 2)], Cut(4, 2, 4), **sizes)
-        {'gather node': 200.0, 'gather rank': 800.0, 'reduce node': 200.0, 'reduce rank': 400.0}
-    """
-    sizes = [size for _, size in levels]
-    found = {}
-    for purpose, nbytes, often, least in (
-        ("gather", gathered, fetches, cut.params),
-        ("reduce", reduced, micro_steps, cut.grads),
-    ):
-        for i, sent in enumerate(gather_bytes(sizes, nbytes)):
-            found[f"{purpose} {levels[i][0]}"] = sent * (1 if prod(sizes[i:]) > least else often)
-    if num_replicas > 1:
-        found["replicas"] = 2 * (num_replicas - 1) / num_replicas * reduced / cut.states
-    return found

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mics_fn as mf
@@ -23,14 +23,23 @@ from mics_fn.lab.models import gpt
 from mics_fn.lab.report import buckets_of
 from mics_fn.shards import Precision
 
+HOST = "states=host, params=host"
+
 
 def _trainer(
-    stage: Stage, *, live: int | None, wide: bool = False, place: str | None = None
+    stage: Stage,
+    *,
+    live: int | None,
+    wide: bool = False,
+    place: str | None = None,
+    where: str = "",
+    overlap: bool = False,
 ) -> Peer:
     """`Trainer` with the partition groups of the stage, `wide` ones of all ranks, or a placement.
 
     It keeps all gathered parameters, or has a budget of `live` buckets. Two give the memory of
-    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows.
+    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. States may lie
+    elsewhere, and buckets be stepped while others are in hop 2.
     """
     config, n, p = stage.config, stage.world_size, stage.partition_size
     p = n if wide else p
@@ -55,6 +64,8 @@ def _trainer(
         accumulate=config.accumulate,
         live_bytes=budget,
         precision=stage.precision,
+        where=where,
+        overlap_step=overlap,
     )
     del model
     joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
@@ -72,9 +83,10 @@ def _trainer(
         exchanged=not is_async(stage.device),
     )
     del needs["states"]  # measured
-    how = place or {None: "keep", 0: "least", 2: "two buckets"}[live]
-    name = f"Trainer p={cut.states}, {how}"
-    return Peer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
+    how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live]]
+    how += [where] * bool(where) + ["overlapped"] * overlap
+    name, host = f"Trainer p={cut.states}, {', '.join(how)}", ("states",) if where else ()
+    return Peer(name, lambda step: trainer.step(joined[step]).loss, held, needs, host)
 
 
 def _plain(stage: Stage) -> Peer:
@@ -92,16 +104,19 @@ def _ddp(stage: Stage) -> Peer:
     return _torch_loop("DDP", stage, model, begin)
 
 
-def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
+def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> Peer:
     """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
-    With `keep` parameters are gathered once per step, otherwise again for backward.
+    With `keep` parameters are gathered once per step, otherwise again for backward. With `offload`
+    parameters, gradients and states lie in host memory, all of them: it knows nothing in between.
     """
     config, p = stage.config, stage.world_size if full else stage.partition_size
     dtypes = stage.precision.dtypes("", torch.float32)
     model = make_model(config, stage.device).to(dtypes.param)
     options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_async(stage.device))
     for block in model.blocks:
         fully_shard(block, **options)
     root = fully_shard(model, **options)
@@ -117,9 +132,11 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> Peer:
     blocks = [sum(x.numel() * size for x in block.parameters()) for block in model.blocks]
     whole = sum(x.numel() * size for x in model.parameters())
     name = ("FSDP2 full" if full else "FSDP2") + f" p={p}, " + ("keep" if keep else "default")
+    name += ", offloaded" * offload
     wider = dtypes.param.itemsize / size
     needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
-    return _torch_loop(name, stage, model, begin, needs)
+    peer = _torch_loop(name, stage, model, begin, needs)
+    return peer._replace(host=("states", "sums")) if offload else peer
 
 
 def _mesh(stage: Stage, full: bool) -> DeviceMesh:
@@ -208,8 +225,11 @@ PEERS = {
     "wide-keep": Kind(partial(_trainer, wide=True, live=None), ours=True, alone=False),
     "wide-zero3": Kind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
     **{name: _placed(name) for name in ("zero1", "zero2", "hpz", "hybrid")},
+    "overlap": Kind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
+    "host": Kind(partial(_trainer, live=2, where=HOST), ours=True),
     "fsdp2": Kind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": Kind(partial(_fsdp2, full=False, keep=True)),
+    "fsdp2-offload": Kind(partial(_fsdp2, full=False, keep=False, offload=True)),
     "fsdp2-full": Kind(partial(_fsdp2, full=True, keep=False), alone=False),
     "fsdp2-full-keep": Kind(partial(_fsdp2, full=True, keep=True), alone=False),
     "ddp": Kind(_ddp, alone=False, mixed=False),

@@ -17,6 +17,7 @@ from mics_fn.shards import Precision
 Batch = tuple[Tensor, Tensor]
 TEXT_BYTES = 500_000
 DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
+OVERLAP_PEERS = ("keep", "overlap")  # of `--overlap`
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ class StepConfig:
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
     lr: float = 3e-4
     seed: int = 0
+
+
+def steps_at(config: StepConfig, place: int) -> list[int]:
+    """The numbers of the steps that were timed at one of the rates."""
+    steps = [rate.steps for rate in config.rates]
+    first = config.turns.warmup + sum(steps[:place])
+    starts = range(first, first + config.turns.rounds * sum(steps), sum(steps))
+    return [start + step for start in starts for step in range(steps[place])]
 
 
 class Stage(NamedTuple):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mics_fn.lab.bench.links import AS_IS, Rate, node_interface, sent_bytes, settings_of
 from mics_fn.lab.bench.peers import build, kind_of, phases
-from mics_fn.lab.bench.stage import StepConfig, make_stage, own_group
+from mics_fn.lab.bench.stage import StepConfig, make_stage, own_group, steps_at
 from mics_fn.lab.bench.turns import (
     Laps,
     between,
@@ -31,7 +31,8 @@ round. CPU: seconds of all threads of a rank in a step, the median, also for x/i
 bytes per step through its network interface, the median; "-" if nodes have none of their own. gap:
 the largest relative difference from the loss of {first} at any of these steps. states: parameters
 and optimizer state of the fullest rank. in a step: by how much memory grows beyond them while the
-other peers exist too."""
+other peers exist too. on the device, on the host: states, and by formula what a step needs beyond
+them but activations, by the memory that it lies in; on the CPU both are one."""
 OVER_FIRST = """
 x/it compares peers of one precision; over {first}: a peer's time over its own with that one."""
 
@@ -98,6 +99,7 @@ def _merge(laps: Sequence[Laps]) -> Laps:
         max(lap.held_bytes for lap in laps),
         _most(peaks),
         [fmean(each) for each in zip(*(lap.results for lap in laps), strict=True)],
+        {place: max(lap.places[place] for lap in laps) for place in laps[0].places},
     )
 
 
@@ -124,7 +126,7 @@ def _compare(
         at = slice(place, None, len(config.rates))
         timed = {name: _timed(by_name, name, ours, at) for name in names}
         for name, found in timed.items():
-            steps = _steps_at(config, place)
+            steps = steps_at(config, place)
             found["largest_loss_gap"] = max(gaps[name][step] for step in steps)
         every.append({"rate": rate.name, "steps": rate.steps, "peers": list(timed.values())})
     return {
@@ -146,15 +148,8 @@ def _overall(name: str, lap: Laps, losses: list[float], gaps: list[float]) -> di
         "largest_loss_gap": max(gaps),  # relative to the first peer at the same step
         "held_bytes": lap.held_bytes,
         "peak_bytes": lap.peak_bytes,
+        "places": lap.places,
     }
-
-
-def _steps_at(config: StepConfig, place: int) -> list[int]:
-    """The numbers of the steps that were timed at one of the rates."""
-    steps = [rate.steps for rate in config.rates]
-    first = config.turns.warmup + sum(steps[:place])
-    starts = range(first, first + config.turns.rounds * sum(steps), sum(steps))
-    return [start + step for start in starts for step in range(steps[place])]
 
 
 def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) -> dict[str, Any]:
@@ -245,15 +240,16 @@ def _times(
 
 
 def _memory(title: str, peers: Sequence[dict[str, Any]]) -> str:
-    rows = [("", "loss at end", "gap", "states", "in a step")]
+    rows = [["", "loss at end", "gap", "states", "in a step", "on the device", "on the host"]]
     for peer in peers:
         rows.append(
-            (
+            [
                 f"{peer['name']}: {peer['title']}",
                 f"{peer['losses'][-1]:.6f}",
                 f"{peer['largest_loss_gap']:.1e}",
                 human_bytes(peer["held_bytes"]),
                 bytes_or_dash(peer["peak_bytes"]),
-            )
+                *(human_bytes(peer["places"][place]) for place in ("device", "host")),
+            ]
         )
     return table(title, rows)

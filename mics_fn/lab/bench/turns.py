@@ -79,12 +79,20 @@ class Peer(NamedTuple):
         step: takes one step; called with the number of the step, counted from 0.
         held_bytes: gives the bytes of parameters and optimizer state on this rank.
         needs: the bytes that a step needs beyond those, by kind, from a formula.
+        host: the kinds of these that lie in host memory, with "states" for the former.
     """
 
     name: str
     step: Callable[[int], Any]
     held_bytes: Callable[[], int]
     needs: dict[str, float] = {}
+    host: tuple[str, ...] = ()
+
+    def places(self) -> dict[str, float]:
+        """The bytes of a step on the device and in host memory."""
+        parts = {"states": self.held_bytes(), **self.needs}
+        host = sum(parts[kind] for kind in self.host)
+        return {"device": sum(parts.values()) - host, "host": host}
 
 
 class Laps(NamedTuple):
@@ -97,6 +105,7 @@ class Laps(NamedTuple):
     held_bytes: int
     peak_bytes: int | None  # growth of memory in a step at most; None if unknown
     results: list[Any]  # one per step
+    places: dict[str, float] = {}  # bytes of a step by place, by formula
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ def take_turns(
     settings[0].put()
     peaks = [peak_growth(lambda i=i: turn(i, PEAK_STEPS), device) for i in range(len(peers))]
     return [
-        lap._replace(held_bytes=peer.held_bytes(), peak_bytes=peak)
+        lap._replace(held_bytes=peer.held_bytes(), peak_bytes=peak, places=peer.places())
         for lap, peer, peak in zip(laps, peers, peaks, strict=True)
     ]
 

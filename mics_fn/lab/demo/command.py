@@ -5,32 +5,31 @@ import importlib.util
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from mics_fn.collectives import Wire, check_level
 from mics_fn.errors import PlanError, message
-from mics_fn.groups import Topology, plan_groups
+from mics_fn.groups import Plan, Topology, plan_groups
+from mics_fn.lab.demo.before import CURVE, RESULTS, check_memory, check_text, folder_for
+from mics_fn.lab.demo.checking import compare, render_check
 from mics_fn.lab.demo.curve import save_curve
 from mics_fn.lab.demo.run import AloneResult, DemoConfig, RankResult, train_alone, train_rank
 from mics_fn.lab.flags import add_count
 from mics_fn.lab.models.gpt import GPTConfig
-from mics_fn.lab.models.text import load_text
+from mics_fn.lab.models.text import Text, load_text
 from mics_fn.lab.ranks.launch import choose_device, launch
-from mics_fn.lab.report import bytes_or_dash, human_bytes, step_bytes, table
+from mics_fn.lab.report import bytes_or_dash, human_bytes, table
+from mics_fn.shards import Precision
 
-# Both runs do the same arithmetic in different orders, so they differ by rounding (1e-7), which
-# training magnifies: two single processes that add up a batch in different orders end 4e-6 apart in
-# either figure after 60 steps. At three times this learning rate, where losses begin to jump, they
-# end 1e-2 apart. If one rank's samples get a weight that is 10 % wrong, the figures reach 2e-4 and
-# 3e-3 within five steps.
-LOSS_BOUND = 1e-4  # relative, at every step
-PARAM_BOUND = 1e-3  # L2 norm of the difference over the norm of the parameters
-LEGEND = "M: parameter bytes, p: partition size, r: replicas, s: micro-steps"
+LEGEND = "M: parameter bytes, p: partition size,\n  r: replicas, s: micro-steps"
+COLUMNS = 60  # no line is longer, paths aside
+MOST_STEPS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,49 +40,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "node-size", None, text)
     text = "ranks that share one replica (default node size)"
     add_count(parser, "partition-size", None, text)
-    add_count(parser, "steps", 60, "optimizer steps, at least 2")
+    add_count(parser, "steps", 60, "optimizer steps, at least 2", largest=MOST_STEPS)
     add_count(parser, "accumulate", 2, "micro-steps in a step")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    add("--out", type=Path, default=Path("mics_fn_demo"), help="folder for the results")
+    text = "folder for the results (default mics_fn_demo, or with a number if that has some)"
+    add("--out", type=_folder, help=text)
+    add("--overwrite", action="store_true", help="replace the results of an earlier run")
     add_count(parser, "sequences", 6, "samples per rank and micro-step")
     add_count(parser, "context", 128, "length of a sample in bytes")
     add_count(parser, "dim", 128, "width of the GPT, a multiple of 4")
+    text = "what travels and how it is kept, such as hop2=int8[256] (default: float32)"
+    add("--precision", default="", help=text, metavar="TEXT")
+    text = f"learning rate of AdamW (default {DemoConfig.lr:g})"
+    add("--lr", type=_rate, default=DemoConfig.lr, help=text)
+    add_count(parser, "seed", 0, "of parameters and batches", smallest=0)
     add("--no-check", action="store_true", help="without the run in a single process")
+
+
+def _folder(given: str) -> Path:
+    """The folder of a flag; an empty one, as of a variable that is not set, would be this one."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(given)
+
+
+def _rate(given: str) -> float:
+    """A learning rate."""
+    try:
+        rate = float(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{given!r} is not a number") from error
+    if not 0 < rate < 1:
+        raise argparse.ArgumentTypeError(f"{given} is not between 0 and 1")
+    return rate
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; returns the program's exit code: 0, or 1 if the check fails.
 
     Raises:
-        PlanError: sizes do not fit; raised before any process starts.
+        PlanError: sizes do not fit, or results cannot be written; before any process starts.
         MicsError: a rank failed.
     """
-    config = make_config(args)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise PlanError(f"--out {args.out}: {err.strerror}") from err
-    _introduce(config)
+    config, text = make_config(args), load_text()
+    check_text(config, [len(text.train), len(text.held_out)])
+    check_memory(config, _given(args))
+    out = folder_for(args.out, args.overwrite)
+    _introduce(config, text)
     results = launch(train_rank, config.ranks, config)
     alone = None if args.no_check else train_alone(config, _progress)
     summary = summarize(config, results, alone)
     print("\n" + render(summary))
-    _write(args.out, config, summary, results[0], alone)
-    return 0 if alone is None or summary.check["ok"] else 1
+    _write(out, config, summary, results[0], alone)
+    return 1 if summary.check.get("ok") is False else 0
 
 
-def _introduce(config: DemoConfig) -> None:
+def _given(args: argparse.Namespace) -> list[str]:
+    """The sizes that are not at their defaults, as flags."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    sizes = ("ranks", "accumulate", "sequences", "context", "dim")
+    found = {name: getattr(args, name) for name in sizes}
+    return [f"--{name} {x}" for name, x in found.items() if x != parser.get_default(name)]
+
+
+def _introduce(config: DemoConfig, text: Text) -> None:
     """Print what is about to happen."""
-    text = load_text()
     plan = plan_groups(Topology.of(config.ranks, config.node_size), config.partition_size)
     blocks = config.model.num_blocks
-    print(f"mics_fn demo: a {blocks}-block GPT learns Python's library, byte by byte")
+    print(f"mics_fn demo: a {blocks}-block GPT learns bytes of Python's library")
     train, held_out = human_bytes(len(text.train)), human_bytes(len(text.held_out))
-    print(f"text: {text.num_files} files, {train} to learn from and {held_out} held out")
+    print(f"text: {train} to learn from, {held_out} held out")
     count = "1 process" if config.ranks == 1 else f"{config.ranks} processes"
-    print(f"{plan}\nstarting {count} on {config.device} ...")
+    for line in str(plan).splitlines():
+        indent = len(line) - len(line.lstrip()) + 2
+        print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * indent))
+    if config.precision:
+        print(textwrap.fill(f"precision: {config.precision}", COLUMNS, subsequent_indent="  "))
+    print(f"starting {count} on {config.device} ...")
     if importlib.util.find_spec("tqdm") is None:
-        print("progress bar: needs tqdm; install it with: pip install 'mics-fn[demo]'")
+        print("a progress bar needs tqdm: pip install 'mics-fn[demo]'")
     sys.stdout.flush()
 
 
@@ -95,7 +131,8 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     """
     node_size = args.node_size or (2 if args.ranks % 2 == 0 else args.ranks)
     partition_size = args.partition_size or node_size
-    plan_groups(Topology.of(args.ranks, node_size), partition_size)
+    plan = plan_groups(Topology.of(args.ranks, node_size), partition_size)
+    precision = _precision(args.precision, plan)
     if args.steps < 2:
         raise PlanError(f"--steps {args.steps}: a curve needs at least 2")
     if args.dim % GPTConfig.num_heads:
@@ -113,8 +150,21 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
         accumulate=args.accumulate,
         sequences=args.sequences,
         device=device,
+        precision=precision,
+        lr=args.lr,
+        seed=args.seed,
         model=GPTConfig(context=args.context, dim=args.dim),
     )
+
+
+def _precision(given: str, plan: Plan) -> str:
+    """The canonical text of a precision, after a check that its levels exist."""
+    precision = Precision.parse(given)
+    for part in (precision, *(override for _, override in precision.overrides)):
+        for sent in (part.gather, part.hop1):
+            if isinstance(sent, Wire):
+                check_level(sent, plan.topology.names)
+    return str(precision)
 
 
 def _progress(steps: Iterable[int]) -> Iterable[int]:
@@ -146,8 +196,7 @@ class Summary:
 def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult | None) -> Summary:
     """The figures of the two runs."""
     first = results[0]
-    names, sizes = zip(*first.levels, strict=True) if first.levels else ((), ())
-    formulas = step_bytes(names, sizes, first.num_replicas, first.full_bytes, config.accumulate)
+    formulas = first.formulas
     counted = {what for result in results for what in result.sent}
     traffic = {
         what: {
@@ -170,32 +219,8 @@ def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult 
         step_seconds=seconds,
         tokens_per_second=config.tokens_per_step / seconds,
         device=first.device,
-        check=compare(first, alone) if alone else {},
+        check=compare(first, alone, bounded=config.bounded) if alone else {},
     )
-
-
-def compare(run: RankResult, alone: AloneResult) -> dict[str, Any]:
-    """How far the sharded run is from the single process, and whether that is within the bounds."""
-    ours, theirs = torch.tensor(run.losses), torch.tensor(alone.losses)
-    loss_gap = (ours - theirs).abs()
-    gaps = {k: (run.params[k].double() - p.double()) for k, p in alone.params.items()}
-    param_rel = _norm(gaps) / _norm(alone.params)
-    loss_rel = (loss_gap / theirs).max().item()
-    return {
-        "loss_max_abs": loss_gap.max().item(),
-        "loss_max_rel": loss_rel,
-        "loss_first_rel": (loss_gap[0] / theirs[0]).item(),
-        "held_out_abs": abs(run.held_out[-1][1] - alone.held_out),
-        "param_max_abs": max(gap.abs().max().item() for gap in gaps.values()),
-        "param_rel": param_rel,
-        "loss_bound": LOSS_BOUND,
-        "param_bound": PARAM_BOUND,
-        "ok": loss_rel <= LOSS_BOUND and param_rel <= PARAM_BOUND,
-    }
-
-
-def _norm(tensors: dict[str, Tensor]) -> float:
-    return sum(t.double().square().sum().item() for t in tensors.values()) ** 0.5
 
 
 def render(summary: Summary) -> str:
@@ -213,7 +238,9 @@ def render(summary: Summary) -> str:
     sent = [("", "counted", "formula", "")]
     for what, row in summary.traffic.items():
         formula = bytes_or_dash(row["formula"])
-        sent.append((what, human_bytes(max(row["counted"])), formula, row["why"]))
+        why, _, kinds = row["why"].partition(" as ")
+        sent.append((what, human_bytes(max(row["counted"])), formula, why))
+        sent += [("", "", "", f"as {kinds}")] if kinds else []
     if not summary.traffic:
         sent = [("nothing, since it is alone", "")]
     speed = [
@@ -227,28 +254,8 @@ def render(summary: Summary) -> str:
         table(f"speed on {summary.device}", speed),
     ]
     if summary.check:
-        tables.append(_render_check(summary.check))
+        tables.append(render_check(summary.check))
     return "\n\n".join(tables)
-
-
-def _render_check(check: dict[str, Any]) -> str:
-    rows = [
-        ("", "largest", "relative", "bound"),
-        (
-            "train losses",
-            f"{check['loss_max_abs']:.1e}",
-            f"{check['loss_max_rel']:.1e}",
-            f"{check['loss_bound']:.0e}",
-        ),
-        (
-            "parameters at the end",
-            f"{check['param_max_abs']:.1e}",
-            f"{check['param_rel']:.1e}",
-            f"{check['param_bound']:.0e}",
-        ),
-    ]
-    verdict = "within the bounds: ok" if check["ok"] else "OUT OF BOUNDS: the runs are not the same"
-    return table("difference from one process on the same batches", rows) + f"\n  {verdict}"
 
 
 def _write(
@@ -262,17 +269,17 @@ def _write(
         "losses_alone": alone.losses if alone else [],
         "seconds": run.seconds,
     }
-    (out / "results.json").write_text(json.dumps(figures, indent=1))
-    print(f"\nfigures:    {out / 'results.json'}")
+    (out / RESULTS).write_text(json.dumps(figures, indent=1))
+    print(f"\nfigures:    {out / RESULTS}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("loss curve: needs matplotlib; install it with: pip install 'mics-fn[demo]'")
+        print("loss curve: needs matplotlib; pip install 'mics-fn[demo]'")
         return
     save_curve(
-        out / "loss.png",
+        out / CURVE,
         title=f"{summary.num_params:,} parameters on {config.ranks} ranks, "
         f"partition groups of {config.partition_size}",
         train=run.losses,
         alone=alone.losses if alone else [],
         held_out=run.held_out,
     )
-    print(f"loss curve: {out / 'loss.png'}")
+    print(f"loss curve: {out / CURVE}")

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from mics_fn import _device
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import Text, load_text
-from mics_fn.lab.report import buckets_of, levels_of
+from mics_fn.lab.report import buckets_of
+from mics_fn.lab.traffic import wire_bytes
+from mics_fn.shards import Precision
 
 Batch = tuple[Tensor, Tensor]
 WEIGHT_DECAY = 0.1
+WIDE = (None, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class DemoConfig:
         held_out_sequences: samples per rank in a test on held-out text.
         lr: the learning rate of AdamW.
         device: "cpu" or "cuda".
+        precision: the text of the sharded run's `Precision`; the single process is in float32.
         model: sizes of the GPT.
         seed: the seed of parameters and batches.
     """
@@ -43,6 +47,7 @@ class DemoConfig:
     accumulate: int
     sequences: int
     device: str
+    precision: str = ""
     held_out_sequences: int = 16
     lr: float = 1e-3
     seed: int = 0
@@ -52,6 +57,23 @@ class DemoConfig:
     def tokens_per_step(self) -> int:
         """The tokens that all ranks together train on in a step."""
         return self.ranks * self.accumulate * self.sequences * self.model.context
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the sharded run rounds anything to less than float32."""
+        found = Precision.parse(self.precision)
+        each = (found, *(override for _, override in found.overrides))
+        names = [x.name for x in fields(Precision) if x.name != "overrides"]
+        return any(getattr(one, name) not in WIDE for one in each for name in names)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the check has bounds: elsewhere training may magnify rounding beyond them.
+
+        With seed 1, parameters that are changed by 1e-6 of themselves change a loss by 2e-3.
+        """
+        usual = self.seed == DemoConfig.seed and self.lr == DemoConfig.lr
+        return usual and not self.rounds
 
     @property
     def tests_at(self) -> set[int]:
@@ -67,9 +89,8 @@ class RankResult:
     seconds: list[float]  # one per step, without the last
     held_out: list[tuple[int, float]]  # (steps done, loss)
     held_bytes: int  # parameters and optimizer state on this rank
-    full_bytes: int  # of all parameters, padding included
-    levels: list[tuple[str, int]]  # names and sizes, outermost first
-    num_replicas: int
+    full_bytes: int  # of all parameters as they are kept, padding included
+    formulas: dict[str, tuple[float, str]]  # bytes in one step, by communicator, and why
     sent: dict[str, int]  # bytes in one step, by communicator
     device: str
     params: dict[str, Tensor]  # full; empty on all ranks but 0
@@ -133,21 +154,32 @@ def train_rank(config: DemoConfig) -> RankResult:
     text, record = load_text(), _Record()
     optimizer = mf.optim.adamw(config.lr, weight_decay=WEIGHT_DECAY)
     model = make_model(config, device)
-    trainer = mf.Trainer(model, optimizer, groups, loss=gpt.loss, accumulate=config.accumulate)
+    trainer = mf.Trainer(
+        model,
+        optimizer,
+        groups,
+        loss=gpt.loss,
+        accumulate=config.accumulate,
+        precision=config.precision or None,
+    )
     test = join([held_out_batch(config, text, groups.rank)], device)
     batches = _batches(config, text, groups, record, lambda: trainer.eval(test).item())
     steps = trainer.fit(batches, config.steps)
     record.held_out.append((config.steps, trainer.eval(test).item()))
-    params = trainer.params()
+    params, buckets, route = (
+        trainer.params(),
+        buckets_of(trainer.state.params),
+        groups.hierarchy.route,
+    )
+    formulas = wire_bytes(buckets, route, groups.num_replicas, accumulate=config.accumulate)
     groups.close()
     return RankResult(
         losses=[float(m.loss) for m in steps],
         seconds=record.seconds,
         held_out=record.held_out,
         held_bytes=nbytes((trainer.state.params, trainer.state.opt)),
-        full_bytes=sum(bucket.nbytes for bucket in buckets_of(trainer.state.params)),
-        levels=levels_of(groups),
-        num_replicas=groups.replicas.size,
+        full_bytes=sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets),
+        formulas=formulas,
         sent=record.sent,
         device=str(device),
         params={k: v.cpu() for k, v in params.items()} if groups.rank == 0 else {},

@@ -14,6 +14,7 @@ from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.lab.bench.turns import Turns
 from mics_fn.lab.doctor.environment import environment, loopback
+from mics_fn.lab.doctor.job import check_job
 from mics_fn.lab.doctor.parts import PARTS, Part
 from mics_fn.lab.doctor.rank import Job
 from mics_fn.lab.doctor.report import (
@@ -64,9 +65,15 @@ def _names(text: str) -> tuple[str, ...]:
 def main(args: argparse.Namespace) -> int:
     """Print the report part by part, and return the exit code: 1 if something is wrong.
 
+    As one of several ranks that a launcher has started, check the job that they are.
+
     Raises:
         PlanError: with `--gpu`, there is no accelerator; or arguments do not fit together.
     """
+    launch = read_launch(os.environ)
+    if launch is not None and launch.world_size > 1:
+        _check_alone(args)
+        return check_job(args.device)
     _check(args)
     began, nothing = time.monotonic(), Job("cpu", Training(GPTConfig()))
     findings = [run_part("environment", ENVIRONMENT, nothing, args.limit)]
@@ -92,11 +99,15 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    launch = read_launch(os.environ)
-    if launch is not None and launch.world_size > 1:
+def _check_alone(args: argparse.Namespace) -> None:
+    """Refuse what starts ranks of its own where a launcher has started several."""
+    if args.gpu or args.parts or args.out:
         text = "doctor: a launcher started this process as one of several ranks"
-        raise PlanError(message(text, fix="start it by itself, because it starts its own ranks"))
+        fix = "leave out --gpu, --parts and --out to check the job; or start it without a launcher"
+        raise PlanError(message(text, fix=fix))
+
+
+def _check(args: argparse.Namespace) -> None:
     if args.parts and not args.gpu:
         text = f"--parts {','.join(args.parts)} without --gpu"
         raise PlanError(message(text, fix="add --gpu, and --device cpu where there is no GPU"))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from mics_fn import _device, _torch
+from mics_fn._version import __version__
 from mics_fn.lab.doctor.rank import Job, Rank
 from mics_fn.lab.report import human_bytes
 
@@ -26,7 +27,7 @@ def environment(job: Job) -> dict[str, Any]:
         job: of a rank; it has no part in this.
     """
     facts: dict[str, Callable[[], Any]] = {
-        "mics_fn": lambda: version("mics-fn"),
+        "mics_fn": lambda: __version__,
         "python": platform.python_version,
         "torch": lambda: torch.__version__,
         "optree": lambda: version("optree"),

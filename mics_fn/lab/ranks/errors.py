@@ -7,6 +7,8 @@ from typing import NamedTuple
 from mics_fn.errors import MicsError, message, name_ranks
 
 MAX_LINES = 60  # of one rank's traceback; a recursion error has thousands
+FAILED = ("PeerFailed", "PeerOffloadError")  # errors that name another rank
+FOLLOWS = (*FAILED, "CollectiveTimeoutError")  # errors of ranks that wait for another one
 
 
 class RankFailure(NamedTuple):
@@ -30,7 +32,10 @@ class RankTimeoutError(RankError, TimeoutError):
 
 
 def describe(what: str, errors: dict[int, RankFailure]) -> str:
-    """A headline, then each distinct failure once with the ranks that share it.
+    """A headline, then each distinct failure once with the ranks that share it, causes first.
+
+    Of ranks that failed because another one did, the traceback only shows where they waited, so it
+    is left out if that of the cause is there.
 
     >>> bad = RankFailure("ValueError", "no", "Traceback:\\n  f()\\nValueError: no")
     >>> print(describe("f: 2 of 4 ranks failed", {1: bad, 3: bad}))
@@ -46,12 +51,36 @@ def describe(what: str, errors: dict[int, RankFailure]) -> str:
         # Thread ids differ between processes, and nobody looks for them.
         text = re.sub(r"0x[0-9a-f]+", "0x..", failure.traceback)
         shared.setdefault((failure.type_name, failure.message, text), []).append(rank)
-    blocks = []
-    for (type_name, text, trace), ranks in shared.items():
+    blocks, order = [], _causes_first(errors)
+    cause_is_known = any(failure.type_name not in FOLLOWS for failure in errors.values())
+    for (type_name, text, trace), ranks in sorted(
+        shared.items(), key=lambda item: min(order.index(rank) for rank in item[1])
+    ):
         first, *rest = f"{type_name}: {text}".splitlines()
-        quoted = [*rest, *_shorten(trace.rstrip().splitlines())]
+        follows = cause_is_known and type_name in FOLLOWS
+        quoted = [*rest, *([] if follows else _shorten(trace.rstrip().splitlines()))]
         blocks.append("\n".join([f"{name_ranks(ranks)}: {first}", *(f"    {q}" for q in quoted)]))
     return message(what, blocks)
+
+
+def _causes_first(errors: dict[int, RankFailure]) -> list[int]:
+    """The ranks in the order in which a reader wants to know of them.
+
+    First those that died or that others name, then those with an error of their own, then those
+    that gave no answer, and those that waited for others.
+    """
+    texts = [failure.message for failure in errors.values() if failure.type_name in FAILED]
+    named = {int(found[1]) for text in texts if (found := re.match(r"rank (\d+)\b", text))}
+
+    def place(rank: int) -> tuple[int, int]:
+        kind = errors[rank].type_name
+        if kind in FOLLOWS:
+            return 3, rank
+        if kind == "RankDied" or rank in named:
+            return 0, rank
+        return (2 if kind == "RankTimeout" else 1), rank
+
+    return sorted(errors, key=place)
 
 
 def _shorten(lines: list[str]) -> list[str]:

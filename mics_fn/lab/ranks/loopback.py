@@ -6,10 +6,8 @@ ranks that are all on this machine is given a socket that is bound to loopback a
 meets nobody.
 """
 
-import socket
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -18,24 +16,15 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from mics_fn import _torch_store
+
 ADDRESS = "127.0.0.1"
 BACKEND = "mics_fn_loopback"
 
 
 def serve_store(port: int = 0) -> Any:
     """A store that listens on a port of the loopback address; 0 takes a free one."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((ADDRESS, port))
-    listening.listen()
-    port = listening.getsockname()[1]
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        ADDRESS,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # the store closes it
-    )
+    return _torch_store.serve_store(ADDRESS, port)
 
 
 class _Alone(RendezvousHandler):

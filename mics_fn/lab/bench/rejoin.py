@@ -1,0 +1,241 @@
+"""`bench faults --rejoin`: ranks are killed and started again, and go on from their replicas.
+
+In each trial 1 to p ranks, no two of which hold the same part of the model, are killed at a random
+moment, and started again at once, as a launcher would; some are killed once more while they come
+back. The state of every rank after every step is
+compared, bit for bit, with that of the same job to which nothing happened.
+"""
+
+import contextlib
+import importlib
+import mmap
+import multiprocessing as mp
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from mics_fn.errors import GroupsError
+from mics_fn.lab.bench.fault_trials import end, fork, free_port, host_store, stacks_of
+from mics_fn.lab.bench.rejoin_ranks import KILLED, PATIENCE_S, STEP, Heard, Loss, Rank
+from mics_fn.lab.report import table
+
+GOAL_S = 3.0  # from the start of a process to the end of its first step
+LIMIT_S = 60.0  # of one trial
+SCHEMES = ("", "", "zero2", "hpz")
+
+
+@dataclass(frozen=True)
+class RejoinConfig:
+    """What `bench faults --rejoin` does.
+
+    Args:
+      trials: how many.
+      ranks: the sizes of jobs.
+      seed: chooses what happens.
+      elastic: whether ranks come back late, and the others go on without them.
+    """
+
+    trials: int = 100
+    ranks: tuple[int, ...] = (4, 8)
+    seed: int = 0
+    elastic: bool = False
+
+
+class Outcome(NamedTuple):
+    """All that is known after a trial."""
+
+    trial: Loss
+    heard: dict[int, Heard]
+    silent: dict[int, str]  # ranks that said nothing, and their stacks
+    seconds: float
+
+
+def losses_of(config: RejoinConfig) -> Iterator[Loss]:
+    """Trials drawn by a seed: which ranks, when, and in which job."""
+    draw = random.Random(config.seed)
+    for number in range(config.trials):
+        n = draw.choice(config.ranks)
+        p = draw.choice([p for p in range(1, n // 2 + 1) if n % p == 0])
+        places = draw.sample(range(p), draw.randint(1, p))
+        killed = tuple(sorted(place + p * draw.randrange(n // p) for place in places))
+        scheme = draw.choice(SCHEMES) if p > 1 else ""
+        how = {"accumulate": draw.choice((1, 2)), "scheme": scheme}
+        how["again_s"] = draw.random() * 0.5 if draw.random() < 0.2 else 0.0
+        if config.elastic:
+            away_s = 0.3 + draw.random()
+            how |= {"elastic": True, "steps": 24, "again_s": 0.0, "away_s": away_s}
+            left = [rank for rank in range(n) if rank not in killed]
+            if p == 1 and len(left) > 2 and draw.random() < 0.3:
+                how["second"] = (draw.choice(left),)
+        yield Loss(number, n, p, killed, draw.randint(1, 12), draw.random() * 0.03, **how)
+
+
+def run_loss(trial: Loss, kind: type[Rank] = Rank, *, again: bool = True) -> Outcome:
+    """Start the ranks, kill some and start them again, and hear from all.
+
+    Args:
+      trial: the job.
+      kind: what a rank does.
+      again: whether those that were killed are started again.
+    """
+    importlib.import_module("torch._dynamo")  # which each rank would import
+    started, port = time.monotonic(), free_port(trial.number)
+    # Steps of ranks, then a byte, whether all have been killed, and when they were.
+    board = mmap.mmap(-1, STEP.size * trial.ranks + 1 + KILLED.size)
+    folder = tempfile.mkdtemp(prefix="mics_rejoin_")
+    pids: dict[int, int] = {}
+    conns: dict[int, Connection] = {}
+    hosts = [fork(lambda: host_store(port))] if kind.agent else []
+
+    def start(rank: int, again: bool = False) -> None:
+        ours, theirs = mp.Pipe()
+        body = kind(trial, rank, port, board, theirs, f"{folder}/stacks{rank}", again=again)
+        pids[rank], conns[rank] = fork(body.serve), ours
+        theirs.close()
+
+    try:
+        for rank in range(trial.ranks):
+            start(rank)
+        _kill(trial, board, pids)
+        time.sleep(trial.away_s)
+        if trial.second:
+            _end_all(trial.second, pids)
+            time.sleep(trial.away_s)
+        for rank in trial.lost:
+            conns.pop(rank).close()
+            del pids[rank]
+        for rank in trial.lost if again else ():
+            start(rank, again=True)
+        if trial.again_s:
+            time.sleep(trial.again_s)
+            _end_all(trial.killed, pids)
+            for rank in trial.killed:
+                conns.pop(rank).close()
+                start(rank, again=True)
+        board[STEP.size * trial.ranks] = 1
+        heard = _hear(conns, started + LIMIT_S)
+        silent = stacks_of({rank: pids[rank] for rank in pids if rank not in heard}, folder)
+    finally:
+        end([*pids.values(), *hosts])
+        for conn in conns.values():
+            conn.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(trial, heard, silent, time.monotonic() - started)
+
+
+def _kill(trial: Loss, board: mmap.mmap, pids: dict[int, int]) -> None:
+    """Kill some ranks, a moment after the first of them has begun a step."""
+    if not trial.killed:
+        return
+    deadline = time.monotonic() + LIMIT_S
+
+    def begun() -> bool:  # and all ranks have built what they train
+        steps = [STEP.unpack_from(board, STEP.size * rank)[0] for rank in range(trial.ranks)]
+        return min(steps) >= 1 and steps[trial.killed[0]] >= trial.at_step
+
+    while not begun():
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.0005)
+    time.sleep(trial.delay_s)
+    KILLED.pack_into(board, len(board) - KILLED.size, time.monotonic())
+    _end_all(trial.killed, pids)
+
+
+def _end_all(ranks: Sequence[int], pids: dict[int, int]) -> None:
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)
+    for rank in ranks:
+        os.waitpid(pids[rank], 0)
+
+
+def _hear(conns: dict[int, Connection], limit: float) -> dict[int, Heard]:
+    heard: dict[int, Heard] = {}
+    waiting: dict[Any, int] = {conn: rank for rank, conn in conns.items()}
+    while waiting and (left := limit - time.monotonic()) > 0:
+        for conn in wait(list(waiting), left):
+            rank = waiting.pop(conn)
+            with contextlib.suppress(EOFError, OSError):
+                heard[rank] = conns[rank].recv()
+    return heard
+
+
+def measure_rejoin(config: RejoinConfig) -> dict[str, Any]:
+    """Run all trials, and compare each with a job to which nothing happened."""
+    torch.set_num_threads(1)
+    twins: dict[Loss, dict[int, Heard]] = {}
+    rows, started = [], time.monotonic()
+    for trial in losses_of(config):
+        plain = trial.plain
+        if plain not in twins:
+            twins[plain] = run_loss(plain).heard
+            errors = [heard.error for heard in twins[plain].values() if heard.error]
+            if errors or len(twins[plain]) < trial.ranks:
+                raise GroupsError(f"bench faults: a job without a fault failed: {errors[:1]}")
+        rows.append(judged(run_loss(trial), twins[plain]))
+    return {"rows": rows, "seconds": time.monotonic() - started}
+
+
+def judged(found: Outcome, twin: dict[int, Heard]) -> dict[str, Any]:
+    """A row: what was wrong with a trial, and how long the ranks that came back took."""
+    trial, problems = found.trial, []
+    for rank, heard in found.heard.items():
+        known = twin[rank].digests
+        if heard.error:
+            problems.append(f"rank {rank}: {heard.error}")
+        elif heard.digests.get(trial.steps) != known[trial.steps]:
+            problems.append(f"rank {rank}: another state at the end")
+        elif any(known[step] != value for step, value in heard.digests.items()):
+            problems.append(f"rank {rank}: another state on the way")
+    problems += [f"rank {rank}: silent\n{text}" for rank, text in found.silent.items()]
+    back = [found.heard[rank] for rank in trial.lost if rank in found.heard]
+    seconds = max((heard.seconds for heard in back), default=0.0)
+    resets = max((heard.resets for heard in found.heard.values()), default=0)
+    without_s = max((heard.without_s for heard in found.heard.values()), default=0.0)
+    row = {**trial._asdict(), "problems": problems, "seconds": seconds, "resets": resets}
+    return row | {"took_s": found.seconds, "without_s": without_s}
+
+
+def render_rejoin(figures: dict[str, Any], config: RejoinConfig) -> str:
+    """The figures as a table, a row per size of job, and what went wrong."""
+    lines: list[tuple[str, ...]] = [
+        ("ranks", "trials", "right", "killed", "seconds to the next step", "most")
+    ]
+    rows: Sequence[dict[str, Any]] = figures["rows"]
+    for n in (*config.ranks, None):
+        part = [row for row in rows if n in (None, row["ranks"])]
+        if part:
+            lines.append(_line("all" if n is None else str(n), part))
+    wrong = [f"trial {row['number']}: {text}" for row in rows for text in row["problems"]]
+    late = sum(row["seconds"] > GOAL_S for row in rows)
+    verdict = "goals missed" if wrong or late else "goals met"
+    title = f"{len(rows)} losses of ranks, seed {config.seed}: {figures['seconds']:.0f} s"
+    text = f"{table(title, lines)}\n\n{verdict}: all right, and at most {GOAL_S:g} s"
+    return "\n".join([text, *_without(rows), *wrong])
+
+
+def _without(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How long it took until some went on without others, if they did."""
+    seconds = sorted(row["without_s"] for row in rows if row["without_s"])
+    if not seconds:
+        return []
+    middle, most = seconds[len(seconds) // 2], seconds[-1]
+    text = f"others went on without them in {len(seconds)}, {middle:.2f} s after the kill (median)"
+    return [f"{text}, at most {most:.2f} s, {PATIENCE_S:g} s of which they waited for them"]
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    seconds = sorted(row["seconds"] for row in rows)
+    right = sum(not row["problems"] for row in rows)
+    killed = sum(len(row["killed"]) for row in rows)
+    middle = f"{seconds[len(seconds) // 2]:.2f}"
+    return name, str(len(rows)), str(right), str(killed), middle, f"{seconds[-1]:.2f}"

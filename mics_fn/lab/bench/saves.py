@@ -1,0 +1,202 @@
+"""`bench checkpoint`: saving and loading against plain writing and reading of the same bytes."""
+
+import argparse
+import os
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import tree
+from mics_fn.checkpoint import Line, Manifest, Stored, Writer, load, save, start_save
+from mics_fn.lab.bench.turns import between, say, spread, start
+from mics_fn.lab.flags import add_count
+from mics_fn.lab.report import human_bytes, table
+
+WRITERS = (4, 64, 1024, 16384)
+
+
+@dataclass(frozen=True)
+class SavesConfig:
+    """All that decides what is measured.
+
+    Args:
+        mib: size of a state, in MiB.
+        rounds: how often each of the peers takes its turn.
+        leaves: of the parameters.
+        folder: where to write; default a temporary folder.
+    """
+
+    mib: int = 384
+    rounds: int = 5
+    leaves: int = 24
+    folder: str = field(default_factory=tempfile.gettempdir)
+
+
+def add_save_flags(parser: argparse.ArgumentParser) -> None:
+    """How much is saved, how often, and where."""
+    add_count(parser, "mib", SavesConfig.mib, "size of the state, in MiB")
+    add_count(parser, "rounds", SavesConfig.rounds, "turns of each peer")
+    default = tempfile.gettempdir()
+    parser.add_argument("--folder", default=default, help=f"where to write (default {default})")
+
+
+def saves_config_of(args: argparse.Namespace, ranks: int) -> SavesConfig:
+    """What the flags ask for."""
+    return SavesConfig(args.mib, args.rounds, folder=args.folder)
+
+
+def measure_saves(config: SavesConfig) -> dict[str, Any]:
+    """Compare in one process.
+
+    Returns:
+        Ratios by name, each the median over rounds with the least and the most; and how the
+        manifest grows with the number of writers.
+    """
+    start("cpu")
+    laps: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=config.folder) as folder, mf.make_groups(1) as groups:
+        bench = _Bench(config, Path(folder), groups)
+        for number in range(config.rounds + 1):
+            say(f"round {number} of {config.rounds} ...")
+            for name, ratio in bench.round(number).items():
+                if number:  # the first one warms memory and files up
+                    laps.setdefault(name, []).append(ratio)
+    ratios = {name: spread(found)._asdict() for name, found in laps.items()}
+    return {"nbytes": bench.nbytes, "ratios": ratios, "writers": [_manifest(n) for n in WRITERS]}
+
+
+class _Bench:
+    """A state, its bytes as one buffer, and the turns of a round."""
+
+    def __init__(self, config: SavesConfig, folder: Path, groups: mf.Groups) -> None:
+        rows = config.mib * 2**20 // 3 // 4 // config.leaves // 1024
+        params = {f"h.{i}.w": torch.randn(rows, 1024) for i in range(config.leaves)}
+        self.state = mf.init_state(mf.shard(params, groups), mf.optim.adamw(1e-3))
+        self.folder, self.groups = folder, groups
+        tensors = [x for x in tree.flatten(self.state)[0] if isinstance(x, Tensor)]
+        self.nbytes = sum(x.numel() * x.itemsize for x in tensors)
+        self.plain = torch.randint(0, 255, (self.nbytes,), dtype=torch.uint8)
+        self.copy = torch.zeros_like(self.plain)
+        self.matrix = torch.randn(512, 512)
+
+    def round(self, number: int) -> dict[str, float]:
+        """The ratio of each pair, whose two turns follow one another."""
+        writes, saves = _seconds(self.write), _seconds(lambda: self.save(2 * number))
+        reads, loads = _seconds(self.read), _seconds(self.load)
+        self.forget()
+        cold_reads = _seconds(self.read)
+        self.forget()
+        cold_loads = _seconds(self.load)
+        copies, alone = _seconds(lambda: self.copy.copy_(self.plain)), self.steps(lambda: False)
+        begun = time.perf_counter()
+        args = self.folder / "steps", self.state, self.groups
+        pending = start_save(*args, step=2 * number + 1, keep=2)
+        blocked = time.perf_counter() - begun
+        during = self.steps(lambda: not pending.done)
+        pending.wait()
+        return {
+            "save: speed over plain writing": writes / saves,
+            "load, from memory: speed over plain reading": reads / loads,
+            "load, from disk: speed over plain reading": cold_reads / cold_loads,
+            "start_save: time over a copy in memory": blocked / copies,
+            "a step while it writes: time over a step": during / alone,
+        }
+
+    def write(self) -> None:
+        (self.folder / "plain").unlink(missing_ok=True)
+        number = os.open(self.folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        rest = memoryview(self.plain.numpy())  # pyright: ignore[reportArgumentType]
+        while rest:
+            rest = rest[os.write(number, rest) :]
+        os.fsync(number)
+        os.close(number)
+
+    def read(self) -> None:
+        number = os.open(self.folder / "plain", os.O_RDONLY)
+        rest, at = memoryview(self.copy.numpy()), 0  # pyright: ignore[reportArgumentType]
+        while rest:
+            count = os.preadv(number, [rest[: 4 * 2**20]], at)
+            rest, at = rest[count:], at + count
+        os.close(number)
+
+    def save(self, step: int) -> None:
+        save(self.folder / "steps", self.state, self.groups, step=step, keep=2)
+
+    def load(self) -> None:
+        like = self.folder / "steps", self.state, self.groups
+        self.state = load(*like, donate=True).state
+
+    def forget(self) -> None:
+        """Let the system forget the content of files, so that they are read from the disk."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                number = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(number)
+
+    def steps(self, more: Callable[[], bool]) -> float:
+        """Seconds of a step of some work, the mean over at least ten."""
+        begun, count = time.perf_counter(), 0
+        while count < 10 or more():
+            self.matrix = torch.tanh(self.matrix @ self.matrix)
+            count += 1
+        return (time.perf_counter() - begun) / count
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def _manifest(writers: int) -> dict[str, Any]:
+    """What the manifest of a model of 2,000 leaves costs the rank that writes it."""
+    tracemalloc.start()
+    begun = time.perf_counter()
+    lines = [Line(6_000_000, 4, writers // 4) for _ in range(100)] + [Line(8 * writers, writers, 1)]
+    places = ((f"opt.moments['exp_avg']['h.{i}.w']", i // 60, i % 60) for i in range(6000))
+    tensors = [Stored(name, torch.float32, (1000, 100), i, 100_000 * k) for name, i, k in places]
+    file, digest = "rank-00000.safetensors", "0" * 64
+    records = [Writer(file, 10**9, digest, [[i % 4, i // 4]]) for i in range(writers)]
+    manifest = Manifest(
+        step=1,
+        versions={},
+        replicas="equal",
+        homes=[[4, writers // 4]],
+        lines=lines,
+        tensors=tensors,
+        values={},
+        ties={},
+        writers=records,
+        extra="same",
+        commit="rename",
+    )
+    nbytes, seconds = len(manifest.to_bytes()), time.perf_counter() - begun
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {"writers": writers, "seconds": seconds, "nbytes": nbytes, "peak_bytes": peak}
+
+
+def render_saves(figures: dict[str, Any], config: SavesConfig) -> str:
+    """The tables."""
+    rows = [(name, between(found, ".2f")) for name, found in figures["ratios"].items()]
+    title = f"a state of {human_bytes(figures['nbytes'])}: ratio of two turns that follow another"
+    first, head = table(title, rows), ("writers", "time", "manifest", "memory")
+    found = [
+        (f"{x['writers']:,}", f"{x['seconds']:.3f} s", *map(human_bytes, _sizes(x)))
+        for x in figures["writers"]
+    ]
+    second = table("the first rank's manifest of 6,000 tensors", [head, *found])
+    return f"{first}\n\n{second}"
+
+
+def _sizes(found: dict[str, Any]) -> tuple[float, float]:
+    return found["nbytes"], found["peak_bytes"]

@@ -1,0 +1,1 @@
+"""`python -m mics_fn verify`: are the files of a checkpoint as they were saved?"""
