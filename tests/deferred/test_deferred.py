@@ -255,8 +255,8 @@ SAYS = {
         "untyped_storage asks for the memory of",
     ),
     "data_ptr": (lambda w: w.data_ptr(), "data_ptr asks for the memory of"),
-    "pickle": (pickle.dumps, "reduce_ex__ asks for the memory of"),
-    "save": (lambda w: torch.save(w, io.BytesIO()), "reduce_ex__ asks for the memory of"),
+    "pickle": (pickle.dumps, "torch.save and pickle want the memory of"),
+    "save": (lambda w: torch.save(w, io.BytesIO()), "torch.save and pickle want the memory of"),
     "dlpack": (lambda w: torch.from_dlpack(w.detach()), "dlpack__ asks for the memory of"),
     "set_ of another": (lambda w: torch.empty(0).set_(w.detach()), "set_ takes the memory of"),
     "as_strided, too far": (lambda w: w.as_strided((7,), (1,)), "reads beyond the 6 elements of"),
@@ -486,8 +486,8 @@ def chunks_of_gradients(layout, dim):
     full = mf.defer(shards, groups, mf.keep_all(), into=total).params
     x = torch.randn(2, dim, generator=torch.Generator().manual_seed(dist.get_rank()))
     total.backward(functional_call(model, full, (x,)).square().sum())
-    found = columns([shards], [total.grads()], donate=True).found
-    found, buckets = len(found), len(mf.bucket_sizes(shards, groups))
+    blocks = columns([shards], [total.grads()], donate=True).blocks
+    found, buckets = sum(map(len, blocks)), len(mf.bucket_sizes(shards, groups))
     state = mf.opt_step(mf.init_state(shards, mf.optim.adamw(1e-2)), total.grads())
     total.release()
     return found, buckets, mf.unshard(state.params, groups)

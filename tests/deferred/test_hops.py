@@ -68,6 +68,23 @@ CASES = [
 ]
 
 
+CODED = [
+    ("zero3", "hop1=int8[64],hop2=int8[64]", 1, 0, False),
+    ("zero3", "hop1=int8[64],hop2=int4[64]", 3, None, True),
+    ("hybrid", "reduce=bf16,hop1=fp8[64],hop2=f32", 1, 2 * UNIT, False),
+    ("zero2", "hop2=int8[64]", 1, None, False),
+]
+
+
+@pytest.mark.parametrize("layout", [Layout((2, 2), 4), Layout((2, 2), 2)], ids=str)
+def test_codes_of_gradients_take_their_part_of_the_ring(ranks, layout):
+    for found in ranks(layout.world_size).run(hops, layout, CODED):
+        for case, (got, want) in zip(CODED, found, strict=True):
+            assert got[0] == got[1], (case, "a later step makes memory")
+            least = max(want, LEAST_RING)
+            assert least <= got[0][0] <= least + ROUNDED, case
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -78,6 +95,7 @@ CASES = [
     ],
     ids=str,
 )
+@pytest.mark.short("2-p2")
 def test_the_ring_is_as_large_as_its_formula(ranks, layout):
     for found in ranks(layout.world_size).run(hops, layout, CASES):
         for case, (got, want) in zip(CASES, found, strict=True):

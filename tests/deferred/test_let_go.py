@@ -108,6 +108,7 @@ CASES = [
     [*LAYOUTS[:2], *(pytest.param(x, marks=pytest.mark.thorough) for x in LAYOUTS[2:])],
     ids=str,
 )
+@pytest.mark.short("2-p2")
 def test_gradients_in_the_memory_of_parameters_have_the_same_bits(ranks, layout):
     ranks(layout.world_size).run(both, layout, CASES)
 

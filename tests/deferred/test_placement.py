@@ -326,6 +326,7 @@ def rotated(placements, every):
 )
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.covering
+@pytest.mark.short("1-2x2-p2", "0-4-p4")
 def test_a_placement_trains_as_a_single_process(ranks, layout, part):
     every, placements = 6, pairs(layout)
     if len(placements) == 16:  # a checkerboard of them: each size with half of the others
@@ -339,6 +340,7 @@ def test_a_placement_trains_as_a_single_process(ranks, layout, part):
 @pytest.mark.parametrize(
     "layout", [Layout((2, 2), 1), Layout((2, 2), 2), Layout((2, 2), 4)], ids=str
 )
+@pytest.mark.short("2x2-p2", "2x2-p1")
 def test_a_scheme_by_name_is_what_its_table_says(ranks, layout):
     schemes = list(names_of(layout).items())
     assert ("ddp" in dict(schemes)) == (layout.partition_size == 1)
@@ -462,8 +464,10 @@ def test_sizes_that_do_not_fit_are_refused(ranks):
         "  the levels of a partition group are (2, 4), outermost first\n"
         "  fix: pass one of 8, 4, 1, or make groups with other levels"
     )
-    wrong = ("params=2", "grads=3", "params=0", "grads=-1", "params=16")
-    want = [f"place: {what} ends inside a level\n{tail}" for what in wrong]
+    no_size = ("params=0", "grads=-1")
+    want = [f"place: {what} ends inside a level\n{tail}" for what in ("params=2", "grads=3")]
+    want += [f"place: {what}, expected None or an int of at least 1" for what in no_size]
+    want += [f"place: params=16 ends inside a level\n{tail}"]
     want += [
         "place: 'ddp' needs partition groups of 1 rank, these have 8\n"
         "  fix: pass make_groups(partition_size=1)"

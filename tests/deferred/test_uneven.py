@@ -130,6 +130,7 @@ STEADY = {"fixed": 1, "learned": 2}  # runs before one that compares nothing
 )
 @pytest.mark.parametrize("layout", [PAIR, WIDE], ids=str)
 @pytest.mark.covering
+@pytest.mark.short("2-p2-learned-2-13-2", "2-p2-fixed-0-13-1")
 def test_a_fetch_after_a_reduction_that_a_rank_lacks_is_refused(
     ranks, layout, kind, without, passes, before
 ):

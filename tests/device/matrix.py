@@ -1,5 +1,6 @@
 """The scenarios that run on the simulated device, and what a rank sees in one."""
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import mics_fn as mf
 from mics_fn import optim
 
 BUCKET_BYTES = 4096  # about two leaves of a block
+FILE_RUNS = 17  # buckets of `Net`: the host writes each to its file once it has come back
 MODES = ("never", "always", "sometimes")  # whether an event is over when asked
 
 
@@ -33,7 +35,7 @@ class Scenario:
     node: int = 2
     place: str | None = None
     options: Callable[[], Mapping[str, Any]] = field(default=dict)
-    host_waits: int = 0  # in a steady step
+    host_waits: int | None = 0  # in a steady step; None where the update is one of the host
 
     @property
     def plans(self) -> bool:
@@ -46,8 +48,15 @@ def _options(**options: Any) -> Callable[[], Mapping[str, Any]]:
     return lambda: options
 
 
+def _in_files() -> Mapping[str, Any]:
+    where = f"states=disk:{tempfile.gettempdir()}"
+    return {"live_bytes": _TWO_BUCKETS, "where": where, "optimizer": optim.adamw(1e-2)}
+
+
 _BF16 = "param=f32, compute=bf16, reduce=f32, output=f32"
 _F16 = "param=f32, compute=f16, reduce=f32, output=f32"
+_CODES = "gather=int8[64], hop1=int8[64], hop2=int8[64]"
+_FAR_CODES = "gather=int8[64]@node, hop1=int8[64]@node"
 _TWO_BUCKETS = 2 * BUCKET_BYTES
 
 SCENARIOS: dict[str, Scenario] = {
@@ -82,6 +91,17 @@ SCENARIOS: dict[str, Scenario] = {
     "bf16, two replicas": Scenario(
         ranks=4, options=_options(live_bytes=0, precision=_BF16, accumulate=2)
     ),
+    # Codes, on all levels and on the outer one.
+    "codes, two replicas": Scenario(
+        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, precision=_CODES, accumulate=2)
+    ),
+    "codes, keep all": Scenario(ranks=4, options=_options(live_bytes=None, precision=_CODES)),
+    "codes, two levels": Scenario(
+        ranks=4, partition=4, options=_options(live_bytes=0, precision=_FAR_CODES)
+    ),
+    "codes, hpz": Scenario(
+        ranks=4, partition=4, place="hpz", options=_options(live_bytes=0, precision=_CODES)
+    ),
     "bf16 parameters": Scenario(
         options=lambda: {
             "live_bytes": _TWO_BUCKETS,
@@ -96,6 +116,130 @@ SCENARIOS: dict[str, Scenario] = {
             "guard": optim.Guard(optim.dynamic_scale(16.0), max_norm=1.0),
         },
         host_waits=1,
+    ),
+    # Parameters in host memory, brought for each fetch, and updated there.
+    "on the host": Scenario(
+        options=_options(live_bytes=_TWO_BUCKETS, where="params=host"), host_waits=None
+    ),
+    "on the host, alone": Scenario(
+        ranks=1,
+        partition=1,
+        node=1,
+        options=_options(live_bytes=0, where="params=host"),
+        host_waits=None,
+    ),
+    "on the host, bf16": Scenario(
+        ranks=4,
+        options=_options(live_bytes=0, precision=_BF16, where="params=host"),
+        host_waits=None,
+    ),
+    "on the host, hpz": Scenario(
+        ranks=4,
+        partition=4,
+        place="hpz",
+        options=_options(live_bytes=_TWO_BUCKETS, where="params=host"),
+        host_waits=None,
+    ),
+    "on the host, codes": Scenario(
+        ranks=4,
+        options=_options(live_bytes=_TWO_BUCKETS, precision=_CODES, where="params=host"),
+        host_waits=None,
+    ),
+    "on the host, codes, hpz": Scenario(
+        ranks=4,
+        partition=4,
+        place="hpz",
+        options=_options(live_bytes=0, precision=_CODES, where="params=host"),
+        host_waits=None,
+    ),
+    "on the host, torch.func": Scenario(
+        "transformed", options=_options(where="params=host"), host_waits=None
+    ),
+    "on the host, deferred": Scenario(
+        "transformed_deferred", options=_options(where="params=host"), host_waits=None
+    ),
+    "on the host, by hand": Scenario(
+        "by_hand", ranks=4, options=_options(where="params=host"), host_waits=None
+    ),
+    # Places, and steps on gradients that still arrive.
+    "states on the host": Scenario(
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "where": "states=host",
+            "optimizer": optim.adamw(1e-2),
+        },
+        host_waits=1,
+    ),
+    "states on the host, overlapped": Scenario(
+        ranks=4,
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "where": "states=host",
+            "overlap_step": True,
+            "optimizer": optim.adamw(1e-2),
+        },
+        host_waits=1,
+    ),
+    "states on the host, guarded": Scenario(
+        ranks=4,
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "where": "states=host",
+            "guard": optim.Guard(max_norm=1.0, on_nonfinite="skip"),
+            "optimizer": optim.adamw(1e-2),
+        },
+        host_waits=2,
+    ),
+    "all on the host": Scenario(
+        ranks=4,
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "where": "states=host, params=host",
+            "accumulate": 2,
+            "optimizer": optim.adamw(1e-2),
+        },
+        host_waits=None,
+    ),
+    "states in files": Scenario(options=_in_files, host_waits=FILE_RUNS),
+    "states in files, overlapped": Scenario(
+        ranks=4,
+        options=lambda: {**_in_files(), "overlap_step": True, "accumulate": 2},
+        host_waits=FILE_RUNS,
+    ),
+    "gradients on the host": Scenario(
+        ranks=4,
+        options=_options(live_bytes=_TWO_BUCKETS, where="grads=host", accumulate=2),
+    ),
+    "gradients on the host, alone": Scenario(
+        ranks=1,
+        partition=1,
+        node=1,
+        options=_options(live_bytes=0, where="grads=host", accumulate=2),
+    ),
+    "gradients on the host, keep all": Scenario(
+        options=_options(live_bytes=None, where="grads=host")
+    ),
+    "gradients on the host, bf16, zero2, clipped": Scenario(
+        place="zero2",
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "precision": _BF16,
+            "where": "grads=host",
+            "guard": optim.Guard(max_norm=1.0),
+            "accumulate": 4,
+        },
+    ),
+    "gradients and states on the host": Scenario(
+        options=lambda: {
+            "live_bytes": _TWO_BUCKETS,
+            "where": "grads=host, states=host",
+            "overlap_step": True,
+            "optimizer": optim.adamw(1e-2),
+        },
+        host_waits=1,
+    ),
+    "overlapped": Scenario(
+        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, overlap_step=True, accumulate=2)
     ),
     # Guards and replicas.
     "clipping": Scenario(
@@ -116,6 +260,10 @@ SCENARIOS: dict[str, Scenario] = {
         options=lambda: {"live_bytes": _TWO_BUCKETS, "replica_sync": mf.replicas.diloco(2)},
     ),
     "fixed order": Scenario(ranks=4, options=_options(live_bytes=_TWO_BUCKETS, deterministic=True)),
+    "watched": Scenario(
+        "watched", ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2)
+    ),
+    "saved while it trains": Scenario("saved", ranks=4, options=_options(live_bytes=_TWO_BUCKETS)),
     # What users do around it.
     "recomputation": Scenario("recomputed", options=_options(live_bytes=0, accumulate=2)),
     "a use that does not come": Scenario(

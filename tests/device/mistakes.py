@@ -36,9 +36,9 @@ _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
 _DROP = Change(
-    "deferred/live.py", "coming.wait()\n        self.buckets", "pass\n        self.buckets"
+    "deferred/live.py", "coming.wait()\n            self.buckets", "pass\n            self.buckets"
 )
-_SCATTER = "yield from scatter_steps(now, full, out, slot.second.view(reduce))"
+_SCATTER = "yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)"
 
 
 def _unordered(comm: str) -> Change:
@@ -114,10 +114,8 @@ MISTAKES: dict[str, Mistake] = {
     "a slot is free before hop 1 is over": Mistake(
         "two replicas, budget",
         [
-            Change(
-                _SUM, "self.free_slot(slot)\n            if last:", "pass\n            if last:"
-            ),
-            Change(_SUM, _SCATTER, f"self.free_slot(slot)\n            {_SCATTER}"),
+            Change(_SUM, "free_slot(slot)\n            if last:", "pass\n            if last:"),
+            Change(_SUM, _SCATTER, f"free_slot(slot)\n            {_SCATTER}"),
         ],
     ),
     "gradients are not waited for": Mistake(
@@ -133,18 +131,18 @@ MISTAKES: dict[str, Mistake] = {
     "sums go back to the pool before hop 2": Mistake(
         "two replicas, keep all to the end",
         [
-            Change(_SUM, "self._given.append((pool, taken))", "pass"),
+            Change(_SUM, 'self._give_back(pool, taken, "gradient shards")', "pass"),
             Change(
                 _SUM,
-                "if last:\n                spare",
+                "if last:\n                yield from mean",
                 "if last:\n                use.hierarchy.pools.chunks.give(total)\n"
-                "                spare",
+                "                yield from mean",
             ),
         ],
     ),
     "a reduction writes what it reads": Mistake(
         "two levels, budget",
-        [Change("deferred/reduction.py", "at = len(comms) % 2 if", "at = 1 - len(comms) % 2 if")],
+        [Change("deferred/packing.py", "[levels % 2 if", "[1 - levels % 2 if")],
         harmless="the last level writes to the other buffer, and its result is copied once more",
     ),
     "the host waits for a result": Mistake(
@@ -156,6 +154,31 @@ MISTAKES: dict[str, Mistake] = {
                 "self.ready.synchronize()\n        self._keep",
             )
         ],
+        law="no_host_waits",
+    ),
+    "states go back to the host before they are updated": Mistake(
+        "states on the host",
+        [
+            Change(
+                "optim/staging.py",
+                "_device.follow(self._down, self._device)",
+                "torch.accelerator.set_stream(self._down)",
+            )
+        ],
+    ),
+    "states are updated before they have come from the host": Mistake(
+        "states on the host",
+        [
+            Change(
+                "optim/staging.py",
+                "_device.wait(self._device, event)\n            yield part.run",
+                "yield part.run",
+            )
+        ],
+    ),
+    "a file is written before states have come back": Mistake(
+        "states in files",
+        [Change("optim/staging.py", "_device.synchronize(device)", "pass")],
         law="no_host_waits",
     ),
     "float16 values are not halved before they are added": Mistake(

@@ -1,5 +1,8 @@
 """What ranks do in the scenarios: the same on the simulated device and on the CPU."""
 
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +93,62 @@ def own_stream(groups: Any, watch: Watch, **options: Any) -> Numbers:
     return numbers
 
 
+def watched(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    """Every step is watched; after them the bytes of the last one, and in which order it went."""
+    with mf.inspection.watch():
+        trainer = mf.Trainer(
+            Net().to(watch.device),
+            optim.sgd(0.1),
+            groups,
+            loss=loss_of,
+            bucket_bytes=BUCKET_BYTES,
+            **options,
+        )
+        losses = []
+        for batch in batches(watch.device):
+            groups.traffic.clear()
+            with watch.step(groups):
+                losses.append(trainer.step(batch).loss)
+        ledger = dict(groups.traffic.sent_bytes)
+    timeline = trainer.last_step.timeline()
+    transfers = sorted(f"{e.kind} {e.buckets} {e.level}" for e in timeline.events if e.level)
+    if timeline.sent_bytes() != ledger or not transfers:
+        raise AssertionError(f"{timeline.sent_bytes()} is not the ledger {ledger}")
+    if any(event.end_s < event.start_s for event in timeline.events):
+        raise AssertionError("an event ends before it begins")
+    same = torch.tensor([sum(map(ord, text)) for text in transfers])
+    memory = torch.tensor(trainer.last_step.memory()[:4])
+    return {"losses": torch.stack(losses), "transfers": same, "memory": memory, **trainer.params()}
+
+
+def saved(groups: Any, watch: Watch, **options: Any) -> Numbers:
+    """A state is copied to the host and written while steps go on in its memory, and is read."""
+    folder = f"{tempfile.gettempdir()}/mics_fn-{os.getppid()}-{watch.device.type}"
+    trainer = mf.Trainer(
+        Net().to(watch.device),
+        optim.adamw(1e-2),
+        groups,
+        loss=loss_of,
+        bucket_bytes=BUCKET_BYTES,
+        **options,
+    )
+    pending, numbers = None, {}
+    for k, batch in enumerate(batches(watch.device)):
+        with watch.step(groups, trainer):
+            trainer.step(batch)
+        if k == 1:
+            pending = mf.checkpoint.start_save(folder, trainer.state, groups, step=k)
+    if pending is not None:
+        pending.wait()
+    for donate in (False, True):
+        found = mf.checkpoint.load(folder, trainer.state, groups, donate=donate)
+        for name, x in mf.unshard(found.state.params, groups).items():
+            numbers[f"{name} {donate}"] = x.cpu()  # so all ranks have read
+    if groups.position == 0:
+        shutil.rmtree(folder)
+    return numbers
+
+
 def unused(groups: Any, watch: Watch, **options: Any) -> Numbers:
     """Odd ranks use the embedding alone, in steps that are planned for all buckets."""
     model, steps = Net().to(watch.device), 0
@@ -131,17 +190,18 @@ def two_trainers(groups: Any, watch: Watch) -> Numbers:
     return {"losses": torch.stack(losses), **trainers[0].params()}
 
 
-def _by_hand(watch: Watch, groups: Any) -> tuple[Net, Any]:
+def _by_hand(watch: Watch, groups: Any, where: str = "") -> tuple[Net, Any]:
     model = Net().to(watch.device)
     names = {f"[{name!r}]": i for i, (name, _) in enumerate(model.named_parameters())}
     params = dict(model.named_parameters())
-    shards = mf.shard(params, groups, bucket_bytes=BUCKET_BYTES, order=lambda path: names[path])
+    how = {"bucket_bytes": BUCKET_BYTES, "order": lambda path: names[path], "where": where}
+    shards = mf.shard(params, groups, **how)
     return model, mf.init_state(shards, optim.sgd(0.1))
 
 
-def transformed(groups: Any, watch: Watch) -> Numbers:
+def transformed(groups: Any, watch: Watch, where: str = "") -> Numbers:
     """A step by hand under torch.func, and vmap over gradients."""
-    model, state = _by_hand(watch, groups)
+    model, state = _by_hand(watch, groups, where)
 
     def loss_fn(shards: Any, batch: Any) -> Tensor:
         full = mf.gather(shards, groups)
@@ -171,9 +231,9 @@ def _inner(params: Any, prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
 
 
-def transformed_deferred(groups: Any, watch: Watch) -> Numbers:
+def transformed_deferred(groups: Any, watch: Watch, where: str = "") -> Numbers:
     """torch.func through parameters that are fetched at the op that needs them."""
-    model, state = _by_hand(watch, groups)
+    model, state = _by_hand(watch, groups, where)
     policy = mf.on_demand(live_bytes=BUCKET_BYTES)
 
     def loss_fn(shards: Any, batch: Any) -> Tensor:
@@ -189,9 +249,9 @@ def transformed_deferred(groups: Any, watch: Watch) -> Numbers:
     return {"losses": torch.stack(losses), **mf.unshard(state.params, groups)}
 
 
-def by_hand(groups: Any, watch: Watch) -> Numbers:
+def by_hand(groups: Any, watch: Watch, where: str = "") -> Numbers:
     """The steps of a trainer written out, with a module that has no values of its own."""
-    model, state = _by_hand(watch, groups)
+    model, state = _by_hand(watch, groups, where)
     model, policy = model.to("meta"), mf.on_demand(live_bytes=0)
     model.head.weight = model.embedding.weight  # which `to` has made two
     losses = []

@@ -191,3 +191,14 @@ def test_what_python_does_not_handle_is_left_alone() -> None:
             assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_was_held_ends_a_sleep():
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with Commit() as commit:
+            commit.write()
+            signal.raise_signal(signal.SIGINT)
+            _ = commit.ending()[0]
+        time.sleep(20)
+    assert time.monotonic() - begun < 10

@@ -16,8 +16,8 @@ from mics_fn.optim.optimizers import LionState
 from mics_fn.optim.state import TrainState
 from mics_fn.optim.torch_optim import TorchState
 from mics_fn.shards import bucket as layout
-from mics_fn.shards import pack
-from mics_fn.shards.bucket import LeafSpec, plan_buckets
+from mics_fn.shards import pack, ranges
+from mics_fn.shards.bucketing import ALIGN_BYTES, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import Nothing
 
 BUCKET = layout.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
@@ -150,20 +150,20 @@ def test_buckets_hold_every_element_once(leaves, parts, bucket_bytes):
         assert bucket.dtype == spec.dtype
     for bucket in {bucket for bucket, _ in places}:
         assert bucket.numel % parts == 0
-        assert bucket.chunk * bucket.dtype.itemsize % layout.ALIGN_BYTES == 0
+        assert bucket.chunk * bucket.dtype.itemsize % ALIGN_BYTES == 0
         assert bucket.numel < sum(bucket.numels) + 8 * len(bucket.shapes) + 8 * parts
         if len(bucket.shapes) > 1:
             assert sum(bucket.numels) * bucket.dtype.itemsize <= bucket_bytes
         covered = [0] * bucket.numel
         for chunk in range(parts):
-            for offset, piece in zip(bucket.offsets, layout.pieces(bucket, chunk), strict=True):
+            for offset, piece in zip(bucket.offsets, ranges.pieces(bucket, chunk), strict=True):
                 for i in range(piece.length):
                     covered[chunk * bucket.chunk + piece.start + i] += 1
                     assert (
                         chunk * bucket.chunk + piece.start == offset + piece.origin
                         or not piece.length
                     )
-        for start, length in layout.gaps(bucket):
+        for start, length in ranges.gaps(bucket):
             for i in range(start, start + length):
                 covered[i] += 1
         assert covered == [1] * bucket.numel, "pieces and padding tile the buffer"
@@ -183,7 +183,7 @@ def test_packing_is_undone_by_splitting(leaves, parts, batched):
     assert all(
         torch.equal(a, b) for a, b in zip(pack.split_full(bucket, packed), full, strict=True)
     )
-    for start, length in layout.gaps(bucket):
+    for start, length in ranges.gaps(bucket):
         assert not packed[..., start : start + length].any()
     for chunk, part in enumerate(packed.split(bucket.chunk, -1)):
         own = part.clone()

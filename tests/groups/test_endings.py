@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from jobs import run_job
 
-from mics_fn.groups import launcher
+import mics_fn as mf
+from mics_fn.groups import launcher, monitor
 from mics_fn.groups.life import Life
+from mics_fn.groups.peers import Journal
+from mics_fn.groups.signs import Process, beat_of
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
@@ -107,3 +112,40 @@ def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
     assert how == {"final": True, "kind": "exited"}
     time.sleep(0.3)
     assert ends == [(text, 0.05)]
+
+
+def one_replica_goes_on(rank: int) -> int:
+    """Ranks 0 and 1 close their groups and end; 2 and 3 go on, and one of them is late."""
+    monitor._TICK_S = 0.6  # so that the others end between two looks
+    mf.init_distributed()
+    with mf.make_groups(2, heartbeat_s=20.0) as groups:
+        shards = mf.shard({"w": torch.ones(8)}, groups)
+        if rank > 1:
+            time.sleep(1.5 * (rank - 2))
+            mf.unshard(shards, groups)
+    return rank
+
+
+def test_a_rank_that_closes_its_groups_and_ends_was_not_killed() -> None:
+    """Though its process is gone before others have read that it has closed them."""
+    found = run_job(4, one_replica_goes_on)
+    assert [(x.value, x.status) for x in found] == [(rank, 0) for rank in range(4)], found
+
+
+@pytest.mark.parametrize(
+    ("last", "accused"),
+    [("4 open host 7 1", True), ("4 closed host 7 1", False), ("1 closed host 9 1", True)],
+    ids=["open", "closed", "closed, by the process in its place"],
+)
+def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool) -> None:
+    watching: Any = monitor.Monitor()
+    life, asked = Life(ranks=(0, 1), key="groups"), list[Any]()
+    watching._lives[life], watching._ask = Journal(life.key), asked.append
+    peer, _ = watching._peers.hear(1, "3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
+
+    class Written:
+        def get(self, key: str) -> bytes:
+            return {beat_of(1): last.encode()}[key]
+
+    watching._ended(1, peer, Written())
+    assert len(asked) == accused

@@ -141,6 +141,9 @@ def train(fault: str, odd: int) -> Any:
 
 @pytest.mark.parametrize("odd", [2, 0], ids=["a rank", "the rank that holds the store"])
 @pytest.mark.parametrize("fault", ["raised", "exited", "killed", "silent"])
+@pytest.mark.short(
+    "silent-a rank", "raised-a rank", "killed-the rank that holds the store", "exited-a rank"
+)
 def test_all_others_raise_soon_and_name_the_rank(fork: Any, fault: str, odd: int) -> None:
     others = set(range(N)) - {odd}
     found = fork(train, fault, odd).wait(others)

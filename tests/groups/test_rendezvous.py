@@ -215,6 +215,16 @@ def test_ranks_that_disagree_on_node_size(ranks: Pools) -> None:
     )
 
 
+def test_ranks_that_disagree_on_the_limit_of_silence(ranks: Pools) -> None:
+    given = [{"heartbeat_s": 20}, {"heartbeat_s": 20.0}, {"heartbeat_s": 30.0}, {}]
+    assert same_error(ranks(4).run(attempt, given)) == (
+        DesyncError,
+        "make_groups: ranks disagree on heartbeat_s\n"
+        "  heartbeat_s: 20.0 on ranks 0, 1; 30.0 on rank 2; None on rank 3\n"
+        "  fix: pass the same heartbeat_s= on every rank",
+    )
+
+
 def test_ranks_that_find_different_node_sizes(ranks: Pools) -> None:
     env = [{"LOCAL_WORLD_SIZE": "2"}] * 3 + [{}]
     assert same_error(ranks(4).run(attempt, [{}] * 4, env)) == (

@@ -322,6 +322,7 @@ def on_ranks(layout: Layout, names: list[str]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.covering("part", layout=LAYOUTS[1])
+@pytest.mark.short("3-2-p2")
 def test_each_rank_has_its_part_of_that(ranks, layout: Layout, part: int):
     ranks(layout.world_size).run(on_ranks, layout, list(MODELS)[part::4])
 
@@ -681,7 +682,7 @@ def test_mistakes_are_named():
         with pytest.raises(mf.errors.LeafError, match="model_fn gave int"):
             mf.init_model(lambda: 3, groups, seed=0)  # pyright: ignore
         with pytest.raises(TypeError, match="bucket_size"):
-            mf.init_model(lambda: nn.Linear(2, 2), groups, seed=0, bucket_size=3)
+            mf.init_model(lambda: nn.Linear(2, 2), groups, seed=0, bucket_size=3)  # pyright: ignore
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
             mf.init_model(lambda: nn.Linear(2, 2)(torch.ones(3)), groups, seed=0)
         with pytest.raises(mf.errors.LeafError, match=r"params\['weight'\] is on meta"):

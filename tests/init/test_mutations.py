@@ -5,7 +5,6 @@ import json
 import os
 import random
 import struct
-import sys
 import time
 import warnings
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutating import Watch, append, cut, flip, insert, move, overwrite, remove, replace_in_json
 from safetensors.torch import load as load_safetensors
 from test_files import write_indexed, write_safetensors, write_torch
 
@@ -30,59 +30,7 @@ TENSORS = {
     "empty": torch.zeros(0, 3),
     "half": torch.ones(3, dtype=torch.bfloat16),
 }
-HOSTILE: list[Any] = [-1, 0, 1, 2**31, 2**63, 2**64, 10**30, 0.0, 1.5, 1e300, True, None, "", "x"]
-HOSTILE += ["../x", "/etc/passwd", "a\0b", "\ud800", [], [[]], {}, {"a": {}}, [0, 4], [4, 0], "I64"]
-HOSTILE += ["model.safetensors.index.json", "b.safetensors", ".", "link", "fifo"]
-FORBIDDEN = ("exec", "compile", "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess")
-FORBIDDEN += ("pickle.find_class", "marshal", "socket", "ctypes", "mmap", "os.remove", "os.rename")
 SECONDS = 5.0  # of the processor, for one file
-
-
-def flip(rng: random.Random, data: bytearray) -> None:
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def overwrite(rng: random.Random, data: bytearray) -> None:
-    at = rng.randrange(len(data))
-    data[at : at + rng.choice([1, 4, 8])] = rng.choice([b"\0", b"\xff"]) * rng.choice([1, 4, 8])
-
-
-def cut(rng: random.Random, data: bytearray) -> None:
-    del data[rng.randrange(len(data)) :]
-
-
-def append(rng: random.Random, data: bytearray) -> None:
-    data += rng.randbytes(rng.randrange(1, 40))
-
-
-def insert(rng: random.Random, data: bytearray) -> None:
-    at = rng.randrange(len(data))
-    data[at:at] = rng.randbytes(rng.randrange(1, 9))
-
-
-def remove(rng: random.Random, data: bytearray) -> None:
-    at = rng.randrange(len(data))
-    del data[at : at + rng.randrange(1, 9)]
-
-
-def move(rng: random.Random, data: bytearray) -> None:
-    source, at, length = rng.randrange(len(data)), rng.randrange(len(data)), rng.randrange(1, 60)
-    data[at : at + length] = data[source : source + length]
-
-
-def replace_in_json(rng: random.Random, value: Any) -> Any:
-    """The same value with another one at one place of it."""
-    inside = list(value) if isinstance(value, dict) else list(range(len(value)))
-    if not inside or rng.random() < 0.1:
-        return rng.choice(HOSTILE)
-    key = rng.choice(inside)
-    if isinstance(value[key], dict | list) and rng.random() < 0.8:
-        value[key] = replace_in_json(rng, value[key])
-    elif isinstance(value, dict) and rng.random() < 0.2:
-        value[f"{rng.choice(HOSTILE)}"] = value.pop(key)
-    else:
-        value[key] = rng.choice(HOSTILE)
-    return value
 
 
 def rewrite(rng: random.Random, data: bytearray) -> None:
@@ -106,23 +54,6 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "torch": lambda folder: write_torch(folder / "pytorch_model.bin", TENSORS),
     "index": lambda folder: write_indexed(folder, TENSORS),
 }
-
-
-class Watch:
-    """Notes what a file makes the process do, by Python's audit events."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.on = str(folder), False
-        self.seen: list[str] = []
-        sys.addaudithook(self.hear)
-
-    def hear(self, event: str, args: tuple) -> None:
-        if not self.on:
-            return
-        if event == "open" and not os.path.abspath(args[0]).startswith(self.folder):
-            self.seen.append(f"{event} {args[0]}")
-        if event.startswith(FORBIDDEN):
-            self.seen.append(f"{event} {args}")
 
 
 def check_values(folder: Path, kind: str, shards: dict[str, Any]) -> None:

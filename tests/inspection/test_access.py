@@ -202,6 +202,7 @@ def gets_state(layout):
 
 @every_layout
 @pytest.mark.covering
+@pytest.mark.short("2x2-p2", "2-p2")
 def test_get_reads_parameters_moments_buffers_and_counts_of_a_state(ranks, layout):
     ranks(layout.world_size).run(gets_state, layout)
 
@@ -305,6 +306,7 @@ def chunks_are_whole(shards, groups) -> None:
 
 @every_layout
 @pytest.mark.covering
+@pytest.mark.short("2-p2", "2x2-p2")
 def test_set_changes_one_leaf_and_nothing_else(ranks, layout):
     for dtype, bucket_bytes in ((torch.float32, 40), (torch.bfloat16, 25 * 2**20)):
         ranks(layout.world_size).run(sets, layout, dtype, bucket_bytes)
@@ -394,6 +396,7 @@ def sets_state(layout):
 
 @every_layout
 @pytest.mark.covering
+@pytest.mark.short("2x2-p2", "2-p2")
 def test_set_changes_one_value_of_a_state_and_nothing_else(ranks, layout):
     ranks(layout.world_size).run(sets_state, layout)
 
@@ -911,3 +914,69 @@ def test_a_buffer_with_two_names_stays_one():
     assert new.buffers["first.mean"] is new.buffers["second.mean"]
     assert new.buffers["first.mean"].tolist() == [1, 1]
     assert new.buffers["other"].tolist() == running.tolist() == [0, 0]
+
+
+CODED = "gather=int8[64]@node,hop1=fp8[32],hop2=int4[64]; *.bias*: gather=bf16,hop1=f32,hop2=f32"
+
+
+def what_is_sent(layout):
+    groups = groups_of(layout)
+    trainer = mf.Trainer(
+        make_net().float(),
+        mf.optim.adamw(0.1),
+        groups,
+        loss=loss_of,
+        precision=CODED,
+        frozen=lambda path: "frozen" in path,
+    )
+    table = mf.summary(trainer.state, groups)
+    found = {row.path: row.sent for row in table.rows}
+    assert {sent for path, sent in found.items() if not path.startswith("params")} == {""}
+    head, *_ = cells_of(table).rows
+    assert head == str(table).splitlines()[0].split()
+    assert head[-4:] == ["groups", "sent", "here", "full"]
+    assert all(sent in str(table) for sent in found.values())
+    one = trainer.state.params
+    inside, bare = (
+        {row.path: row.sent for row in mf.summary(one, x).rows} for x in (groups.hierarchy, None)
+    )
+    names = ("h.0.weight", "h.0.bias", "frozen", "head.weight")
+    return [
+        [found[f"params['{name}']"] for name in names],
+        [inside[f"['{name}']"] for name in names[:1]],
+        [bare[f"['{name}']"] for name in names[:3]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "gather", "hop1", "hop2"),
+    [
+        (Layout((2, 2), 4), "", "", " (not used)"),
+        (Layout((2, 2), 2), " (not used)", "", ""),
+        (Layout((2, 2), 1), " (not used)", " (not used)", ""),
+    ],
+    ids=str,
+)
+def test_summary_shows_what_travels_and_on_which_levels(ranks, layout, gather, hop1, hop2):
+    codes = f"gather=int8[64]@node{gather}, hop1=fp8[32]{hop1}"
+    bias = "gather=bf16" + (hop1 and " (not used)")  # on all levels, if there is one
+    for found in ranks(4).run(what_is_sent, layout):
+        every, inside, bare = found
+        weight, frozen = f"{codes}, hop2=int4[64]{hop2}", f"gather=int8[64]@node{gather}"
+        assert every == [weight, bias, frozen, weight]  # the last one is tied
+        assert inside == [f"{codes}, hop2=int4[64]"]  # without its replicas
+        weight = "gather=int8[64]@node, hop1=fp8[32], hop2=int4[64]"
+        assert bare == [weight, "gather=bf16", "gather=int8[64]@node"]
+
+
+def of_an_optimizer(layout):
+    groups = groups_of(layout)
+    state = trained(layout, bucket_bytes=200).state
+    table, whole = mf.summary(state.opt, groups), mf.summary(state, groups)
+    assert {f"opt{row.path}": row[1:] for row in table.rows} == {
+        row.path: row[1:] for row in whole.rows if row.path.startswith("opt")
+    }
+
+
+def test_a_table_of_the_states_of_an_optimizer_alone(ranks):
+    ranks(4).run(of_an_optimizer, FOUR)

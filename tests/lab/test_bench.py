@@ -15,10 +15,12 @@ import torch
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
 from mics_fn.groups.communicator import Comm, Life, Traffic
+from mics_fn.inspection import Event, Timeline
 from mics_fn.lab.bench import bytes as bench_bytes
 from mics_fn.lab.bench import links, process_memory
-from mics_fn.lab.bench.bytes import RankBytes, leaves_node
+from mics_fn.lab.bench.bytes import RankBytes, leaving_share
 from mics_fn.lab.bench.links import Counters, Rate, read_counters, read_rates, sent_bytes
+from mics_fn.lab.bench.overlap import updates_of
 from mics_fn.lab.bench.peers import PEERS
 from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, peak_growth, reset_peak
 from mics_fn.lab.bench.turns import (
@@ -139,6 +141,7 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
         assert peer["over_first"] is None
 
 
+@pytest.mark.thorough
 def test_step_with_precisions(forked_bench: Callable) -> None:
     f32, bf16 = "f32", "compute=bf16,reduce=bf16"
     argv = ["step", "--skip-alone", "--rounds", "2", "--steps", "1"]
@@ -188,6 +191,53 @@ def check_peers_agree(part: dict, *, steps_taken: int, p: int) -> None:
         wide = name in ("zero1", "zero2", "hpz", "hybrid") or "wide" in name or "full" in name
         share = 1 if name == "ddp" else part["ranks"] if wide else p
         assert 12 * NUM_PARAMS / share <= peer["held_bytes"] <= 12 * NUM_PARAMS / share + 2000
+        sums = 4 * NUM_PARAMS / p if name == "fsdp2-offload" else 0
+        on_host = peer["held_bytes"] + sums if name in ("host", "fsdp2-offload") else 0
+        assert peer["places"]["host"] == pytest.approx(on_host, abs=1)
+        assert sum(peer["places"].values()) >= peer["held_bytes"]
+
+
+def test_a_step_that_overlaps_hop_2(forked_bench: Callable) -> None:
+    argv = ["step", "--overlap", "--ranks", "2", "--node-size", "1"]
+    argv += ["--rounds", "2", "--steps", "2", "--warmup", "1"]
+    figures, printed = forked_bench(*argv, *TINY)
+    assert figures["params"] == NUM_PARAMS
+    assert figures["largest_loss_gap"] == 0.0
+    (at,) = figures["rates"]
+    whole, overlapped = at["peers"]
+    assert [whole["name"], overlapped["name"]] == ["keep", "overlap"]
+    for peer in at["peers"]:
+        assert 0 < peer["exposed_s"]["least"] <= peer["optimizer_s"]["most"]
+        assert 0 <= peer["hidden"]["least"] <= peer["hidden"]["most"] < 1
+        assert peer["title"] in printed
+    assert whole["hidden"]["most"] == 0, "all waits come before its optimizer"
+    assert whole["exposed_s"] == pytest.approx(whole["optimizer_s"])
+
+
+def test_what_is_hidden_by_hop_2() -> None:
+    def hop(start: float, end: float) -> Event:
+        return Event("hop2", "w", (0,), "replicas", 1, start, end)
+
+    def wait(start: float, end: float, about: str = "hop2 bucket 0: w") -> Event:
+        return Event("wait", about, (0,), "", 0, start, end)
+
+    def opt(start: float, end: float) -> Event:
+        return Event("opt", "w", (0,), "", 0, start, end)
+
+    for events, hidden in (
+        ([opt(1, 2)], 0),
+        ([hop(0, 4), opt(1, 2), wait(2, 4)], 1),
+        ([hop(1.5, 4), opt(1, 2), wait(2, 4)], 0.5),  # it began in the middle
+        ([hop(0, 2), opt(1, 2), wait(2, 4)], 0),  # the wait found it done
+        ([hop(0, 2.0005), opt(1, 2), wait(2, 4)], 0),  # or may have
+        ([hop(0, 4), opt(1, 2), wait(2, 4, "hop1 bucket 0: w")], 0),
+        ([hop(0, 4), opt(1, 2), opt(3, 5), wait(2, 4)], 2),
+        ([hop(0, 3), hop(0.5, 4), opt(1, 2), wait(2, 4)], 1),  # two at once count once
+        ([hop(0, 3), opt(1, 2), wait(2, 3), hop(3, 6), opt(3, 5), wait(5, 6), opt(6, 7)], 3),
+    ):
+        total = sum(event.seconds for event in events if event.kind == "opt")
+        found = updates_of(Timeline("step 1", tuple(events), 7.0))
+        assert found == pytest.approx((total, total - hidden)), events
 
 
 @pytest.mark.thorough  # fresh processes for each measurement
@@ -219,6 +269,19 @@ def test_touch(forked_bench: Callable) -> None:
         found = peer["microseconds_a_touch"]
         assert found["least"] <= found["median"] <= found["most"]
     assert "12 touches per step" in printed
+
+
+def test_codec(forked_bench: Callable) -> None:
+    argv = ["codec", "--rounds", "2", "--steps", "1", "--mib", "1", "--codec", "int8", "int4[64]"]
+    figures, printed = forked_bench(*argv)
+    ops = ("encode", "decode", "decode_mean")
+    names = [f"{codec} {op}" for codec in ("int8[256]", "int4[64]") for op in ops]
+    assert [op["name"] for op in figures["ops"]] == names
+    for op in figures["ops"]:
+        for key in ("gb_per_s", "gb_per_cpu_s", "over_copy", "over_plain"):
+            assert 0 < op[key]["least"] <= op[key]["median"] <= op[key]["most"]
+    assert "262144 float32 values" in printed
+    assert "int4[64] decode_mean" in printed
 
 
 def test_opt(forked_bench: Callable) -> None:
@@ -266,6 +329,46 @@ def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable
     assert "NOT THE SAME" not in printed
 
 
+def test_bytes_of_codes_equal_the_formulas(forked_bench: Callable) -> None:
+    coded = "gather=int8[64]@node,hop1=int4[32],hop2=int8[64]; *norm*: hop2=f32"
+    figures, printed = forked_bench("bytes", "--steps", "1", "--precision", coded, *TINY)
+    found = {part["partition_size"]: part for part in figures["partition_sizes"]}
+    for part in found.values():
+        assert part["steady"]
+        assert part["precision"] == coded
+        for row in part["rows"].values():
+            assert row["ledger"] == [row["formula"]] * 4
+            assert row["why"] in printed
+    words = {p: {k: row["why"] for k, row in part["rows"].items()} for p, part in found.items()}
+    assert words[1]["replicas"] == words[2]["replicas"] == "2 (r-1)/r M/p as int8[64], f32"
+    assert words[2]["reduce rank"] == "s (2-1) M/2 as int4[32]"
+    assert words[2]["gather rank"] == words[4]["gather rank"] == "(2-1) M/2"  # inside of nodes
+    assert words[4]["gather node"] == "(2-1) M/4 as int8[64]"
+    leaving = {p: part["wire"][0]["formula"] for p, part in found.items()}
+    for p, plain in ((1, 1.5), (2, 1.0), (4, 1.0)):  # of M, as values
+        assert 0 < leaving[p] < 0.45 * plain * found[p]["full_bytes"]
+    # Values go around a ring, which leaves a node of two ranks once; codes straight to each rank.
+    sent = found[1]["rows"]["replicas"]["formula"]
+    assert sent < leaving[1] <= 4 / 3 * sent
+    assert "out of a node" in printed
+
+
+@pytest.mark.thorough
+def test_the_bytes_of_the_figures_on_a_budget(forked_bench: Callable) -> None:
+    """The GPT of the figures, of 13.7 M parameters: 4 ranks of 2 nodes are one partition group."""
+    coded = "gather=int8[256], hop1=int8[256]"
+    argv = ["bytes", "--partition-size", "4", "--live-buckets", "2", "--steps", "1"]
+    figures, _ = forked_bench(*argv, "--warmup", "3", "--precision", "f32", coded)
+    plain, part = figures["partition_sizes"]
+    for found in (plain, part):
+        assert found["steady"]
+        assert all(row["ledger"] == [row["formula"]] * 4 for row in found["rows"].values())
+        assert found["rows"]["gather node"]["why"].startswith("f (2-1) M/4")
+    assert [wire["formula"] for wire in plain["wire"]] == [76_889_088] * 2
+    assert [wire["formula"] for wire in part["wire"]] == [19_376_832] * 2
+
+
+@pytest.mark.thorough
 def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -298,13 +401,14 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--partition-size", "3"], "3"),
         (["step", "--dim", "10", "--heads", "4"], "--dim 10 is not a multiple of --heads 4"),
         (["bytes", "--ranks", "6", "--node-size", "4"], "4"),
+        (["bytes", "--precision", "hop2=int9[64]"], "'int9[64]' is not a codec"),
         (["opt", "--json", "no/such/folder/f.json"], "there is no folder no/such/folder"),
         (["step", "--peers", "keep,fsdp"], "there is no peer fsdp\n  fix: choose from keep zero3"),
         (["step", "--peers", "keep", "keep"], "one is given twice"),
         (["step", "--peers", "plain", "--skip-alone"], "none of these is measured with 4 ranks"),
         (
             ["step", "--peers", "ddp", "--ranks", "1"],
-            "choose from keep zero3 least fsdp2 fsdp2-keep plain",
+            "choose from keep zero3 least host fsdp2 fsdp2-keep fsdp2-offload plain",
         ),
         (["step", "--precision", "compute=bf17"], "'bf17' is not a dtype"),
         (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),
@@ -319,6 +423,8 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--rates", "1gbit:0"], "1gbit:0 is not a rate"),
         (["step", "--rates", "1gbit,as-is"], "as-is cannot be combined"),
         (["step", "--rates", "1gbit"], "MICS_FN_LINKS=no_such_module: No module named"),
+        (["step", "--overlap", "--peers", "keep", "fsdp2"], "--overlap: fsdp2 has no timeline"),
+        (["step", "--overlap", "--ranks", "2"], "a partition group of all 2 ranks has no hop 2"),
     ],
 )
 def test_bad_sizes_are_refused_before_a_rank_starts(
@@ -411,13 +517,16 @@ def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_leaves_a_node() -> None:
-    def leaving(*ranks: int) -> list[bool]:
+    def leaving(*ranks: int, ring: bool = True) -> list[float]:
         comms = [Comm("c", ranks, i, None, 1.0, Traffic(), Life()) for i in range(len(ranks))]
-        return [leaves_node(comm, node_size=2) for comm in comms]
+        return [leaving_share(comm, node_size=2, ring=ring) for comm in comms]
 
-    assert leaving(0, 1) == [False, False]
-    assert leaving(1, 3) == [True, True]
-    assert leaving(0, 1, 2, 3) == [False, True, False, True]
+    assert leaving(0) == leaving(0, ring=False) == [0]
+    assert leaving(0, 1) == leaving(0, 1, ring=False) == [0, 0]
+    assert leaving(1, 3) == leaving(1, 3, ring=False) == [1, 1]
+    assert leaving(0, 1, 2, 3) == [0, 1, 0, 1]
+    assert leaving(0, 1, 2, 3, ring=False) == [2 / 3] * 4
+    assert leaving(0, 1, 2, ring=False) == [1 / 2, 1 / 2, 1]
 
 
 def test_counters_of_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

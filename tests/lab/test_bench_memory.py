@@ -1,6 +1,7 @@
 """What is counted as memory and as traffic, and the formulas beside it."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,10 @@ from mics_fn.lab.bench.formulas import (
     cut_of,
     make_place,
     memory_formula,
-    traffic_formula,
 )
 from mics_fn.lab.bench.tensor_memory import StorageCount
-from mics_fn.shards.bucket import LeafSpec, plan_buckets
+from mics_fn.lab.traffic import wire_bytes
+from mics_fn.shards.bucketing import LeafSpec, plan_buckets
 from mics_fn.shards.leaf import is_leaf
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -167,35 +168,41 @@ def traffic_of(name: str, precision: str, accumulate: int) -> dict[str, Any]:
             bucket_bytes=1100,
             precision=precision,
         )
-        dtypes = mf.Precision.parse(precision).dtypes("", F32)
         for _ in range(3):
             groups.traffic.clear()
             trainer.step(torch.ones(4, 16))
         leaves, _ = tree.flatten(trainer.state.params, is_leaf)
-        numel = sum(bucket.numel for bucket in {leaf.bucket for leaf in leaves})
+        buckets = sorted({leaf.bucket for leaf in leaves}, key=lambda bucket: bucket.index)
         schedule = trainer.schedule.schedule  # type: ignore[union-attr]
-        actions = schedule.actions if schedule is not None else ()
-        fetched = [action for action in actions if action.kind == "fetch"]
-        formula = traffic_formula(
-            [(level.name, level.gather.size) for level in route.levels],
-            cut,
-            gathered=numel * dtypes.compute.itemsize,
-            reduced=numel * dtypes.reduce.itemsize,
-            num_replicas=groups.num_replicas,
-            fetches=len(fetched) / 6 or 1,  # where there is no schedule all is kept
-            micro_steps=accumulate,
+        fetched = () if schedule is None else schedule.fetches  # where there is none all is kept
+        formula = wire_bytes(
+            buckets,
+            route,
+            groups.num_replicas,
+            accumulate=accumulate,
+            fetches=Counter(fetched) or None,
         )
-        return {"ledger": dict(groups.traffic.sent_bytes), "formula": formula, "n": len(fetched)}
+        sent = {name: nbytes for name, (nbytes, _) in formula.items() if nbytes}
+        return {"ledger": dict(groups.traffic.sent_bytes), "formula": sent, "n": len(fetched)}
 
 
-@pytest.mark.parametrize("precision", ["f32", "compute=bf16,reduce=bf16", "bf16"])
+CODED = "gather=int8[32],hop1=int8[32]@node,hop2=int4[32]"
+
+
+@pytest.mark.parametrize("precision", ["f32", "compute=bf16,reduce=bf16", "bf16", CODED])
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.covering
+@pytest.mark.short(
+    "hybrid-f32",
+    "zero3-gather=int8[32],hop1=int8[32]@node,hop2=int4[32]",
+    "mics-f32",
+    "zero1-compute=bf16,reduce=bf16",
+)
 def test_the_ledger_of_a_step_equals_the_formula(name, precision, ranks):
     for found in ranks(4).run(traffic_of, name, precision, 2):
-        assert found["ledger"] == {k: v for k, v in found["formula"].items() if v}
+        assert found["ledger"] == found["formula"]
         again = name in ("zero3", "mics", "fsdp", "hpz", "hybrid")
-        cast = name == "ddp" and precision != "f32"
+        cast = name == "ddp" and "bf16" in precision
         assert (found["n"] > 6) == (again or cast)
 
 
@@ -205,16 +212,20 @@ def test_the_ledger_of_a_step_equals_the_formula(name, precision, ranks):
 SMALL = ["--dim", "64", "--heads", "2", "--blocks", "4", "--vocab", "256", "--context", "2"]
 
 
+BF16 = "compute=bf16,reduce=bf16"
+CASES = [
+    *((name, "f32") for name in PLACES),
+    *((name, BF16) for name in ("hpz", "hybrid", "zero3")),
+]
 # Nothing is cut; and parameters are over fewer ranks than states.
-KINDS = ("ddp", "hpz")
+FEW = (("ddp", "f32"), ("hpz", BF16))
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in KINDS else pytest.mark.thorough) for name in PLACES],
+    ("name", "precision"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.thorough) for case in CASES],
 )
-@pytest.mark.parametrize("precision", ["f32", "compute=bf16,reduce=bf16"])
-@pytest.mark.covering
+@pytest.mark.short("ddp-f32")
 def test_memory_of_every_placement(name: str, precision: str, forked_bench: Callable):
     argv = ["memory", "--placement", name, "--precision", precision]
     figures, printed = forked_bench(*argv, *SMALL)
@@ -230,6 +241,7 @@ def test_memory_of_every_placement(name: str, precision: str, forked_bench: Call
     assert "NOT" not in printed
 
 
+@pytest.mark.thorough
 def test_memory_while_a_model_is_made(forked_bench: Callable):
     argv = ["memory", "--init", "--ranks", "2", "--precision", "f32", "param=bf16"]
     figures, printed = forked_bench(*argv, *SMALL)

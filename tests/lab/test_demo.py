@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 
 from mics_fn.__main__ import main
+from mics_fn.errors import PlanError
+from mics_fn.lab.demo import before
 from mics_fn.lab.demo import command as demo
 from mics_fn.lab.demo import run as demo_run
+from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks import launch
 from mics_fn.lab.report import gather_bytes, step_bytes
 
@@ -41,6 +45,10 @@ def run_demo(out: Path, *flags: str) -> tuple[subprocess.CompletedProcess[str], 
 
 
 LAYOUTS = {
+    "1 group of 2": (
+        ["--node-size", "2", "--partition-size", "2", "--accumulate", "2"],
+        {"gather rank": (1, 1 / 2), "reduce rank": (2, 1 / 2)},
+    ),
     "2 replicas of 2": (
         ["--node-size", "2", "--partition-size", "2", "--accumulate", "2"],
         {"gather rank": (1, 1 / 2), "reduce rank": (2, 1 / 2), "replicas": (1, 1 / 2)},
@@ -57,12 +65,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", ["2 replicas of 2", pytest.param("2 levels", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.short("1 group of 2")
 def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
-    flags, shares = LAYOUTS[layout]
-    done, figures = run_demo(tmp_path / "out", "--ranks", "4", "--steps", "5", *flags)
+    (flags, shares), ranks = LAYOUTS[layout], 2 if layout == "1 group of 2" else 4
+    done, figures = run_demo(tmp_path / "out", "--ranks", f"{ranks}", "--steps", "5", *flags)
     assert figures["check"]["ok"] is True
     assert figures["check"]["loss_max_rel"] < 1e-5
     assert figures["check"]["param_rel"] < 1e-4
@@ -74,12 +81,14 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
     assert 4 * figures["num_params"] <= full < 4 * figures["num_params"] + 4096
     assert set(figures["traffic"]) == set(shares)
     for what, (times, share) in shares.items():
-        assert figures["traffic"][what]["counted"] == [times * share * full] * 4, what
+        assert figures["traffic"][what]["counted"] == [times * share * full] * ranks, what
         assert figures["traffic"][what]["formula"] == times * share * full
     # Each rank holds 1/p of parameters and state; what is over is padding.
     assert max(figures["held_bytes"]) <= figures["full_held_bytes"] / p + 4096
-    assert sum(figures["held_bytes"]) <= figures["full_held_bytes"] * 4 / p + 4096
+    assert sum(figures["held_bytes"]) <= figures["full_held_bytes"] * ranks / p + 4096
     assert "within the bounds: ok" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= demo.COLUMNS
     assert done.stderr.count("5/5") >= 1
     assert "Traceback" not in done.stdout + done.stderr
     image = (tmp_path / "out" / "loss.png").read_bytes()
@@ -87,15 +96,76 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
     assert len(image) > 10_000
 
 
+@pytest.mark.thorough
+def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path: Path) -> None:
+    flags = ["--ranks", "2", "--node-size", "1", "--steps", "4", "--seed", "3", "--lr", "3e-4"]
+    done, figures = run_demo(tmp_path, *flags, "--precision", "hop2=int8[64]; *norm*: hop2=f32")
+    check = figures["check"]
+    assert figures["config"]["precision"] == "hop2=int8[64]; *norm*: hop2=f32"
+    assert (figures["config"]["seed"], figures["config"]["lr"]) == (3, 3e-4)
+    assert (check["ok"], check["loss_bound"], check["late_steps"]) == (None, None, 2)
+    means = [sum(figures[x][-2:]) / 2 for x in ("losses", "losses_alone")]
+    assert check["late_losses"] == pytest.approx(means, rel=1e-6)
+    assert 1e-7 < check["loss_max_rel"] < 1e-2, "codes round, and only a little"
+    sent = figures["traffic"]["replicas"]
+    assert sent["counted"] == [sent["formula"]] * 2
+    assert 0.25 < sent["formula"] / figures["full_bytes"] < 0.5
+    assert sent["why"] == "2 (r-1)/r M/p as int8[64], f32"
+    assert "no bounds: they are for float32" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= demo.COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("text", "rounds"),
+    [
+        ("", False),
+        ("f32", False),
+        ("param=f64; *norm*: hop2=f32", False),
+        ("bf16", True),
+        ("hop2=int8", True),
+        ("state=int8", True),
+        ("f32; *norm*: hop1=int4@node", True),
+    ],
+)
+def test_which_precisions_have_no_bounds(text: str, rounds: bool) -> None:
+    """With an error of 10 % the verdict is "out of bounds", or that there are none."""
+    config = demo_run.DemoConfig(1, 1, 1, 2, 1, 1, "cpu", precision=text)
+    assert config.rounds == rounds
+    assert config.bounded != rounds
+    assert not replace(config, seed=1).bounded
+    assert not replace(config, lr=3e-4).bounded
+    parameter = {"w": torch.ones(3)}
+    run = demo_run.RankResult([2.0, 1.0], [0.1], [(2, 1.0)], 12, 12, {}, {}, "cpu", parameter)
+    alone = demo_run.AloneResult([2.0, 1.1], 1.0, 12, parameter)
+    check = demo.summarize(config, [run], alone).check
+    assert check["ok"] is (None if rounds else False)
+    assert check["late_losses"] == pytest.approx([1.0, 1.1])
+    verdict = "no bounds" if rounds else "OUT OF BOUNDS"
+    shown = demo.render_check(check)
+    assert verdict in shown
+    assert "mean of the last 1 losses: 1.0000, alone 1.1000, -9.09%" in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
+        (["--precision", "hop2=int9"], "Codec.parse: 'int9' is not a codec"),
+        (["--precision", "*norm*: hop1=int8@rack"], "int8[256]@rack names a level that these"),
         (["--ranks", "4", "--partition-size", "3"], "partition_size=3 does not divide the world"),
         (["--ranks", "4", "--node-size", "3"], "node_size=3 does not divide"),
         (["--ranks", "6", "--node-size", "3", "--partition-size", "2"], "crosses a node"),
         (["--dim", "30"], "--dim 30 is not a multiple of 4 heads"),
         (["--steps", "1"], "a curve needs at least 2"),
         (["--device", "cuda", "--ranks", "99"], "--device cuda with 99 ranks needs as many GPUs"),
+        (["--dim", "1000000"], "--dim 1000000: 4 ranks need at least 1920.71 TB"),
+        (["--ranks", "100000"], "--ranks 100000: 100000 ranks need at least "),
+        (["--sequences", "9" * 30], "  activations and batches: "),
+        (["--context", "400000"], "--context 400000: the shortest part of the text has "),
+        (["--out", "/dev/null"], "--out /dev/null: File exists\n  fix: pass --out with a folder"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
+        (["--out", "a" * 300], "File name too long"),
+        (["--out", "a\0b"], "embedded null byte"),
     ],
 )
 def test_bad_flags_end_before_any_process_starts(
@@ -110,11 +180,75 @@ def test_bad_flags_end_before_any_process_starts(
     assert "Traceback" not in captured.err
 
 
-def test_flags_that_are_no_numbers_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--ranks", "0"], "argument --ranks: 0 is less than 1"),
+        (["--ranks", "x"], "argument --ranks: 'x' is not an integer"),
+        (["--steps", "1e9"], "argument --steps: '1e9' is not an integer"),
+        (["--out", ""], "argument --out: it is empty"),
+        (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
+        (["--lr", "nan"], "argument --lr: nan is not between 0 and 1"),
+    ],
+)
+def test_flags_that_are_of_no_use_are_refused_by_name(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["demo", "--ranks", "0"])
+        main(["demo", *flags])
     assert caught.value.code == 2
-    assert "argument --ranks: 0 is less than 1" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
+
+
+def test_too_many_steps_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--steps", "1000001"])
+    assert "argument --steps: 1000001 is more than 1000000" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(before.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(PlanError) as caught:
+        before.folder_for(tmp_path, overwrite=False)
+    assert str(caught.value) == (
+        f"--out {tmp_path}: Read-only file system\n"
+        "  fix: pass --out with a folder that you may write to"
+    )
+
+
+def test_nothing_is_overwritten_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mics_fn_demo", "mics_fn_demo-2", "mics_fn_demo-3"):
+        folder = before.folder_for(None, overwrite=False)
+        assert str(folder) == name
+        (folder / "results.json").write_text("kept")
+    with pytest.raises(PlanError) as caught:
+        before.folder_for(Path("mics_fn_demo"), overwrite=False)
+    assert str(caught.value) == (
+        "--out mics_fn_demo: it has the results of an earlier run\n  results.json\n"
+        "  fix: pass another --out, or --overwrite to replace them"
+    )
+    assert str(before.folder_for(None, overwrite=True)) == "mics_fn_demo"
+    assert before.folder_for(Path("mics_fn_demo-3"), overwrite=True).is_dir()
+    assert {path.read_text() for path in tmp_path.glob("*/results.json")} == {"kept"}
+
+
+def test_the_estimate_of_memory_is_below_what_a_run_takes() -> None:
+    """Parameters of the real model, exactly; and one step more than fits is refused."""
+    config = demo_run.DemoConfig(2, 2, 2, 2, 1, 1, "cpu", model=gpt.GPTConfig(dim=64))
+    parts = before.needed_bytes(config)
+    real = 2 * 4 * gpt.num_params(config.model) * (1 + 3 / 2)
+    assert 0.9 * real < parts["parameters and their states"] <= real
+    before.check_memory(config, [], sum(parts.values()))
+    with pytest.raises(PlanError, match="the defaults: 2 ranks need at least .*, and this machine"):
+        before.check_memory(config, [], sum(parts.values()) - 1)
 
 
 def test_a_missing_extra_is_one_line_and_the_rest_works(
@@ -123,7 +257,7 @@ def test_a_missing_extra_is_one_line_and_the_rest_works(
     config = demo_run.DemoConfig(1, 1, 1, 2, 1, 1, "cpu", held_out_sequences=1)
     parameter = {"w": torch.ones(3)}
     run = demo_run.RankResult(
-        [2.0, 1.0], [0.1], [(0, 2.0), (2, 1.0)], 12, 12, [], 1, {}, "cpu", parameter
+        [2.0, 1.0], [0.1], [(0, 2.0), (2, 1.0)], 12, 12, {}, {}, "cpu", parameter
     )
     alone = demo_run.AloneResult([2.0, 1.1], 1.0, 12, parameter)
     summary = demo.summarize(config, [run], alone)
@@ -132,7 +266,7 @@ def test_a_missing_extra_is_one_line_and_the_rest_works(
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     demo._write(tmp_path, config, summary, run, alone)
     said = capsys.readouterr().out
-    assert "needs matplotlib; install it with: pip install 'mics-fn[demo]'" in said
+    assert "needs matplotlib; pip install 'mics-fn[demo]'" in said
     assert (tmp_path / "results.json").exists()
     assert list(demo._progress(range(3))) == [0, 1, 2]
 
@@ -202,6 +336,7 @@ def test_results_come_back_and_only_rank_0_prints(tmp_path: Path) -> None:
         pytest.param("exit", "rank 1 of 2 exited with code 7\n", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_named_in_one_message(kind: str, says: str, tmp_path: Path) -> None:
     done = launch_in_process(kind, tmp_path)
     assert done.returncode == 1
@@ -264,7 +399,8 @@ def wait_for(demo_process: subprocess.Popen[str], *, trains: bool) -> list[int]:
 
 
 @NEEDS_PROC
-@pytest.mark.parametrize("trains", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("trains", [False, True])
 def test_ctrl_c_ends_all_at_once_with_one_message(trains: bool, tmp_path: Path) -> None:
     process = start_endless_demo(tmp_path)
     started = wait_for(process, trains=trains)
@@ -300,6 +436,7 @@ def test_a_killed_rank_ends_all_with_one_message(victim: int, tmp_path: Path) ->
 
 
 @NEEDS_PROC
+@pytest.mark.thorough
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     process = start_endless_demo(tmp_path)
     started = wait_for(process, trains=True)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import getpass
+import io
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,6 +103,57 @@ def test_a_part_finds_nothing_wrong_on_gloo(name: str, doctor):
         assert {c["unit"] for c in checks.values()} == {"s", "x"}
     for secret in (getpass.getuser(), socket.gethostname(), str(ROOT), str(Path.home())):
         assert secret in report._COMMON or secret not in text + json.dumps(found)
+
+
+def of_a_job(node_size: int, *flags: str) -> tuple[int, str]:
+    """What a rank of a job prints; nodes of so many ranks are pretended."""
+    said, wrong = io.StringIO(), io.StringIO()
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": str(node_size)}
+    with (
+        mock.patch.dict(os.environ, launch),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(wrong),
+    ):
+        code = main(["doctor", "--device", "cpu", *flags])
+    return code, said.getvalue() + wrong.getvalue()
+
+
+@pytest.mark.parametrize(("n", "node_size"), [(2, 1), (4, 2)])
+def test_as_a_rank_of_a_job_it_checks_the_job(ranks, n: int, node_size: int):
+    (code, text), *others = ranks(n).run(of_a_job, node_size)
+    assert code == 0
+    assert text.startswith(f"{n} ranks (2 x {n // 2}) on cpu, torch {torch.__version__}\n")
+    assert "GLOO_SOCKET_IFNAME: lo" in text
+    assert "elements that are wrong in a gather             0  of 0" in text
+    assert "elements that are wrong after both hops         0  of 0" in text
+    assert text.endswith("\nall ranks reach each other\n")
+    assert others == [(0, "")] * (n - 1)
+
+
+def lose_a_value(n: int) -> tuple[int, str]:
+    unshard = mf.unshard
+    mf.unshard = lambda shards, groups: {k: x + 1 for k, x in unshard(shards, groups).items()}
+    try:
+        return of_a_job(n)
+    finally:
+        mf.unshard = unshard
+
+
+def test_a_job_with_wrong_values_is_said_to_have_them(ranks):
+    (code, text), (other, _) = ranks(2).run(lose_a_value, 1)
+    assert (code, other) == (1, 1)
+    assert text.count("WRONG") == 3
+    assert text.endswith("\nsome values are wrong\n")
+
+
+def test_flags_that_start_ranks_are_refused_in_a_job(ranks):
+    for code, text in ranks(2).run(of_a_job, 1, "--gpu"):
+        assert code == 2
+        assert text == (
+            "\npython -m mics_fn doctor: doctor: a launcher started this process as one of several"
+            " ranks\n  fix: leave out --gpu, --parts and --out to check the job; or start it"
+            " without a launcher\n"
+        )
 
 
 def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,8 @@
 """`bench faults`: what it calls wrong, a few faults of each kind, and its parts on tiny sizes."""
 
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ from mics_fn.__main__ import main
 from mics_fn.lab.bench.fault_cost import CostConfig, measure_cost, render_cost
 from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
 from mics_fn.lab.bench.fault_soak import SoakConfig, grown, render_soak, soak
-from mics_fn.lab.bench.fault_trials import Found
+from mics_fn.lab.bench.fault_trials import Found, end, fork
 from mics_fn.lab.bench.faults import (
     FAULTS,
     PLACES,
@@ -20,7 +23,9 @@ from mics_fn.lab.bench.faults import (
     named,
     render_faults,
     trials_of,
+    worthless,
 )
+from mics_fn.lab.bench.stalls import Stalls
 from mics_fn.lab.ranks.pool import run_ranks
 from mics_fn.testing.faults import FAULTS as KNOWN
 
@@ -118,27 +123,92 @@ def check(config: FaultsConfig) -> None:
     ]
     assert bad == [], render_faults(figures, config)
     assert len(figures["rows"]) == config.trials
-    assert missed(figures["rows"]) in ([], ["late"])
+    assert figures["missed"] in ([], ["late"])
 
 
+def row(**problems: int) -> dict[str, Any]:
+    return {"problems": problems, "goal_s": 1.0}
+
+
+def test_what_a_busy_machine_may_do():
+    assert missed([row()] * 19 + [row(late=1)]) == []
+    assert missed([row()] * 18 + [row(late=1)] * 2) == ["late"]
+    assert missed([row()] * 40, again=2) == [] == missed([row()], again=1)
+    assert missed([row()] * 40, again=3) == ["made again"]
+    assert missed([row(unnamed=1), row()]) == ["unnamed"]  # also the second time
+
+
+def judged_as(kinds: tuple[str, ...] = ("silent",), **problems: Any) -> bool:
+    return worthless({"problems": problems, "kinds": kinds})
+
+
+def test_only_trials_without_a_worse_problem_are_made_again():
+    assert judged_as(unnamed=1)
+    assert judged_as(late=1, unreached=2)
+    assert not judged_as(late=1)
+    assert not judged_as()
+    for worse in ("hang", "death", "wrong", "untyped", "reset"):
+        also: dict[str, Any] = {worse: 1}
+        assert not judged_as(unnamed=1, **also)
+        assert not judged_as(alarm=1, **also)
+
+
+def test_an_alarm_is_made_again_only_if_all_ranks_say_that_one_or_the_store_was_not_heard():
+    assert judged_as(alarm=2, unreached=1)
+    assert judged_as(("no answer", "silent"), alarm=2)  # of the store, at the start
+    assert not judged_as(("killed", "silent"), alarm=2)
+    assert not judged_as(("", "no answer"), alarm=2)
+    assert not judged_as(("",), alarm=1)
+
+
+def test_a_process_that_sleeps_notices_when_it_does_not_wake_up():
+    with Stalls() as stalls:
+        time.sleep(0.1)
+        begin = time.monotonic()
+        stopped = stalls._pids[0]
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(0.6)
+        os.kill(stopped, signal.SIGCONT)
+        deadline = time.monotonic() + 10
+        while stalls.longest(begin) < 0.4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert stalls.longest(begin) >= 0.4
+        assert stalls.longest(time.monotonic() + 1) == 0.0
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
+
+
+def test_only_processes_that_are_still_there_are_ended(monkeypatch: pytest.MonkeyPatch):
+    """The number of one that was waited for may be that of another process."""
+    gone, there = (fork(lambda: time.sleep(60)) for _ in range(2))
+    os.kill(gone, signal.SIGKILL)
+    os.waitpid(gone, 0)
+    killed, plain = list[int](), os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, number: (killed.append(pid), plain(pid, number)))
+    end([gone, there])
+    assert killed == [there]
+
+
+@pytest.mark.thorough
 def test_a_few_faults():
-    check(FaultsConfig(trials=8, ranks=(4,), seed=3))
+    check(FaultsConfig(trials=6, ranks=(4,), seed=3))
 
 
 @pytest.mark.thorough
 @pytest.mark.limit(600)
 def test_many_faults():
-    check(FaultsConfig(trials=150, seed=4))
+    check(FaultsConfig(trials=120, seed=4))
 
 
+@pytest.mark.thorough
 def test_what_grows():
-    config = SoakConfig(steps=8, resets=4, trainers=14)
+    config = SoakConfig(steps=8, saves=8, resets=4, trainers=14)
     figures = run_ranks(soak, config.ranks, config)[0]
     assert not [
         what for what in figures["missed"] if what != "memory"
     ]  # the allocator is warm later
     printed = render_soak(figures, config)
-    assert [line.split()[0] for line in printed.splitlines()[2:11:3]] == list(figures["looks"])
+    assert [line.split()[0] for line in printed.splitlines()[2:14:3]] == list(figures["looks"])
     for ranks in figures["looks"].values():
         assert [len(looks) for looks in ranks] == [3] * config.ranks
         assert all(look[what] > 0 for looks in ranks for look in looks for what in look)
@@ -164,5 +234,9 @@ def test_what_watching_costs():
 
 
 def test_its_flags(capsys: pytest.CaptureFixture):
-    assert main(["bench", "faults", "--trials", "1", "--ranks", "2", "--lanes", "1"]) == 0
-    assert "1 faults on 2 ranks" in capsys.readouterr().out
+    code = main(["bench", "faults", "--trials", "1", "--ranks", "2", "--lanes", "1"])
+    printed = capsys.readouterr().out.rstrip()
+    assert "1 faults on 2 ranks" in printed
+    # A machine that runs other tests, too, is no clock.
+    assert code == int(printed.endswith("goals missed: late"))
+    assert code or "goals missed" not in printed

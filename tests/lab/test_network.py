@@ -73,6 +73,7 @@ def test_a_socket_beyond_loopback_would_be_seen():
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # torch's agent leaves its logs open
+@pytest.mark.thorough
 def test_launched_ranks_and_their_agent_listen_on_loopback(monkeypatch: pytest.MonkeyPatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -45,8 +45,8 @@ def public_functions() -> dict[str, Callable]:
 
 
 def trainer_methods() -> dict[str, Callable]:
-    methods = vars(mics_fn.Trainer).items()
-    return {f"Trainer.{k}": v for k, v in methods if inspect.isfunction(v) and k[0] != "_"}
+    methods = inspect.getmembers(mics_fn.Trainer, inspect.isfunction)
+    return {f"Trainer.{k}": v for k, v in methods if k[0] != "_"}
 
 
 def refuse(wrong: list[str]) -> None:

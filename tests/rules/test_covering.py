@@ -1,8 +1,10 @@
 """What the short suite keeps of a cross product has every value, and what is named together."""
 
-from itertools import product
+from itertools import combinations, product
+from typing import Any
 
-from covering import covering
+import pytest
+from covering import covering, mark_the_rest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +26,26 @@ def test_every_value_stays_and_what_is_named_meets_in_every_way(counts: list[int
     assert met == {tuple(case[name] for name in together) for case in cases}
 
 
+@given(sizes, st.integers(2, 3))
+def test_values_meet_in_every_way(counts: list[int], meeting: int):
+    meeting = min(meeting, len(counts))
+    names = [f"p{i}." for i in range(len(counts))]
+    cases = [
+        dict(zip(names, values, strict=True)) for values in product(*(range(n) for n in counts))
+    ]
+    kept = covering(cases, meeting=meeting)
+
+    def met(places) -> set:
+        return {each for i in places for each in combinations(cases[i].items(), meeting)}
+
+    assert met(kept) == met(range(len(cases)))
+
+
+def test_three_values_meet_in_far_fewer_cases():
+    cases = [{f"p{i}.": v for i, v in enumerate(x)} for x in product(range(4), repeat=5)]
+    assert len(covering(cases, meeting=3)) < len(cases) // 6
+
+
 def test_what_is_worth_little_is_kept_for_its_own_sake_alone():
     """A layout that cuts nothing is there once, and no model is seen on that alone."""
     cases = [{"model.": m, "ranks.": n} for m in "abcd" for n in (1, 2, 4)]
@@ -31,3 +53,25 @@ def test_what_is_worth_little_is_kept_for_its_own_sake_alone():
     assert [case["ranks."] for case in kept].count(1) == 1
     assert {case["model."] for case in kept if case["ranks."] > 1} == set("abcd")
     assert len(kept) == 5
+
+
+class Item:
+    """A case of a test, as `mark_the_rest` sees it."""
+
+    def __init__(self, name: str, *marks: Any) -> None:
+        self.nodeid, self.callspec, self.marks = f"test_it[{name}]", self, list(marks)
+        self.id, self.params = name, {"name": name}
+
+    def get_closest_marker(self, name: str) -> Any:
+        return next((each.mark for each in self.marks if each.mark.name == name), None)
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks.append(mark)
+
+
+@pytest.mark.parametrize(("selected", "stay"), [("abcd", "ad"), ("bc", "bc"), ("b", "b")])
+def test_short_names_the_cases_that_stay(selected: str, stay: str):
+    """Those that somebody selects by their ids run although it does not name them."""
+    items: Any = [Item(name, pytest.mark.short("a", "d")) for name in selected]
+    mark_the_rest(items)
+    assert "".join(x.id for x in items if not x.get_closest_marker("thorough")) == stay

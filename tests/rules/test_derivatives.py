@@ -125,6 +125,22 @@ def changed(full: Any, change: Callable) -> Any:
     return {**full, **{k: tree.map_leaves(change, full[k]) for k in ("a", "tied", "zero")}}
 
 
+def product(norms: Any) -> Any:
+    return norms["a"] * norms["tied"][0].pow(2)
+
+
+def by_norms(s: Any, at: Place) -> Any:
+    """Leaves times their own norms, which are full values; not that of zeros."""
+    norms = {**mf.optim.leaf_norms(s, at.groups), "zero": 0.0}
+    return mf.shards.map(lambda x, norm: x * (1 + norm), s, norms)
+
+
+def sines(s: Any, at: Place) -> Any:
+    """Full values that are the same on all ranks of a partition group; the tied one once."""
+    found = changed(mf.gather(s, at.groups), torch.sin)
+    return {**found, "tied": [found["tied"][0], None]}
+
+
 def within_one(full: Any) -> Any:
     """What torch's clip_grad_norm_ multiplies by."""
     norm = norm_of([full["a"], full["tied"][0], full["zero"]])
@@ -178,6 +194,38 @@ PROGRAMS: dict[str, Program] = {
         lambda p, at: (
             norm_of([x.sin() for x in (p["a"], p["tied"][0], p["zero"])]) * loss_of(p, at.rank)
         ),
+    ),
+    "leaf_norms": Program(
+        lambda s, at: (at.rank + 1) * product(mf.optim.leaf_norms(s, at.groups)),
+        lambda p, at: (at.rank + 1) * norm_of([p["a"]]) * norm_of([p["tied"][0]]).pow(2),
+    ),
+    "inner": Program(
+        lambda s, at: (
+            (at.rank + 1)
+            * mf.optim.inner(s, tree.map_leaves(torch.cos, s), at.groups)
+            * loss_of(mf.gather(s, at.groups), at.rank)
+        ),
+        lambda p, at: (
+            (at.rank + 1)
+            * sum((x * x.cos()).sum() for x in (p["a"], p["tied"][0], p["zero"]))
+            * loss_of(p, at.rank)
+        ),
+    ),
+    "map": Program(
+        lambda s, at: loss_of(mf.gather(mf.shards.map(torch.sin, s), at.groups), at.rank),
+        lambda p, at: loss_of(changed(p, torch.sin), at.rank),
+    ),
+    "map with norms": Program(
+        lambda s, at: loss_of(mf.gather(by_norms(s, at), at.groups), at.rank),
+        lambda p, at: loss_of(
+            {**changed(p, lambda x: x * (1 + norm_of([x]))), "zero": p["zero"]}, at.rank
+        ),
+    ),
+    "cut": Program(
+        lambda s, at: loss_of(
+            mf.gather(mf.shards.cut(sines(s, at), at.groups, like=at.like), at.groups), at.rank
+        ),
+        lambda p, at: loss_of(changed(p, torch.sin), at.rank),
     ),
     "clip_by_value": Program(
         lambda s, at: loss_of(
@@ -436,6 +484,7 @@ def own_bases(layout: Layout) -> None:
             assert "each rank's own pieces" in found
 
 
+@pytest.mark.thorough
 def test_a_basis_of_each_ranks_own_raises(ranks):
     ranks(2).run(own_bases, PAIR)
 
@@ -572,6 +621,21 @@ def due(sync: mf.replicas.ReplicaSync, s: Any, groups: mf.Groups) -> Any:
     return sync.after(s, replace(state, step=0), groups)[0]
 
 
+def by_hand(x: Any, groups: mf.Groups) -> Any:
+    """A collective of one's own; in a world of one there is none."""
+    for comm in groups.communicators.values():
+        if comm.size > 1:
+            issue = partial(dist.all_reduce, x)
+            call = mf.collectives.start(comm, issue, [x], name="sum", sent_bytes=x.nbytes)
+            return call.wait()
+    return mf.collectives.all_gather(groups.communicators["replicas"], x)
+
+
+def own_hop_2(s: Any, groups: mf.Groups) -> Any:
+    sync = mf.replicas.reduced_by(lambda grads, groups: grads)
+    return sync.reduced(s, sync.init(s, groups), groups)[0]
+
+
 REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
     "start_gather": lambda s, at: mf.shards.start_gather(s, at.groups).wait(),
     "start_scatter_grads": lambda s, at: mf.shards.start_scatter_grads(
@@ -581,14 +645,27 @@ REFUSALS: dict[str, Callable[[Any, Setting], Any]] = {
     "shard": lambda s, at: mf.shard(mf.gather(s, at.groups), at.groups),
     "Guard.judge": lambda s, at: mf.optim.Guard(max_norm=1.0).judge(s, at.groups).grads,
     "Guard.judge, no limit": lambda s, at: mf.optim.Guard().judge(s, at.groups).grads,
+    "guarded_step": lambda s, at: (
+        mf.optim.guarded_step(
+            mf.init_state(s, mf.optim.sgd(0.1)), s, mf.optim.Guard(max_norm=1.0), at.groups
+        )[0].params
+    ),
     "local_sgd": lambda s, at: due(mf.replicas.local_sgd(1), s, at.groups),
     "diloco": lambda s, at: due(mf.replicas.diloco(1), s, at.groups),
+    "all_gather": lambda s, at: mf.collectives.all_gather(
+        at.groups.communicators["replicas"], s["w"].data
+    ),
+    "start": lambda s, at: by_hand(s["w"].data.sum(), at.groups),
+    "reduced_by": lambda s, at: own_hop_2(s, at.groups),
     "diloco, init": lambda s, at: mf.replicas.diloco(1).init(s, at.groups).outer.params,
 }
 
 # These refuse inside torch.func only: of autograd's leaves they give values without a gradient.
 REFUSALS_INSIDE: dict[str, Callable[[Any, Setting], Any]] = {
     "get": lambda s, at: mf.get(s, "w", at.groups),
+    "save": lambda s, at: mf.checkpoint.save("/never", s, at.groups, step=0),
+    "start_save": lambda s, at: mf.checkpoint.start_save("/never", s, at.groups, step=0),
+    "load": lambda s, at: mf.checkpoint.load("/never", s, at.groups).state,
     "set": lambda s, at: mf.set(s, "w", 1.0, at.groups),
     "GradSum": lambda s, at: mf.defer(s, at.groups, mf.on_demand(), into=mf.GradSum()).params,
     "GradSum.backward": lambda s, at: mf.GradSum().backward(mf.optim.global_norm(s, at.groups)),
@@ -648,14 +725,23 @@ def step_by_hand(layout):
     start = {"w": torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)}
     shards = mf.shard(start, groups)
 
-    def after(s: Any) -> Any:
+    def after(s: Any, optimizer: Any) -> Any:
         inner = grad(lambda q: mf.gather(q, groups)["w"].pow(3).sum())(s)
-        state = mf.opt_step(mf.init_state(s, mf.optim.sgd(0.1)), mf.reduce_grads(inner, groups))
+        state = mf.opt_step(mf.init_state(s, optimizer), mf.reduce_grads(inner, groups))
         return mf.gather(state.params, groups)["w"].square().sum()
 
-    got = mf.unshard(mf.reduce_grads(grad(after)(shards), groups), groups)
     w = start["w"]
-    close("opt_step", got["w"], grad(lambda w: (w - 0.1 * 3 * w * w).square().sum())(w))
+    for optimizer in (
+        mf.optim.sgd(0.1),
+        mf.optim.unfused(mf.optim.sgd(0.1)),
+        mf.optim.by_path({"*w*": mf.optim.sgd(0.1)}),
+        mf.optim.from_update(
+            lambda p: (), lambda g, s, p: (mf.shards.map(lambda x: -0.1 * x, g), s)
+        ),
+    ):
+        found = grad(partial(after, optimizer=optimizer))(shards)
+        got = mf.unshard(mf.reduce_grads(found, groups), groups)
+        close("opt_step", got["w"], grad(lambda w: (w - 0.1 * 3 * w * w).square().sum())(w))
 
 
 @pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
@@ -667,6 +753,7 @@ def test_a_step_is_differentiated(ranks, layout):
 
 STEPS = "test_a_step_is_differentiated"
 READS = "gives no tensor that was made of tensors"
+FILES = "see tests/offload/test_derivatives_of_files.py"
 ELSEWHERE = {
     "opt_step": STEPS,
     "adam": STEPS,
@@ -674,7 +761,10 @@ ELSEWHERE = {
     "lion": STEPS,
     "sgd": STEPS,
     "from_torch": STEPS,
+    "unfused": STEPS,
     "chain": STEPS,
+    "by_path": STEPS,
+    "from_update": STEPS,
     "init_state": "keeps the parameters as they are, and makes new moments",
     "same_step": "keeps the state as it is, or takes that of a replica as a constant",
     "same_replicas": "as same_step",
@@ -683,6 +773,12 @@ ELSEWHERE = {
     "every_step": "merges nothing",
     "init_model": "makes parameters of a seed",
     "load_shards": "makes parameters of files",
+    "steps": READS,
+    "latest": READS,
+    "verify": READS,
+    "load_dcp": "makes parameters of files",
+    "save_dcp": "gives nothing; it refuses torch.func, see tests/checkpoint",
+    "save_pretrained": "gives nothing; it refuses torch.func, see tests/checkpoint",
     "warmup_cosine": "a number of a number",
     "no_scale": "multiplies by a constant",
     "static_scale": "multiplies by a constant",
@@ -692,6 +788,7 @@ ELSEWHERE = {
     "first_difference": READS,
     "bucket_sizes": READS,
     "summary": READS,
+    "watch": READS,
     "norm_spike": READS,
     "sampler": READS,
     "node": READS,
@@ -700,9 +797,34 @@ ELSEWHERE = {
     "init_distributed": READS,
     "plan_groups": READS,
     "inject": "changes nothing, or what it was asked to",
+    "move": FILES,
+    "store": FILES,
+    "stream": FILES,
+    "read": FILES,
+    "empty": "makes tensors without values",
+    "renewed": "gives the same values in the places of others",
+    "is_stored": READS,
+    "coded": "see tests/optim/test_coded_moments.py",
+    "is_coded": READS,
+    "cuts": READS,
+    "where": READS,
 }
 METHODS_ELSEWHERE = {
+    "Cluster.cell": READS,
+    "Cluster.run": READS,
+    "Cluster.reset": READS,
+    "Cluster.restart": READS,
+    "Watched.timeline": READS,
+    "Watched.memory": READS,
+    "Timeline.picture": READS,
+    "Timeline.sent_bytes": READS,
+    "Timeline.waited_s": READS,
+    "Timeline.summary": READS,
     "Trainer.params": "unshards what no one differentiates: the trainer's own state",
+    "Trainer.state_dict": "as Trainer.params",
+    "Checkpoints.save": READS,
+    "PendingSave.due": READS,
+    "PendingSave.wait": READS,
     "PendingTree.wait": "see start_gather and start_scatter_grads, which make it",
     "GradSum.grads": "see GradSum: there is no gradient to give",
     "GradSum.release": READS,
@@ -710,6 +832,7 @@ METHODS_ELSEWHERE = {
     "Trainer.reset": "gives the trainer's own state, and takes no values",
     "ReplicaSync.groups": READS,
     "ReplicaSync.init": "see 'diloco, init'",
+    "ReplicaSync.reduced": "see reduced_by",
     "ReplicaSync.after": "see local_sgd and diloco",
 }
 
@@ -734,8 +857,8 @@ def test_every_public_function_is_in_a_table():
 def test_every_public_method_that_communicates_is_in_a_table():
     covered = named(PROGRAMS) | named(REFUSALS) | named(REFUSALS_INSIDE) | set(METHODS_ELSEWHERE)
     for name, value in public_names().items():
-        for key, method in vars(value).items() if inspect.isclass(value) else ():
-            if inspect.isfunction(method) and key[0] != "_":
+        for key, method in inspect.getmembers(value, inspect.isfunction):
+            if inspect.isclass(value) and key[0] != "_":
                 doc = inspect.getdoc(method) or ""
                 _, _, said = doc.partition("Communication:")
                 if said and not said.strip().startswith("none"):

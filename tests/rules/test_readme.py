@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,24 @@ import torch
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.groups.environment import read_launch
+from mics_fn.lab.report import step_bytes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in FENCES if language == "python"]
-TRAINER, BY_HAND, AS_SHARDS, BUDGET, PRECISION, PLACED = PYTHON
+TRAINER, BY_HAND, AS_SHARDS, PRECISION, SAVED, PLACED = PYTHON
 SCRIPT = TRAINER + BY_HAND + 'print(f"rank {groups.rank}: loss {loss.item():.3f}")\n'
 SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
 
 
-def run_readme() -> dict:
+def run_readme(folder: str) -> dict:
     """All blocks of code on this rank, in the order in which they are read, and what they leave.
 
     A block goes on with what those before it left, whatever a test looks at in between.
+
+    Args:
+        folder: for checkpoints, instead of one in the current folder.
     """
     names: dict = {}
 
@@ -39,6 +44,7 @@ def run_readme() -> dict:
     run("Trainer", TRAINER)
     groups = names["groups"]
     found = {"groups": groups.describe(), "full": names["full"]}
+    found["held_out"] = names["held_out"].item()
     found["history"] = [m.loss.item() for m in names["history"]]
     run("by hand", BY_HAND)
     found |= {"step": names["state"].step, "loss": names["loss"].item()}
@@ -46,16 +52,17 @@ def run_readme() -> dict:
     trainer = run("a model made as shards", AS_SHARDS)["trainer"]
     made, history = trainer.params(), trainer.fit(names["batches"](20), 20, progress=False)
     found["made"] = made, [m.loss.item() for m in history]
-    run("a budget of memory", BUDGET)
-    found["budget"] = mf.unshard(names["state"].params, groups)
-    fetches = names["policy"].schedule.fetches
-    found["again"] = len(fetches) - len(set(fetches))
     trainer = run("precision and guard", PRECISION)["trainer"]
     history = trainer.fit(names["batches"](20), steps=20, progress=False)
     found["bf16"] = history[0].loss.item(), history[-1].loss.item()
     found["dtypes"] = {leaf.bucket.compute for leaf in trainer.state.params.values()}
     found["accepted"] = [m.accepted for m in history], trainer.state.step
     found["scale"], found["norm"] = history[-1].scale, history[-1].grad_norm.item()
+    saved = SAVED.replace('"run"', repr(folder))
+    trainer = run("checkpoints", saved)["trainer"]
+    run("checkpoints, a new job", saved.partition("trainer.fit")[0])
+    found["went_on"] = mf.checkpoint.steps(folder), names["trainer"].state.step
+    found["kept"] = trainer.params(), names["trainer"].params()
     found["places"] = []
     for scheme in ("zero2", "zero1", "hpz", "hybrid"):
         run(f"placement {scheme}", PLACED.replace('"zero2"', f'"{scheme}"'))
@@ -72,11 +79,13 @@ _found: dict[int, list[dict]] = {}
 def on_ranks(ranks, n: int) -> list[dict]:
     """What README's code leaves on each of n ranks; run once."""
     if n not in _found:
-        _found[n] = ranks(n).run(run_readme)
+        with tempfile.TemporaryDirectory() as folder:
+            _found[n] = ranks(n).run(run_readme, folder)
     return _found[n]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.short("2", "1")
 def test_its_code_trains_and_all_ways_agree(n: int, ranks):
     found = on_ranks(ranks, n)
     assert {one["groups"] for one in found} == {
@@ -84,6 +93,7 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks):
     }
     for one in found:
         assert one["step"] == len(one["history"]) == 20
+        assert one["held_out"] == found[0]["held_out"] < 0.8 * one["history"][0]
         assert one["history"][-1] < 0.8 * one["history"][0]
         # The model by hand is made from the same seed.
         torch.manual_seed(0)
@@ -91,15 +101,21 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks):
         for name, value in torch.nn.Sequential(*layers).named_parameters():
             assert torch.equal(one["made"][0][name], value), name
         assert one["made"][1] == pytest.approx(one["history"], rel=1e-4)
-        assert (one["again"] > 0) == (n > 1)  # the budget is below the model; one rank holds it all
         for name, by_hand in one["by_hand"].items():
             assert torch.equal(by_hand, found[0]["by_hand"][name]), name
-            for way in ("full", "budget"):
-                assert torch.equal(one[way][name], found[0][way][name]), name
-                # The same mathematics, which may add up the same numbers in another order.
-                torch.testing.assert_close(one[way][name], by_hand, rtol=1e-4, atol=1e-5)
+            assert torch.equal(one["full"][name], found[0]["full"][name]), name
+            # The same mathematics, which may add up the same numbers in another order.
+            torch.testing.assert_close(one["full"][name], by_hand, rtol=1e-4, atol=1e-5)
     mean = sum(one["loss"] for one in found) / n
     assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_its_code_of_checkpoints(n: int, ranks):
+    for found in on_ranks(ranks, n):
+        assert found["went_on"] == ([10, 20], 20)
+        for name, value in found["kept"][0].items():
+            assert torch.equal(found["kept"][1][name], value), name
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -139,6 +155,7 @@ def test_its_code_equals_one_process_on_all_samples(ranks):
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_its_script_runs_under_torchrun(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -161,10 +178,10 @@ def test_its_torchrun_lines_parse():
     from torch.distributed.run import get_args_parser
 
     lines = [line for line in SHELL if "torchrun" in line]
-    assert len(lines) == 2
-    for line in lines:
-        parsed = get_args_parser().parse_args(shlex.split(line)[1:])
-        assert parsed.training_script == "train.py"
+    found = [get_args_parser().parse_args(shlex.split(x, comments=True)[1:]) for x in lines]
+    assert [parsed.training_script for parsed in found] == ["train.py", "train.py", "mics_fn"]
+    assert (found[2].module, found[2].training_script_args) == (True, ["doctor"])
+    for parsed in found:
         # Its other rendezvous unpickles what anybody writes to a port that is open to all.
         assert (parsed.rdzv_backend, parsed.standalone) == ("static", False)
 
@@ -221,6 +238,25 @@ def test_its_install_lines_name_torch_and_known_extras():
         assert '"torch==2.13.0"' in shlex.split(line, posix=False)
         for extra in re.findall(r"\.\[(\w+)\]", line):
             assert re.search(rf"^{extra} = \[", project, flags=re.MULTILINE)
+
+
+def test_the_table_of_p_on_the_page_of_groups_follows_from_the_formulas():
+    """Four machines of 8 ranks: bytes per parameter, and what enters a machine, as shares of M."""
+    row = r"^ *\| (\d+)[^|]*\| ([\d.]+) GB \| ([\d.]+) M \| ([\d.]+) M \|"
+    rows = re.findall(row, mf.groups.__doc__ or "", re.M)
+    assert [int(row[0]) for row in rows] == [8, 16, 32]
+    for p, states, *crossing in rows:
+        plan = mf.groups.plan_groups(mf.groups.Topology((4, 8)), int(p))
+        assert float(states) == 16 * 7 / int(p)
+        for micro_steps, share in zip((1, 8), crossing, strict=True):
+            names = ["node", "rank"][-len(plan.level_sizes) :]
+            sent = step_bytes(names, plan.level_sizes, 32 // int(p), 1.0, micro_steps)
+            across = [x for what, (x, _) in sent.items() if "rank" not in what]
+            assert 8 * sum(across) == float(share)  # 8 ranks of a machine
+
+
+def test_it_is_no_longer_than_it_was():
+    assert len(README.splitlines()) <= 213
 
 
 def test_some_of_its_rules_on_one_rank():

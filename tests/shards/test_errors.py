@@ -219,9 +219,9 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     expect(
         mf.errors.GroupsError,
         "shard: groups is None" + fix,
-        lambda: mf.shard({"w": torch.zeros(2)}, None),
+        lambda: mf.shard({"w": torch.zeros(2)}, None),  # pyright: ignore
     )
-    expect(mf.errors.GroupsError, "gather: groups is None" + fix, lambda: mf.gather(shards, None))
+    expect(mf.errors.GroupsError, "gather: groups is None" + fix, lambda: mf.gather(shards, None))  # pyright: ignore
     expect(
         mf.errors.GroupsError,
         "reduce_grads: groups is None" + fix,
@@ -229,7 +229,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     )
     expect(
         mf.errors.GroupsError,
-        "sync_replicas: groups is None" + fix,
+        "reduce_grads: groups is None" + fix,
         lambda: mf.reduce_grads(shards, None),
     )
     expect(
@@ -267,7 +267,8 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     )
     expect(
         mf.errors.PlanError,
-        "bucket_bytes=0 must be above 0",
+        "shard: bucket_bytes=0, expected a number of bytes of at least 1\n"
+        "  fix: pass an int, or a text such as '512MiB' or '1GB'",
         lambda: mf.shard({"w": torch.zeros(2)}, groups, bucket_bytes=0),
     )
 

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives.agreement import checksum
-from mics_fn.collectives.levels import mean_over_ranks, start_mean
+from mics_fn.collectives.replicated import mean_over_ranks, start_mean
 from mics_fn.groups import placement
 from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.optim.columns import map_columns
@@ -248,6 +248,7 @@ def means_and_bytes(layout, scheme, policies, accumulate):
 
 @pytest.mark.parametrize("layout", PLACEMENTS, ids=str)
 @pytest.mark.covering
+@pytest.mark.short("2x2-p2", "2x2-p1")
 def test_sums_of_gradients_and_their_bytes(ranks, layout):
     for i, scheme in enumerate(PLACEMENTS[layout]):
         policies = POLICIES if scheme in ("ddp", "zero1") else POLICIES[i + 1 :: 3]
@@ -391,6 +392,7 @@ def float16_range(layout):
     ids=str,
 )
 @pytest.mark.covering
+@pytest.mark.short("2x2-p4", "2x2-p2", "2x2-p1")
 def test_float16_means_neither_overflow_nor_vanish(ranks, layout):
     ranks(layout.world_size).run(float16_range, layout)
 
@@ -519,6 +521,7 @@ def ordered_means(layout, dtype):
     ids=str,
 )
 @pytest.mark.covering
+@pytest.mark.short("2x2x2-p4", "8-p1", "4-p4", "2-p2")
 def test_fixed_order_is_a_loop_over_ranks(ranks, layout):
     for dtype in (F32, BF16):
         ranks(layout.world_size).run(ordered_means, layout, dtype)
@@ -704,6 +707,7 @@ def worst(curve, other):
     [(Layout((2, 2), 2), "mics", 0), (Layout((2, 2), 4), "hpz", 60_000)],
     ids=str,
 )
+@pytest.mark.short("2x2-p2-mics-0")
 def test_a_gpt_in_bfloat16_is_the_same_on_four_ranks(ranks, layout, scheme, live):
     found = ranks(4).run(train_gpt, layout, scheme, live)
     curve, params = one_process(BF16, layout.partition_size == 2)
@@ -715,6 +719,7 @@ def test_a_gpt_in_bfloat16_is_the_same_on_four_ranks(ranks, layout, scheme, live
         same_bits({name: full[name] for name in params}, params)
 
 
+@pytest.mark.thorough
 def test_a_gpt_in_bfloat16_learns_as_in_float32():
     """Rounding is a perturbation of at most u at every weight, output and gradient.
 
@@ -844,6 +849,7 @@ def one_mixture(n, policy, steps) -> tuple[Any, list, Any]:
     ],
     ids=str,
 )
+@pytest.mark.short("2x2-p4-1-hpz")
 def test_experts_on_other_groups(ranks, layout, experts_p, scheme):
     found = ranks(4).run(mixture, layout, experts_p, scheme, None, 3)
     grads, _, want = one_mixture(4, None, 3)

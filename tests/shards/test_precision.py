@@ -17,7 +17,7 @@ from mics_fn.optim.loss_scale import LossScale
 from mics_fn.shards.precision import Dtypes, Precision, precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-FIELDS = ("param", "compute", "reduce", "output", "accumulate")
+FIELDS = ("param", "compute", "reduce", "output", "accumulate", "gather", "hop1", "hop2", "state")
 
 
 # Policies: which dtype a leaf has.
@@ -171,10 +171,10 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
             ],
         ),
         (
-            "param=int8",
+            "param=int16",
             [
-                "Precision.parse: 'param=int8' in 'param=int8'",
-                "  'int8' is not a float dtype",
+                "Precision.parse: 'param=int16' in 'param=int16'",
+                "  'int16' is not a float dtype",
                 ALLOWED,
             ],
         ),
@@ -187,7 +187,7 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
             [
                 "Precision.parse: 'weights=f32' in 'weights=f32'",
                 "  'weights' is not a field",
-                "  fix: fields are param, compute, reduce, output, accumulate",
+                f"  fix: fields are {', '.join(FIELDS)}",
             ],
         ),
         (
@@ -238,7 +238,7 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
             [
                 "Precision: the override '*norm*' sets what a leaf does not have",
                 "  output=f32",
-                "  fix: give it param, compute, reduce or accumulate",
+                "  fix: give it param, compute, reduce, accumulate, gather, hop1, hop2, state",
             ],
         ),
     ],
@@ -582,18 +582,18 @@ def test_a_gradient_is_unscaled_by_the_scale_of_its_forward():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"factor": 1.0}, "factor=1.0, expected finite and above 1"),
+        ({"factor": 1.0}, "factor=1.0, expected a finite number above 1"),
         ({"factor": math.inf}, "factor=inf"),
         ({"factor": math.nan}, "factor=nan"),
         ({"interval": 0}, "interval=0, expected an int of at least 1"),
         ({"interval": 1.5}, "interval=1.5, expected an int"),
         ({"hysteresis": 0}, "hysteresis=0, expected an int of at least 1"),
         ({"hysteresis": True}, "hysteresis=True, expected an int"),
-        ({"min": 0.0}, "min=0.0, expected finite and above 0"),
-        ({"init": 0.5}, "init=0.5, expected finite and at least min=1.0"),
+        ({"min": 0.0}, "min=0.0, expected a finite number above 0"),
+        ({"init": 0.5}, "init=0.5, expected a finite number of at least 1\n  fix: min=1 is the"),
         ({"init": math.nan}, "init=nan"),
         ({"init": math.inf}, "init=inf"),
-        ({"init": 2.0**25}, "max=16777216.0, expected finite and at least init=33554432.0"),
+        ({"init": 2.0**25}, "max=16777216.0, expected a finite number of at least 3.35544e+07"),
         ({"max": math.inf}, "max=inf"),
         ({"max": math.nan}, "max=nan"),
     ],
@@ -607,7 +607,7 @@ def test_a_scale_that_can_not_work_is_refused(options, said):
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
 def test_a_static_scale_is_above_zero(scale):
     with pytest.raises(
-        mf.errors.PlanError, match="static_scale: scale=.*, expected finite and above 0"
+        mf.errors.PlanError, match="static_scale: scale=.*, expected a finite number above 0"
     ):
         mf.optim.static_scale(scale)
 

@@ -10,6 +10,7 @@ from cases import Layout
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.collectives import Wire
 from mics_fn.groups.buffers import Buffers
 from mics_fn.groups.hierarchy import Pools
 from mics_fn.shards.bucket import Bucket
@@ -58,6 +59,28 @@ def per_level(nbytes: int, sizes: Sequence[int]) -> list[int]:
     return out
 
 
+def gathered(bucket: Bucket, sizes: Sequence[int], route: Any) -> list[int]:
+    """Bytes that a rank sends at each level of a gather: values, or the codes of whole chunks."""
+    values = per_level(bucket.numel * bucket.compute.itemsize, sizes)
+    wire = Wire(bucket.codes) if bucket.codes else bucket.gather
+    if wire is None:
+        return values
+    codes = per_level(bucket.parts * wire.codec.nbytes(bucket.chunk), sizes)
+    coded = wire.levels(route)
+    return codes[:coded] + values[coded:]
+
+
+def scattered(bucket: Bucket, sizes: Sequence[int], route: Any) -> list[int]:
+    """Bytes that a rank sends at each level of hop 1: values, or the codes of what goes to each."""
+    values = per_level(bucket.numel * bucket.reduce.itemsize, sizes)
+    if bucket.hop1 is None:
+        return values
+    parts = [bucket.chunk * prod(sizes[:level]) for level in range(len(sizes))]
+    codes = [(s - 1) * bucket.hop1.codec.nbytes(n) for s, n in zip(sizes, parts, strict=True)]
+    coded = bucket.hop1.levels(route)
+    return codes[:coded] + values[coded:]
+
+
 def sent_in_a_step(
     buckets: Sequence[Bucket],
     fetches: Counter[int],
@@ -67,8 +90,12 @@ def sent_in_a_step(
     placed: Placed,
     micro_steps: int,
     fixed_order: bool = False,
+    route: Any = None,
 ) -> dict[str, tuple[int, int]]:
-    """The ledger of a step: for each communicator its calls, and the bytes that a rank sends."""
+    """The ledger of a step: for each communicator its calls, and the bytes that a rank sends.
+
+    The `route` is needed if something travels as codes.
+    """
     calls, sent = Counter[str](), Counter[str]()
 
     def add(name: str, times: int, nbytes: int) -> None:
@@ -80,8 +107,8 @@ def sent_in_a_step(
     kept, late = inner.index(placed.params), inner.index(placed.grads)
     for bucket in buckets:
         # Padded, in the dtype that travels.
-        full = per_level(bucket.numel * bucket.compute.itemsize, sizes)
-        back = per_level(bucket.numel * bucket.reduce.itemsize, sizes)
+        full = gathered(bucket, sizes, route)
+        back = scattered(bucket, sizes, route)
         chunk = bucket.numel // bucket.parts
         for level, name in enumerate(names):
             once = min(1, fetches[bucket.index])
@@ -90,10 +117,15 @@ def sent_in_a_step(
                 add(f"reduce {name}", 1 if level < late else micro_steps, back[level])
         if not bucket.trainable or replicas == 1:
             continue
-        if fixed_order:  # an exchange, then an all-gather, of parts that are rounded up
-            add("replicas", 2, (replicas - 1) * -(-chunk // replicas) * bucket.reduce.itemsize)
+        if isinstance(bucket.hop2, Wire):  # whole blocks for each replica
+            part = -(-chunk // bucket.hop2.block // replicas) * bucket.hop2.block
+            add("replicas", 2, (replicas - 1) * bucket.hop2.codec.nbytes(part))
+        elif fixed_order:  # an exchange, then an all-gather, of parts that are rounded up
+            itemsize = (bucket.hop2 or bucket.reduce).itemsize
+            add("replicas", 2, (replicas - 1) * -(-chunk // replicas) * itemsize)
         else:
-            add("replicas", 1, 2 * (replicas - 1) * chunk * bucket.reduce.itemsize // replicas)
+            itemsize = (bucket.hop2 or bucket.reduce).itemsize
+            add("replicas", 1, 2 * (replicas - 1) * chunk * itemsize // replicas)
     return {name: (count, sent[name]) for name, count in calls.items()}
 
 

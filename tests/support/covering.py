@@ -7,6 +7,12 @@ With names, as in `@pytest.mark.covering("program", "live")`, these also meet in
 value that has `features`, such as a layout of ranks, these count as if each were a parameter. Where
 two cases serve alike, layouts that cut nothing come last, and values that are named come first, as
 in `@pytest.mark.covering(live_bytes=0)`.
+
+`@pytest.mark.short("2x2-p2", ...)` names by their ids the cases of a slow test that stay.
+
+Nearly all other defects need three values that meet. So of the longest products, those with
+`@pytest.mark.meeting(3)`, the thorough tests are cases in which any three values meet that do so at
+all, and the rest is marked `exhaustive`.
 """
 
 import re
@@ -47,19 +53,40 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = [case for case in group if case.get_closest_marker("thorough") is None]
         mark = cases[0].get_closest_marker("covering") if cases else None
+        named = cases[0].get_closest_marker("short") if cases else None
+        if named is not None and len(cases) > 1:
+            kept = _named(cases, named.args)
+            for place in set(range(len(cases))) - kept:
+                cases[place].add_marker(pytest.mark.thorough)
+            continue
         if mark is None:
             continue
         params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]  # pyright: ignore
         worth = [_worth(each, mark.kwargs) for each in params]
-        kept = covering([_values(each) for each in params], mark.args, worth)
+        values = [_values(each) for each in params]
+        kept = covering(values, mark.args, worth)
+        meeting = cases[0].get_closest_marker("meeting")
+        some = covering(values, worth=worth, meeting=meeting.args[0]) if meeting else None
         for place in set(range(len(cases))) - kept:
-            cases[place].add_marker(pytest.mark.thorough)
+            rest = some is None or place in some
+            cases[place].add_marker(pytest.mark.thorough if rest else pytest.mark.exhaustive)
+
+
+def _named(cases: Sequence[Any], names: Sequence[str]) -> set[int]:
+    """The places of the cases that `short` names; all, if none of them was selected."""
+    ids = [case.callspec.id for case in cases]
+    return {ids.index(name) for name in names if name in ids} or set(range(len(ids)))
 
 
 def covering(
-    cases: Sequence[Case], together: Sequence[str] = (), worth: Sequence[int] | None = None
+    cases: Sequence[Case],
+    together: Sequence[str] = (),
+    worth: Sequence[int] | None = None,
+    meeting: int = 1,
 ) -> set[int]:
     """Places of few cases that have every value, and all there is of the parameters `together`.
+
+    With `meeting`, so many values of different parameters meet in every way in which they do.
 
     Greedy: always the case that adds most of these, then the one of most worth, then the one that
     adds most pairs of values, so that values meet in ever new ways; of equal ones the first. Cases
@@ -73,7 +100,10 @@ def covering(
     """
     worth = worth or [0] * len(cases)
     needed = [
-        {*case.items(), tuple(value for name, value in case.items() if _base(name) in together)}
+        {
+            *combinations(case.items(), min(meeting, len(case))),
+            tuple(value for name, value in case.items() if _base(name) in together),
+        }
         for case in cases
     ]
     pairs = [set(combinations(case.items(), 2)) for case in cases]

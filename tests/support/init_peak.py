@@ -8,7 +8,7 @@ from torch import nn
 
 from mics_fn import tree
 from mics_fn.init import init_model
-from mics_fn.lab.bench.process_memory import peak_growth
+from mics_fn.lab.bench.process_memory import STATUS, peak_growth
 from mics_fn.shards.leaf import Fixed, Sharded, is_leaf
 
 
@@ -33,6 +33,12 @@ class InitMemory(NamedTuple):
         return self.held + self.largest
 
 
+def code_bytes() -> int:
+    """Pages of files, such as libraries, that are resident; 0 where that can not be seen."""
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssFile:"))
+
+
 def measure_init(
     model_fn: Callable[[], nn.Module], groups: Any, device: torch.device, **options: Any
 ) -> InitMemory:
@@ -45,7 +51,10 @@ def measure_init(
     def make() -> None:
         made.append(init_model(model_fn, groups, **options))
 
+    code = code_bytes()
     grown = peak_growth(make, device)
+    if grown is not None:  # pages of libraries that were touched for the first time are not memory
+        grown -= max(0, code_bytes() - code)
     leaves = tree.flatten(made[0][1], is_leaf)[0]
     kept = [leaf for leaf in leaves if isinstance(leaf, Sharded | Fixed)]
     sizes = [leaf.dtype.itemsize * torch.Size(leaf.shape).numel() for leaf in kept]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 import mics_fn as mf
-from mics_fn.train.data import Epochs
+from mics_fn.train.passes import Epochs
 
 FOUR = Layout((2, 2), 2)
 

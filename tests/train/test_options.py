@@ -144,9 +144,9 @@ def with_versions(*torch_versions: str) -> tuple[str, str]:
     """The error and the warning if ranks have these versions."""
     groups, found = groups_of(PAIR), ""
     shards = mf.shard({"w": torch.ones(4)}, groups)
-    usual = options._versions
+    usual = options.versions
     versions = {**usual(), "version of torch": torch_versions[dist.get_rank()]}
-    options._versions = lambda: versions  # pyright: ignore
+    options.versions = lambda: versions  # pyright: ignore
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -154,7 +154,7 @@ def with_versions(*torch_versions: str) -> tuple[str, str]:
     except mf.errors.DesyncError as error:
         found = str(error)
     finally:
-        options._versions = usual
+        options.versions = usual
     return found, " ".join(str(x.message) for x in seen)
 
 
@@ -171,5 +171,5 @@ def test_versions_that_are_near_are_a_warning(ranks):
 
 
 def test_one_rank_alone_compares_nothing(monkeypatch):
-    monkeypatch.setattr(options, "_versions", lambda: pytest.fail("nobody to compare with"))
+    monkeypatch.setattr(options, "versions", lambda: pytest.fail("nobody to compare with"))
     mf.Trainer(nn.Linear(2, 2), optim.sgd(0.1)._replace(facts=None), mf.make_groups(1))

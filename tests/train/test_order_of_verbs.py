@@ -229,6 +229,7 @@ def quietly(*args):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.covering
+@pytest.mark.short("2x2-p1-backward-ValueError-0", "2-p2-forward-ValueError-0")
 def test_a_step_that_all_ranks_begin_in_vain_leaves_no_trace(ranks, layout, where, kind, live):
     ranks(layout.world_size).run(quietly, layout, where, kind, live)
 

@@ -166,6 +166,7 @@ def trained_models(layout, policy, donate, bucket_bytes):
 @pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
 @pytest.mark.parametrize("policy", ["every", "local3", "diloco2", "diloco3"])
 @pytest.mark.covering
+@pytest.mark.short("every-2x2-p2", "every-2x2-p1", "diloco3-2-p2")
 def test_equals_its_twin_to_the_bit(ranks, layout, policy):
     pool = ranks(layout.world_size)
     found = [
@@ -204,6 +205,7 @@ def at_every_step(layout):
 
 @pytest.mark.parametrize("layout", [*FAR, *NEAR[:2]], ids=str)
 @pytest.mark.covering
+@pytest.mark.short("2x2-p2", "2-p2", "2-p1")
 def test_sgd_averaged_at_every_step_is_hop_2(ranks, layout):
     """p - lr g averaged over replicas is p - lr mean(g), exactly where nothing rounds."""
     found = ranks(layout.world_size).run(at_every_step, layout)
@@ -715,7 +717,7 @@ def test_what_is_no_optimizer_is_refused_at_once():
     with pytest.raises(
         mf.errors.OptimizerError, match="float is not an optimizer of init and update"
     ):
-        mf.replicas.diloco(8, 0.7)
+        mf.replicas.diloco(8, 0.7)  # pyright: ignore
 
 
 def test_a_policy_shows_how_it_was_made():

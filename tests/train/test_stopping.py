@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,7 +180,7 @@ class OneStore(dict):
 def test_a_rank_that_is_gone_is_not_waited_for():
     life = Life((0, 1), 0)
     life.job.store = OneStore()  # pyright: ignore
-    stop = StopRequest(SimpleNamespace(life=life, timeout_s=60.0), ())  # pyright: ignore
+    stop = StopRequest(replace(mf.make_groups(1), life=life, timeout_s=60.0), ())
     stop._said = 1
     life.standing = {1: Failure(1, "killed", "rank 1 is gone")}
     with pytest.raises(mf.errors.PeerFailed, match="rank 1 is gone"):

@@ -105,6 +105,7 @@ def check_go_on(found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.short("4", "1")
 def test_the_next_step_is_right(ranks: Pools, p: int) -> None:
     check_go_on(ranks(4).run(go_on, p, 2, {}))
 
@@ -113,6 +114,7 @@ def test_with_all_kept_and_in_fixed_order(ranks: Pools) -> None:
     check_go_on(ranks(4).run(go_on, 2, 1, {"live_bytes": None, "deterministic": True}))
 
 
+@pytest.mark.thorough
 def test_with_replicas_apart(ranks: Pools) -> None:
     check_go_on(ranks(4).run(go_on_apart))
 
@@ -161,6 +163,7 @@ def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
 
 
 @pytest.mark.parametrize(("p", "late"), [(2, (1,)), (1, (0, 3)), (2, (0, 3))])
+@pytest.mark.short("2-late0")
 def test_a_rank_that_is_behind_takes_the_newer_state(
     ranks: Pools, p: int, late: tuple[int, ...]
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_rank_that_is_behind_takes_the_newer_state(
         (2, (1,), True, True),
     ],
 )
+@pytest.mark.short("2-late0-False-False", "2-late1-True-False")
 def test_where_nothing_heals_all_are_told(
     ranks: Pools, p: int, late: tuple[int, ...], heal: bool, apart: bool
 ) -> None:

@@ -184,6 +184,7 @@ def test_equals_a_single_process(ranks, layout, accumulate, optimizer):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("live_bytes", [0, 600])
 @pytest.mark.covering
+@pytest.mark.short("600-4x2-p4", "600-4-p4", "0-2-p2", "0-2-p1")
 def test_equals_a_single_process_on_any_budget(ranks, layout, live_bytes):
     options = {"live_bytes": live_bytes, "bucket_bytes": 200}
     compare(ranks, layout, 2, torch.float64, "adamw", **options)
@@ -266,6 +267,7 @@ def hand_written(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.covering
+@pytest.mark.short("2x4-p2", "2x2x2-p8", "2-p2", "1-p1")
 def test_a_hand_written_step_is_the_trainers(ranks, layout):
     ranks(layout.world_size).run(hand_written, layout)
 

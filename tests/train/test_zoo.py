@@ -208,5 +208,18 @@ def test_equals_a_single_process(ranks, layout, name, live_bytes):
 @WAYS
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.covering(live_bytes=0)
+@pytest.mark.short(
+    "t5-2-p2-0",
+    "llama-recomputing-2x2-p2-None",
+    "whisper-2-p2-0",
+    "mixtral-grouped-2-p2-0",
+    "gpt2-2-p2-0",
+    "bert-2-p2-0",
+    "wav2vec2-2-p2-0",
+    "vit-2-p2-0",
+    "llama-2-p2-0",
+    "mamba-2-p2-0",
+    "llama-1-p1-None",
+)
 def test_transformers_equal_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)

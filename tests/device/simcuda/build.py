@@ -42,14 +42,21 @@ def library() -> Path:
 
 def _digest() -> str:
     sources = [path.read_bytes() for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])]
-    return hashlib.sha256(b"\0".join([*sources, *map(str.encode, FLAGS)])).hexdigest()[:16]
+    # It is linked to the torch of this environment, which others need not have, or no longer.
+    given = [*sources, *map(str.encode, [*FLAGS, str(_torch())])]
+    return hashlib.sha256(b"\0".join(given)).hexdigest()[:16]
 
 
-def _compile(folder: Path, out: Path) -> None:
+def _torch() -> Path:
+    """The folder of torch."""
     spec = find_spec("torch")  # found, not imported: the library must be loaded before it
     if spec is None or spec.origin is None:
         raise RuntimeError("torch is not installed")
-    torch = Path(spec.origin).parent
+    return Path(spec.origin).parent
+
+
+def _compile(folder: Path, out: Path) -> None:
+    torch = _torch()
     headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
 
     def compiled(source: Path) -> Path:

@@ -103,6 +103,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr)
       Checker::get().host_waits(*static_cast<Event*>(event), "event.synchronize");
   }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    return (static_cast<Event*>(second)->time_us - static_cast<Event*>(first)->time_us) / 1e3;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }

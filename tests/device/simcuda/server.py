@@ -97,8 +97,8 @@ def _answer(conn: Connection, request: Request) -> None:
     sys.path.insert(0, request.root)
     try:
         pool: Any = importlib.import_module("mics_fn.lab.ranks.pool")
-        reduction: Any = importlib.import_module("mics_fn.deferred.reduction")
-        reduction.LEAST_RING = 0  # the ring of a small model is short, too
+        lending: Any = importlib.import_module("mics_fn.deferred.lending")
+        lending.LEAST_RING = 0  # the ring of a small model is short, too
         modules = [importlib.import_module(name) for name in ("programs", "apart", "controls")]
         (function,) = (getattr(m, request.name) for m in modules if hasattr(m, request.name))
         call = (modules[0].on_device, request.n, function, *request.args)

@@ -1,0 +1,229 @@
+"""What was committed is never lost: kills at any moment, and at each operation of a save."""
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mics_fn as mf
+from mics_fn import checkpoint
+from mics_fn.__main__ import main
+from mics_fn.checkpoint.directory import Folder
+from mics_fn.lab.bench.kills import KillsConfig, measure_kills, missed, render_kills
+
+COMMITS = ["rename", "file"]
+# What changes a disk, or makes it durable; pathlib and shutil look these up in `os`.
+OPERATIONS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "mkdir", "unlink", "rmdir")
+
+
+@pytest.mark.parametrize(
+    ("kills", "lanes"),
+    [(10, 2), pytest.param(300, 2, marks=[pytest.mark.thorough, pytest.mark.limit(600)])],
+)
+def test_no_step_is_lost_when_ranks_are_killed(kills: int, lanes: int) -> None:
+    config = KillsConfig(kills, seed=kills, lanes=lanes)
+    figures = measure_kills(config)
+    assert figures["missed"] == [], render_kills(figures, config)
+    assert figures["found"]["kills"] == kills
+    assert figures["found"]["inside"] >= kills / 2
+
+
+def test_a_lost_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(self: Folder, step: int, keep: Any, keep_every: Any) -> None:
+        for path in self.committed().values():
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(Folder, "prune", lose)
+    config = KillsConfig(2, seed=5, lanes=1)
+    figures = measure_kills(config)
+    assert figures["missed"] == ["lost"]
+    assert "goals missed: lost" in render_kills(figures, config)
+
+
+def test_what_kills_call_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert missed(Counter(kills=2, inside=1)) == []
+    assert missed(Counter(kills=9, inside=4, wrong=1, hang=2)) == ["wrong", "hang", "inside"]
+    assert main(["bench", "faults", "--kills", "1", "--lanes", "1"]) == 0
+    assert "goals met" in capsys.readouterr().out
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """A state that is a function of the step."""
+    return {"w": torch.arange(5000.0) + step, "seen": torch.tensor(step), "step": step}
+
+
+def save_at(folder: Path, step: int, groups: mf.Groups, commit: Any, **how: Any) -> None:
+    checkpoint.save(folder, state_at(step), groups, step=step, commit=commit, **how)
+
+
+def check_step(folder: Path, step: int, groups: mf.Groups) -> None:
+    """The newest step is this one, and right to the bit."""
+    found = checkpoint.load(folder, state_at(0), groups)
+    assert found.step == step
+    assert torch.equal(found.state["w"], state_at(step)["w"])
+    assert (int(found.state["seen"]), found.state["step"]) == (step, step)
+    assert checkpoint.verify(folder).step == step
+
+
+class Recorder:
+    """Notes what a save does to the disk, and kills this process at one of these operations."""
+
+    def __init__(self, deadly: int | None = None) -> None:
+        self.deadly, self.did = deadly, list[tuple[str, str]]()
+        self.paths: dict[int, str] = {}
+
+    def install(self, put: Callable[[Any, str, Any], Any]) -> None:
+        """Stand before these functions of `os`; `put` is `setattr`."""
+        for name in OPERATIONS:
+            put(os, name, self.watched(name, getattr(os, name)))
+
+    def watched(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                found = plain(*args, **kwargs)
+                self.paths[found] = os.fsdecode(args[0])
+                return found
+            at = args[0] if name not in ("write", "pwrite", "ftruncate", "fsync") else None
+            path = self.paths.get(args[0], "") if at is None else os.fsdecode(at)
+            if len(self.did) == self.deadly:
+                if name == "write":
+                    plain(args[0], bytes(args[1])[: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.did.append((name, path))
+            found = plain(*args, **kwargs)
+            if name == "open":
+                self.paths[found] = path
+            return found
+
+        return call
+
+
+def in_child(body: Callable[[], None]) -> int:
+    """Do something in a forked process; its status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize(
+    "kind",
+    ["pruning", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("first", "rolled back"))],
+)
+def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, commit: str, kind: str) -> None:
+    groups = mf.make_groups(1)
+    step, how = {"first": (1, {}), "pruning": (4, {"keep": 2})}.get(
+        kind, (2, {"overwrite": "newer"})
+    )
+
+    def save(folder: Path, deadly: int) -> None:
+        recorder = Recorder(deadly)
+        recorder.install(setattr)
+        save_at(folder, step, groups, commit, **how)
+
+    killed = 0
+    for deadly in range(200):
+        folder = tmp_path / f"{deadly}"
+        for before in range(1, 4 if kind != "first" else 1):
+            save_at(folder, before, groups, COMMITS[before % 2])
+        status = in_child(lambda: save(folder, deadly))  # noqa: B023
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        killed += 1
+        newest = checkpoint.latest(folder)
+        assert newest in ((None, 1) if kind == "first" else (3, step)), deadly
+        if newest is not None:
+            check_step(folder, newest, groups)
+        save_at(folder, step, groups, commit, **{**how, "overwrite": "newer"})
+        check_step(folder, step, groups)
+        left = [x for x in os.listdir(folder) if x != ".lock"]
+        assert len(left) == len(checkpoint.steps(folder)), left
+    assert killed >= 9
+    check_step(folder, step, groups)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_the_disk_has_each_thing_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    groups, folder = mf.make_groups(1), tmp_path / "new" / "jobs"
+    save_at(folder, 1, groups, commit)
+    for step in (2, 3):
+        save_at(folder, step, groups, commit)
+    recorder = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", recorded_open(recorder))
+        recorder.install(patch.setattr)
+        save_at(folder, 4, groups, commit, keep=2)
+    did = [(name, Path(path).name) for name, path in recorder.did]
+    synced = [path for name, path in did if name == "fsync"]
+    part, manifest = "rank-00000.safetensors", "MANIFEST.json"
+    order = [("fsync", part), ("open", manifest), ("write", manifest), ("fsync", manifest)]
+    if commit == "rename":
+        temporary = next(path for _, path in did if path.startswith(".tmp-step-"))
+        order += [("fsync", temporary), ("rename", temporary), ("fsync", "step-00000004")]
+    else:
+        order += [("fsync", "step-00000004"), ("open", "COMMITTED"), ("write", "COMMITTED")]
+        order += [("fsync", "COMMITTED"), ("fsync", "step-00000004")]
+        first = [("open", "BY_FILE"), ("fsync", "BY_FILE"), ("fsync", "step-00000004")]
+        order = [*first, *order]
+    order += [("fsync", "jobs")]
+    places, at = [], -1
+    for each in order:
+        at = did.index(each, at + 1)
+        places.append(at)
+    assert places == sorted(places)
+    assert synced[-1] == "jobs"
+    first = "rename", "step-00000001"
+    gone = [i for i, x in enumerate(did) if x[0] in ("unlink", "rmdir") or x == first]
+    assert min(gone) > places[-1]
+
+
+def recorded_open(recorder: Recorder) -> Callable[..., Any]:
+    """`open` that lets a recorder know the path of a number."""
+    plain = open
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        file = plain(path, *args, **kwargs)
+        recorder.paths[file.fileno()] = os.fsdecode(path)
+        return file
+
+    return call
+
+
+def test_what_is_written_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_at(tmp_path, 1, mf.make_groups(1), "file")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob("step-*/*")}
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_a_new_folder_is_on_the_disk_with_all_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    with monkeypatch.context() as patch:
+        recorder.install(patch.setattr)
+        save_at(tmp_path / "a" / "b", 1, mf.make_groups(1), "rename")
+    synced = [path for name, path in recorder.did if name == "fsync"]
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)

@@ -1,0 +1,295 @@
+"""Whatever happens to the files of a step: a typed error that names the file, and nothing else."""
+
+import codecs
+import json
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout, groups_of
+from mutating import BYTES, Watch
+
+import mics_fn as mf
+from mics_fn import checkpoint, tree
+from mics_fn.errors import CheckpointCorrupt, CheckpointError, CheckpointFormatError
+from mics_fn.lab.ranks import pool
+
+Pools = Callable[[int], pool.RankPool]
+SECONDS = 5.0  # of the processor, for one load and one look
+STEPS = (1, 2)
+LAYOUT = Layout((2, 2), 2)
+
+
+def state_at(step: int, groups: mf.Groups) -> Any:
+    """A state that is a function of the step, in leaves of one block of checksums and of more."""
+    full = {"w": torch.arange(9000.0).view(90, 100), "b": torch.arange(7.0)}
+    full["h"] = torch.arange(40.0).bfloat16()
+    params = tree.map_leaves(lambda x: x + step, mf.shard(full, groups))
+    return {"params": params, "seen": torch.full((3,), step), "epoch": step}
+
+
+def save_steps(layout: Layout, folder: str, commit: Any, steps: Any = STEPS) -> None:
+    groups = groups_of(layout)
+    for step in steps:
+        extra = {"step": step, "cursor": torch.arange(4) + step}
+        checkpoint.save(
+            folder, state_at(step, groups), groups, step=step, extra=extra, commit=commit
+        )
+
+
+def load_at(folder: Any, groups: mf.Groups, step: int | None, **how: Any) -> int:
+    """Load a step, compare every bit, and return its number."""
+    found = checkpoint.load(folder, state_at(0, groups), groups, step=step, **how)
+    wanted = state_at(found.step, groups)
+    pairs = zip(tree.flatten(found.state)[0], tree.flatten(wanted)[0], strict=True)
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+    assert found.extra["step"] == found.step
+    return found.step
+
+
+# What can happen to files: each returns where, or None if nothing has changed.
+
+
+def change_bytes(rng: random.Random, folder: Path) -> Path | None:
+    path = rng.choice(sorted(folder.glob("step-*2/*")))
+    data = bytearray(path.read_bytes())
+    before = bytes(data)
+    rng.choice(BYTES[:1] if rng.random() < 0.5 else BYTES)(rng, data or bytearray(b"\0"))
+    path.write_bytes(data)
+    return path if bytes(data) != before else None
+
+
+def remove_file(rng: random.Random, folder: Path) -> Path:
+    path = rng.choice(sorted(folder.glob("step-*2/*")))
+    path.unlink()
+    return path
+
+
+def rename_file(rng: random.Random, folder: Path) -> Path:
+    path = rng.choice(sorted(folder.glob("step-*2/*")))
+    path.rename(path.with_name(f"{path.name}.{rng.randrange(9)}"))
+    return path
+
+
+def swap(a: Path, b: Path) -> Path | None:
+    if a == b or (a.is_file() and a.read_bytes() == b.read_bytes()):
+        return None
+    other = a.with_name("other")
+    a.rename(other)
+    b.rename(a)
+    other.rename(b)
+    return a
+
+
+def swap_in_step(rng: random.Random, folder: Path) -> Path | None:
+    return swap(*rng.sample(sorted(folder.glob("step-*2/*")), 2))
+
+
+def swap_between_steps(rng: random.Random, folder: Path) -> Path | None:
+    path = rng.choice(sorted(folder.glob("step-*2/*")))
+    return swap(path, folder / "step-00000001" / path.name)
+
+
+def swap_steps(rng: random.Random, folder: Path) -> Path | None:
+    return swap(folder / "step-00000002", folder / "step-00000001")
+
+
+def become_something_else(rng: random.Random, folder: Path) -> Path:
+    path = rng.choice(sorted(folder.glob("step-*2/*")))
+    if rng.random() < 0.3:
+        path.rename(folder / "kept")
+        path.symlink_to(folder / "kept")
+    elif rng.random() < 0.5:
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.unlink()
+        path.mkdir()
+    return path
+
+
+HAPPENINGS = [*[change_bytes] * 8, remove_file, rename_file, swap_in_step, swap_between_steps]
+HAPPENINGS += [swap_steps, become_something_else]
+
+
+def leaf_at(path: Path, offset: int) -> str:
+    """The tensor of a file that has a byte; "" for the header."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    facts = json.loads(data[8 : 8 + length])
+    facts.pop("__metadata__")
+    for name, each in facts.items():
+        low, high = each["data_offsets"]
+        if low <= offset - 8 - length < high:
+            return name
+    return ""
+
+
+def restore(kept: Path, folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)
+
+
+def campaign(kept: Path, folder: Path, first: int, count: int) -> Counter[str]:
+    """Damage a step in many ways, load it and look at it."""
+    groups, found, watch = mf.make_groups(1), Counter[str](), Watch(folder)
+    restore(kept, folder)
+    for name in ("raw_unicode_escape", "unicode_escape", "latin-1"):
+        codecs.lookup(name)
+    assert load_at(folder, groups, None) == STEPS[-1]
+    checkpoint.verify(folder)
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        happening = rng.choice(HAPPENINGS)
+        path = happening(rng, folder)
+        if path is not None:
+            for verb in (checkpoint.verify, lambda f, step: load_at(f, groups, step)):  # noqa: B023
+                started = time.process_time()
+                watch.on = seed > first + 20  # the first ones may import modules
+                try:
+                    verb(folder, step=2)
+                    error = None
+                except CheckpointError as raised:
+                    error = raised
+                watch.on = False
+                assert error is not None, (seed, happening.__name__, path)
+                assert error.path.startswith(str(folder)), (seed, error)
+                assert error.path in str(error), (seed, error)
+                assert time.process_time() - started < SECONDS, seed
+                assert not watch.seen, (seed, watch.seen)
+            found[happening.__name__] += 1
+        restore(kept, folder)
+    return found
+
+
+@pytest.mark.parametrize("commit", ["rename", "file"])
+@pytest.mark.parametrize(
+    "count", [80, pytest.param(5000, marks=[pytest.mark.thorough, pytest.mark.limit(550)])]
+)
+def test_all_damage_is_an_error_that_names_a_file(
+    ranks: Pools, tmp_path: Path, commit: str, count: int
+) -> None:
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path / "kept"), commit)
+    args = tmp_path / "kept", tmp_path / "work", count, count
+    (tmp_path / "work").mkdir()
+    (found,) = pool.run_ranks(campaign, 1, *args, timeout_s=500.0)
+    assert sum(found.values()) > 0.8 * count
+    assert len(found) >= len(set(HAPPENINGS)) - 1
+
+
+def flips(kept: Path, folder: Path, part: str, stride: int) -> int:
+    """Flip one bit after the other of a file: the error names it, and the leaf."""
+    groups, count = mf.make_groups(1), 0
+    restore(kept, folder)
+    path = folder / "step-00000002" / part
+    plain = path.read_bytes()
+    for at in range(0, len(plain), stride):
+        data = bytearray(plain)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        for verb in (checkpoint.verify, lambda f: load_at(f, groups, None)):
+            with pytest.raises(CheckpointFormatError) as raised:
+                verb(folder)
+            assert str(path) in str(raised.value)
+            if part != "MANIFEST.json":
+                path.write_bytes(plain)
+                assert raised.value.leaf == leaf_at(path, at)
+                path.write_bytes(data)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("part", ["MANIFEST.json", "rank-00000.safetensors"])
+def test_a_flipped_bit_is_named_with_its_leaf(ranks: Pools, tmp_path: Path, part: str) -> None:
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path / "kept"), "rename")
+    (tmp_path / "work").mkdir()
+    (count,) = pool.run_ranks(flips, 1, tmp_path / "kept", tmp_path / "work", part, 97)
+    assert count >= 10
+
+
+def damage_values(file: Path) -> None:
+    """Flip a bit of a value in a file."""
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+
+
+def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:
+    """Load with a way back; and what is raised without one."""
+    groups = groups_of(layout)
+    with pytest.raises(CheckpointCorrupt) as raised:
+        load_at(folder, groups, None)
+    step = load_at(folder, groups, None, on_corrupt="previous", donate=donate)
+    with pytest.raises(CheckpointCorrupt):
+        load_at(folder, groups, 3, on_corrupt="previous")
+    return step, str(raised.value)
+
+
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 4), Layout((2, 2), 2)])
+def test_all_ranks_go_back_if_one_of_them_sees_damage(
+    ranks: Pools, tmp_path: Path, layout: Layout
+) -> None:
+    n = layout.world_size
+    for donate in (False, True):
+        folder = tmp_path / str(donate)
+        ranks(n).run(save_steps, layout, str(folder), "rename", (1, 2, 3))
+        damage_values(folder / "step-00000003" / f"rank-0000{n - 1}.safetensors")
+        damage_values(folder / "step-00000002" / "rank-00000.safetensors")
+        found = ranks(n).run(go_back, layout, str(folder), donate)
+        assert {step for step, _ in found} == {1}
+        assert len({text for _, text in found}) == 1
+        assert f"rank-0000{n - 1}.safetensors" in found[0][1]
+
+
+def none_left(layout: Layout, folder: str) -> str:
+    groups = groups_of(layout)
+    with pytest.raises(CheckpointFormatError) as raised:
+        load_at(folder, groups, None, on_corrupt="previous")
+    return f"{type(raised.value)} {raised.value}"
+
+
+def test_if_all_steps_are_damaged_all_ranks_raise_the_newest_error(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path), "rename")
+    for file in tmp_path.glob("step-*/*"):
+        damage_values(file)
+    texts = ranks(4).run(none_left, LAYOUT, str(tmp_path))
+    assert len(set(texts)) == 1
+    assert "step-00000002" in texts[0]
+
+
+def with_another_error(layout: Layout, folder: str) -> str:
+    """One rank meets damage, another one an error of the program."""
+    from mics_fn.checkpoint import sources
+
+    groups = groups_of(layout)
+    plain = sources.Sources.fill
+
+    def fill(self: Any, target: Any) -> Any:
+        raise MemoryError("no memory")
+
+    if groups.rank == 3:
+        sources.Sources.fill = fill
+    try:
+        load_at(folder, groups, None, on_corrupt="previous")
+    except (CheckpointError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sources.Sources.fill = plain
+    return "none"
+
+
+def test_an_error_of_the_program_is_no_reason_to_go_back(ranks: Pools, tmp_path: Path) -> None:
+    ranks(4).run(save_steps, LAYOUT, str(tmp_path), "rename")
+    damage_values(tmp_path / "step-00000002" / "rank-00000.safetensors")
+    texts = ranks(4).run(with_another_error, LAYOUT, str(tmp_path))
+    assert [text.partition(":")[0] for text in texts] == ["CheckpointError"] * 3 + ["MemoryError"]
+    assert all("no memory" in text for text in texts)

@@ -1,0 +1,681 @@
+"""Directories of torch.distributed.checkpoint: FSDP2 reads what is written here, and vice versa."""
+
+import errno
+import os
+import pickle
+import random as python_random
+import re
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import mics_fn as mf
+from mics_fn.checkpoint import dcp as ours
+from mics_fn.checkpoint import load_dcp, save_dcp
+from mics_fn.init.dcp_files import boxes
+from mics_fn.lab.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+LAYOUTS = [Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 2)]
+
+
+class Model(nn.Module):
+    """Shapes that do not divide, a bias, a tied weight, a frozen one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.inner = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6, bias=False))
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.inner[1].weight.requires_grad_(False)
+        self.head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embed(x))) * self.one.sum()
+
+
+def make(seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def torchs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of torch that may warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **kwargs)
+
+
+def fsdp2(seed: int) -> Model:
+    model = make(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.inner, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    return {k: getattr(x, "full_tensor", x.clone)() for k, x in model.state_dict().items()}
+
+
+def shards_of(groups: mf.Groups, seed: int) -> dict[str, Any]:
+    return mf.shard(dict(make(seed).named_parameters()), groups, bucket_bytes=64)
+
+
+# What is written here, torch reads.
+
+
+def to_fsdp2(layout: Layout, path: Path, prefix: str) -> None:
+    groups = groups_of(layout)
+    save_dcp(path, shards_of(groups, 3), groups, prefix=prefix, max_file_bytes=100)
+    if not prefix:  # the other verbs read it, too
+        _, drawn = mf.init_model(Model, groups, seed=0, weights=path)
+        same_bits(mf.unshard(drawn, groups), mf.unshard(shards_of(groups, 3), groups))
+    model = fsdp2(4)
+    state: dict[str, Any] = model.state_dict()
+    torchs(load, {"model": state} if prefix else state, checkpoint_id=path)
+    model.load_state_dict(state)
+    same_bits(full(model), dict(make(3).state_dict()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.covering("layout")
+def test_fsdp2_loads_what_is_written_here(
+    ranks: Ranks, tmp_path: Path, layout: Layout, prefix: str
+):
+    path = tmp_path / "new" / "a"
+    ranks(layout.world_size).run(to_fsdp2, layout, path, prefix)
+    assert os.listdir(path.parent) == ["a"]
+    state: Any = {k: torch.zeros_like(x) for k, x in make(3).state_dict().items()}
+    torchs(load, {"model": state} if prefix else state, checkpoint_id=path, no_dist=True)
+    same_bits(state, dict(make(3).state_dict()))  # on one rank, as plain tensors
+
+
+def values() -> dict[str, Tensor]:
+    shared = random(0, 5, 3)
+    return {
+        "z": shared,
+        "a": shared,
+        "h.10.w": random(1, 7, 5),
+        "half": random(2, 33, dtype=torch.bfloat16),
+        "scalar": random(3),
+        "empty": torch.zeros(0, 4),
+        "count": torch.tensor([5, -7]),
+        "mask": torch.tensor([True, False, True]),
+        "turned": random(4, 3, 4).t(),
+    }
+
+
+def save_values(layout: Layout, path: Path, **options: Any) -> None:
+    groups = groups_of(layout)
+    shards = mf.shard(values(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
+    save_dcp(path, {**shards, "buffer": torch.arange(8.0)[::2]}, groups, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("max_file_bytes", [1, 10**9])
+@pytest.mark.covering("layout")
+def test_every_kind_of_leaf_is_written_once(
+    ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
+):
+    write = partial(save_values, max_file_bytes=max_file_bytes, prefix="a.b.c_")
+    ranks(layout.world_size).run(write, layout, tmp_path / "a")
+    want = values() | {"buffer": torch.arange(8.0)[::2]}
+    torchs(dcp_to_torch_save, tmp_path / "a", tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    same_bits(found, {"a": {"b": {f"c_{k}": x.contiguous() for k, x in want.items()}}})
+
+
+def trained(groups: mf.Groups, seed: int) -> mf.TrainState:
+    """A state after two steps with gradients of its own."""
+    optimizer = mf.optim.chain(mf.optim.clip_by_value(0.5), mf.optim.adamw(0.1))
+    state = mf.init_state(shards_of(groups, seed), optimizer)
+    for step in range(2):
+        grads = {
+            name: random(step, *x.shape) if x.requires_grad else None
+            for name, x in make(seed).named_parameters()
+        }
+        state = mf.opt_step(state, mf.reduce_grads(grads, groups, like=state.params))
+    return state
+
+
+def resumed(layout: Layout, path: Path) -> None:
+    """As torchtitan does it: parameters at the top, the optimizer flattened."""
+    groups = groups_of(layout)
+    state = trained(groups, 3)
+    group = torch.optim.AdamW([torch.ones(1)], lr=0.3, betas=(0.8, 0.9)).param_groups[0]
+    save_dcp(path, state, groups, param_group=group, max_file_bytes=100)
+    model = fsdp2(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    held = torchs(get_optimizer_state_dict, model, optimizer, options=flat)
+    states = {**model.state_dict(), "optimizer": held}
+    torchs(load, states, checkpoint_id=path)
+    torchs(set_optimizer_state_dict, model, optimizer, held, options=flat)
+    want: Any = mf.unshard(state.params, groups)
+    same_bits(full(model), want)
+    kept = state.opt[1]
+    for kind, moment in kept.moments.items():
+        pieces = mf.unshard(moment.by_leaf(), groups)
+        for name, x in model.named_parameters():
+            if x.requires_grad:
+                same_bits(optimizer.state[x][kind].full_tensor(), pieces[name])
+                assert optimizer.state[x]["step"] == 2
+        back = load_dcp(
+            path,
+            groups,
+            like={name: x for name, x in pieces.items() if x is not None},
+            prefix="optimizer.state.",
+            names=lambda name, kind=kind: (
+                name.removesuffix(f".{kind}") if name.endswith(f".{kind}") else None
+            ),
+        )
+        same_bits(mf.unshard(back, groups), {k: x for k, x in pieces.items() if x is not None})
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_optimizer_of_torch_goes_on(ranks: Ranks, tmp_path: Path, layout: Layout):
+    ranks(layout.world_size).run(resumed, layout, tmp_path / "a")
+
+
+def test_an_optimizer_that_torch_does_not_have_is_refused(tmp_path: Path):
+    with mf.make_groups(1) as groups:
+        state = mf.init_state(shards_of(groups, 3), mf.optim.lion(0.1))
+        with pytest.raises(mf.errors.OptimizerError, match="has 0 optimizers that torch has"):
+            save_dcp(tmp_path / "a", state, groups)
+        save_dcp(tmp_path / "a", state.params, groups)
+
+
+def to_tied(layout: Layout, path: Path) -> None:
+    groups = groups_of(layout)
+    shared = random(0, 5, 3)
+    save_dcp(path, mf.shard({"z": shared, "a": shared}, groups), groups)
+    state = {"a": torch.zeros(5, 3), "z": torch.zeros(5, 3)}
+    torchs(load, state, checkpoint_id=path)
+    same_bits(state, {"a": shared, "z": shared})
+    tied = torch.empty(5, 3)
+    found = load_dcp(path, groups, like={"a": tied, "z": tied})
+    assert isinstance(found["z"], mf.shards.Tied)
+    same_bits(mf.unshard(found, groups), {"a": shared, "z": shared})
+
+
+def test_a_tied_tensor_has_all_of_its_names_and_is_written_once(ranks: Ranks, tmp_path: Path):
+    ranks(2).run(to_tied, LAYOUTS[1], tmp_path / "a")
+    assert sum(file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")) < 2500
+
+
+# What torch writes, is read here.
+
+
+def from_fsdp2(layout: Layout, path: Path) -> None:
+    groups = groups_of(layout)
+    model = fsdp2(5)
+    torchs(save, {"model": model.state_dict(), "step": 3}, checkpoint_id=path)
+    want = mf.shard(dict(make(5).named_parameters()), groups)
+    for like in (make(6), dict(make(6).named_parameters())):
+        found = load_dcp(path, groups, prefix="model.", like=like)
+        same_bits(mf.unshard(found, groups), mf.unshard(want, groups))
+    by_name = load_dcp(
+        path, groups, like=None, names=lambda name: name.removeprefix("model."), bucket_bytes=64
+    )
+    same_bits(mf.unshard(by_name, groups), mf.unshard(want, groups))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_fsdp2_wrote_is_loaded(ranks: Ranks, tmp_path: Path, layout: Layout):
+    ranks(layout.world_size).run(from_fsdp2, layout, tmp_path / "a")
+    with mf.make_groups(1) as groups:  # on another number of ranks
+        model, shards = mf.init_model(Model, groups, seed=0, weights=dict(make(5).state_dict()))
+        found = load_dcp(tmp_path / "a", groups, like=model, prefix="model.")
+        same_bits(found, shards)
+
+
+def from_mesh(layout: Layout, path: Path) -> None:
+    groups, tensors = groups_of(layout), {f"w{i}": random(i, 5, 7, 3) for i in range(5)}
+    mesh = init_device_mesh("cpu", (2, 2))
+    kinds = [(Shard(0), Shard(1)), (Shard(1), Shard(1)), (Replicate(), Shard(2))]
+    kinds += [(Shard(2), Shard(0)), (Replicate(), Replicate())]
+    pairs = zip(tensors.items(), kinds, strict=True)
+    state = {name: distribute_tensor(x, mesh, kind) for (name, x), kind in pairs}
+    torchs(save, state, checkpoint_id=path)
+    found = load_dcp(path, groups, like=tensors)
+    same_bits(mf.unshard(found, groups), tensors)
+
+
+def test_chunks_of_two_dimensions_are_put_together(ranks: Ranks, tmp_path: Path):
+    ranks(4).run(from_mesh, LAYOUTS[2], tmp_path / "a")
+
+
+# Any cuts: a writer of the test's own, as torch's needs processes.
+
+Cuts = list[list[int]]  # for each dimension the borders between chunks
+
+
+def write_dcp(folder: Path, tensors: dict[str, tuple[Tensor, Cuts]]) -> Metadata:
+    """A directory in which each tensor is cut along all of its dimensions, a file per tensor."""
+    folder.mkdir(exist_ok=True)
+    described, places = {}, {}
+    kind: Any = filesystem._StorageInfo
+    for number, (name, (x, cuts)) in enumerate(tensors.items()):
+        chunks = []
+        with (folder / f"__{number}_0.distcp").open("wb") as file:
+            for offsets, part in cut(x, cuts):
+                start, offset = file.tell(), torch.Size(offsets)
+                torch.save(part.clone(), file)
+                chunks.append(ChunkStorageMetadata(offset, part.shape))
+                at = kind(f"__{number}_0.distcp", start, file.tell() - start)
+                places[MetadataIndex(name, offset, len(chunks) - 1)] = at
+        described[name] = TensorStorageMetadata(TensorProperties(x.dtype), x.shape, chunks)
+    found = Metadata(described, {}, places, version="1.0.0")
+    write_metadata(folder, found)
+    return found
+
+
+def write_metadata(folder: Path, value: Any, protocol: int = 4) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(value, protocol))
+
+
+def cut(x: Tensor, cuts: Cuts) -> list[tuple[tuple[int, ...], Tensor]]:
+    found: list[tuple[tuple[int, ...], Tensor]] = [((), x)]
+    for dim, borders in enumerate(cuts):
+        ends = [0, *borders, x.shape[dim]]
+        found = [
+            ((*offsets, a), part.narrow(dim, a, b - a))
+            for offsets, part in found
+            for a, b in zip(ends, ends[1:], strict=False)
+        ]
+    return found
+
+
+@st.composite
+def cut_tensors(draw: Any) -> tuple[Tensor, Cuts]:
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    cuts = [sorted(draw(st.sets(st.integers(1, max(1, n - 1))))) if n > 1 else [] for n in shape]
+    return random(draw(st.integers(0, 9)), *shape), cuts
+
+
+@settings(max_examples=25)
+@given(first=cut_tensors(), second=cut_tensors(), protocol=st.integers(2, 5))
+def test_any_cuts_are_put_together(tmp_path_factory, first, second, protocol):
+    folder = tmp_path_factory.mktemp("cut")
+    found = write_dcp(folder, {"a": first, "b": second})
+    write_metadata(folder, found, protocol)
+    with mf.make_groups(1) as groups:
+        shards = load_dcp(folder, groups, like=None)
+        want = {"a": first[0], "b": second[0]}
+        same_bits(mf.unshard(shards, groups), want)
+    shutil.rmtree(folder)
+
+
+@given(shape=st.lists(st.integers(1, 4), max_size=4), data=st.data())
+def test_boxes_are_a_range_in_order(shape, data):
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, x.numel()))
+    stop = data.draw(st.integers(start, x.numel()))
+    found = [torch.empty(0, dtype=torch.int64)]
+    for offsets, sizes in boxes(shape, start, stop):
+        where = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+        found.append(x[where].reshape(-1))
+    assert torch.equal(torch.cat(found), x.view(-1)[start:stop])
+    assert len(found) <= 2 * len(shape) + 2
+
+
+def own_chunks(layout: Layout, folders: dict[int, Path]) -> None:
+    groups, x = groups_of(layout), torch.arange(40.0).view(8, 5)
+    found: Any = load_dcp(folders[dist.get_rank()], groups, like={"w": x})
+    same_bits(found["w"].data, x.view(-1)[20 * dist.get_rank() :][:20])
+
+
+def test_a_rank_reads_only_chunks_that_overlap_its_part(ranks: Ranks, tmp_path: Path):
+    """In the directory of each rank the chunks of the other one are damaged."""
+    x, folders = torch.arange(40.0).view(8, 5), {}
+    for rank in range(2):
+        folders[rank] = tmp_path / str(rank)
+        found = write_dcp(folders[rank], {"w": (x, [[2, 4, 6], []])})
+        data = bytearray((folders[rank] / "__0_0.distcp").read_bytes())
+        for index, at in (found.storage_data or {}).items():
+            if (index.offset[0] >= 4) != rank:
+                data[at.offset : at.offset + at.length] = b"\xff" * at.length
+        (folders[rank] / "__0_0.distcp").write_bytes(bytes(data))
+    ranks(2).run(own_chunks, Layout((2,), 2), folders)
+
+
+# Directories of strangers: nothing runs, and errors name the file.
+
+
+class Runs:
+    """Its pickle makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def hostile(value: Runs) -> dict[str, Callable[[Metadata], Any]]:
+    return {
+        "all of it": lambda found: value,
+        "planner data": lambda found: put(found, "planner_data", value),
+        "a tensor": lambda found: put(found, "state_dict_metadata", {"w": value}),
+        "a place": lambda found: put(
+            found, "storage_data", dict.fromkeys(found.storage_data or {}, value)
+        ),
+        "a key": lambda found: put(found, "storage_data", {value: 1}),
+        "a version": lambda found: put(found, "version", value),
+    }
+
+
+def put(value: Any, name: str, other: Any) -> Any:
+    setattr(value, name, other)
+    return value
+
+
+@pytest.mark.parametrize("where", list(hostile(Runs(Path()))))
+@pytest.mark.parametrize("trust", [False, True])
+def test_nothing_in_a_description_runs(tmp_path: Path, where: str, trust: bool):
+    found = write_dcp(tmp_path, {"w": (torch.ones(4), [[2]])})
+    mark = tmp_path / "it ran"
+    write_metadata(tmp_path, hostile(Runs(mark))[where](found))
+    with mf.make_groups(1) as groups:
+        if where in ("planner data", "a version"):  # which are not needed
+            load_dcp(tmp_path, groups, like=None, trust=trust)
+        else:
+            with pytest.raises(mf.errors.FileError) as error:
+                load_dcp(tmp_path, groups, like=None, trust=trust)
+            assert error.value.path == str(tmp_path / ".metadata")
+            assert str(error.value).startswith(f"load_dcp: {tmp_path / '.metadata'} is damaged")
+    assert not mark.exists()
+    torchs(pickle.loads, (tmp_path / ".metadata").read_bytes())
+    assert mark.exists()  # so this is what would have run
+
+
+def test_nothing_in_a_chunk_runs(tmp_path: Path):
+    found = write_dcp(tmp_path, {"w": (torch.ones(4), [[]])})
+    mark, file = tmp_path / "it ran", tmp_path / "__0_0.distcp"
+    torch.save(Runs(mark), file)
+    for at in (found.storage_data or {}).values():
+        at.length = file.stat().st_size
+    write_metadata(tmp_path, found)
+    with mf.make_groups(1) as groups, pytest.raises(mf.errors.FileError) as error:
+        load_dcp(tmp_path, groups, like=None)
+    assert str(error.value).startswith(f"load_dcp: {file} ")
+    assert (error.value.path, error.value.leaf) == (str(file), "w")
+    assert not mark.exists()
+
+
+def places(found: Metadata) -> list[Any]:
+    return list((found.storage_data or {}).values())
+
+
+def described(found: Metadata) -> Any:
+    return found.state_dict_metadata["w"]
+
+
+# What is changed, and what the error says; it names the index, or the file of the chunk.
+DAMAGED: dict[str, tuple[Callable[[Metadata], Any], str, str]] = {
+    "gap": (lambda m: described(m).chunks.pop(), ".metadata", "chunks of 8 elements in all"),
+    "overlap": (
+        lambda m: described(m).chunks.__setitem__(1, described(m).chunks[0]),
+        ".metadata",
+        "its chunks overlap",
+    ),
+    "outside": (
+        lambda m: put(described(m).chunks[1], "offsets", torch.Size((3, 0))),
+        ".metadata",
+        "a chunk lies outside of (4, 4)",
+    ),
+    "dimensions": (
+        lambda m: put(described(m).chunks[1], "offsets", torch.Size((3,))),
+        ".metadata",
+        "other dimensions",
+    ),
+    "no place": (lambda m: (m.storage_data or {}).clear(), ".metadata", "does not say where"),
+    "a size that is no number": (
+        lambda m: put(described(m), "size", ("4", 4)),
+        ".metadata",
+        "are not at most 64 sizes",
+    ),
+    "another shape": (
+        lambda m: put(described(m), "size", torch.Size((4, 8))),
+        ".metadata",
+        "chunks of 16 elements in all, expected 32",
+    ),
+    "another dtype": (
+        lambda m: put(described(m).properties, "dtype", torch.float64),
+        "__0_0.distcp",
+        "should be torch.float64 of shape (2, 4)",
+    ),
+    "a dtype that is none": (
+        lambda m: put(described(m).properties, "dtype", torch.strided),
+        ".metadata",
+        "has a dtype that is not read",
+    ),
+    "another class": (
+        lambda m: m.state_dict_metadata.__setitem__("w", m.planner_data),
+        ".metadata",
+        "expected TensorStorageMetadata, got 'dict'",
+    ),
+    "compressed": (
+        lambda m: put(places(m)[0], "transform_descriptors", ["zstd"]),
+        ".metadata",
+        "is transformed: ['zstd']",
+    ),
+    "beyond the file": (lambda m: put(places(m)[1], "length", 10**9), "__0_0.distcp", "it has"),
+    "negative": (lambda m: put(places(m)[0], "offset", -1), "__0_0.distcp", "is damaged"),
+    "another place": (lambda m: put(places(m)[0], "offset", 3), "__0_0.distcp", "is damaged"),
+    "a place of text": (lambda m: put(places(m)[0], "offset", "0"), ".metadata", "has no place"),
+    "a missing file": (
+        lambda m: put(places(m)[0], "relative_path", "gone"),
+        ".metadata",
+        "names 'gone', which cannot be opened\n  'w': No such file",
+    ),
+    "a file elsewhere": (
+        lambda m: put(places(m)[0], "relative_path", "../other"),
+        ".metadata",
+        "it leads out of the folder",
+    ),
+    "a link": (
+        lambda m: put(places(m)[0], "relative_path", "link"),
+        ".metadata",
+        "it is a symbolic link",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_what_is_damaged_is_refused_by_name(tmp_path: Path, what: str):
+    change, name, line = DAMAGED[what]
+    here = tmp_path / "here"
+    found = write_dcp(here, {"w": (random(0, 4, 4), [[2], []])})
+    (here / "link").symlink_to(here / "__0_0.distcp")
+    shutil.copy(here / "__0_0.distcp", tmp_path / "other")
+    change(found)
+    write_metadata(here, found)
+    with mf.make_groups(1) as groups:
+        with pytest.raises(mf.errors.FileError) as error:
+            load_dcp(here, groups, like={"w": torch.empty(4, 4)})
+        if what in ("a file elsewhere", "a link"):
+            load_dcp(here, groups, like={"w": torch.empty(4, 4)}, trust=True)
+    text = str(error.value)
+    assert text.startswith(f"load_dcp: {here / name} ")
+    assert line in text
+    assert "\n  fix: " in text
+    assert error.value.path == str(here / name)
+
+
+def test_changed_bytes_never_do_harm(tmp_path: Path):
+    """Whatever is changed, the result is an error of this library, or tensors of the right form."""
+    write_dcp(tmp_path, {"w": (random(0, 4, 4), [[2], []]), "b": (random(1, 3), [[]])})
+    dice, outcomes = python_random.Random(0), set()
+    ran: list[str] = []
+    watching = [True]
+    unsafe = ("exec", "compile", "import", "os.system", "subprocess.Popen", "pickle.find_class")
+
+    def hook(event: str, args: Any) -> None:
+        if watching[0] and event in unsafe:
+            ran.append(event)
+
+    with mf.make_groups(1) as groups:
+        load_dcp(tmp_path, groups, like=None)
+        sys.addaudithook(hook)
+        for file in (".metadata", "__0_0.distcp"):
+            whole = (tmp_path / file).read_bytes()
+            for _ in range(100):
+                data = bytearray(whole)
+                at = dice.randrange(len(data))
+                kind = dice.choice(["bit", "byte", "cut", "insert"])
+                if kind == "cut":
+                    del data[at : at + dice.choice([1, 10**6])]
+                elif kind == "insert":
+                    data[at:at] = dice.randbytes(2)
+                else:
+                    data[at] = data[at] ^ (1 << at % 8) if kind == "bit" else dice.randrange(256)
+                (tmp_path / file).write_bytes(bytes(data))
+                try:
+                    found: Any = load_dcp(tmp_path, groups, like=None)
+                    assert all(isinstance(x, mf.shards.Sharded) for x in found.values())
+                    outcomes.add("loaded")
+                except mf.MicsError as error:
+                    outcomes.add(type(error).__name__)
+            (tmp_path / file).write_bytes(whole)
+    watching[0] = False
+    assert {"loaded", "FileError"} <= outcomes
+    assert not ran
+
+
+def test_limits_and_mismatches_are_named(tmp_path: Path):
+    write_dcp(tmp_path, {"w": (random(0, 4, 4), [[2], []]), "b": (random(1, 3), [[]])})
+    with mf.make_groups(1) as groups:
+        like = {"w": torch.empty(4, 4)}
+        with pytest.raises(mf.errors.FileError, match="larger than the limits\n.*2 leaves"):
+            load_dcp(tmp_path, groups, like=None, max_leaves=1)
+        with pytest.raises(mf.errors.FileError, match="larger than the limits"):
+            load_dcp(tmp_path, groups, like=None, max_header_bytes=10)
+        with pytest.raises(mf.errors.TreeError, match="load_dcp: .*\n.*'b' is not expected"):
+            load_dcp(tmp_path, groups, like=like)
+        assert list(load_dcp(tmp_path, groups, like=like, strict=False)) == ["w"]
+        assert list(load_dcp(tmp_path, groups, like=like, prefix="w", names=lambda _: "w")) == ["w"]
+        with pytest.raises(FileNotFoundError):
+            load_dcp(tmp_path / "absent", groups, like=None)
+
+
+def one_lacks_a_file(layout: Layout, folders: dict[int, Path]) -> str:
+    try:
+        load_dcp(folders[dist.get_rank()], groups_of(layout), like={"w": torch.empty(8, 5)})
+    except mf.MicsError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_an_error_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path):
+    folders = {rank: tmp_path / str(rank) for rank in range(2)}
+    for folder in folders.values():
+        write_dcp(folder, {"w": (torch.ones(8, 5), [[4], []])})
+    (folders[1] / "__0_0.distcp").unlink()
+    first, second = ranks(2).run(one_lacks_a_file, Layout((2,), 2), folders)
+    assert second.startswith(f"FileError load_dcp: {folders[1] / '.metadata'} names")
+    assert first.startswith("DesyncError load_dcp: ranks differ\n")
+    assert f"rank 1: FileError: load_dcp: {folders[1] / '.metadata'} names" in first
+
+
+# Faults while writing.
+
+
+def refused(layout: Layout, path: Path, rank: int) -> str:
+    plain = ours._write
+
+    def failing(folder: Path, part: Any) -> Any:
+        if dist.get_rank() == rank:
+            (folder / "__1_0.distcp").write_bytes(b"a part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(folder, part)
+
+    ours._write = failing
+    try:
+        save_values(layout, path, max_file_bytes=100)
+    except mf.MicsError as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        ours._write = plain
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path, rank: int):
+    layout, path = LAYOUTS[2], tmp_path / "a"
+    (text,) = set(ranks(4).run(refused, layout, path, rank))
+    assert text.startswith(f"FileError save_dcp: {path} was not written\n  rank {rank}: OSError")
+    assert os.listdir(tmp_path) == []
+    ranks(4).run(save_values, layout, path)
+    (text,) = set(ranks(4).run(refused, layout, path, -1))
+    assert text.startswith(f"FileError save_dcp: {path} is a directory that is not empty")
+
+
+def killed(layout: Layout, path: Path, victim: int, place: str) -> str:
+    """A save in which a rank is killed; what the others are told."""
+    plain = getattr(ours, place)
+
+    def kills(*args: Any) -> Any:
+        if dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args)
+
+    setattr(ours, place, kills)
+    try:
+        save_values(layout, path, max_file_bytes=100)
+    except mf.MicsError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(ours, place, plain)
+    return ""
+
+
+@pytest.mark.parametrize(("victim", "place"), [(1, "_write"), (0, "_write"), (0, "_describe")])
+def test_a_rank_that_is_killed_leaves_no_target(tmp_path: Path, victim: int, place: str):
+    with RankPool(2) as pool:
+        found = pool.try_run(killed, LAYOUTS[1], tmp_path / "a", victim, place)
+        told = found[1 - victim]
+        assert isinstance(told, str)
+        assert told.startswith(("PeerFailed", "CollectiveError"))
+        left = os.listdir(tmp_path)
+        assert left == [] if victim else all(re.fullmatch(r"\.a\.\w+\.tmp", x) for x in left)
+        pool.run(save_values, LAYOUTS[1], tmp_path / "a")
+    with mf.make_groups(1) as groups:
+        assert set(load_dcp(tmp_path / "a", groups, like=None)) == {*values(), "buffer"}

@@ -1,0 +1,420 @@
+"""Checkpoints of strangers: manifests with a right digest, and files with a right checksum."""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutating import Watch, replace_in_json
+
+import mics_fn as mf
+from mics_fn import checkpoint
+from mics_fn.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointSecurityError,
+)
+from mics_fn.lab.ranks import pool
+
+PART, STEP = "rank-00000.safetensors", "step-00000001"
+GROWTH = 100 * 2**20  # bytes that a process may grow by while it reads small files
+NAME = "['w']['w'][0:6]"
+
+
+def state(groups: mf.Groups) -> Any:
+    return {"w": mf.shard({"w": torch.arange(6.0)}, groups), "plain": torch.ones(5), "epoch": 3}
+
+
+def save(folder: Path, groups: mf.Groups) -> None:
+    checkpoint.save(folder, state(groups), groups, step=1, extra={"x": [1, torch.ones(2)]})
+
+
+def sealed(text: bytes) -> bytes:
+    """A manifest with a right digest."""
+    return b'{"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'",' + text[1:]
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / STEP / "MANIFEST.json"
+    body = json.loads(path.read_bytes())
+    body.pop("sha256")
+    change(body)
+    path.write_bytes(sealed(json.dumps(body, separators=(",", ":")).encode()))
+
+
+def change_part(folder: Path, change: Callable[[dict[str, Any]], Any], tail: bytes = b"") -> None:
+    """Another header of a file, which the manifest then knows."""
+    path = folder / STEP / PART
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(change(header) or header).encode()
+    new = struct.pack("<Q", len(text)) + text
+    path.write_bytes(new + data[8 + length :] + tail)
+    size = path.stat().st_size
+
+    def know(body: dict[str, Any]) -> None:
+        body["writers"][0][1:3] = size, hashlib.sha256(new).hexdigest()
+
+    change_manifest(folder, know)
+
+
+def put(key: str, *path: Any) -> Callable[[Path], None]:
+    """Put a value at a place of the manifest."""
+    *place, last, value = (key, *path)
+
+    def change(body: Any) -> None:
+        for each in place:
+            body = body[each]
+        body[last] = value
+
+    return lambda folder: change_manifest(folder, change)
+
+
+def raw(text: bytes) -> Callable[[Path], None]:
+    return lambda folder: write(folder / STEP / "MANIFEST.json", sealed(text))
+
+
+def write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def in_text(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Replace a part of the manifest's text, for what no JSON writer writes."""
+
+    def change(folder: Path) -> None:
+        path = folder / STEP / "MANIFEST.json"
+        text = b"{" + path.read_bytes()[77:]
+        assert old in text
+        path.write_bytes(sealed(text.replace(old, new, 1)))
+
+    return change
+
+
+def in_part(change: Callable[[dict[str, Any]], Any], tail: bytes = b"") -> Callable[[Path], None]:
+    return lambda folder: change_part(folder, change, tail)
+
+
+def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Something else in the place of a file."""
+
+    def change(folder: Path) -> None:
+        path = folder / STEP / name
+        path.rename(folder / "kept")
+        make(path)
+
+    return change
+
+
+def sums(name: str, value: str | None) -> Callable[[Path], None]:
+    """Other checksums of a tensor; None for none."""
+
+    def change(header: dict[str, Any]) -> None:
+        header["__metadata__"].pop(name)
+        if value is not None:
+            header["__metadata__"][name] = value
+
+    return in_part(change)
+
+
+def short(header: dict[str, Any]) -> None:
+    """A slice without elements, whose bytes belong to another tensor."""
+    header["other"] = dict(header[NAME])
+    header[NAME] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header["__metadata__"] |= {"other": header["__metadata__"][NAME], NAME: ""}
+
+
+def extra(text: bytes) -> Callable[[Path], None]:
+    """Another text in the place of what a rank gave besides the state, with a right checksum."""
+
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        end = max(x["data_offsets"][1] for k, x in header.items() if k != "__metadata__")
+        header["other"] = header.pop("$extra")
+        header["__metadata__"]["other"] = header["__metadata__"]["$extra"]
+        facts = {"dtype": "U8", "shape": [len(text)], "data_offsets": [end, end + len(text)]}
+        header["$extra"] = facts
+        header["__metadata__"]["$extra"] = f"{zlib.crc32(text):08x}"
+        return header
+
+    return in_part(change, text)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # endless zeros
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+Bad = tuple[Callable[[Path], Any], type[CheckpointError], str]
+FORMAT, SECURITY, CORRUPT = CheckpointFormatError, CheckpointSecurityError, CheckpointCorrupt
+MANIFEST = "MANIFEST.json"
+CASES: dict[str, Bad] = {
+    "no JSON": (raw(b"{nope"), FORMAT, "is no manifest"),
+    "another object": (raw(b'{"format":"other"}'), FORMAT, "is no manifest: format 'other'"),
+    "a list": (raw(b"{[]"), FORMAT, "is no manifest"),
+    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FORMAT, "is no manifest"),
+    "deep values": (
+        in_text(b"['epoch']\":3", b"['epoch']\":" + b"[" * 900 + b"]" * 900),
+        CheckpointError,
+        "",
+    ),
+    "no text": (raw(b"{\xff\xfe"), FORMAT, "is no manifest"),
+    "more than 64 MB": (
+        lambda folder: os.truncate(folder / STEP / MANIFEST, 65 * 2**20),
+        FORMAT,
+        "limits",
+    ),
+    "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), FORMAT, "is damaged"),
+    "unknown version": (put("version", [2, 0]), FORMAT, "has version 2, known here is 1"),
+    "NaN": (in_text(b"['epoch']\":3", b"['epoch']\":NaN"), FORMAT, "NaN is not a number"),
+    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), FORMAT, "'step' is there twice"),
+    "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FORMAT, "is no manifest"),
+    "another step": (put("step", 7), FORMAT, "holds step 7"),
+    "negative step": (put("step", -1), FORMAT, "does not fit together"),
+    "out of the folder": (put("writers", 0, 0, "../x"), SECURITY, "'../x', which is not opened"),
+    "absolute": (put("writers", 0, 0, "/etc/passwd"), SECURITY, "which is not opened"),
+    "nul": (put("writers", 0, 0, "a\0b"), SECURITY, "which is not opened"),
+    "half a character": (put("writers", 0, 0, "\ud800"), SECURITY, "which is not opened"),
+    "the folder": (put("writers", 0, 0, "."), SECURITY, "which is not opened"),
+    "long name": (put("writers", 0, 0, "x" * 5000), FORMAT, "does not fit together"),
+    "the manifest as a file": (put("writers", 0, 0, MANIFEST), CORRUPT, "and had"),
+    "a link": (
+        instead(PART, lambda path: path.symlink_to("/etc/passwd")),
+        SECURITY,
+        "is not opened: it is no regular file",
+    ),
+    "a FIFO": (instead(PART, os.mkfifo), SECURITY, "is no regular file"),
+    "a device": (instead(PART, device), SECURITY, "is no regular file"),
+    "a folder": (instead(PART, os.mkdir), SECURITY, "is no regular file"),
+    "a link as manifest": (
+        instead(MANIFEST, lambda path: path.symlink_to("/etc/passwd")),
+        SECURITY,
+        "is not opened",
+    ),
+    "a FIFO as manifest": (instead(MANIFEST, os.mkfifo), SECURITY, "is not opened"),
+    "a link as folder": (
+        lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
+        SECURITY,
+        "it is a symbolic link",
+    ),
+    "cell out of range": (put("writers", 0, 3, 0, [5, 0]), FORMAT, "cells of 1 times 1 ranks"),
+    "negative cell": (put("writers", 0, 3, 0, [-1, 0]), FORMAT, "does not fit together"),
+    "no cells": (put("writers", 0, 3, []), FORMAT, "has not a cell"),
+    "no writers": (put("writers", []), FORMAT, "cells of 1 times 1 ranks"),
+    "twice a file": (
+        lambda folder: change_manifest(folder, lambda b: b["writers"].append(b["writers"][0])),
+        FORMAT,
+        "a file is there twice",
+    ),
+    "huge homes": (put("homes", 0, [2**40, 2**20]), FORMAT, "cells of"),
+    "no lines": (put("lines", []), FORMAT, "does not fit together"),
+    "huge line": (put("lines", -1, [2**60, 2**60, 1, 0]), FORMAT, "the last line"),
+    "huge cells": (put("lines", 0, 1, 2**50), FORMAT, "does not fit together"),
+    "line of nobody": (put("lines", 0, 3, 9), FORMAT, "is of unknown groups"),
+    "no parts": (put("lines", 0, 1, 0), FORMAT, "does not fit together"),
+    "many sizes": (put("tensors", 0, 2, [2**61] * 100_000), FORMAT, "at most 64 sizes"),
+    "overflow": (put("tensors", 0, 2, [2**40, 2**40]), FORMAT, "overflows"),
+    "negative size": (put("tensors", 0, 2, [-6]), FORMAT, "sizes"),
+    "beyond its line": (put("tensors", 0, 4, 2**50), FORMAT, "does not lie on its line"),
+    "dtype of a module": (put("tensors", 0, 1, "_dynamo"), FORMAT, "is of '_dynamo'"),
+    "unreadable dtype": (put("tensors", 0, 1, "complex64"), FORMAT, "is of 'complex64'"),
+    "half a character in a name": (put("tensors", 0, 0, "\ud800"), FORMAT, "does not fit"),
+    "a tensor in the numbers": (
+        put("values", "['epoch']", {"$tensor": "x"}),
+        FORMAT,
+        "does not fit together",
+    ),
+    "replicas": (put("replicas", "other"), FORMAT, "replicas 'other'"),
+    "another name": (put("tensors", 0, 0, "['w']['v']"), CheckpointError, "['w']['v']"),
+    "negative bytes": (put("writers", 0, 1, -1), FORMAT, "does not fit together"),
+    "huge bytes": (put("writers", 0, 1, 2**61), CORRUPT, "and had"),
+    "checksum missing": (sums(NAME, None), CORRUPT, f"{NAME}: its checksums are missing"),
+    "checksum empty": (sums(NAME, ""), CORRUPT, f"{NAME}: its checksums are missing"),
+    "checksum long": (sums(NAME, "0" * 16), CORRUPT, f"{NAME}: its checksums are missing"),
+    "checksum wrong": (sums(NAME, "0" * 8), CORRUPT, "are not those that were saved"),
+    "no checksums": (
+        in_part(lambda header: header.pop("__metadata__") and None),
+        CORRUPT,
+        "its checksums are missing",
+    ),
+    "short slice": (in_part(short), CORRUPT, NAME),
+    "overlap": (in_part(lambda h: h[NAME].update(data_offsets=[0, 24])), FORMAT, ""),
+    "huge shape": (in_part(lambda h: h[NAME].update(shape=[2**50])), FORMAT, "does not fit"),
+    "other dtype": (in_part(lambda h: h[NAME].update(dtype="I32")), CORRUPT, NAME),
+    "unknown dtype": (in_part(lambda h: h[NAME].update(dtype="C64")), FORMAT, "no dtype"),
+    "more bytes": (in_part(lambda h: None, b"x" * 9), FORMAT, "9 bytes follow"),
+    "a list as header": (in_part(lambda h: [1]), FORMAT, "its header is a list"),
+    "extra is no JSON": (extra(b"{nope"), FORMAT, "$extra"),
+    "extra without its tensor": (extra(b'{"$tensor":"no"}'), FORMAT, "$extra"),
+    "extra of wrong types": (extra(b'{"$tuple":3}'), FORMAT, "$extra"),
+    "extra of a list": (extra(b'{"$tensor":[]}'), FORMAT, "$extra"),
+    "extra is no text": (extra(b"\xff\xff"), FORMAT, "$extra"),
+    "deep extra": (extra(b"[" * 10**5), FORMAT, "$extra"),
+}
+# What `verify` does not see, as it compares files with checksums and knows no state.
+LOAD_ONLY = ["deep values", *(name for name in CASES if "extra" in name)]
+
+
+def look(case: str, folder: Path) -> list[str]:
+    """Load and verify a hostile checkpoint, in a process of its own."""
+    groups, texts = mf.make_groups(1), list[str]()
+    save(folder, groups)
+    checkpoint.load(folder, state(groups), groups)
+    checkpoint.verify(folder)
+    change, kind, _ = CASES[case]
+    change(folder)
+    watch, before = Watch(folder), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    verbs: list[Any] = [lambda: checkpoint.load(folder, state(groups), groups)]
+    verbs += [] if case in LOAD_ONLY else [lambda: checkpoint.verify(folder)]
+    for verb in verbs:
+        started, watch.on = time.process_time(), True
+        with pytest.raises(kind) as raised:
+            verb()
+        watch.on = False
+        assert time.process_time() - started < 5.0
+        assert str(folder) in str(raised.value)
+        assert len(str(raised.value)) < 3000
+        texts.append(str(raised.value).encode().decode())
+    assert not watch.seen
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown < GROWTH, grown
+    return texts
+
+
+def look_at_all(folder: Path, cases: list[str]) -> dict[str, str]:
+    """What is wrong with the errors of these cases."""
+    wrong = {}
+    for i, case in enumerate(cases):
+        try:
+            texts = look(case, folder / str(i))
+            fragment = CASES[case][2]
+            if not all(fragment in text for text in texts):
+                wrong[case] = f"{fragment!r} is not in {texts}"
+        except BaseException as error:
+            wrong[case] = f"{type(error).__name__}: {error}"[:600]
+    return wrong
+
+
+def test_what_is_hostile_is_refused_by_name(tmp_path: Path) -> None:
+    (wrong,) = pool.run_ranks(look_at_all, 1, tmp_path, list(CASES))
+    assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
+
+
+def rewrite_at_random(folder: Path, first: int, count: int) -> int:
+    """Replace something in a manifest or a header, with right digests, and load it."""
+    groups, watch, refused = mf.make_groups(1), Watch(folder), 0
+    save(folder, groups)
+    kept = {path: path.read_bytes() for path in (folder / STEP).iterdir()}
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        changed = change_manifest if rng.random() < 0.6 else change_part
+        verbs: list[Any] = [lambda: checkpoint.load(folder, state(groups), groups)]
+        verbs += [lambda: checkpoint.verify(folder)]
+        try:
+            changed(folder, lambda body: replace_in_json(rng, body))  # noqa: B023
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+            continue  # no JSON writer writes it, or it is no manifest any more
+        finally:
+            started, watch.on = time.process_time(), seed > first + 20
+        for verb in verbs:
+            try:
+                verb()
+            except CheckpointError as error:
+                refused += str(folder) in str(error)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {error!r}") from error
+        watch.on = False
+        assert not watch.seen, (seed, watch.seen)
+        assert time.process_time() - started < 5.0, seed
+        for path, data in kept.items():
+            path.write_bytes(data)
+    return refused
+
+
+@pytest.mark.parametrize(
+    "count", [150, pytest.param(6000, marks=[pytest.mark.thorough, pytest.mark.limit(500)])]
+)
+def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -> None:
+    (refused,) = pool.run_ranks(rewrite_at_random, 1, tmp_path, count, count, timeout_s=450.0)
+    assert refused > count / 2
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [
+        (lambda path: None, "is no folder"),
+        (lambda path: path.mkdir(), "no committed checkpoint"),
+        (lambda path: (path / ".tmp-step-00000001-ab").mkdir(parents=True), "it has: .tmp-step"),
+        (lambda path: path.write_text("x"), "is no folder"),
+        (lambda path: (path / "step-00000001").mkdir(parents=True), "it has: step-00000001"),
+        (lambda path: (path.mkdir(), (path / STEP).write_text("x")), "it has: step-00000001"),
+    ],
+)
+def test_where_no_step_is(tmp_path: Path, make: Callable[[Path], Any], seen: str) -> None:
+    path, groups = tmp_path / "jobs", mf.make_groups(1)
+    make(path)
+    assert (checkpoint.steps(path), checkpoint.latest(path)) == ([], None)
+    for verb in (checkpoint.verify, lambda p: checkpoint.load(p, state(groups), groups)):
+        with pytest.raises(CheckpointNotFound, match=seen) as raised:
+            verb(path)
+        assert str(path) in str(raised.value)
+
+
+def test_a_step_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    for step in (1, 2):
+        checkpoint.save(tmp_path, state(groups), groups, step=step)
+    (tmp_path / "step-00000002" / MANIFEST).unlink()
+    with pytest.raises(CheckpointFormatError, match=MANIFEST):
+        checkpoint.load(tmp_path, state(groups), groups)
+    found = checkpoint.load(tmp_path, state(groups), groups, on_corrupt="previous")
+    assert found.step == 1
+    checkpoint.save(tmp_path, state(groups), groups, step=3)
+    assert (tmp_path / "step-00000002" / PART).exists()  # nobody else may know that it was there
+
+
+def test_a_step_that_cannot_be_listed_is_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, plain = mf.make_groups(1), os.listdir
+    checkpoint.save(tmp_path, state(groups), groups, step=1)
+
+    def fail(path: Any = ".") -> list[str]:
+        if str(path).endswith(STEP):
+            raise OSError(5, "Input/output error")
+        return plain(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        assert checkpoint.steps(tmp_path) == [1]
+        checkpoint.save(tmp_path, state(groups), groups, step=2)
+    assert checkpoint.verify(tmp_path, 1).step == 1
+
+
+def test_what_no_reader_knows_is_not_written(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    for dtype in (torch.float8_e8m0fnu, torch.complex64):
+        with pytest.raises(mf.errors.LeafError, match=r"\['x'\]"):
+            checkpoint.save(tmp_path, {"x": torch.empty(4, dtype=dtype)}, groups, step=1)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_another_state_is_a_mismatch(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    save(tmp_path, groups)
+    with pytest.raises(CheckpointMismatch, match="plain"):
+        checkpoint.load(tmp_path, state(groups) | {"plain": torch.ones(6)}, groups)

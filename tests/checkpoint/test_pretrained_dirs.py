@@ -1,0 +1,435 @@
+"""`save_pretrained` writes what transformers reads, on any ranks, and all of it or nothing."""
+
+import errno
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, placed_as, random, same_bits
+from zoo_transformers import DECODER, GPT2, T5, transformers
+
+import mics_fn as mf
+from mics_fn.checkpoint import exported, pretrained, save_pretrained
+from mics_fn.lab.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2)]
+MODELS = {
+    "gpt2": (transformers.GPT2LMHeadModel, GPT2),
+    "llama": (transformers.LlamaForCausalLM, DECODER | {"tie_word_embeddings": False}),
+    "llama-tied": (transformers.LlamaForCausalLM, DECODER | {"tie_word_embeddings": True}),
+    "t5": (transformers.T5ForConditionalGeneration, T5),
+}
+ONE_FILE = 5_000_000_000
+
+
+def make(name: str) -> Any:
+    model_class, settings = MODELS[name]
+    return model_class(model_class.config_class(**settings))
+
+
+def save_model(layout: Layout, path: Path, name: str, **options: Any) -> None:
+    groups = groups_of(layout)
+    model, shards = mf.init_model(lambda: make(name), groups, seed=7)
+    config = getattr(model, "config")  # noqa: B009
+    save_pretrained(path, shards, groups, config=config, **options)
+
+
+def whole(name: str) -> Any:
+    torch.manual_seed(7)
+    return make(name)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in the files of a directory, read without this library."""
+    from safetensors import safe_open
+
+    found: list[str] = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found += opened.keys()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_file_bytes", [ONE_FILE, 6000])
+@pytest.mark.covering("name")
+def test_transformers_loads_it_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, layout: Layout, name: str, max_file_bytes: int
+):
+    path = tmp_path / "saved"
+    save = partial(save_model, max_file_bytes=max_file_bytes)
+    ranks(layout.world_size).run(save, layout, path, name)
+    want = whole(name)
+    found, info = type(want).from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    same_bits(found.state_dict(), want.state_dict())
+    want.save_pretrained(tmp_path / "theirs")
+    assert names_in(path) == names_in(tmp_path / "theirs")  # tied ones under the same name
+    assert sorted(os.listdir(tmp_path)) == ["saved", "theirs"]
+    files = sorted(path.glob("*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if max_file_bytes == ONE_FILE:
+        assert [file.name for file in files] == ["model.safetensors"]
+        assert not index.exists()
+        return
+    held = json.loads(index.read_text())
+    assert set(held["weight_map"].values()) == {file.name for file in files}
+    sizes = [x.nbytes for x in want.state_dict().values()]
+    written = sum(x.nbytes for x in want.parameters())  # tied ones once
+    assert len(files) >= max(2, -(-written // max(6000, *sizes)))
+    assert held["metadata"]["total_size"] == written
+    assert max(file.stat().st_size for file in files) <= max(6000, *sizes) + 2000
+
+
+def load_again(layout: Layout, path: Path) -> dict[str, Any]:
+    groups = groups_of(layout)
+    return mf.unshard(mf.load_shards(path, groups, like=make("gpt2")), groups)
+
+
+def test_load_shards_reads_it(ranks: Ranks, tmp_path: Path):
+    layout = LAYOUTS[1]
+    ranks(2).run(partial(save_model, max_file_bytes=6000), layout, tmp_path / "a", "gpt2")
+    want = dict(whole("gpt2").named_parameters(remove_duplicate=False))
+    for found in ranks(2).run(load_again, layout, tmp_path / "a"):
+        same_bits(found, {name: x.detach() for name, x in want.items()})
+
+
+def test_the_dtype_of_the_files_can_be_chosen(ranks: Ranks, tmp_path: Path):
+    save = partial(save_model, dtype=torch.bfloat16)
+    ranks(2).run(save, LAYOUTS[1], tmp_path / "a", "llama")
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a", dtype="auto")
+    assert found.dtype == torch.bfloat16
+    same_bits(found.state_dict(), whole("llama").bfloat16().state_dict())
+
+
+# Without transformers.
+
+
+def tree() -> dict[str, Any]:
+    shared = random(0, 5, 3)
+    return {
+        "z": shared,
+        "a": shared,
+        "h.10.w": random(1, 7, 5),
+        "h.2.w": random(2, 33, dtype=torch.bfloat16),
+        "scalar": random(3),
+        "empty": torch.zeros(0, 4),
+        "count": torch.tensor([5, -7]),
+        "mask": torch.tensor([True, False, True]),
+        "turned": random(4, 3, 4).t(),
+    }
+
+
+def save_tree(layout: Layout, path: Path, **options: Any) -> None:
+    groups = groups_of(layout)
+    values = mf.shard(tree(), groups, bucket_bytes=64, frozen=lambda path: "turned" in path)
+    save_pretrained(path, {**values, "buffer": torch.arange(8.0)[::2]}, groups, **options)
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("max_file_bytes", [1, 100, ONE_FILE])
+def test_every_kind_of_leaf_is_written_once(
+    ranks: Ranks, tmp_path: Path, layout: Layout, max_file_bytes: int
+):
+    save = partial(save_tree, max_file_bytes=max_file_bytes)
+    ranks(layout.world_size).run(save, layout, tmp_path / "new" / "a")
+    want = tree() | {"buffer": torch.arange(8.0)[::2]}
+    del want["a"]  # the same tensor as "z", which comes first
+    same_bits(read_all(tmp_path / "new" / "a"), want)
+
+
+def test_names_can_be_changed_and_left_out(ranks: Ranks, tmp_path: Path):
+    def rename(name: str) -> str | None:
+        return None if name in ("z", "buffer") else f"model.{name}"
+
+    with mf.make_groups(1) as groups:
+        shards = mf.shard(tree(), groups)
+        save_pretrained(tmp_path / "a", shards, groups, names=rename, config={"model_type": "a"})
+        want = {f"model.{name}": x for name, x in tree().items() if name != "z"}
+        same_bits(read_all(tmp_path / "a"), want)
+        assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"model_type": "a"}
+        with pytest.raises(mf.errors.TreeError, match="would both be 'x'"):
+            save_pretrained(tmp_path / "b", shards, groups, names=lambda name: "x")
+        with pytest.raises(mf.errors.TreeError, match="there is no leaf to write"):
+            save_pretrained(tmp_path / "b", shards, groups, names=lambda name: None)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def largest_parts(layout: Layout, path: Path) -> list[int]:
+    """Bytes that this rank held of the files of each round."""
+    held: list[int] = []
+    groups, plain = groups_of(layout), pretrained.rounds
+
+    def watched(*args: Any) -> Any:
+        before: dict[str, Any] = {}
+        for part in plain(*args):
+            assert not before  # those of the last round are gone
+            before = part.tensors
+            held.append(sum(x.nbytes for x in part.tensors.values()))
+            yield part
+
+    pretrained.rounds = watched
+    try:
+        shards = mf.shard({f"w{i}": random(i, 10, 10) for i in range(9)}, groups, bucket_bytes=900)
+        save_pretrained(path, shards, groups, max_file_bytes=1000)
+    finally:
+        pretrained.rounds = plain
+    return held
+
+
+def test_a_rank_holds_one_file_at_a_time(ranks: Ranks, tmp_path: Path):
+    found = ranks(4).run(largest_parts, LAYOUTS[3], tmp_path / "a")
+    assert found == [[800, 800, 800], [800, 800, 400], [0, 0, 0], [0, 0, 0]] or found == [
+        [800, 800, 400],
+        [800, 800, 0],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
+
+
+def of_replicas(layout: Layout, path: Path) -> None:
+    groups = groups_of(layout)
+    shards: Any = mf.shard({"w": torch.zeros(10), "v": torch.zeros(3)}, groups)
+    for leaf in shards.values():
+        leaf.data.add_(dist.get_rank() // 2)  # as between two synchronisations
+    save_pretrained(path, shards, groups, max_file_bytes=1)
+
+
+def test_the_values_are_those_of_the_first_replica(ranks: Ranks, tmp_path: Path):
+    ranks(4).run(of_replicas, LAYOUTS[3], tmp_path / "a")
+    same_bits(read_all(tmp_path / "a"), {"w": torch.zeros(10), "v": torch.zeros(3)})
+
+
+def placed(layout: Layout, folder: Path) -> None:
+    for scheme in ("zero2", "hpz"):
+        groups = placed_as(groups_of(layout), scheme)
+        save_pretrained(folder / scheme, mf.shard(tree(), groups, bucket_bytes=64), groups)
+
+
+def test_a_placement_changes_nothing(ranks: Ranks, tmp_path: Path):
+    ranks(4).run(placed, Layout((2, 2), 4), tmp_path)
+    want = {name: x for name, x in tree().items() if name != "a"}
+    for scheme in ("zero2", "hpz"):
+        same_bits(read_all(tmp_path / scheme), want)
+
+
+def elsewhere(layout: Layout, folders: dict[int, Path]) -> str:
+    before = os.getcwd()
+    os.chdir(folders[dist.get_rank()])
+    try:
+        return refused(layout, dict.fromkeys(folders, Path("a")))
+    finally:
+        os.chdir(before)
+
+
+def test_a_relative_path_means_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path):
+    folders = {rank: tmp_path / str(rank) for rank in range(2)}
+    for folder in folders.values():
+        folder.mkdir()
+    texts = set(ranks(2).run(elsewhere, LAYOUTS[1], folders))
+    assert len(texts) == 1
+    assert "first difference: path" in texts.pop()
+    assert set(ranks(2).run(elsewhere, LAYOUTS[1], {0: tmp_path, 1: tmp_path})) == {""}
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "a"]
+
+
+# Mistakes and faults: the same error on all ranks, and nothing is left.
+
+
+def refused(layout: Layout, paths: dict[int, Path], **options: Any) -> str:
+    try:
+        save_tree(layout, paths[dist.get_rank()], **options)
+    except mf.MicsError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_what_is_there_is_not_overwritten(ranks: Ranks, tmp_path: Path):
+    full, file, empty = tmp_path / "full", tmp_path / "file", tmp_path / "empty"
+    full.mkdir()
+    empty.mkdir()
+    (full / "note").write_text("mine")
+    file.write_text("mine")
+    for path, what in ((full, "a directory that is not empty"), (file, "a file")):
+        (text,) = set(ranks(2).run(refused, LAYOUTS[1], {0: path, 1: path}))
+        assert text.startswith(f"FileError save_pretrained: {path} is {what}\n")
+        assert "nothing is overwritten" in text
+    assert (full / "note").read_text() == file.read_text() == "mine"
+    assert set(ranks(2).run(refused, LAYOUTS[1], {0: empty, 1: empty})) == {""}
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "full"]
+
+
+def on_full_disk(layout: Layout, path: Path, rank: int) -> str:
+    """Save while the disk of one rank is full."""
+    plain = pretrained._library
+
+    def limited(tensors: Any, file: Path, **kwargs: Any) -> None:
+        if dist.get_rank() == rank:
+            file.write_bytes(b"a part")
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        plain()(tensors, file, **kwargs)
+
+    pretrained._library = lambda: limited
+    try:
+        return refused(layout, dict.fromkeys(range(4), path), max_file_bytes=100)
+    finally:
+        pretrained._library = plain
+
+
+@pytest.mark.parametrize(("layout", "rank"), [(LAYOUTS[1], 0), (LAYOUTS[1], 1), (LAYOUTS[3], 1)])
+def test_a_full_disk_is_the_same_error_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, layout: Layout, rank: int
+):
+    path = tmp_path / "a"
+    (text,) = set(ranks(layout.world_size).run(on_full_disk, layout, path, rank))
+    assert text.startswith(f"FileError save_pretrained: {path} was not written\n  rank {rank}: ")
+    assert "No space left" in text
+    assert os.listdir(tmp_path) == []
+    ranks(layout.world_size).run(save_tree, layout, path)  # nothing is broken
+    assert "model.safetensors" in os.listdir(path)
+
+
+def test_what_a_file_system_refuses_is_named_and_removed(tmp_path: Path, monkeypatch: Any):
+    plain = pretrained._library()
+
+    def limited(*args: Any, **kwargs: Any) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            plain(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(pretrained, "_library", lambda: limited)
+    error = pytest.raises(mf.errors.FileError, match="rank 0: SafetensorError: .*File too large")
+    with mf.make_groups(1) as groups, error:
+        save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_keyboard_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: Any):
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrained, "_library", lambda: interrupted)
+    with mf.make_groups(1) as groups, pytest.raises(KeyboardInterrupt):
+        save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups)
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path):
+    before = os.umask(0o022)
+    try:
+        with mf.make_groups(1) as groups:
+            save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups, config={})
+    finally:
+        os.umask(before)
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "a").iterdir()}
+    assert modes == {"config.json": "0o644", "model.safetensors": "0o644"}
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_path_that_cannot_be_made_is_named_on_all_ranks(ranks: Ranks, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "a"
+    (text,) = set(ranks(2).run(refused, LAYOUTS[1], {0: path, 1: path}))
+    assert text.startswith(f"FileError save_pretrained: {path} was not written\n  rank 0: ")
+
+
+def differing(layout: Layout, path: Path, what: str) -> str:
+    rank = dist.get_rank()
+    options: dict[str, Any] = {
+        "names": {"names": lambda name: f"{name}{rank}"},
+        "file": {"max_file_bytes": 100 + rank},
+        "config": {"config": torch.nn.Linear(1, 1) if rank else None},
+    }[what]
+    return refused(layout, dict.fromkeys(range(2), path), **options)
+
+
+def test_ranks_that_differ_are_told(ranks: Ranks, tmp_path: Path):
+    texts = ranks(2).run(refused, LAYOUTS[1], {0: tmp_path / "a", 1: tmp_path / "b"})
+    for what in ("names", "file"):
+        texts += ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", what)
+    assert [text.partition("\n")[0] for text in texts] == [
+        *["DesyncError save_pretrained: ranks differ"] * 2,
+        *["DesyncError save_pretrained: ranks disagree on the tree"] * 2,
+        *["DesyncError save_pretrained: ranks differ"] * 2,
+    ]
+    ours, theirs = ranks(2).run(differing, LAYOUTS[1], tmp_path / "c", "config")
+    assert theirs.startswith("LeafError save_pretrained: config is Linear")
+    assert "rank 1: LeafError: save_pretrained: config is Linear" in ours
+    assert os.listdir(tmp_path) == []
+
+
+def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path, monkeypatch: Any):
+    path = tmp_path / "a"
+    with mf.make_groups(1) as groups:
+        shards = mf.shard(tree(), groups)
+        with pytest.raises(mf.errors.TreeError, match="params are not shards by name"):
+            save_pretrained(path, {"h": shards}, groups)
+        with pytest.raises(mf.errors.PlanError, match="max_file_bytes=0, expected"):
+            save_pretrained(path, shards, groups, max_file_bytes=0)
+        with pytest.raises(mf.errors.GroupsError, match="groups is Hierarchy"):
+            save_pretrained(path, shards, groups.hierarchy)
+        with pytest.raises(mf.errors.GroupsError, match="groups is None"):
+            save_pretrained(path, shards, None)
+        with pytest.raises(mf.errors.LeafError, match="cannot be used inside torch.func"):
+            torch.func.grad(lambda x: save_pretrained(path, {"x": x}, groups))(torch.ones(()))
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+        with pytest.raises(mf.MicsError, match=r'pip install "mics_fn\[checkpoint\]"'):
+            save_pretrained(path, shards, groups)
+    with pytest.raises(mf.errors.GroupsError):
+        save_pretrained(path, shards, groups)
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: Any):
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_sync(opened: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{opened}")))
+        fsync(opened)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        events.append(("rename", str(self)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    with mf.make_groups(1) as groups:
+        shards = mf.shard(tree(), groups)
+        save_pretrained(tmp_path / "a", shards, groups, config={}, max_file_bytes=100)
+    at = next(i for i, (what, _) in enumerate(events) if what == "rename")
+    folder = events[at][1]
+    synced = [path for what, path in events[:at] if what == "sync"]
+    assert synced[-1] == folder
+    assert synced[-2] == f"{folder}/model.safetensors.index.json"
+    assert {Path(path).name for path in synced[:-1]} == set(os.listdir(tmp_path / "a"))
+    assert events[at + 1 :] == [("sync", str(tmp_path))]
+
+
+def test_files_are_packed_up_to_their_limit():
+    leaves = [exported.Saved(f"{n}", "", (n,), torch.uint8, 0) for n in (3, 4, 3, 20, 1)]
+    files = exported.in_files("test", leaves, 10)
+    assert [[leaf.nbytes for leaf in file] for file in files] == [[3, 4, 3], [20], [1]]

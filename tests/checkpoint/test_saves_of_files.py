@@ -1,0 +1,217 @@
+"""A save of a state in files has the bits of its instant, while steps go on in the same files.
+
+The twin takes the same steps without a save, all of it in memory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import Layout, groups_of, random, same_bits
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import checkpoint, offload, tree
+from mics_fn.checkpoint import snapshot
+from mics_fn.errors import CheckpointError, OffloadError, PlanError
+from mics_fn.offload import is_stored
+from mics_fn.optim.flat import by_leaf
+
+ADAMW = mf.optim.adamw(1e-2)
+SIZES = {"a": (301, 23), "b": (40, 33), "norm": (50,)}
+PLACES = [
+    "states=disk:{}",
+    "states=disk:{}, params=disk:{}",
+    "params=disk:{}; *norm*: states=disk:{}",
+]
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    return {k: random(seed + i, *size) for i, (k, size) in enumerate(SIZES.items())}
+
+
+def stepped(state: Any, groups: mf.Groups, seed: int, *, donate: bool = True) -> Any:
+    grads = mf.reduce_grads(values(seed), groups, like=state.params)
+    return mf.opt_step(state, grads, donate=donate)
+
+
+def copy_of(state: Any) -> Any:
+    return tree.map_leaves(lambda x: x + 0, (state.params, by_leaf(state.opt)))
+
+
+def files_in(state: Any) -> list[Any]:
+    """The scratch files of a state."""
+    found = [x for x in tree.flatten((state.params, by_leaf(state.opt)))[0] if is_stored(x)]
+    return list({id(x.extent.scratch): x.extent.scratch for x in found}.values())
+
+
+def paused(go: threading.Event) -> Any:
+    """A block in which saves read files only once they may."""
+    real = snapshot.mapped
+
+    def mapped(x: Any) -> Tensor:
+        assert go.wait(60)
+        return real(x)
+
+    return mock.patch.object(snapshot, "mapped", mapped)
+
+
+def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:
+    groups = groups_of(layout)
+    where = mf.where(place.replace("{}", f"{folder}/scratch"), host_bytes=2**20)
+
+    def made(where: Any) -> Any:
+        shards = mf.shard(values(0), groups, bucket_bytes=10_000)
+        return mf.move(mf.init_state(shards, ADAMW), where)
+
+    twin, state = stepped(made(""), groups, 5), stepped(made(where), groups, 5)
+    (scratch, *_) = files_in(state)
+    before = [file.nbytes for file in files_in(state)]
+    at_once, go = copy_of(state), threading.Event()
+    with paused(go):
+        pending = checkpoint.start_save(f"{folder}/saved", state, groups, step=1)
+        for seed in (9, 13, 17):  # in parts of their own, and then in place in these
+            twin = stepped(twin, groups, seed)
+            state = stepped(state, groups, seed, donate=donate)
+            same_bits(copy_of(state), copy_of(twin))
+        assert scratch.nbytes > before[0]
+        go.set()
+        pending.wait()
+    loaded = checkpoint.load(f"{folder}/saved", made(where), groups).state
+    same_bits(copy_of(loaded), at_once)
+    del loaded, pending
+    state, twin = stepped(state, groups, 21, donate=True), stepped(twin, groups, 21)
+    assert [file.nbytes for file in files_in(state)] == before, "what was held is free again"
+    same_bits(copy_of(state), copy_of(twin))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2)], ids=str)
+def test_a_save_has_the_bits_of_its_instant(ranks, tmp_path, layout, place, donate):
+    ranks(layout.world_size).run(saved, layout, place, f"{tmp_path}", donate)
+
+
+def damaged(layout: Layout, folder: str) -> str:
+    """Others write into the file of rank 1 before it is saved; what this rank heard."""
+    groups = groups_of(layout)
+    own = f"{folder}/{groups.position}"
+    shards = mf.shard(values(0), groups, bucket_bytes=10_000, where=f"params=disk:{own}")
+    go = threading.Event()
+    with paused(go):
+        pending = checkpoint.start_save(f"{folder}/saved", {"params": shards}, groups, step=1)
+        if groups.position == 1:
+            (file,) = Path(own).glob("*.scratch")
+            with open(file, "r+b") as other:
+                other.seek(4096)
+                other.write(b"others")
+        go.set()
+        with pytest.raises(CheckpointError, match="not those that were written there") as caught:
+            pending.wait()
+    assert checkpoint.latest(f"{folder}/saved") is None
+    assert not any(offload.is_held(x.data) for x in shards.values())
+    return str(caught.value)
+
+
+def test_values_that_others_changed_are_not_saved(ranks, tmp_path):
+    told, raised = ranks(2).run(damaged, Layout((2,), 2), f"{tmp_path}")
+    assert told == raised
+    assert f"{tmp_path}/1" in raised
+    assert "['a']" in raised
+
+
+def test_what_is_held_is_not_overwritten(tmp_path):
+    x = offload.store(torch.arange(5.0), offload.Scratch(tmp_path), "['w']")
+    hold, other = offload.Hold([x, torch.ones(2)]), offload.Hold([x])
+    with pytest.raises(PlanError, match=r"\['w'\].*is read by a save"):
+        offload.renewed([x])
+    with pytest.raises(OffloadError, match=r"(?s)is read by a save.*\['w'\]"):
+        list(offload.stream([offload.Block([x], [x])]))
+    hold.release()
+    assert offload.is_held(x)
+    del other  # as if the save had never begun
+    assert not offload.is_held(x)
+    assert torch.equal(offload.read(x), torch.arange(5.0))
+    (new,) = offload.renewed([x])
+    assert torch.equal(offload.read(new), torch.arange(5.0))
+
+
+PROGRAM = """
+import json, resource, sys, threading
+
+import torch
+
+import mics_fn as mf
+from mics_fn import checkpoint, offload, optim
+
+SIZE, LAYERS = 1024, 6
+STATES = 2 * 4 * SIZE * SIZE * LAYERS
+folder, kind = sys.argv[1], sys.argv[2]
+torch.set_num_threads(1)
+threading.stack_size(2**19)  # stacks of threads count as memory
+
+
+def data_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmData"))
+
+
+def trained(size, where, limit):
+    made = {f"w{i}": torch.full((size, size), i + 1.0) for i in range(LAYERS)}
+    params = mf.shard(made, groups, bucket_bytes=2**22)
+    state = mf.init_state(params, optim.adamw(1e-2), where=where)
+    grads = {name: x / 8 for name, x in made.items()}
+    step = lambda s: mf.opt_step(s, mf.reduce_grads(grads, groups, like=s.params), donate=True)
+    state = step(state)
+    found = []
+    if limit:
+        # Beside what is there, a copy of the parameters fits, and a quarter of the states.
+        room = data_bytes() + STATES // 2 + STATES // 4
+        resource.setrlimit(resource.RLIMIT_DATA, (room, room))
+    for number in (1, 2):
+        pending = checkpoint.start_save(f"{folder}/{size}", state, groups, step=number)
+        state = step(step(state))
+        pending.wait()
+        found.append(float(mf.get(state, "opt.moments['exp_avg']['w0']", groups).sum()))
+    return found
+
+
+groups = mf.make_groups(1)
+where = offload.where(f"states=disk:{folder}/scratch", host_bytes=2**21)
+trained(8, where, False)  # what torch imports and keeps for itself
+try:
+    found = trained(SIZE, "" if kind == "memory" else where, kind != "free")
+except (RuntimeError, MemoryError, mf.MicsError) as error:
+    found = "memory" if "memory" in f"{error} {type(error).__name__}".lower() else f"{error}"
+print(json.dumps(found))
+"""
+
+
+def run(folder: Path, kind: str) -> object:
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    # What is freed goes back to the system at once.
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, str(script), str(folder / kind), kind]
+    options = {"capture_output": True, "text": True, "timeout": 100}
+    found = subprocess.run(command, env={**os.environ, **allocator}, **options)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+@pytest.mark.thorough
+def test_states_that_exceed_the_memory_are_saved_while_steps_go_on(tmp_path):
+    """A copy of the states is four times what is left of the limit, and in memory it is hit."""
+    free = run(tmp_path, "free")
+    assert isinstance(free, list)
+    assert run(tmp_path, "disk") == free
+    assert run(tmp_path, "memory") == "memory"

@@ -1,0 +1,65 @@
+"""A snapshot has what was there when it was taken, however the tensors lie in memory."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import checkpoint
+from mics_fn.checkpoint import snapshot
+from mics_fn.checkpoint.snapshot import Snapshot
+
+
+def tensors() -> dict[str, Tensor]:
+    """Tensors that adjoin, that lie apart, that overlap, and that are no plain memory."""
+    flat, other, grid = torch.arange(100.0), torch.arange(100.0, 200.0), torch.arange(24.0)
+    pairs = torch.complex(flat, flat + 1)
+    found = {"third": flat[30:40], "first": flat[:10], "second": flat[10:30]}
+    found |= {"apart": flat[41:60], "none": flat[60:60], "behind none": flat[60:61]}
+    found |= {"over": flat[5:15], "again": flat[:10], "last": flat[61:].view(3, 13)}
+    found |= {"others": other[:50], "as bytes": other[50:60].view(torch.uint8), "end": other[60:]}
+    found |= {"columns": grid[:12].view(3, 4).T, "beside columns": grid[12:]}
+    found |= {"negative": pairs.conj()[:1].imag, "halves": flat[::2], "scalar": torch.tensor(3.0)}
+    found |= {"beside negative": torch.view_as_real(pairs).view(-1)[2:10]}
+    found |= {"half": torch.arange(7.0).bfloat16(), "flags": torch.tensor([True, False])}
+    return found | {"grad": torch.ones(3, requires_grad=True), "empty": torch.empty(0, 3)}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_copy_is_equal_and_stays(backwards: bool) -> None:
+    given, snap = tensors(), Snapshot()
+    if backwards:
+        given = dict(reversed(given.items()))
+    for _ in range(2):  # the second time in memory that is there
+        kept = {name: x.detach().clone() for name, x in given.items()}
+        block = snap.copied(given)
+        for x in given.values():
+            with torch.no_grad():
+                x.copy_(torch.ones_like(x))
+        with block as copies:
+            assert list(copies) == list(given)
+            for name, x in copies.items():
+                assert x.dtype == kept[name].dtype
+                assert x.shape == kept[name].shape
+                assert torch.equal(x, kept[name]), name
+                assert not x.is_neg()
+                assert x.is_contiguous()
+        given = tensors()
+    with Snapshot().copied({}) as copies:
+        assert copies == {}
+
+
+def test_a_bucket_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: str) -> None:
+    groups, counts, plain = mf.make_groups(1), list[int](), snapshot._torch.foreach_copy
+    params = mf.shard({f"h.{i}": torch.full((100,), float(i)) for i in range(64)}, groups)
+
+    def counted(copies: list[Tensor], given: list[Tensor], **how: bool) -> None:
+        counts.append(len(copies))
+        plain(copies, given, **how)
+
+    monkeypatch.setattr(snapshot._torch, "foreach_copy", counted)
+    checkpoint.start_save(tmp_path, params, groups, step=1).wait()
+    assert counts == [2], "the bucket, and what ranks give besides"
+    monkeypatch.undo()
+    found = checkpoint.load(tmp_path, params, groups).state
+    assert all(torch.equal(found[name].data, params[name].data) for name in params)

@@ -1,0 +1,87 @@
+"""One checksum of many blocks says what those of all of them say, and readers take turns."""
+
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mics_fn as mf
+from mics_fn import checkpoint
+from mics_fn.checkpoint.sums import BLOCK, block_sums, joined, sums_of
+from mics_fn.errors import CheckpointCorrupt
+from mics_fn.init.reading import File
+
+
+def test_the_checksum_of_many_blocks_follows_from_theirs() -> None:
+    random = torch.Generator().manual_seed(0)
+    for nbytes in (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 9 * BLOCK + 4321):
+        x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
+        assert joined(block_sums(x), nbytes) == zlib.crc32(bytes(x.tolist()))
+
+
+@settings(max_examples=15)
+@given(numbers=st.lists(st.integers(0, 255), min_size=2, max_size=9), rest=st.integers(1, BLOCK))
+def test_any_blocks_join(numbers: list[int], rest: int) -> None:
+    data = b"".join(bytes([x]) * BLOCK for x in numbers)[: (len(numbers) - 1) * BLOCK + rest]
+    sums = sums_of(memoryview(data))
+    assert joined(sums, len(data)) == zlib.crc32(data)
+    for i in range(len(numbers)):  # a wrong checksum of any block is one of all
+        wrong = f"{int(sums[8 * i : 8 * i + 8], 16) ^ 1 << numbers[i] % 32:08x}"
+        assert joined(sums[: 8 * i] + wrong + sums[8 * i + 8 :], len(data)) != zlib.crc32(data)
+
+
+@pytest.mark.parametrize("sums", ["", "0" * 7, "0" * 8, "0" * 24, "z" * 16, "0 " * 8, "é" * 16])
+def test_what_is_no_checksum_for_each_block_is_refused(sums: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        joined(sums, BLOCK + 1)
+
+
+def test_damage_anywhere_in_what_is_read_at_once_is_found(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    shards = mf.shard({"a": torch.arange(1.1 * 2**20), "b": torch.arange(9000.0)}, groups)
+    file = checkpoint.save(tmp_path, shards, groups, step=0) / "rank-00000.safetensors"
+    plain = file.read_bytes()
+    begin = 8 + int.from_bytes(plain[:8], "little")
+    swapped = bytearray(plain)
+    swapped[begin : begin + 2 * BLOCK] = (
+        plain[begin + BLOCK : begin + 2 * BLOCK] + plain[begin : begin + BLOCK]
+    )
+    cases = [bytes(swapped)]
+    for at in (begin, begin + BLOCK, begin + 4 * 2**20 - 1, begin + 4 * 2**20, len(plain) - 1):
+        cases.append(plain[:at] + bytes([plain[at] ^ 16]) + plain[at + 1 :])
+    for case in cases:
+        file.write_bytes(case)
+        with pytest.raises(CheckpointCorrupt, match="its values are not those that were saved"):
+            checkpoint.load(tmp_path, shards, groups)
+        with pytest.raises(CheckpointCorrupt, match="its values are not those that were saved"):
+            checkpoint.verify(tmp_path)
+    file.write_bytes(plain)
+    found = checkpoint.load(tmp_path, mf.shard(mf.gather(shards, groups), groups), groups).state
+    assert all(torch.equal(found[name].data, shards[name].data) for name in shards)
+
+
+def test_threads_read_a_file_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, turn = mf.make_groups(1), threading.Lock()
+    params = mf.shard({f"h.{i}": torch.full((BLOCK,), float(i)) for i in range(8)}, groups)
+    checkpoint.save(tmp_path, params, groups, step=0)
+    plain, names = File.read_into, []
+
+    def read_alone(self: File, rest: memoryview, offset: int, leaf: str = "") -> None:
+        assert turn.acquire(blocking=False), "another thread reads this file"
+        time.sleep(0.002)
+        names.append(leaf)
+        plain(self, rest, offset, leaf)
+        turn.release()
+
+    monkeypatch.setattr(File, "read_into", read_alone)
+    like = mf.shard({name: torch.zeros(BLOCK) for name in params}, groups)
+    found = checkpoint.load(tmp_path, like, groups).state
+    assert all(bool((found[f"h.{i}"].data == i).all()) for i in range(8))
+    assert sum("h." in name for name in names) == 8

@@ -1,0 +1,366 @@
+"""Codecs: each byte and each value against a slow twin in plain Python numbers."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import grad, vmap
+
+from mics_fn.collectives import Codec, fused, pieces
+from mics_fn.errors import LeafError, PlanError
+
+LARGEST = float(torch.finfo(torch.float32).max)
+NAMES = ("int8", "int4", "fp8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FORMS = [(name, block) for name in NAMES for block in (2, 6, 64, None)]
+codecs = st.sampled_from([Codec(*form) for form in FORMS])
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+rows = st.lists(floats | st.sampled_from([0.0, -0.0, LARGEST, -LARGEST, 1e-45]), max_size=200)
+
+
+# The twin: one number at a time, in float64, where all of these quotients and products are exact
+# or nearly so
+
+
+def bfloat16(x: float) -> float:
+    """The nearest bfloat16, of a tie the even one, from the bits of a float32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", x))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return struct.unpack("<f", struct.pack("<I", bits >> 16 << 16))[0]
+
+
+def scale_of(codec: Codec, block: Sequence[float]) -> float:
+    top = {"int8": 127, "int4": 7, "fp8": 448}[codec.name]
+    return bfloat16(max(2.0**-126, max(map(abs, block)) / top))
+
+
+def float8s() -> list[float]:
+    """All that e4m3 has from 0 up, from its definition."""
+    small = [m / 8 * 2.0**-6 for m in range(8)]
+    large = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+    return [*small, *large][:-1]  # the last one is NaN
+
+
+def bound(codec: Codec, x: float, scale: float) -> float:
+    """How far a decoded value may be from what was coded, as the docstring of `Codec` says."""
+    if codec.name == "fp8":
+        return max(abs(x) / 16, scale * 2.0**-10) * (1 + 2.0**-20)
+    return scale * (0.5 + 2.0**-15)
+
+
+def blocks_of(codec: Codec, row: Sequence[float]) -> list[list[float]]:
+    assert codec.block
+    return [list(row[i : i + codec.block]) for i in range(0, len(row), codec.block)]
+
+
+def decoded_by_hand(codec: Codec, codes: bytes, n: int) -> list[float]:
+    """From the description of the bytes alone."""
+    assert codec.block
+    taken = (n + 1) // 2 if codec.name == "int4" else n
+    start = taken + taken % 2
+    values = []
+    for i in range(n):
+        at = start + 2 * (i // codec.block)
+        (scale,) = struct.unpack("<f", b"\0\0" + codes[at : at + 2])
+        if codec.name == "int4":
+            code = (codes[i // 2] >> 4 * (i % 2) & 15) - 8
+        elif codec.name == "int8":
+            code = codes[i] - 256 * (codes[i] > 127)
+        else:
+            code = math.copysign(float8s()[codes[i] & 127], 0.5 - (codes[i] > 127))
+        values.append(code * scale)
+    return values
+
+
+def as_tensor(row: Sequence[float]) -> Tensor:
+    return torch.tensor(row, dtype=torch.float32)
+
+
+def decode(codec: Codec, codes: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return codec.decode(codes, n, dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, but any NaN equals any other."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
+
+
+def test_the_largest_and_the_least_of_float8():
+    assert (float8s()[-1], float8s()[1]) == (448, 2.0**-9)
+
+
+@settings(max_examples=60)
+@given(codecs, rows)
+def test_what_is_decoded_is_as_near_as_promised_and_codes_stay(codec: Codec, row: list[float]):
+    n, codes = len(row), codec.encode(as_tensor(row))
+    assert codes.shape == (codec.nbytes(n),)
+    found = decode(codec, codes, n)
+    assert found.tolist() == decoded_by_hand(codec, bytes(codes.tolist()), n)
+    for i, block in enumerate(blocks_of(codec, row)):
+        scale = scale_of(codec, block)
+        begin = i * (codec.block or 0)
+        for x, y in zip(block, found[begin : begin + len(block)].tolist(), strict=True):
+            assert abs(x - y) <= bound(codec, x, scale), (x, y, scale)
+            assert y == 0 or x != 0
+    assert torch.equal(codec.encode(found), codes)
+
+
+@settings(max_examples=40)
+@given(codecs, rows, st.data())
+def test_a_block_that_is_not_finite_is_nan_and_no_other_notices(codec, row, data):
+    if not row:
+        return
+    place = data.draw(st.integers(0, len(row) - 1))
+    clean = decode(codec, codec.encode(as_tensor(row)), len(row))
+    row[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    codes = codec.encode(as_tensor(row))
+    found = decode(codec, codes, len(row))
+    size = codec.block
+    first = place // size * size
+    assert found[first : first + size].isnan().all()
+    clean[first : first + size] = math.nan
+    assert same(found, clean)
+    assert torch.equal(codec.encode(found), codes)
+    for dtype in DTYPES:
+        assert decode(codec, codes, len(row), dtype)[first : first + size].isnan().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rounding_of_a_scale_leaves_the_largest_value_its_code(name: str):
+    """See [Note: no clamp]: the ends of all intervals that round to one bfloat16, at all powers."""
+    codec, top = Codec(name, 2), pieces.KINDS[name].top
+    mantissas = torch.arange(2**16, 2**17, dtype=torch.float64) / 2**16
+    powers = torch.tensor([-125, -124, -1, 0, 1, 15, 120], dtype=torch.float64)
+    largest = (mantissas * top).unsqueeze(1).mul(2.0**powers).flatten().to(torch.float32)
+    largest = largest[largest.isfinite()]
+    pairs = torch.stack([largest, torch.zeros_like(largest)], 1)
+    codes = codec.encode(pairs)
+    first = {"int8": 127, "int4": 15 + 8 * 16, "fp8": 126}[name]
+    assert codes[:, 0].unique().tolist() == [first]
+    assert torch.equal(codec.encode(decode(codec, codes, 2)), codes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_values_of_a_dtype_stay_finite(name: str, dtype: torch.dtype):
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([largest, -largest, largest * 0.996, 0], dtype=dtype)
+    codec = Codec(name)
+    codes = codec.encode(x)
+    assert decode(codec, codes, 4, dtype).isfinite().all()
+    if dtype == torch.float16:  # a sum in float32 has no room above the others
+        mean = codec.decode_mean([codes, codes], None, torch.empty(4, dtype=dtype))
+        assert mean.isfinite().all()
+
+
+def test_what_float16_cannot_hold_becomes_infinite_in_it():
+    codec = Codec("int8")
+    codes = codec.encode(torch.tensor([1e6, -1e6, 1.0]))
+    assert decode(codec, codes, 3, torch.float16).tolist() == [math.inf, -math.inf, 0]
+
+
+def test_float64_beyond_float32_makes_its_block_nan():
+    x = torch.tensor([1e39, 1.0, 2.0, 4.0], dtype=torch.float64)
+    found = decode(Codec("int8", 2), Codec("int8", 2).encode(x), 4)
+    assert found[:2].isnan().all()
+    assert (found[2:] - x[2:]).abs().max() <= bound(Codec("int8"), 4, scale_of(Codec("int8"), [4]))
+
+
+# Shapes: pieces, batches, strides
+
+
+SHAPES = [(1,), (5,), (0,), (0, 4), (4, 0), (3, 7), (2, 300), (2, 3, 1001), (300, 257), (2, 65541)]
+
+
+@pytest.mark.parametrize("form", [("int8", 256), ("int4", 64), ("int4", 2), ("fp8", 65536)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pieces_are_the_same_as_one_expression(form: tuple[str, int], shape: tuple[int, ...]):
+    codec, n = Codec(*form), shape[-1]
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        x = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
+        codes = codec.encode(x)
+        assert codes.shape == (*shape[:-1], codec.nbytes(n))
+        if not x.numel():
+            assert decode(codec, codes, n).shape == shape
+            continue
+        matrix = codes.view(-1, codec.nbytes(n))
+        twin = torch.full_like(matrix, 7)
+        fused.encode_rows(*form, x.view(-1, n), codec._split(twin, n))
+        assert torch.equal(twin, matrix)
+        for row, coded in list(zip(x.view(-1, n), matrix, strict=True))[:3]:
+            assert torch.equal(codec.encode(row), coded)
+        found, other = decode(codec, codes, n, dtype), torch.empty_like(x)
+        fused.decode_rows(*form, codec._split(matrix, n), other.view(-1, n))
+        assert torch.equal(found, other)
+
+
+def test_any_strides_are_read_and_out_is_filled_in_place():
+    codec, x = Codec("int4", 6), torch.randn(7, 13).t()
+    n, wide = 7, torch.zeros(13, 40, dtype=torch.uint8)
+    codes = codec.encode(x.contiguous())
+    into = wide[:, 4 : 4 + codec.nbytes(n)]
+    assert codec.encode(x, out=into) is into
+    assert torch.equal(into, codes)
+    assert not wide[:, :4].any()
+    assert not wide[:, 4 + len(codes[0]) :].any()
+    odd = torch.zeros(13, 41, dtype=torch.uint8)[:, 1 : 1 + codec.nbytes(n)].copy_(codes)
+    out = torch.empty(13, 9)[:, 1:8]
+    assert codec.decode(odd, n, torch.float32, out=out) is out
+    assert torch.equal(out, decode(codec, codes, n))
+    with pytest.raises(LeafError, match="odd byte"):
+        codec.encode(x, out=odd)
+    across = torch.empty(13, 2, n).transpose(0, 1)
+    with pytest.raises(LeafError, match="strides"):
+        codec.decode(codes.expand(2, -1, -1), n, torch.float32, out=across)
+
+
+# Means
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mean_adds_in_the_order_of_its_parts(name: str, dtype: torch.dtype):
+    codec, n = Codec(name, 6), 70_001
+    torch.manual_seed(0)
+    x, y, own = (torch.randn(2, n).to(dtype) for _ in range(3))
+    codes = codec.encode(x), codec.encode(y)
+    wide = torch.promote_types(dtype, torch.float32)
+    terms = [own, *(decode(codec, c, n) for c in codes)]
+    expected = (terms[0].to(wide) + terms[1].to(wide) + terms[2].to(wide)) / 3
+    for parts, first in (([*codes], own), ([own, *codes], None)):
+        out = torch.empty(2, n, dtype=dtype)
+        assert codec.decode_mean(parts, first, out) is out
+        assert torch.equal(out, expected.to(dtype))
+    other = torch.empty(2, n, dtype=dtype)
+    split = [own, *(codec._split(c, n) for c in codes)]
+    fused.mean_rows(name, 6, split, other)
+    assert torch.equal(other, expected.to(dtype))
+    expected = (terms[1].to(wide) + terms[0].to(wide) + terms[2]) / 3
+    codec.decode_mean([codes[0], own, codes[1]], None, own)  # into the part itself
+    assert torch.equal(own, expected.to(dtype))
+
+
+@settings(max_examples=40)
+@given(codecs, st.integers(1, 4), rows)
+def test_a_mean_of_equal_parts_is_the_part(codec: Codec, count: int, row: list[float]):
+    codes = codec.encode(as_tensor(row) / 8)  # sums stay finite
+    one = decode(codec, codes, len(row))
+    mean = codec.decode_mean([codes] * count, None, torch.empty(len(row)))
+    assert torch.allclose(mean, one, rtol=2.0**-22, atol=0)
+
+
+# Values with a text
+
+
+@given(codecs)
+def test_a_text_is_read_back(codec: Codec):
+    assert Codec.parse(str(codec)) == codec
+    assert Codec.parse(f" {codec.name} [ {codec.block} ] ") == codec
+    assert {codec: 1}[Codec(codec.name, codec.block)] == 1
+
+
+def test_the_usual_block_is_written_out():
+    assert [str(Codec(name)) for name in NAMES] == ["int8[256]", "int4[64]", "fp8[256]"]
+
+
+@given(codecs, st.integers(0, 10_000))
+def test_bytes_by_formula(codec: Codec, n: int):
+    taken = math.ceil(n / (2 if codec.name == "int4" else 1))
+    assert codec.block
+    assert codec.nbytes(n) == taken + taken % 2 + 2 * math.ceil(n / codec.block)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["int7", "int8[3]", "int8[0]", "int8[-2]", "int8[131072]", "int8[]", "int8[8]x", "", "f32"],
+)
+def test_what_is_no_codec_is_refused_with_a_mend(text: str):
+    with pytest.raises(PlanError, match=r"(?s)Codec.*fix: ") as caught:
+        Codec.parse(text)
+    assert "\n" in str(caught.value)
+
+
+def test_wrong_arguments_are_refused_by_name():
+    codec, x = Codec("int8", 4), torch.ones(2, 8)
+    codes = codec.encode(x)
+    for call, kind, text in [
+        (lambda: Codec("int8", True), PlanError, "block=True"),
+        (lambda: Codec.parse(cast(Any, 8)), PlanError, "text=8"),
+        (lambda: codec.nbytes(-1), PlanError, "n=-1"),
+        (lambda: codec.encode(torch.ones(8, dtype=torch.int32)), LeafError, "torch.int32"),
+        (lambda: codec.encode(torch.tensor(1.0)), LeafError, "at least 1 dim"),
+        (lambda: codec.encode(cast(Any, [1.0])), LeafError, "x=\\[1.0\\]"),
+        (lambda: codec.encode(x, out=codes[:1]), LeafError, "out has another shape"),
+        (lambda: codec.decode(codes, 6, torch.float32), LeafError, "for 6 values"),
+        (lambda: codec.decode(codes, 8, torch.int8), PlanError, "dtype"),
+        (lambda: codec.decode(codes.int(), 8, torch.float32), LeafError, "torch.int32"),
+        (lambda: codec.decode_mean([], None, x), PlanError, "there is no part"),
+        (lambda: codec.decode_mean([codes[:1]], None, x), LeafError, "parts\\[0\\]"),
+        (lambda: codec.decode_mean([codes], x[:, :4], x), LeafError, "own"),
+    ]:
+        with pytest.raises(kind, match=text):
+            call()
+
+
+def test_derivatives_are_refused_and_none_is_wrong():
+    codec, x = Codec("int8", 4), torch.ones(8)
+
+    def through(v: Tensor) -> Tensor:
+        return codec.decode(codec.encode(v), 8, torch.float32).sum()
+
+    for call in (
+        lambda: codec.encode(x.clone().requires_grad_()),
+        lambda: grad(through)(x),
+        lambda: vmap(codec.encode)(x.view(2, 4)),
+        lambda: codec.decode_mean([x.clone().requires_grad_()], None, torch.empty(8)),
+    ):
+        with pytest.raises(LeafError, match="no derivative"):
+            call()
+    with torch.no_grad():
+        codec.encode(x.clone().requires_grad_())
+
+
+# A compiler, and a device
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_it_gives_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused, "_fast", lambda whole, _: torch.compile(whole, dynamic=True))
+    codec, n = Codec(name), 513
+    x, own = torch.randn(2, n), torch.randn(2, n)
+    codes = torch.empty(2, codec.nbytes(n), dtype=torch.uint8)
+    split = codec._split(codes, n)
+    wrong = x.clone()
+    wrong[0, 3] = float("nan")
+    for values in (wrong, x):
+        fused.encode_rows(name, codec._length, values, split)
+        assert torch.equal(codes, codec.encode(values))
+    out, decoded = torch.empty_like(x), torch.empty_like(x)
+    fused.mean_rows(name, codec._length, [own, split], out)
+    assert torch.equal(out, codec.decode_mean([codes], own, torch.empty_like(x)))
+    fused.decode_rows(name, codec._length, split, decoded)
+    assert torch.equal(decoded, decode(codec, codes, n))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_cuda_device_gives_the_values_of_the_cpu(form: tuple[str, int]):
+    codec, n = Codec(*form), 70_001
+    x, own = torch.randn(2, n), torch.randn(2, n)
+    codes = codec.encode(x)
+    far = codec.encode(x.cuda())
+    scale = codec._split(codes, n).scales
+    assert torch.equal(codec._split(far, n).scales.cpu(), scale)
+    assert (far.cpu() != codes).sum() <= 2  # quotients that lie halfway
+    assert torch.equal(codec.decode(codes.cuda(), n, torch.float32).cpu(), decode(codec, codes, n))
+    found = codec.decode_mean([codes.cuda()], own.cuda(), torch.empty_like(own.cuda()))
+    assert torch.equal(found.cpu(), codec.decode_mean([codes], own, torch.empty_like(own)))

@@ -1,0 +1,183 @@
+"""Sums of gradients in files: the bits of sums in memory, and errors that name what lies there.
+
+On the CPU the host is the device, so host memory is in `tests/device`.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, forget_groups, groups_of, placed_as, random, same_bits
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import optim
+from mics_fn.offload import is_stored
+from mics_fn.offload.scratch import Extent, Scratch
+
+LAYOUTS = [Layout((1,), 1), Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
+ALONE, PAIR = LAYOUTS[0], LAYOUTS[2]
+PRECISIONS = ["param=f32", "param=f32, compute=bf16", "param=f32, reduce=bf16", "param=bf16"]
+SHAPES = {"w0": (9, 7), "b0": (7,), "w1": (7, 11), "b1": (11,), "w2": (11, 3), "none": (0, 2)}
+GUARDS: dict[str, optim.Guard] = {
+    "clip": optim.Guard(max_norm=0.1, max_value=0.01),
+    "scale": optim.Guard(optim.dynamic_scale(8.0), max_norm=1.0),
+}
+
+
+def shards_of(groups: Any, precision: str) -> Any:
+    values = {name: random(i, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+    if "param=bf16" in precision:
+        values = {name: x.bfloat16() for name, x in values.items()}
+    values["tied"] = values["w0"]
+    how = {"bucket_bytes": 600, "precision": precision, "frozen": lambda path: "b1" in path}
+    return mf.shard(values, groups, **how)
+
+
+def loss_of(full: Any, seed: int, *, short: bool) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    x = random(100 * seed + rank, 4, 9, dtype=full["w0"].dtype)
+    hidden = torch.tanh(x @ full["w0"] + full["b0"]) + (x @ full["tied"]).sin()
+    if short:  # the last leaves get no gradient in this pass
+        return hidden.float().square().mean()
+    return torch.tanh(hidden @ full["w1"] + full["b1"]).mm(full["w2"]).float().square().mean()
+
+
+def summed(state: Any, groups: Any, step: int, policy: Any, passes: int, **how: Any) -> mf.GradSum:
+    total = mf.GradSum(passes, **how)
+    with mf.defer(state.params, groups, policy, into=total) as full:
+        for number in range(passes):
+            total.backward(loss_of(full, 10 * step + number, short=number == 1))
+    return total
+
+
+def trained(groups: Any, precision: str, passes: int, kind: str, **how: Any) -> Any:
+    """Three steps, the sum given in one of several ways."""
+    state = mf.init_state(shards_of(groups, precision), optim.adamw(1e-2))
+    policy, norms = mf.on_demand(live_bytes=400), []
+    for step in range(3):
+        total = summed(state, groups, step, policy, passes, **how)
+        given: Any = total.grads() if kind == "grads" else total
+        if kind in GUARDS:
+            verdict = GUARDS[kind].judge(given if "where" in how else total.grads(), groups)
+            norms.append(verdict.norm)
+            given = verdict.grads
+        state = mf.opt_step(state, given, donate=step > 0)
+        total.release()
+    return state.params, norms
+
+
+def of_bits(
+    folder: str, layout: Layout, precision: str, passes: int, kind: str, place: str
+) -> None:
+    groups = groups_of(layout)
+    groups = mf.placement.canonical(groups) if place == "canonical" else groups
+    groups = placed_as(groups, place) if place in ("zero2", "fixed_order") else groups
+    for where in (f"grads=disk:{folder}", f"grads=disk:{folder}; *b0*: grads=device"):
+        want = trained(groups, precision, passes, kind)
+        same_bits(trained(groups, precision, passes, kind, where=where), want)
+    assert len(list(Path(folder).glob(f"grads-rank{groups.rank}-*"))) == 1  # for all steps
+
+
+SHORT = {
+    (ALONE, PRECISIONS[1], 3, "sum", ""),
+    (LAYOUTS[1], PRECISIONS[0], 2, "clip", ""),
+    (PAIR, PRECISIONS[2], 1, "grads", ""),
+    (LAYOUTS[3], PRECISIONS[3], 3, "scale", "zero2"),
+    (LAYOUTS[4], PRECISIONS[0], 4, "clip", "canonical"),
+}
+PLACES = ["", "zero2", "fixed_order", "canonical"]
+LONG = [
+    x
+    for n, x in enumerate(product(LAYOUTS, PRECISIONS, [1, 2, 4], ["sum", *GUARDS], PLACES))
+    if n % 29 == 0 and not (x[4] == "canonical" and x[1] in PRECISIONS[2:])
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "passes", "kind", "place"),
+    [*sorted(SHORT), *(pytest.param(*x, marks=pytest.mark.thorough) for x in LONG)],
+)
+def test_sums_in_files_have_the_bits_of_sums_in_memory(
+    ranks, tmp_path, layout, precision, passes, kind, place
+):
+    ranks(layout.world_size).run(of_bits, f"{tmp_path}", layout, precision, passes, kind, place)
+
+
+def of_bytes(folder: str, layout: Layout) -> None:
+    """What the tables say, and that no chunk of a sum is left on the device."""
+    forget_groups(layout)
+    groups = groups_of(layout)
+    state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
+    total = summed(state, groups, 0, mf.on_demand(live_bytes=0), 2, where=f"grads=disk:{folder}")
+    table, trained = mf.summary(total, groups), {"tied", "b0", "w1", "w2", "none"}
+    held = sum(state.params[name].data.nbytes for name in trained)
+    assert table.bytes_by_place["disk"] == held
+    assert all(is_stored(total.lying()[name].data) for name in trained if name != "none")
+    assert groups.hierarchy.pools.chunks.made == 0
+    total.release()
+    forget_groups(layout)
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR], ids=str)
+def test_nothing_of_the_sum_stays_on_the_device(ranks, tmp_path, layout):
+    ranks(layout.world_size).run(of_bytes, f"{tmp_path}", layout)
+
+
+def test_memory_that_nobody_wants_any_more_is_let_go(tmp_path):
+    groups = mf.make_groups(1)
+    state, policy = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1)), mf.on_demand()
+    for name in ["a", *["b"] * 18]:
+        summed(state, groups, 0, policy, 1, where=f"grads=disk:{tmp_path}/{name}").release()
+    assert not list((tmp_path / "a").iterdir())
+    assert len(list((tmp_path / "b").iterdir())) == 1
+
+
+def test_a_full_disk_is_an_error_before_anything_is_computed(tmp_path, monkeypatch):
+    groups, where = mf.make_groups(1), f"grads=disk:{tmp_path}"
+    state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
+
+    def reserve(self: Scratch, nbytes: int, leaf: str = "") -> Extent:
+        with self.named("written", leaf):
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scratch, "reserve", reserve)
+        with pytest.raises(mf.errors.OffloadError, match=r"grads\['"):
+            summed(state, groups, 0, mf.on_demand(), 1, where=where)
+    total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
+    same_bits(total.grads(), summed(state, groups, 0, mf.on_demand(), 1).grads())
+
+
+def test_a_file_that_others_have_written_to_is_an_error_by_name(tmp_path):
+    groups = mf.make_groups(1)
+    state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
+    total = summed(state, groups, 0, mf.on_demand(), 1, where=f"grads=disk:{tmp_path}")
+    (path,) = tmp_path.iterdir()
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (path.stat().st_size - 4096))
+    with pytest.raises(mf.errors.OffloadError, match=r"grads\['"):
+        total.grads()
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["here", "away"])
+def test_a_sum_that_was_released_is_refused(tmp_path, away):
+    groups, where = mf.make_groups(1), f"grads=disk:{tmp_path}" if away else ""
+    state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
+    total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
+    assert total.elsewhere is away
+    total.release()
+    for use in (total.grads, total.lying, lambda: mf.opt_step(state, total)):
+        with pytest.raises(mf.errors.TreeError, match="its memory was given back"):
+            use()
+
+
+def test_what_is_no_place_is_refused():
+    with pytest.raises(mf.errors.PlanError, match="is not a place"):
+        mf.GradSum(where="grads=nowhere")
+    with pytest.raises(mf.errors.PlanError, match="where: got int"):
+        mf.GradSum(where=1)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,202 @@
+"""Threads and Ctrl-C: it always comes out, no thread is left, and nobody waits for ever."""
+
+import ast
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from children import in_child
+
+import mics_fn
+from mics_fn import interrupts, threads
+from mics_fn.threads import Crew, Latch, beside, each
+
+TRACED = {threads.__file__, interrupts.__file__, threading.__file__}
+
+
+def settle(before: int, limit_s: float = 10.0) -> None:
+    limit = time.monotonic() + limit_s
+    while threading.active_count() > before and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def interrupted(at: int, work: Callable[[], Any]) -> bool:
+    """Ctrl-C at one instruction of these files in this thread; False if there are not so many."""
+    seen, raised = 0, False
+
+    def instruction(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal seen
+        seen += event == "opcode"
+        if event == "opcode" and seen == at:
+            signal.raise_signal(signal.SIGINT)
+        return instruction
+
+    def call(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename in TRACED:
+            frame.f_trace_opcodes = True
+            return instruction
+        return None
+
+    sys.settrace(call)
+    try:
+        work()
+    except KeyboardInterrupt:
+        raised = True
+    finally:
+        sys.settrace(None)
+    assert raised == (seen >= at), f"Ctrl-C at instruction {at} was lost"
+    return raised
+
+
+def by_hand() -> None:
+    crew = Crew(2, "test")
+    try:
+        jobs = [crew.give(lambda i=i: i) for i in range(3)]
+        assert [job.result() for job in jobs] == [0, 1, 2]
+    finally:
+        crew.end()
+
+
+def shared() -> None:
+    assert each(abs, [-1, 2, -3], 2, "test") == [1, 2, 3]
+
+
+def other() -> None:
+    assert beside(lambda: 6 * 7)() == 42
+
+
+def latched() -> None:
+    latch = Latch()
+    threads.start(threading.Thread(target=latch.set))
+    while not latch.wait(0.01):
+        pass
+
+
+LONG = [pytest.param(work, marks=pytest.mark.thorough) for work in (by_hand, other)]
+
+
+@pytest.mark.parametrize("work", [shared, latched, *LONG])
+@pytest.mark.short("latched")
+def test_ctrl_c_at_every_instruction_comes_out_and_leaves_no_thread(work: Callable[[], None]):
+    def body() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        before, at = threading.active_count(), 1
+        while interrupted(at, work):
+            at += 1
+        assert at > 100
+        settle(before)
+        work()
+        settle(before)
+
+    assert in_child(body) == 0
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_job():
+    def body() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        begins, go_on, crew, sent = Latch(), Latch(), Crew(1, "test"), list[int]()
+        crew.give(lambda: (begins.set(), go_on.wait(30.0)))
+        assert begins.wait(30.0)  # `end` drops a job that has not begun
+
+        def twice() -> None:
+            for count in range(2):  # the system makes one of two that come at once
+                while (holding := interrupts._holding) is None or holding._count < count:
+                    time.sleep(0.01)
+                sent.append(count)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        begun, again = time.monotonic(), threading.Thread(target=twice)
+        again.start()
+        with pytest.raises(KeyboardInterrupt):
+            crew.end()
+        assert time.monotonic() - begun < 20
+        assert sent == [0, 1]
+        go_on.set()
+        again.join()
+        settle(1)
+
+    assert in_child(body) == 0
+
+
+def test_errors_of_jobs_are_raised_and_the_rest_is_dropped():
+    before, done = threading.active_count(), list[int]()
+    slow = Latch()
+
+    def work(i: int) -> None:
+        if i == 0:
+            raise ValueError("of the first")
+        slow.wait(0.05)
+        done.append(i)
+
+    with pytest.raises(ValueError, match="of the first"):
+        each(work, range(100), 2, "test")
+    assert threading.active_count() == before
+    assert len(done) < 99
+
+
+def test_a_crew_ends_in_time_or_says_that_it_has_not():
+    begun, latch, crew = Latch(), Latch(), Crew(1, "test")
+    before = threading.active_count()
+    job = crew.give(lambda: (begun.set(), latch.wait(30.0)))
+    dropped = crew.give(lambda: None)
+    assert begun.wait(30.0)
+    assert not crew.end(0.1)
+    with pytest.raises(RuntimeError, match="dropped before it began"):
+        dropped.result()
+    latch.set()
+    assert crew.end(30.0)
+    assert job.result() == (None, True)
+    assert threading.active_count() == before
+
+
+def test_threads_of_a_crew_that_is_forgotten_end():
+    before, crew = threading.active_count(), Crew(2, "test")
+    for i in range(2):
+        crew.give(lambda i=i: i)
+    del crew
+    settle(before)
+
+
+def test_a_program_ends_with_a_crew_that_was_not_ended():
+    def body() -> None:
+        crew = Crew(1, "test")
+        crew.give(lambda: None).result()
+        globals()["kept"] = crew
+
+    assert in_child(body, 30) == 0
+
+
+TAKE_LOCKS = {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier"}
+
+
+def test_no_lock_of_python_is_shared_with_the_main_thread():
+    """Except by the tools of `lab`, which end with what they measure.
+
+    And by `notebook/boot.py`, which runs before this package can be imported.
+    """
+    package = Path(mics_fn.__file__).parent
+    for path in package.rglob("*.py"):
+        if "lab" in path.parts or path.name in ("threads.py", "boot.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                named += [alias.name for alias in node.names]
+                assert not any(name.startswith("concurrent") for name in named), path
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert not (node.value.id == "threading" and node.attr in TAKE_LOCKS), path
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                called = node.value.func
+                assert not (
+                    isinstance(called, ast.Attribute)
+                    and called.attr == "start"
+                    and not node.value.args
+                    and "hread" in ast.unparse(called.value)
+                ), f"{path}: {ast.unparse(node)}; see mics_fn.threads.start"

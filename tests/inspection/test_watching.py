@@ -1,0 +1,529 @@
+"""What a step does, as profilers, the log and timelines show it; and that it costs nothing else."""
+
+import gc
+import io
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import mics_fn as mf
+from mics_fn import _torch_profiler, log, spans
+from mics_fn.groups import LEAST_RING
+from mics_fn.inspection.timeline import Event, Timeline
+from mics_fn.inspection.watching import NOT_WATCHED
+from mics_fn.lab.bench import formulas
+from mics_fn.lab.bench.tensor_memory import StorageCount
+from mics_fn.schedules.schedule import Schedule
+
+DIM, DEPTH = 16, 4
+NODE = 2
+BUCKET_BYTES = 1100  # one layer
+TWO, TWO_REPLICAS, TWO_LEVELS = Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)
+
+
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def trainer_of(groups: mf.Groups, optimizer: Any = None, **options: Any) -> mf.Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(DEPTH)))
+    options = {"loss": loss_of, "bucket_bytes": BUCKET_BYTES, "live_bytes": 0} | options
+    return mf.Trainer(model, optimizer or mf.optim.adamw(0.1), groups, **options)
+
+
+def batch_of(rows: int = 4) -> torch.Tensor:
+    return random(dist.get_rank() if dist.is_initialized() else 0, rows, DIM)
+
+
+def ranges_of(profiler: Any) -> list[str]:
+    """The ranges of a trace in the order in which they began, the outer ones first."""
+    found = [event for event in profiler.events() if event.name.startswith("mics/")]
+    found.sort(key=lambda event: (event.time_range.start, -event.time_range.end, event.id))
+    return [event.name.removeprefix("mics/") for event in found]
+
+
+def told_by(schedule: Schedule, *kinds: str) -> list[str]:
+    """The twin: what a schedule says, in the words of a trace."""
+    names = {"reduce": "hop1"}
+    return [
+        f"{names.get(kind, kind)} {'+'.join(f'{i}' for i in buckets)}"
+        for kind, buckets in schedule.actions
+        if kind in kinds
+    ]
+
+
+def short(name: str) -> str:
+    """A range without its leaves: "fetch 3"."""
+    return name.partition(":")[0].replace("bucket ", "")
+
+
+# Traces
+
+
+def traced(layout: Layout, options: Any = ()) -> dict[str, Any]:
+    trainer = trainer_of(groups_of(layout), **dict(options))
+    for _ in range(2):
+        trainer.step(batch_of())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        trainer.step(batch_of())
+    policy: Any = trainer.schedule
+    return {"ranges": ranges_of(profiler), "schedule": policy.schedule}
+
+
+@pytest.mark.parametrize("live_bytes", [0, 2 * BUCKET_BYTES])
+def test_a_trace_reads_like_the_schedule(ranks, live_bytes: int):
+    for found in ranks(2).run(traced, TWO, {"live_bytes": live_bytes, "accumulate": 2}):
+        begun = [short(name) for name in found["ranges"] if " over " not in name]
+        schedule = found["schedule"]
+        for kinds in (("fetch", "use", "drop"), ("use", "reduce")):
+            wanted = told_by(schedule, *kinds)
+            kept = {text.partition(" ")[0] for text in wanted}
+            seen = [text for text in begun if text.partition(" ")[0] in kept]
+            assert len(wanted) > 4 * DEPTH
+            assert seen == wanted, "\n".join(found["ranges"])
+        assert {text.partition(" ")[0] for text in begun} == {
+            *("fetch", "use", "drop", "hop1", "pack", "opt_step", "opt", "step"),
+            *(["wait"] if any(text.startswith("wait") for text in begun) else []),
+        }
+        assert begun[0] == "step 3"
+        assert begun[-2] == "opt_step 3"
+
+
+def test_every_level_is_a_range_that_names_it(ranks):
+    for found in ranks(4).run(traced, TWO_LEVELS):
+        count = Counter(
+            text.rpartition(" over ")[2] for text in found["ranges"] if " over " in text
+        )
+        fetches = len(found["schedule"].fetches)
+        assert count == {
+            **{"gather node": fetches, "gather rank": fetches},
+            **{"reduce node": DEPTH, "reduce rank": DEPTH},
+        }
+    (one, *_) = ranks(4).run(traced, TWO_REPLICAS)
+    hop_2 = [text for text in one["ranges"] if text.startswith("hop2")]
+    assert hop_2 == [
+        f"hop2 bucket {i}: {i}.weight ... (2 leaves) over replicas" for i in reversed(range(DEPTH))
+    ]
+
+
+def transformed(layout: Layout) -> dict[str, Any]:
+    """torch.func, recomputation and gathers by hand, with and without a profiler."""
+    groups = groups_of(layout)
+    values = {f"w{i}": random(i, DIM, DIM) for i in range(2)}
+    shards = mf.shard(values, groups, bucket_bytes=BUCKET_BYTES)
+    policy, other, x = mf.on_demand(live_bytes=0), mf.on_demand(live_bytes=0), batch_of()
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).tanh()
+
+    def gathered(shards: Any) -> torch.Tensor:
+        full = mf.gather(shards, groups)
+        return block(block(x, full["w0"]), full["w1"]).sum()
+
+    def deferred(shards: Any) -> torch.Tensor:
+        with mf.defer(shards, groups, policy) as full:
+            return block(block(x, full["w0"]), full["w1"]).sum()
+
+    def recomputed() -> Any:
+        total = mf.GradSum()
+        with mf.defer(shards, groups, other, into=total) as full:
+            y = checkpoint(block, x, full["w0"], use_reentrant=False)
+            total.backward(checkpoint(block, y, full["w1"], use_reentrant=False).sum())
+        grads = total.grads()
+        copies = {name: grads[name].data.clone() for name in grads}
+        total.release()
+        return copies
+
+    def run() -> list[dict[str, torch.Tensor]]:
+        found = [mf.reduce_grads(torch.func.grad(f)(shards), groups) for f in (gathered, deferred)]
+        return [*({k: g.data for k, g in each.items()} for each in found), recomputed()]
+
+    for _ in range(3):
+        before = run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, mf.inspection.watch() as watched:
+        after = run()
+    same = all(torch.equal(a[k], b[k]) for a, b in zip(before, after, strict=True) for k in a)
+    return {"same": same, "ranges": ranges_of(profiler), "events": watched.timeline().events}
+
+
+def test_transforms_and_recomputation_are_seen_and_not_changed(ranks):
+    for found in ranks(2).run(transformed, TWO):
+        assert found["same"]
+        kinds = Counter(text.partition(" ")[0] for text in found["ranges"] if " over " not in text)
+        assert kinds["gather"] == 2
+        assert kinds["hop1"] == 6
+        assert kinds["fetch"] >= 5
+        levels = Counter((event.kind, event.level) for event in found["events"] if event.level)
+        assert levels["gather", "gather rank"] == 2
+        assert levels["hop1", "reduce rank"] == 6
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the ranges that are entered, and the spans that are made."""
+    count: Counter[str] = Counter()
+    enter, make = _torch_profiler.enter, spans.Span.__init__
+
+    def entered(name: str) -> Any:
+        count["ranges"] += 1
+        return enter(name)
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        count["spans"] += 1
+        make(self, *args, **kwargs)
+
+    _torch_profiler.enter, spans.Span.__init__ = entered, made
+    try:
+        yield count
+    finally:
+        _torch_profiler.enter, spans.Span.__init__ = enter, make
+
+
+def unseen(layout: Layout) -> tuple[Counter[str], Counter[str]]:
+    trainer = trainer_of(groups_of(layout))
+    with counted() as quiet:
+        for _ in range(3):
+            trainer.step(batch_of())
+    with counted() as seen, profile(activities=[ProfilerActivity.CPU]):
+        trainer.step(batch_of())
+    return quiet, seen
+
+
+def test_while_nobody_looks_nothing_is_entered_or_made(ranks):
+    for quiet, seen in ranks(2).run(unseen, TWO):
+        assert not quiet
+        assert seen["spans"] >= seen["ranges"] > 30
+
+
+# Timelines
+
+
+def timed(layout: Layout, options: Any) -> dict[str, Any]:
+    groups = groups_of(layout)
+    trainer, twin = (trainer_of(groups, **options) for _ in range(2))
+    for _ in range(2):
+        trainer.step(batch_of())
+        twin.step(batch_of())
+    groups.traffic.clear()
+    with mf.inspection.watch() as watched:
+        trainer.step(batch_of())
+    ledger = dict(groups.traffic.sent_bytes)
+    twin.step(batch_of())
+    timeline = trainer.last_step.timeline()
+    equal = [torch.equal(a, b) for a, b in zip(*map(values_of, (trainer, twin)), strict=True)]
+    seen, quiet = trainer.last_step, twin.last_step
+    trainer.step(batch_of())
+    forgotten = trainer.last_step is quiet
+    return {
+        "ledger": ledger,
+        "timeline": timeline,
+        "whole": watched.timeline(),
+        "memory": seen.memory(),
+        "equal": all(equal) and forgotten,
+        "text": str(timeline),
+    }
+
+
+def values_of(trainer: mf.Trainer) -> list[torch.Tensor]:
+    return list(trainer.params().values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (TWO, {"accumulate": 2}),
+        (TWO_LEVELS, {"live_bytes": 2 * BUCKET_BYTES}),
+        (TWO_REPLICAS, {"live_bytes": None, "accumulate": 2}),
+        (TWO_REPLICAS, {"guard": mf.optim.Guard(max_norm=1.0), "check_replicas": 1}),
+        (Layout((2,), 1), {"deterministic": True}),
+    ],
+    ids=["one level", "two levels", "replicas", "compared and clipped", "ddp"],
+)
+def test_a_timeline_has_the_bytes_of_the_ledger_and_changes_no_number(layout, options, ranks):
+    for found in ranks(layout.world_size).run(timed, layout, options):
+        timeline: Timeline = found["timeline"]
+        assert found["equal"]
+        assert timeline.sent_bytes() == found["ledger"]
+        assert timeline.name == "step 3"
+        assert timeline.events == tuple(sorted(timeline.events, key=lambda e: (e.start_s, e.end_s)))
+        for event in timeline.events:
+            assert 0 <= event.start_s <= event.end_s <= timeline.seconds, event
+        assert timeline.events[-1].kind == "opt" or "check_replicas" in options
+        assert len(found["whole"].events) == len(timeline.events)
+        lines = found["text"].splitlines()
+        assert all(len(line) <= 100 for line in lines)
+        assert lines[0].startswith("step 3: ")
+
+
+def late(layout: Layout) -> Timeline:
+    """The last rank is late in the middle of forward, where the others wait for its next fetch."""
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = model[1](model[0](x))
+        if steps == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(0.3)
+        return model[3](model[2](x)).square().mean()
+
+    trainer = trainer_of(groups_of(layout), loss=loss)
+    for steps in range(3):  # noqa: B007
+        with mf.inspection.watch():
+            trainer.step(batch_of())
+    return trainer.last_step.timeline()
+
+
+def test_a_timeline_says_what_was_waited_for(ranks):
+    first, second = ranks(2).run(late, TWO)
+    longest = max(first.events, key=lambda e: e.seconds if e.kind == "wait" else 0.0)
+    assert longest.about.startswith("fetch bucket 2: 2.weight")
+    assert longest.seconds > 0.2
+    assert first.waited_s()["fetch"] > 0.2 > second.waited_s().get("fetch", 0.0)
+    lines = [x for x in f"{first}".splitlines() if "wait fetch 2" in x and "####" in x]
+    assert any(f"{1e3 * longest.seconds:.2f}" in line for line in lines)
+
+
+def late_in_hops(layout: Layout) -> Timeline:
+    """The second rank is late for hop 1 of all buckets, and the second replica later for hop 2."""
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if steps == 2:
+            time.sleep([0.0, 0.8, 1.6, 1.6][dist.get_rank()])
+        return loss_of(model, x)
+
+    trainer = trainer_of(groups_of(layout), loss=loss, live_bytes=None)
+    for steps in range(3):  # noqa: B007
+        with mf.inspection.watch():
+            trainer.step(batch_of())
+    return trainer.last_step.timeline()
+
+
+def test_a_wait_for_hop_1_and_then_for_hop_2_is_two(ranks):
+    first, second, *_ = ranks(4).run(late_in_hops, TWO_REPLICAS)
+    assert min(first.waited_s()[kind] for kind in ("hop1", "hop2")) > 0.1
+    assert second.waited_s()["hop2"] > 0.1
+    assert any("wait hop2 3" in line for line in f"{first}".splitlines())
+
+
+def test_nobody_has_watched():
+    trainer = trainer_of(mf.make_groups(1))
+    fix = r"nobody has watched that step\n  fix: with mf.inspection.watch"
+    for ask in (trainer.last_step.timeline, trainer.last_step.memory):
+        with pytest.raises(mf.MicsError, match=fix):
+            ask()
+    with mf.inspection.watch() as watched, mf.inspection.watch():
+        trainer.step(batch_of())
+    assert trainer.last_step.timeline().events[-1].kind == "opt"
+    assert watched.memory().shards > 0
+    trainer.step(batch_of())
+    with pytest.raises(mf.MicsError, match=fix):
+        trainer.last_step.timeline()
+    assert spans.watchers == []
+
+
+def test_an_error_in_a_step_leaves_nothing_open():
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if not ok:
+            raise ValueError("of the user")
+        return loss_of(model, x)
+
+    with mf.make_groups(1) as groups:
+        trainer = trainer_of(groups, loss=loss, live_bytes=None, precision="compute=bf16")
+        for ok in (True, False, True):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler, mf.inspection.watch():
+                if ok:
+                    trainer.step(batch_of().bfloat16())
+                else:
+                    with pytest.raises(ValueError, match="of the user"):
+                        trainer.step(batch_of().bfloat16())
+                    assert trainer.last_step is NOT_WATCHED  # and not that of an earlier step
+            assert ranges_of(profiler)[0].startswith("step ")
+    assert spans.watchers == []
+
+
+def test_a_refused_step_has_its_memory_all_the_same():
+    guard = mf.optim.Guard(on_nonfinite="skip")
+    with mf.make_groups(1) as groups:
+        trainer = trainer_of(groups, guard=guard)
+        with mf.inspection.watch():
+            metrics = trainer.step(torch.full((4, DIM), torch.nan))
+        assert not metrics.accepted
+        memory = trainer.last_step.memory()
+        assert memory.moments == 2 * memory.shards + 4  # the number of steps
+        assert "opt" not in {event.kind for event in trainer.last_step.timeline().events}
+
+
+def test_a_summary_is_one_line_with_the_longest_waits_first():
+    waits = {"fetch": 0.1, "hop1": 0.2, "hop2": 0.3, "mean": 0.01, "compare": 0.5, "collect": 0.4}
+    made = [Event("wait", f"{kind} w", (), "", 0, 0, s) for kind, s in waits.items()]
+    text = Timeline("step 3", tuple(made), 0.5).summary()
+    assert len(text) <= 100
+    assert "(compare 500.00 ms, collect 400.00 ms, hop2 " in text
+
+
+def test_long_timelines_are_cut_and_draw_themselves(tmp_path):
+    made = [
+        Event("fetch", "w", (i,), "gather rank", 10, 0.01 * i, 0.01 * i + 0.02) for i in range(90)
+    ]
+    made.append(Event("wait", "fetch bucket 3: a.very.long.name ... (9 leaves)", (3,), "", 0, 0, 2))
+    timeline = Timeline(
+        "step 7", tuple(made), 2.0, ((0.0, {"gathered": 5}), (1.0, {"gathered": 0}))
+    )
+    lines = str(timeline).splitlines()
+    assert len(lines) == 2 + 80 + 1
+    assert "... 11 more ..." in lines
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "step 7: 2.00 s, sent 900 B, waited 2.00 s (fetch 2.00 s)"
+    figure = timeline.picture(tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 1000
+    lanes, below = figure.axes
+    assert [text.get_text() for text in lanes.get_yticklabels()] == ["gather rank", "wait"]
+    assert below.get_xlim() == (0, 2000)
+    empty = Timeline("", (), 0.0)
+    assert str(empty).startswith("block: 0.00 ms, sent 0 B, waited 0.00 ms\n")
+    empty.picture(tmp_path / "empty.png")
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "mics_fn.inspection.picture", raising=False)
+    with pytest.raises(ImportError, match="fix: pip install matplotlib"):
+        Timeline("", (), 0.0).picture()
+
+
+# Memory
+
+
+def held(layout: Layout, live_bytes: int | None, accumulate: int) -> tuple[Any, dict[str, float]]:
+    # Memory of groups that served before may be larger.
+    topology = mf.groups.Topology(layout.sizes)
+    with mf.make_groups(layout.partition_size, topology=topology) as groups:
+        trainer = trainer_of(groups, live_bytes=live_bytes, accumulate=accumulate)
+        for _ in range(3):
+            with mf.inspection.watch():
+                trainer.step(batch_of())
+        found, sizes = trainer.last_step, [x.gather.size for x in groups.hierarchy.route.levels]
+    buckets = list({leaf.bucket: None for leaf in trainer.state.params.values()})
+    place = "fsdp" if layout.partition_size < layout.world_size else "zero3"
+    cut = formulas.cut_of(place, layout.world_size, NODE)
+    how: dict[str, Any] = {"live_bytes": live_bytes, "num_replicas": groups.num_replicas}
+    formula = formulas.memory_formula(buckets, cut, sizes, micro_steps=accumulate, **how)
+    return found.memory(), formula
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("live_bytes", [0, 2 * BUCKET_BYTES, None])
+@pytest.mark.parametrize("layout", [TWO, TWO_REPLICAS], ids=str)
+@pytest.mark.covering
+def test_the_memory_of_a_step_is_that_of_the_formula(layout, live_bytes, accumulate, ranks):
+    for found, formula in ranks(layout.world_size).run(held, layout, live_bytes, accumulate):
+        assert found.shards + found.moments == pytest.approx(formula["states"], abs=64)
+        if live_bytes:  # a budget that is no multiple of a bucket leaves some of it
+            assert formula["parameters"] - 1088 < found.gathered <= formula["parameters"]
+        else:
+            assert found.gathered == formula["parameters"]
+        assert found.gradients_in_reductions == max(LEAST_RING, formula["hops"])
+        assert found.gradient_shards == formula["sums"]
+        assert 0 < found.gradients_in_full <= formula["in full"]
+        rows = dict(line.rsplit("  ", 1) for line in str(found).splitlines())
+        assert {name.strip() for name in rows} >= {"shards", "gathered", "total"}
+
+
+def counted_bytes(layout: Layout, live_bytes: int | None) -> tuple[int, Any]:
+    """The twin: the bytes of all tensors in a step, counted one by one."""
+    trainer_of(groups_of(layout), live_bytes=live_bytes).step(batch_of())
+    topology = mf.groups.Topology(layout.sizes)
+    with (
+        StorageCount() as count,
+        mf.make_groups(layout.partition_size, topology=topology) as groups,
+    ):
+        trainer, batch = trainer_of(groups, live_bytes=live_bytes), batch_of(1)
+        for _ in range(3):
+            trainer.step(batch)
+        gc.collect()
+        count.reset_peak()
+        with mf.inspection.watch():
+            trainer.step(batch)
+        return count.peak, trainer.last_step.memory()
+
+
+@pytest.mark.parametrize("live_bytes", [0, 2 * BUCKET_BYTES, None])
+def test_the_memory_of_a_step_is_that_of_its_tensors(live_bytes, ranks):
+    for peak, found in ranks(2).run(counted_bytes, TWO, live_bytes):
+        assert found.total == sum(found[:-1])
+        # Beside them there are the batch, a few activations of one row, and numbers.
+        assert 0 <= peak - found.total <= 3 * 4 * DIM * DEPTH
+
+
+# The log
+
+
+@contextmanager
+def logging_as(level: str) -> Iterator[io.StringIO]:
+    """What the log writes, if the variable has this value."""
+    kept, stderr = (list(log.LOG.handlers), log.LOG.level, log.LOG.propagate), sys.stderr
+    sys.stderr = io.StringIO()
+    try:
+        log.set_up({log.VARIABLE: level})
+        yield sys.stderr
+    finally:
+        sys.stderr = stderr
+        log.LOG.handlers[:] = kept[0]
+        log.LOG.setLevel(kept[1])
+        log.LOG.propagate = kept[2]
+
+
+def logged(layout: Layout, level: str, folder: str) -> str:
+    groups = groups_of(layout)
+    trainer = trainer_of(groups)
+    for _ in range(2):
+        trainer.step(batch_of())
+    with logging_as(level) as written:
+        trainer.step(batch_of())
+        mf.checkpoint.save(folder, trainer.state, groups, step=3)
+    return written.getvalue()
+
+
+def test_the_log_tells_with_the_rank(ranks, tmp_path):
+    for rank, text in enumerate(ranks(2).run(logged, TWO, "debug", str(tmp_path / "a"))):
+        lines = text.splitlines()
+        assert all(line.startswith(f"[mics_fn] rank {rank}: ") for line in lines)
+        head = f"[mics_fn] rank {rank}: debug: "
+        assert f"{head}step 3" in lines
+        assert f"{head}fetch bucket 0: 0.weight ... (2 leaves)" in lines
+        assert f"{head}fetch bucket 0: 0.weight ... (2 leaves) over gather rank" in lines
+        assert f"{head}drop bucket 0: 0.weight ... (2 leaves)" in lines
+        assert any(line.startswith(f"{head}hop1 bucket 3") for line in lines)
+        assert any(line.startswith(f"{head}wait ") and line.endswith(" ms") for line in lines)
+        assert any(line.startswith(f"{head}opt ") for line in lines)
+        assert ("saved step 3 in" in text) == (rank == 0)
+    first, second = ranks(2).run(logged, TWO, "INFO", str(tmp_path / "b"))
+    assert first.startswith("[mics_fn] rank 0: info: saved step 3 in ")
+    assert first.count("\n") == 1
+    assert second == ""
+
+
+def test_the_log_is_quiet_by_default_and_refuses_what_it_does_not_know():
+    assert any(isinstance(handler, logging.NullHandler) for handler in log.LOG.handlers)
+    with logging_as("") as written:
+        log.LOG.warning("nobody hears this")
+    assert written.getvalue() == ""
+    with pytest.warns(UserWarning, match="MICS_FN_LOG='loud' is none of debug, info, warning"):
+        log.set_up({log.VARIABLE: "loud"})
+
+
+def test_programs_configure_the_logger_as_any_other(caplog):
+    with mf.make_groups(1) as groups, caplog.at_level(logging.DEBUG, "mics_fn"):
+        trainer_of(groups).step(batch_of())
+    assert any(record.message.startswith("opt ") for record in caplog.records)

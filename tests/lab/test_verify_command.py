@@ -1,0 +1,50 @@
+"""`python -m mics_fn verify`, and `bench checkpoint`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mics_fn as mf
+from mics_fn.__main__ import main
+from mics_fn.lab.bench.saves import SavesConfig, measure_saves, render_saves
+
+
+def saved(folder: Path, *steps: int) -> None:
+    groups = mf.make_groups(1)
+    shards = mf.shard({"w": torch.arange(100.0)}, groups)
+    for step in steps:
+        mf.checkpoint.save(folder, shards, groups, step=step)
+
+
+def test_it_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    saved(tmp_path, 1, 2)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("step 2: 1 tensors in 1 files")
+    file = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    assert main(["verify", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path), "--all"]) == 1
+    text = capsys.readouterr().err
+    assert str(file) in text
+    assert "['w'][0:100]: its values are not those that were saved" in text
+
+
+def test_it_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["verify", str(tmp_path), "--step", "3"]) == 1
+    assert "no committed step 3" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_the_bench_measures_each_pair(tmp_path: Path) -> None:
+    config = SavesConfig(mib=3, rounds=1, leaves=2, folder=str(tmp_path))
+    figures = measure_saves(config)
+    assert len(figures["ratios"]) == 5
+    assert all(found["median"] > 0 for found in figures["ratios"].values())
+    first, last = figures["writers"][0], figures["writers"][-1]
+    assert (first["writers"], last["writers"]) == (4, 16384)
+    assert last["nbytes"] < 6 * first["nbytes"]
+    assert "16,384" in render_saves(figures, config)

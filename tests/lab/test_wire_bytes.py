@@ -1,0 +1,235 @@
+"""The bytes of a step by formula: equal to the ledger, and to what torch.distributed is given."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random
+from costs import buckets_of
+from torch import nn
+
+import mics_fn as mf
+from mics_fn import _torch
+from mics_fn.groups import Route
+from mics_fn.groups.communicator import Comm, Life, Traffic
+from mics_fn.groups.hierarchy import Level
+from mics_fn.lab.models.gpt import GPT, GPTConfig
+from mics_fn.lab.report import step_bytes
+from mics_fn.lab.traffic import wire_bytes
+from mics_fn.shards.bucket import Bucket
+from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+
+F32 = torch.float32
+
+SMALL = [Layout((1,), 1), Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 1)]
+SMALL += [Layout((2, 2), 2), Layout((2, 2), 4), Layout((4,), 4)]
+LARGE = [Layout((3,), 1), Layout((3,), 3), Layout((2, 2, 2), 8)]
+LAYOUTS = [*SMALL, *(pytest.param(x, marks=pytest.mark.thorough) for x in LARGE)]
+
+# The precision, in which LEVEL is the outermost level of a layout; micro-steps; the budget.
+STEPS = [
+    ("f32", 1, None),
+    ("gather=int8[256],hop1=int8[256],hop2=int8[256]", 2, 0),
+    ("gather=int8[64]@LEVEL,hop1=int4[48]@LEVEL,hop2=int4[2]", 3, None),
+    ("hop2=fp8[32]; *weight*: gather=int4[2],hop1=fp8[2]@LEVEL; *2*: hop2=f32,gather=f32", 2, 0),
+    ("compute=bf16,reduce=bf16,hop2=f32; *0.*: gather=fp8[96],hop1=bf16@LEVEL", 1, 3000),
+]
+
+
+# What is counted.
+
+
+@contextmanager
+def counting() -> Iterator[Counter[int]]:
+    """Bytes of the tensors that torch.distributed is given for other ranks, by process group."""
+    found, real = Counter[int](), dist.all_to_all_single
+
+    def count(group: Any, nbytes: int) -> None:
+        found[id(group)] += nbytes
+
+    def exchange(out: Any, sent: Any, *sizes: Any, group: Any, **how: Any) -> Any:
+        numels = sizes[1] if sizes else [sent.numel() // group.size()] * group.size()
+        own = numels[dist.get_rank(group)]
+        count(group, (sum(numels) - own) * sent.itemsize)
+        return real(out, sent, *sizes, group=group, **how)
+
+    def gather(out: Any, sent: Any, *, group: Any, **how: Any) -> Any:
+        assert out.numel() == group.size() * sent.numel()
+        count(group, out.nbytes - sent.nbytes)
+        return real_gather(out, sent, group=group, **how)
+
+    def reduce(tensor: Any, *, group: Any, **how: Any) -> Any:
+        count(group, 2 * (group.size() - 1) * tensor.nbytes // group.size())
+        return real_reduce(tensor, group=group, **how)
+
+    real_gather, real_reduce = _torch.all_gather_single, dist.all_reduce
+    with (
+        patch.object(dist, "all_to_all_single", exchange),
+        patch.object(dist, "all_reduce", reduce),
+        patch.object(_torch, "all_gather_single", gather),
+    ):
+        yield found
+
+
+def comms_of(groups: mf.Groups) -> list[Comm]:
+    """All communicators of several ranks that a step may use."""
+    levels = groups.hierarchy.route.levels
+    comms = [comm for level in levels for comm in (level.gather, level.reduce)]
+    return [comm for comm in (*comms, groups.replicas, groups.partition) if comm.size > 1]
+
+
+def a_step(layout: Layout, precision: str, accumulate: int, live: int | None) -> None:
+    """Compare a step of a `Trainer` that follows its schedule; sizes are no multiples of blocks."""
+    groups = groups_of(layout)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 51), nn.Tanh(), nn.Linear(51, 33), nn.LayerNorm(33))
+    trainer = mf.Trainer(
+        model,
+        mf.optim.sgd(0.1),
+        groups,
+        loss=lambda model, x: model(x).float().square().mean(),
+        accumulate=accumulate,
+        live_bytes=live,
+        bucket_bytes=1500,
+        precision=precision,
+        frozen=lambda path: "3.bias" in path,
+    )
+    x = random(groups.rank, 2 * accumulate, 7)
+    for _ in range(2):
+        trainer.step(x)
+    groups.traffic.clear()
+    with counting() as counted:
+        trainer.step(x)
+    schedule = getattr(trainer.schedule, "schedule", None)
+    buckets = buckets_of(trainer.state.params)
+    assert len(buckets) > 2
+    formula = wire_bytes(
+        buckets,
+        groups.hierarchy.route,
+        groups.num_replicas,
+        accumulate=accumulate,
+        fetches=None if schedule is None else Counter(schedule.fetches),
+    )
+    want = {name: nbytes for name, (nbytes, _) in formula.items() if nbytes}
+    ledger = dict(groups.traffic.sent_bytes)
+    assert set(ledger) - set(want) <= {"partition"}  # what schedules compare
+    assert {name: ledger[name] for name in want} == want
+    expected = Counter[int]()  # hop 1 over one level and these comparisons share a process group
+    for comm in comms_of(groups):
+        expected[id(comm.process_group())] += int(want.get(comm.name, ledger.get(comm.name, 0)))
+    assert +counted == +expected
+
+
+@pytest.mark.parametrize(("precision", "accumulate", "live"), STEPS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.covering
+def test_a_step_sends_the_bytes_of_its_formulas(ranks, layout, precision, accumulate, live):
+    outermost = mf.groups.Topology(layout.sizes).names[0]
+    precision = precision.replace("LEVEL", outermost)
+    ranks(layout.world_size).run(a_step, layout, precision, accumulate, live)
+
+
+# Figures by hand, without ranks.
+
+
+def route_of(**sizes: int) -> Route:
+    """A route with levels of these sizes, outermost first, as its first rank sees it."""
+    levels = []
+    for name, size in sizes.items():
+        comm = Comm(name, tuple(range(size)), 0, None, 1.0, Traffic(), Life())
+        levels.append(Level(name, comm, comm))
+    return Route(tuple(levels), (0,) * len(sizes), 0, names=("node", "rank"))
+
+
+def buckets_for(shapes: dict[str, Any], parts: int, text: str, **how: Any) -> list[Bucket]:
+    """The buckets of leaves in float32, sharded with a precision."""
+    precision, specs = mf.Precision.parse(text), []
+    for path, shape in shapes.items():
+        travel, sent = precision.dtypes(path, F32)[1:], precision.wires(path, F32)
+        specs.append(LeafSpec(path, tuple(shape), F32, parts, True, None, travel, sent))
+    found = {bucket.index: bucket for bucket, _ in plan_buckets(specs, **how)}
+    return [found[index] for index in sorted(found)]
+
+
+def test_a_bucket_by_hand():
+    """1010 elements on 2 x 2 ranks: 4 chunks of one block of 256, of 258 bytes as codes."""
+    text = "gather=int8[256],hop1=int4[256]@node,hop2=int8[256]"
+    buckets = buckets_for({"w": (1010,)}, 4, text)
+    assert wire_bytes(buckets, route_of(node=2, rank=2), 3, accumulate=5, fetches={0: 2}) == {
+        "gather node": (2 * 258, "f (2-1) M/4 as int8[256]"),
+        "gather rank": (2 * 2 * 258, "f (2-1) M/2 as int8[256]"),
+        "reduce node": (5 * (128 + 2), "s (2-1) M/4 as int4[256]"),
+        "reduce rank": (5 * 512 * 4, "s (2-1) M/2"),
+        "replicas": (2 * 2 * 258, "2 (r-1)/r M/p as int8[256]"),  # one replica has the only block
+    }
+    coded = buckets_for({"w": (1010,)}, 4, "hop1=int4[256]")
+    found = wire_bytes(coded, route_of(node=2, rank=2), 1)
+    assert found["reduce rank"] == (256 + 2 * 2, "s (2-1) M/2 as int4[256]")  # of 512 elements
+    plain = buckets_for({"w": (1010,)}, 4, "hop2=bf16")
+    found = wire_bytes(plain, route_of(node=2, rank=2), 3)
+    assert found["replicas"] == (2 * 2 * 256 * 2 // 3, "2 (r-1)/r M/p as bf16")
+    assert found["gather node"] == (1024, "(2-1) M/4")
+    fixed = wire_bytes(plain, route_of(node=2, rank=2), 3, fixed_order=True)
+    assert fixed["replicas"][0] == 2 * 2 * 86 * 2  # of 256 elements each replica has at most 86
+
+
+def test_leaves_by_path_and_frozen_ones():
+    """Two buckets: 256 elements as codes, and 64 as they are; the latter is not trained."""
+    shapes = {"norm": (64,), "w": (256,)}
+    plain, coded = buckets_for(shapes, 1, "hop2=int8[256]; *norm*: hop2=f32")
+    found = wire_bytes([plain, coded], Route(), 2)
+    assert found["replicas"] == (64 * 4 + 2 * 258, "2 (r-1)/r M/p as f32, int8[256]")
+    frozen = replace(plain, trainable=False)
+    found = wire_bytes([frozen, coded], Route(), 2)
+    assert found["replicas"] == (2 * 258, "2 (r-1)/r M/p as int8[256]")
+    gathers = buckets_for({"w": (64,)}, 2, "")
+    frozen = [replace(bucket, trainable=False) for bucket in gathers]
+    found = wire_bytes(frozen, route_of(rank=2), 1)
+    assert {name: sent for name, (sent, _) in found.items()} == {
+        "gather rank": 128,
+        "reduce rank": 0,
+    }
+
+
+@pytest.mark.parametrize("sizes", [{}, {"rank": 2}, {"node": 2, "rank": 2}, {"rank": 8}], ids=str)
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_values_of_one_dtype_are_as_by_the_size_alone(sizes, replicas):
+    route = route_of(**sizes)
+    buckets = buckets_for({f"w{i}": (17 * i,) for i in range(9)}, route.size, "", bucket_bytes=900)
+    full = sum(bucket.nbytes for bucket in buckets)
+    assert wire_bytes(buckets, route, replicas, accumulate=3) == step_bytes(
+        list(sizes), list(sizes.values()), replicas, full, 3
+    )
+
+
+def test_the_figures_of_the_gpt_of_13_7_m_parameters():
+    """MB that a node of 2 ranks sends; packets have headers, of 0.4 % of what codes send."""
+    with torch.device("meta"):
+        params = dict(GPT(GPTConfig(1024, 64, 512, 8, 4)).named_parameters())
+    shapes = {path: p.shape for path, p in params.items()}
+    assert sum(p.numel() for p in params.values()) == 13_691_904
+    # As `Trainer` makes them: in the order of the module, of a sixteenth of all bytes.
+    how: dict[str, Any] = {"bucket_bytes": sum(p.nbytes for p in params.values()) // 16}
+    how["order"] = list(shapes).index
+
+    def of_a_node(text: str, **sizes: int) -> float:
+        """p = 2, of which each replica is a node; p = 4 over both."""
+        route = route_of(**sizes)
+        buckets = buckets_for(shapes, route.size, text, **how)
+        found = wire_bytes(buckets, route, 4 // route.size)
+        across = [sent for name, (sent, _) in found.items() if "rank" not in name]
+        return 2 * sum(across)
+
+    assert of_a_node("", rank=2) == 54_767_616
+    assert of_a_node("reduce=bf16", rank=2) == 54_767_616 / 2
+    assert of_a_node("hop2=int8[256]", rank=2) == 13_801_968  # 13.86 MB with headers
+    assert of_a_node("hop2=int4[64]", rank=2) == 7_273_824
+    assert of_a_node("", node=2, rank=2) == 54_767_616
+    assert of_a_node("gather=int8[256],hop1=int8[256]", node=2, rank=2) == 13_801_968
+    assert of_a_node("gather=int8[256],hop1=int8[256]@node", node=2, rank=2) == 13_801_968

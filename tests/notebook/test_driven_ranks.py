@@ -1,0 +1,348 @@
+"""Ranks that a notebook drives: what cells show, and that no fault makes one hang."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mics_fn as mf
+from mics_fn.notebook import cells, magic
+from mics_fn.notebook.magic import ranks_in
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 10.0  # that any cell which cannot go on may take
+SHARDED = "s = mf.shard({'w': torch.arange(6.0)}, groups)"
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[list[mf.notebook.Cluster]]:
+    started: list[mf.notebook.Cluster] = []
+    yield started
+    for cluster in started:
+        cluster.stop()
+
+
+@pytest.fixture
+def cluster(clusters: list[mf.notebook.Cluster]) -> mf.notebook.Cluster:
+    """The one of this module; a new one after a test that has started its own, which ends it."""
+    if not clusters or clusters[-1].stopped:
+        clusters.append(mf.notebook.start(2, device="cpu", timeout_s=100))
+        clusters[-1].cell(SHARDED)
+    return clusters[-1]
+
+
+def failing(cluster: mf.notebook.Cluster, code: str, ranks: list[int] | None = None) -> str:
+    """The error of a cell, which must come in time."""
+    begun = time.monotonic()
+    with pytest.raises(mf.errors.CellError) as raised:
+        cluster.cell(code, ranks)
+    assert time.monotonic() - begun < LONGEST_S
+    return str(raised.value)
+
+
+def typed(source: str) -> Any:
+    """A function as a notebook defines it: the names that it uses are those of the ranks."""
+    return eval(source, {"__name__": "__main__"})
+
+
+def gathers(cluster: mf.notebook.Cluster) -> bool:
+    """Whether the next cell works."""
+    cluster.cell("full = mf.gather(s, groups)['w']")
+    return all(torch.equal(full, torch.arange(6.0)) for full in cluster.pull("full"))
+
+
+def test_equal_output_is_shown_once_and_names_stay(cluster, capsys):
+    cluster.cell("print('same'); x = rank + 1")
+    cluster.cell("print(x)\nx == 3")
+    assert capsys.readouterr().out == "same\nrank 0: 1\nrank 1: 2\nFalse\n"
+    cluster.cell("print('one')", [1])
+    assert capsys.readouterr().out == "one\n"
+
+
+def test_a_long_cell_streams_what_the_first_rank_prints(cluster, capsys):
+    seen: list[str] = []
+    threading.Timer(1.5, lambda: seen.append(capsys.readouterr().out)).start()
+    cluster.cell("import time\nprint('early')\ntime.sleep(2.5)\nprint('late')")
+    assert seen == ["early\n"]
+    assert capsys.readouterr().out == "late\n"
+
+
+def test_values_go_there_and_back(cluster):
+    table = torch.randn(3, 4)
+    cluster.push(table=table, factor=2, twice=typed("lambda x: factor * x"))
+    assert cluster.run(typed("lambda: twice(rank)")) == [0, 2]
+    assert torch.equal(cluster.pull("table", rank=1), table)
+    assert cluster.pull("rank") == [0, 1]
+    cluster.push(order={"b": 1, "a": {"d": 2, "c": 3}})
+    assert [str(x) for x in cluster.pull("order")] == ["{'b': 1, 'a': {'d': 2, 'c': 3}}"] * 2
+    assert list(cluster.run(lambda: {"b": 1, "a": 2}, ranks=[0])[0]) == ["b", "a"]
+    assert cluster.run(typed("lambda x: x * factor + rank"), 5) == [10, 11]
+    assert cluster.run(torch.square, table, ranks=[1])[0].equal(table.square())
+
+
+def test_an_error_of_all_ranks_is_shown_once(cluster):
+    text = failing(cluster, "print(made_later)")
+    assert text.startswith("ranks 0, 1:\n")
+    assert text.count("NameError: name 'made_later' is not defined") == 1
+    inside = failing(cluster, "mf.gather(3, groups)")
+    assert "Cell In" in inside
+    assert "mics_fn/" not in inside  # frames of the library say nothing to a user
+    assert gathers(cluster)
+
+
+def test_the_error_of_one_rank_comes_first_and_names_what_to_do(cluster):
+    text = failing(cluster, "if rank == 1:\n    raise ValueError('mine')\nmf.gather(s, groups)")
+    assert text.startswith("rank 1:\n")
+    assert "rank 0: PeerFailed: rank 1 failed: ValueError: mine" in text
+    assert text.endswith("fix: cluster.reset() makes new groups; states stay as they are")
+    cluster.reset()
+    assert gathers(cluster)
+
+
+@pytest.mark.parametrize(("code", "ranks"), [("mf.gather(s, groups)", [0]), ("", None)])
+def test_a_collective_that_not_all_ranks_call_ends(cluster, code, ranks):
+    text = failing(cluster, code or "if rank == 0:\n    mf.gather(s, groups)", ranks)
+    assert "PeerFailed: rank 1 failed: CellEnded: it has ended this cell" in text
+    cluster.reset()
+    assert gathers(cluster)
+
+
+def test_a_cell_on_one_rank_may_take_its_time_and_the_next_may_be_uneven(cluster):
+    cluster.cell("import time\ntime.sleep(1.5)", [0])  # the others have told that they are idle
+    cluster.cell("time = __import__('time')\ntime.sleep(rank)\nmf.gather(s, groups)")
+    assert gathers(cluster)
+
+
+def test_a_function_that_fails_on_one_rank(cluster):
+    fails = typed("lambda only: {}['mine'] if rank == only else mf.gather(s, groups)")
+    with pytest.raises(mf.errors.CellError) as raised:
+        cluster.run(fails, 0)
+    assert raised.value.errors[0] == "KeyError: 'mine'"
+    assert raised.value.errors[1].startswith("PeerFailed: rank 0 failed")
+    assert "ipyparallel" not in str(raised.value)
+    cluster.reset()
+    assert gathers(cluster)
+
+
+def test_an_interrupt_ends_the_cell_on_all_ranks(cluster):
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="ranks 0, 1:"):
+        cluster.cell("while True:\n    mf.gather(s, groups)")
+    assert time.monotonic() - begun < LONGEST_S
+    cluster.reset()
+    threading.Timer(0.5, cluster.interrupt).start()
+    assert "KeyboardInterrupt" in failing(cluster, "while True:\n    pass")
+    assert gathers(cluster)
+
+
+def test_an_interrupt_in_a_finalizer_ends_the_cell_all_the_same(cluster, capsys):
+    """Python would print a KeyboardInterrupt that is raised there, and go on."""
+    code = """
+    import os, signal, time, weakref
+    class Mine: pass
+    x = Mine()
+    weakref.finalize(x, os.kill, os.getpid(), signal.SIGINT)
+    del x
+    time.sleep(30)
+    """
+    begun = time.monotonic()
+    assert "KeyboardInterrupt" in failing(cluster, textwrap.dedent(code))
+    assert time.monotonic() - begun < LONGEST_S
+    assert "ignored" not in capsys.readouterr().err
+    cluster.reset()
+    assert gathers(cluster)
+
+
+def test_frames_of_the_library_are_left_out_before_anybody_reads_their_files(cluster, capsys):
+    code = """
+    from IPython.core.getipython import get_ipython
+    shown, lengths = get_ipython().InteractiveTB, []
+    plain = shown.structured_traceback
+    def counted(kind, error, trace, **how):
+        lengths.append(0)
+        inner = trace
+        while inner is not None:
+            lengths[-1], inner = lengths[-1] + 1, inner.tb_next
+        return plain(kind, error, trace, **how)
+    shown.structured_traceback = counted
+    """
+    cluster.cell(textwrap.dedent(code))
+    assert "Cell In" in failing(cluster, "mf.unshard({'w': 3}, groups)")
+    cluster.cell("print(lengths)\nshown.structured_traceback = plain")
+    assert set(ast.literal_eval(capsys.readouterr().out)) == {2}  # IPython's own, and the cell
+    assert gathers(cluster)
+
+
+def test_ranks_that_do_not_exist_are_refused(cluster):
+    wrong: list[Any] = [[2], [-1], [], 0, "0"]
+    for ranks in wrong:
+        with pytest.raises(mf.errors.GroupsError, match=r"of a cluster of 2"):
+            cluster.cell("1", ranks)
+    for line in ("0 x", "-1", "2", "1-0", "0-99999999999"):  # and none of them takes all ranks
+        with pytest.raises(mf.errors.GroupsError, match=r"is not a rank of a cluster of 2"):
+            ranks_in(line, 2)
+
+
+def test_what_is_not_code_or_a_function_is_refused(cluster):
+    wrong: Any = 5
+    with pytest.raises(mf.errors.PlanError, match="code=5"):
+        cluster.cell(wrong)
+    with pytest.raises(mf.errors.PlanError, match="fn=5"):
+        cluster.run(wrong)
+
+
+def test_a_cell_does_not_end_its_rank_and_does_not_await(cluster):
+    for code in ("exit()", "quit"):
+        text = failing(cluster, code)
+        assert "GroupsError: exit(): a cell cannot end its rank" in text
+        assert "cluster.restart()" in text
+    assert "SystemExit" in failing(cluster, "raise SystemExit")
+    assert "SyntaxError: 'await' outside function" in failing(cluster, "await None")
+    assert gathers(cluster)
+
+
+def test_a_warning_of_all_ranks_is_shown_once(cluster, capsys):
+    cluster.cell("import warnings\nwarnings.warn('beware')")
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("UserWarning: beware") == 1
+
+
+def test_a_cell_before_start_says_what_to_call(monkeypatch):
+    known: list[tuple[Any, ...]] = []
+    shell = SimpleNamespace(register_magic_function=lambda *given: known.append(given))
+    monkeypatch.setattr(magic, "shell_here", lambda: shell)
+    monkeypatch.setattr(magic, "current", None)
+    magic.offer()  # as the import of this library does
+    [(run_cell, *names)] = known
+    assert names == ["cell", "ranks"]
+    with pytest.raises(mf.errors.GroupsError) as raised:
+        run_cell("", "1")
+    text = "GroupsError: %%ranks: no cluster was started\n  fix: cluster = mf.notebook.start()"
+    shown: Any = raised.value
+    assert shown._render_traceback_() == [text]  # IPython shows this, and no frames
+
+
+def test_a_rank_that_is_killed_is_named_and_restart_goes_on(cluster, capsys):
+    kill = "import os\nif rank == 1:\n    os.kill(os.getpid(), 9)\nmf.gather(s, groups)"
+    text = failing(cluster, kill)
+    assert text.startswith("rank 1: gone: killed by SIGKILL\nrank 0: PeerFailed: rank 1 is gone")
+    assert "rank 1: killed by SIGKILL; restart()" in repr(cluster)
+    with pytest.raises(mf.errors.GroupsError, match=r"cluster\.restart\(\)"):
+        cluster.cell("x = 1")
+    cluster.cell("alive = True", [0])
+    cluster.restart()
+    assert "run those cells again" in capsys.readouterr().out
+    assert "all alive" in repr(cluster)
+    assert "NameError" in failing(cluster, "s")
+    cluster.cell(SHARDED)
+    assert gathers(cluster)
+
+
+def test_a_rank_that_is_stuck_inside_torch_does_not_hold_the_notebook(cluster, monkeypatch):
+    monkeypatch.setattr(cells, "_GRACE_S", 0.5)
+    monkeypatch.setattr(cells, "_REACT_S", 0.5)
+    stuck = "if rank == 1:\n    raise ValueError\ntorch.distributed.all_reduce(torch.ones(3))"
+    text = failing(cluster, stuck)
+    assert "rank 0: busy: does not react to an interrupt" in text
+    assert "rank 0: busy" in repr(cluster)
+    with pytest.raises(mf.errors.GroupsError, match="rank 0 still at an earlier cell"):
+        cluster.cell("1")
+    cluster.restart()
+    cluster.cell(SHARDED)
+    assert gathers(cluster)
+
+
+def test_a_cluster_that_was_stopped_says_so(cluster):  # the last one that uses it
+    cluster.stop()
+    cluster.stop()
+    assert repr(cluster) == "Cluster(2 ranks, stopped)"
+    with pytest.raises(mf.errors.GroupsError, match="was stopped"):
+        cluster.cell("1")
+
+
+KERNEL = """
+import os, sys, time
+import mics_fn as mf
+cluster = mf.notebook.start(1, device="cpu", timeout_s=100)
+machines = cluster._machines
+print(cluster.run(os.getpid)[0], *(p.pid for p in machines._started), flush=True)
+print(cluster._folder, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.thorough
+def test_nothing_is_left_when_the_kernel_is_killed():
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, env=env
+    ) as kernel:
+        assert kernel.stdout is not None
+        pids = [int(pid) for pid in kernel.stdout.readline().split()]
+        folder = Path(kernel.stdout.readline().decode().strip())
+        assert all(is_there(pid) for pid in pids)
+        kernel.kill()
+    deadline = time.monotonic() + LONGEST_S
+    while time.monotonic() < deadline and any(is_there(pid) for pid in pids):
+        time.sleep(0.1)
+    assert not [pid for pid in pids if is_there(pid)]
+    assert not folder.exists()
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.thorough
+def test_other_machines_join_with_the_line_that_is_printed(capfd):
+    """Here the other machine is another process, at another address of the loopback device."""
+    joined: list[subprocess.Popen] = []
+
+    def join() -> None:
+        while not (found := [x for x in capfd.readouterr().out.splitlines() if "MICS_FN" in x]):
+            time.sleep(0.1)
+        variable, _, module = found[0].split()[0], *found[0].split()[1:3]
+        name, _, value = variable.partition("=")
+        env = {**os.environ, name: value, "PYTHONPATH": str(ROOT)}
+        joined.append(subprocess.Popen([sys.executable, module, "mics_fn.notebook"], env=env))
+
+    threading.Thread(target=join).start()
+    options = {"device": "cpu", "timeout_s": 100}
+    with mf.notebook.start(1, hosts=2, listen="127.0.0.2", **options) as cluster:
+        assert cluster.run(typed("lambda: (rank, groups.world_size)")) == [(0, 2), (1, 2)]
+        cluster.cell(SHARDED)
+        assert gathers(cluster)
+    assert joined[0].wait(LONGEST_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": 3, "nodes": 2}, "3 ranks cannot be 2 equal nodes"),
+        ({"n": 2, "nodes": 2, "topology": mf.groups.Topology((2,))}, "are both given"),
+        ({"n": 2, "topology": mf.groups.Topology((2, 2))}, "has 4 ranks, not 2"),
+        ({"n": 2, "hosts": 2}, "2 hosts, and no address"),
+        ({"n": 2, "partition_size": 3}, "partition_size=3"),
+        ({"n": 2, "timeout_s": "x"}, "timeout_s='x', expected a finite number above 0"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(options, text):
+    with pytest.raises(mf.errors.PlanError, match=text):
+        mf.notebook.start(**options)

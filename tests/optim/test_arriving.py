@@ -1,0 +1,179 @@
+"""A step on gradients that still arrive: the bits of a step on all of them, bucket by bucket."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random, same_bits
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import optim, tree
+from mics_fn.optim.flat import by_leaf
+
+STEPS = 3
+LONG = pytest.mark.thorough
+LAYOUTS = [Layout((1,), 1), Layout((2,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
+
+
+def by_name() -> dict[str, Callable[[mf.Groups], Any]]:
+    """Optimizers of every kind that a step treats in another way."""
+    decays = lambda path: "b" not in path  # noqa: E731
+    patterns = {"*b*": optim.sgd(0.1, momentum=0.9), "*1*": optim.lion(1e-2)}
+    return {
+        "adamw": lambda groups: optim.adamw(1e-2, decay_mask=decays),
+        "sgd": lambda groups: optim.sgd(0.1),
+        "lion": lambda groups: optim.lion(1e-2, weight_decay=0.1, decay_mask=decays),
+        "from_torch": lambda groups: optim.from_torch(torch.optim.Adagrad, lr=0.1),
+        "by_path": lambda groups: optim.by_path(patterns, default=optim.adamw(1e-2)),
+        "chain": lambda groups: optim.chain(
+            optim.clip_by_global_norm(0.1, groups), optim.adamw(1e-2)
+        ),
+        "unfused": lambda groups: optim.unfused(optim.adamw(1e-2)),
+    }
+
+
+def values() -> dict[str, Tensor]:
+    shapes = {"w0": (9, 7), "b0": (7,), "w1": (7, 11), "b1": (11,), "w2": (11, 3), "none": (0, 2)}
+    return {name: random(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def loss_of(full: Any, seed: int) -> Tensor:
+    x = random(100 * seed + dist.get_rank() if dist.is_initialized() else seed, 4, 9)
+    hidden = torch.tanh(x @ full["w0"] + full["b0"])
+    return torch.tanh(hidden @ full["w1"] + full["b1"]).mm(full["w2"]).square().mean()
+
+
+def total_of(shards: Any, groups: Any, seed: int, policy: Any, micro_steps: int) -> mf.GradSum:
+    total = mf.GradSum(micro_steps)
+    with mf.defer(shards, groups, policy, into=total) as full:
+        for part in range(micro_steps):
+            total.backward(loss_of(full, 10 * seed + part))
+    return total
+
+
+def trained(groups: Any, make: Any, *, early: bool, donate: bool, micro_steps: int) -> Any:
+    shards = mf.shard(values(), groups, bucket_bytes=200, precision="param=f32, reduce=f32")
+    state, policy = mf.init_state(shards, make(groups)), mf.on_demand(live_bytes=400)
+    for step in range(STEPS):
+        total = total_of(state.params, groups, step, policy, micro_steps)
+        state = mf.opt_step(state, total if early else total.grads(), donate=donate)
+        total.release()
+    return state
+
+
+def of_bits(layout: Layout, name: str, micro_steps: int) -> None:
+    groups, make = groups_of(layout), by_name()[name]
+    options: dict[str, Any] = {"micro_steps": micro_steps}
+    want = trained(groups, make, early=False, donate=False, **options)
+    for donate in (False, True):
+        got = trained(groups, make, early=True, donate=donate, **options)
+        same_bits(got.params, want.params)
+        same_bits(by_leaf(got.opt), by_leaf(want.opt))
+
+
+def cases() -> list[Any]:
+    """Every optimizer in one layout and every layout with one optimizer; the rest is thorough."""
+    short = {(layout, "adamw") for layout in LAYOUTS} | {(LAYOUTS[1], name) for name in by_name()}
+    return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=() if case in short else LONG)
+        for case in product(LAYOUTS, by_name())
+    ]
+
+
+@pytest.mark.parametrize(("layout", "name"), cases())
+def test_the_bits_of_a_step_on_all_gradients(ranks, layout, name):
+    ranks(layout.world_size).run(of_bits, layout, name, 1 + (name == "adamw"))
+
+
+def of_purity(layout: Layout) -> None:
+    groups = groups_of(layout)
+    shards = mf.shard(values(), groups, bucket_bytes=200)
+    state = mf.init_state(shards, optim.adamw(1e-2))
+    before = tree.map_leaves(torch.clone, (state.params, by_leaf(state.opt).moments))
+    total = total_of(state.params, groups, 0, mf.on_demand(), 1)
+    after = mf.opt_step(state, total)
+    same_bits((state.params, by_leaf(state.opt).moments), before)
+    again = mf.opt_step(state, total.grads())
+    same_bits(again.params, after.params)
+    total.release()
+
+
+def test_a_step_without_donate_changes_nothing(ranks):
+    ranks(2).run(of_purity, Layout((2,), 1))
+
+
+def test_a_gradient_in_the_memory_of_another_parameter():
+    """Autograd gives `b` itself as the gradient of `a`: it must not change before it is used."""
+    groups = mf.make_groups(1)
+    params = {"a": torch.ones(5), "b": torch.arange(5.0), "c": torch.ones(5)}
+    states = []
+    for early in (False, True):
+        shards = mf.shard(params, groups, bucket_bytes=20)
+        state, total = mf.init_state(shards, optim.sgd(0.5)), mf.GradSum()
+        with mf.defer(state.params, groups, mf.keep_all(), into=total) as full:
+            total.backward((full["a"] * full["b"] * full["c"]).sum())
+            given = total if early else total.grads()
+            states.append(mf.opt_step(state, given, donate=True))
+        total.release()
+    same_bits(states[0].params, states[1].params)
+
+
+class Fault(Exception):
+    pass
+
+
+class Broken:
+    """Gradients of which the second bucket never comes."""
+
+    def __init__(self, total: mf.GradSum, at: int):
+        self.total, self.at = total, at
+
+    def arrival(self) -> Any:
+        found = self.total.arrival()
+        calls = iter(range(100))
+
+        def take(place: int) -> Any:
+            if next(calls) == self.at:
+                raise Fault
+            return found.take(place)
+
+        from dataclasses import replace
+
+        return replace(found, take=take, here=lambda place: False)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_state_is_whole_or_known_to_be_lost(donate, at):
+    groups = mf.make_groups(1)
+    state = mf.init_state(mf.shard(values(), groups, bucket_bytes=200), optim.adamw(1e-2))
+    before = tree.map_leaves(torch.clone, state.params)
+    total = total_of(state.params, groups, 0, mf.on_demand(), 1)
+    with pytest.raises(Fault):
+        mf.opt_step(state, Broken(total, at), donate=donate)
+    if at and donate:
+        lost = "donated to opt_step at step 0, which failed between two buckets"
+        with pytest.raises(mf.errors.DonatedError, match=lost):
+            mf.gather(state.params, groups)
+        with pytest.raises(mf.errors.DonatedError, match=lost):
+            by_leaf(state.opt)
+    else:
+        same_bits(state.params, before)
+    total.release()
+
+
+def test_a_sum_that_is_not_complete_or_of_another_tree_is_refused():
+    groups = mf.make_groups(1)
+    state = mf.init_state(mf.shard(values(), groups), optim.sgd(0.1))
+    with pytest.raises(mf.errors.TreeError, match="0 of 2 passes are done"):
+        mf.opt_step(state, mf.GradSum(micro_steps=2))
+    other = mf.shard({"w": torch.ones(3)}, groups)
+    total = mf.GradSum()
+    with mf.defer(other, groups, mf.keep_all(), into=total) as full:
+        total.backward(full["w"].sum())
+    with pytest.raises(mf.errors.TreeError, match="differs from the parameters"):
+        mf.opt_step(state, total)

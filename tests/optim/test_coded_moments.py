@@ -1,0 +1,409 @@
+"""Moments as codes: numbers that no layout changes, memory by formula, and errors by name."""
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout, groups_of, random, same_bits
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import optim, spans, tree
+from mics_fn.collectives import Codec
+from mics_fn.errors import LeafError, OptimizerError, PlanError
+from mics_fn.offload import Coded, coded, is_coded, read
+from mics_fn.optim.flat import by_leaf
+from mics_fn.train.carried import carried, take_back
+
+# Lengths that end inside of blocks, lines and vectors; "b" and "d" stay values.
+SHAPES = {"a": (9023,), "b": (7,), "c": (101, 51), "d": (40, 5), "e": (4096,), "none": (0, 3)}
+LARGE = ("a", "c", "e")
+KINDS = ("int8[256]", "int8[64]", "fp8[1024]")
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    return {k: random(seed + i, *shape) for i, (k, shape) in enumerate(SHAPES.items())}
+
+
+def state_of(groups: Any, make: Any = None, kind: str = "int8[256]", **options: Any) -> Any:
+    params = mf.shard(values(0), groups, precision=f"state={kind}", **options)
+    return mf.init_state(params, make or optim.adamw(1e-2, decay_mask=lambda path: "c" in path))
+
+
+def steps(state: Any, groups: Any, first: int, count: int, donate: bool = True) -> Any:
+    for i in range(first, first + count):
+        grads = mf.reduce_grads(values(10 * i + 5), groups, like=state.params)
+        state = mf.opt_step(state, grads, donate=donate)
+    return state
+
+
+def full_of(state: Any, groups: Any) -> Any:
+    """Parameters and moments in full."""
+    return mf.unshard((state.params, by_leaf(state.opt.moments)), groups)
+
+
+def memories(state: Any) -> list[Coded]:
+    return [x for x in tree.flatten(state.opt)[0] if is_coded(x)]
+
+
+# Codes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("size", [-44, -30, -3, 0, 18])
+def test_codes_are_near_and_stay_what_they_are(kind: str, root: bool, size: int):
+    x = random(3, 5001) * random(4, 5001).exp() * 10.0**size
+    x = x.abs() if root else x
+    x[7], x[4000:4100] = 0.0, 0.0
+    kept = coded(x, Codec.parse(kind), root)
+    got = read(kept)
+    again = kept.coded(got)
+    assert torch.equal(kept.codes.elements, again.codes.elements)
+    assert torch.equal(kept.codes.tops, again.codes.tops)
+    length = kept.codes.codec.block or 0
+    blocks = torch.nn.functional.pad(x.sqrt() if root else x, (0, -5001 % length)).view(-1, length)
+    top = blocks.abs().amax(1, keepdim=True).expand_as(blocks).reshape(-1)[:5001]
+    near = got.sqrt() if root else got
+    far = (near - (x.sqrt() if root else x)).abs()
+    step = top / 127 if "int8" in kind else torch.maximum(near.abs() / 8, top / 448 / 512)
+    assert (far <= step * 1.001 + (2.0**-45 if root else 2.0**-100)).all()
+    assert torch.equal(got == 0, x == 0) if root else (got[x == 0] == 0).all()
+
+
+def test_codes_are_right_on_average():
+    """Rounding to nearest would leave a mean that moves by a thousandth a step where it is."""
+    draw = torch.Generator().manual_seed(0)
+    for root in (False, True):
+        wide = torch.rand(4096, generator=draw).square() + 0.01
+        kept = coded(wide, Codec("int8", 256), root)
+        for _ in range(800):
+            new = 0.2 * torch.rand(4096, generator=draw)
+            wide = wide.lerp(new, 2e-3)
+            kept = kept.coded(read(kept).lerp(new, 2e-3))
+        assert abs(float(read(kept).mean() / wide.mean()) - 1) < 0.03
+        assert float((read(kept) - wide).abs().mean()) < 0.1 * float(wide.mean())
+
+
+def test_what_is_not_finite_makes_its_own_block_nan():
+    x = torch.ones(1024)
+    x[5], x[300] = float("nan"), float("inf")
+    got = read(coded(x, Codec("int8", 256)))
+    assert got[:512].isnan().all()
+    assert torch.equal(got[512:], x[512:])
+
+
+def test_views_and_copies():
+    x = random(0, 1000)
+    kept = coded(x, Codec("int8", 64))
+    want = read(kept)
+    for view in (kept[130:700], kept.view(10, 100)[3], kept.split([64, 900, 36])[1]):
+        assert is_coded(view)
+    assert torch.equal(kept[130:700], want[130:700])
+    assert torch.equal(kept.view(10, 100)[:, 3], want.view(10, 100)[:, 3])
+    for copied in (copy.deepcopy(kept[130:700]), pickle.loads(pickle.dumps(kept[130:700]))):
+        assert is_coded(copied)
+        assert torch.equal(copied, want[130:700])
+    with pytest.raises(LeafError, match=r"writes to a coded tensor.*\n.*use set\(\)"):
+        kept.mul_(2)
+
+
+def test_codes_have_no_derivative():
+    x = random(0, 128).requires_grad_()
+    with pytest.raises(LeafError, match="coded: its result has no derivative"):
+        coded(x, Codec("int8", 64))
+    with pytest.raises(LeafError, match="coded: its result has no derivative"):
+        torch.func.grad(lambda x: read(coded(x, Codec("int8", 64))).sum())(x.detach())
+    kept = coded(x.detach(), Codec("int8", 64))
+    found = torch.func.grad(lambda y: (y * kept).sum())(x.detach())
+    assert torch.equal(found, read(kept))
+
+
+# Steps
+
+
+def of_numbers(layout: Layout, kind: str, make: str) -> Any:
+    groups = mf.placement.fixed_order(groups_of(layout))
+    makes = {"adamw": optim.adamw(1e-2), "by mask": None, "lion": optim.lion(1e-3)}
+    found = []
+    for bucket_bytes in (25 * 2**20, 50_000):
+        for donate in (True, False):
+            state = state_of(groups, makes[make], kind, bucket_bytes=bucket_bytes)
+            state = steps(state, groups, 0, 3, donate)
+            moments = by_leaf(state.opt.mean if make == "lion" else state.opt.moments)
+            found.append(mf.unshard((state.params, moments), groups))
+    for other in found[1:]:
+        large(other, found[0])
+    return found[0]
+
+
+def large(got: Any, want: Any) -> None:
+    """The bits of the leaves whose moments are codes."""
+    for a, b in zip(tree.flatten(got)[0], tree.flatten(want)[0], strict=True):
+        if b.numel() >= 4096:
+            assert torch.equal(a, b)
+
+
+NUMBERS = [("int8[256]", "adamw"), ("int8[64]", "by mask"), ("fp8[64]", "lion")]
+
+
+@pytest.mark.parametrize(("kind", "make"), NUMBERS)
+def test_numbers_do_not_depend_on_the_layout(ranks, kind: str, make: str):
+    """For any number of ranks, of buckets, and with donation and without."""
+    want = of_numbers(Layout((1,), 1), kind, make)
+    for layout in (Layout((2,), 2), Layout((2, 2), 4)):
+        for found in ranks(layout.world_size).run(of_numbers, layout, kind, make):
+            large(found, want)
+
+
+def test_a_step_is_that_of_decoded_moments():
+    """The slow twin: torch's own optimizer on the decoded values, which are coded again."""
+    groups = mf.make_groups(1)
+    state = steps(state_of(groups, optim.adamw(1e-2)), groups, 0, 2)
+    params, moments = full_of(state, groups)
+    grads = values(25)
+    after = steps(state, groups, 2, 1)
+    for name in LARGE:
+        own = params[name].clone().requires_grad_()
+        own.grad = grads[name]
+        twin = torch.optim.AdamW([own], lr=1e-2)
+        kept = {k: moments[k][name].clone() for k in moments}
+        twin.state[own] = {**kept, "step": torch.tensor(2.0)}
+        twin.step()
+        torch.testing.assert_close(mf.get(after, name, groups), own.detach())
+        for k, x in kept.items():
+            want = read(coded(x.reshape(-1), Codec("int8", 256), k == "exp_avg_sq"))
+            got = mf.get(after, f"opt.moments['{k}']['{name}']", groups)
+            # A value whose last bit differs may be rounded to the code on its other side.
+            assert (got.reshape(-1) != want).double().mean() < 0.01
+
+
+def test_small_leaves_and_plain_states_have_their_bits():
+    groups = mf.make_groups(1)
+    got = steps(state_of(groups), groups, 0, 3)
+    params = mf.shard(values(0), groups)
+    want = mf.init_state(params, got.transform)
+    want = steps(want, groups, 0, 3)
+    for name in ("b", "d"):
+        assert torch.equal(mf.get(got, name, groups), mf.get(want, name, groups))
+    for name in LARGE:
+        far = (mf.get(got, name, groups) - mf.get(want, name, groups)).abs().max()
+        assert 0 < far < 0.02
+
+
+OPTIMIZERS = {
+    "adam": lambda: optim.adam(1e-2),
+    "sgd": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True),
+    "unfused": lambda: optim.unfused(optim.adamw(1e-2)),
+    "by_path": lambda: optim.by_path({"*c*": optim.lion(1e-2)}, default=optim.adam(1e-2)),
+    "chain": lambda: optim.chain(optim.clip_by_value(0.5), optim.adamw(1e-2)),
+    **{
+        name: lambda name=name: optim.from_torch(getattr(torch.optim, name), lr=1e-2)
+        for name in ("RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam")
+    },
+    "amsgrad": lambda: optim.from_torch(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_with_codes_steps_near_its_own_steps(name: str):
+    groups, full = mf.make_groups(1), []
+    for precision in ("state=int8[64]", None):
+        params = mf.shard(values(0), groups, precision=precision)
+        state = steps(mf.init_state(params, OPTIMIZERS[name]()), groups, 0, 4)
+        assert bool(memories(state)) is (precision is not None)
+        full.append(mf.unshard(state.params, groups))
+    for leaf in LARGE:
+        got, want = (x[leaf] - values(0)[leaf] for x in full)
+        assert 0 < (got - want).norm() < 0.2 * want.norm()
+
+
+def test_padding_that_is_nan_reaches_nothing():
+    groups, plain = mf.make_groups(1), optim.adamw(1e-2)
+    want = full_of(steps(state_of(groups, plain), groups, 0, 2), groups)
+    state = state_of(groups, plain)
+    grads = mf.shard(values(5), groups, precision="state=int8[256]")
+    for shards in (state.params, grads):
+        for leaf in tree.flatten(shards, mf.shards.is_leaf)[0]:
+            memory = leaf.data.as_strided((leaf.bucket.chunk,), (1,), 0)
+            inside = torch.zeros(leaf.bucket.chunk, dtype=torch.bool)
+            for start, n in zip(leaf.bucket.offsets, leaf.bucket.numels, strict=True):
+                inside[start : start + n] = True
+            memory[~inside] = float("nan")
+    state = mf.opt_step(state, grads, donate=True)
+    large(full_of(steps(state, groups, 1, 1), groups), want)
+
+
+def test_memory_is_by_formula(monkeypatch):
+    groups = mf.make_groups(1)
+    state = state_of(groups)
+    blocks = {k: -(-torch.Size(SHAPES[k]).numel() // 256) for k in LARGE}
+    assert sum(x.nbytes for m in memories(state) for x in m.memory) == 2 * sum(
+        260 * n for n in blocks.values()
+    )
+    told = {}
+    monkeypatch.setattr(spans, "holds", lambda kind, key, nbytes: told.update({kind: nbytes}))
+    optim.tell_memory(state)
+    assert 0 <= told["moments"] - 2 * sum(260 * n for n in blocks.values()) < 4096
+    rows = {row.path: row for row in mf.summary(state, groups).rows}
+    for name in LARGE:
+        row = rows[f"opt.moments['exp_avg_sq']['{name}']"]
+        n = torch.Size(SHAPES[name]).numel()
+        assert (row.dtype, row.here_bytes) == ("int8[256]", n + 4 * blocks[name])
+    assert rows["opt.moments['exp_avg']['b']"].dtype == "float32"
+
+
+# States that are read, set, saved and copied
+
+
+def of_a_save(folder: str, layout: Layout, then: Layout) -> Any:
+    groups = groups_of(layout)
+    state = steps(state_of(groups), groups, 0, 2)
+    mf.checkpoint.save(folder, state, groups, step=2)
+    like = state_of(groups_of(then))
+    loaded = mf.checkpoint.load(folder, like, groups_of(then)).state
+    assert len(memories(loaded)) == len(memories(like)) > 0
+    got, want = steps(loaded, groups_of(then), 2, 1), steps(state, groups, 2, 1)
+    large(full_of(got, groups_of(then)), full_of(want, groups))
+
+
+@pytest.mark.parametrize("then", [Layout((2,), 2), Layout((2,), 1)], ids=str)
+def test_a_save_changes_no_bit(ranks, tmp_path, then: Layout):
+    ranks(2).run(of_a_save, f"{tmp_path}/run", Layout((2,), 2), then)
+
+
+def test_copies_and_what_is_read_and_set():
+    groups = mf.make_groups(1)
+    state = steps(state_of(groups), groups, 0, 2)
+    name = "opt.moments['exp_avg_sq']['c']"
+    same = mf.set(state, name, mf.get(state, name, groups), groups)
+    pickled = replace(pickle.loads(pickle.dumps(state)), transform=state.transform)
+    moved = mf.move(state, "params=host, states=host")
+    want = full_of(steps(state, groups, 2, 1, donate=False), groups)
+    for other in (same, pickled, moved, copy.deepcopy(state)):
+        assert len(memories(other)) == len(memories(state)) == 2
+        same_bits(full_of(steps(other, groups, 2, 1, donate=False), groups), want)
+    zero = mf.set(state, name, 0, groups)
+    assert not mf.get(zero, name, groups).any()
+    assert mf.get(state, name, groups).all()
+
+
+def test_a_refused_step_changes_nothing_and_a_trainer_goes_on():
+    groups = mf.make_groups(1)
+
+    def trainer() -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 1))
+        return mf.Trainer(
+            model,
+            optim.adamw(1e-2),
+            groups,
+            loss=lambda model, x: model(x).square().mean(),
+            precision="state=int8[64]",
+            guard=mf.optim.Guard(max_norm=1.0, on_nonfinite="skip"),
+        )
+
+    one = trainer()
+    batches = [random(i, 4, 64) for i in range(3)]
+    for batch in batches[:2]:
+        one.step(batch)
+    kept = full_of(one.state, groups)
+    assert not one.step(batches[0] * float("inf")).accepted
+    same_bits(full_of(one.state, groups), kept)
+    state, extra = copy.deepcopy(carried(one))
+    one.step(batches[2])
+    want = full_of(one.state, groups)
+    take_back(one, state, extra)
+    one.step(batches[2])
+    assert memories(one.state)
+    same_bits(full_of(one.state, groups), want)
+
+
+def of_a_sum(overlap: bool) -> Any:
+    groups = mf.placement.fixed_order(groups_of(Layout((2,), 2)))
+    torch.manual_seed(0)
+    trainer = mf.Trainer(
+        torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 64)),
+        optim.adamw(1e-2),
+        groups,
+        loss=lambda model, x: model(x).square().mean(),
+        precision="state=int8[64]",
+        bucket_bytes=20_000,
+        accumulate=2,
+        overlap_step=overlap,
+    )
+    for i in range(3):
+        trainer.step(random(10 * i + groups.rank, 4, 64))
+    assert memories(trainer.state)
+    return full_of(trainer.state, groups)
+
+
+def test_buckets_are_stepped_as_they_arrive(ranks):
+    for got, want in zip(ranks(2).run(of_a_sum, True), ranks(2).run(of_a_sum, False), strict=True):
+        same_bits(got, want)
+
+
+def of_handing() -> None:
+    groups = groups_of(Layout((2,), 1))
+    state = steps(state_of(groups), groups, 0, 1)
+    want = full_of(state, groups)
+    other = steps(state_of(groups), groups, 4, 1)
+    mine = state if groups.rank == 0 else other
+    for in_place in (False, True):
+        got = optim.handed_over(mine, groups, {1: 0}, in_place=in_place)
+        assert len(memories(got)) == 2
+        same_bits(full_of(got, groups), want)
+    optim.same_replicas(got, groups)
+
+
+def test_a_rank_takes_codes_of_another_one(ranks):
+    ranks(2).run(of_handing)
+
+
+# Errors
+
+
+def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
+    groups = mf.make_groups(1)
+    for text, match in (
+        ("state=int4[64]", "state=int4.64. is not a way to keep moments"),
+        ("state=int8[96]", "a power of two from 64 to 4096"),
+        ("state=bf16", "state=bf16 is not a way"),
+    ):
+        with pytest.raises(PlanError, match=match):
+            mf.Precision.parse(text)
+    with pytest.raises(PlanError, match=r"state=int8\[256\] for \['a'\], whose shards are"):
+        mf.shard(values(0), groups, precision="param=bf16, state=int8")
+    with pytest.raises(OptimizerError, match="there are no codes for 'prev'"):
+        state_of(groups, optim.from_torch(torch.optim.Rprop))
+    own = optim.from_update(
+        lambda params: mf.shards.map(torch.zeros_like, params), lambda g, s, p: (g, s)
+    )
+    with pytest.raises(OptimizerError, match=r"opt\['a'\] is not kept as the codes"):
+        state_of(groups, own)
+    with pytest.raises(PlanError, match="is to go to disk, and is kept as codes"):
+        mf.move(state_of(groups), f"states=disk:{tmp_path}")
+    state, grads = state_of(groups), mf.shard(values(5), groups, precision="state=int8")
+    live = tree.map_leaves(lambda x: x.clone().requires_grad_(), grads)
+    with pytest.raises(OptimizerError, match="moments are kept as codes"):
+        mf.opt_step(state, live)
+
+
+def test_a_pattern_leaves_leaves_out_and_texts_come_back():
+    text = "state=int8[256]; *c*: state=f32"
+    assert str(mf.Precision.parse(text)) == text
+    groups = mf.make_groups(1)
+    params = mf.shard(values(0), groups, precision=text, frozen=lambda path: "e" in path)
+    kept = {k: getattr(leaf.bucket.state, "name", None) for k, leaf in params.items()}
+    assert kept == {"a": "int8", "b": None, "c": None, "d": None, "e": None, "none": None}
+
+
+def test_codes_are_saved_in_the_background(tmp_path):
+    groups = mf.make_groups(1)
+    state = steps(state_of(groups), groups, 0, 2)
+    mf.checkpoint.start_save(tmp_path, state, groups, step=2).wait()
+    found = mf.checkpoint.load(tmp_path, state_of(groups), groups).state
+    same_bits(full_of(found, groups), full_of(state, groups))

@@ -1,0 +1,243 @@
+"""States in files and on the host: the bits of states in memory, and errors that lose nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout, groups_of, random, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import optim, tree
+from mics_fn.offload import is_stored, where
+from mics_fn.offload.scratch import Extent
+from mics_fn.optim.flat import by_leaf
+from mics_fn.optim.lines import Stretch, parts_of
+
+LEAST = 2**20  # bytes of host memory: blocks of 32,768 elements with two moments
+SHAPES = {"a": (70_001,), "b": (7,), "c": (301, 203), "none": (0, 3), "d": (40, 5)}
+
+
+def values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {k: random(seed + i, *shape, dtype=dtype) for i, (k, shape) in enumerate(SHAPES.items())}
+
+
+def spares_small(path: str) -> bool:
+    return "b" not in path and "d" not in path
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optim.adamw(1e-2, decay_mask=spares_small),
+    "plain adamw": lambda: optim.adamw(1e-2),
+    "sgd": lambda: optim.sgd(0.1, momentum=0.9),
+    "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
+    "adagrad": lambda: optim.from_torch(torch.optim.Adagrad, lr=0.1),
+    "by_path": lambda: optim.by_path({"*c*": optim.lion(1e-3)}, default=optim.adam(1e-2)),
+    "chain": lambda: optim.chain(optim.clip_by_value(0.5), optim.adamw(1e-2)),
+    "own": lambda: optim.from_update(
+        lambda params: mf.shards.map(torch.zeros_like, params),
+        lambda grads, mean, params: (
+            mf.shards.map(lambda m, g: -0.1 * (m + g), mean, grads),
+            mf.shards.map(lambda m, g: 0.9 * m + g, mean, grads),
+        ),
+    ),
+}
+
+
+def stepped(groups: Any, make: Any, place: Any, *, donate: bool, micro: bool = False) -> Any:
+    params = mf.shard(values(0), groups, bucket_bytes=300_000)
+    state = mf.init_state(params, make(), where=place)
+    for step in range(2):
+        grads = mf.reduce_grads(values(10 * step + 5), groups, like=state.params)
+        state = mf.opt_step(state, grads, donate=donate)
+    return state
+
+
+def moments(state: Any) -> list[Tensor]:
+    return [x for x in tree.flatten(state.opt)[0] if isinstance(x, Tensor) and x.ndim]
+
+
+def same_state(got: Any, want: Any) -> None:
+    same_bits(got.params, want.params)
+    same_bits(by_leaf(mf.move(got, "").opt), by_leaf(want.opt))
+
+
+def of_bits(folder: str, name: str, layout: Layout) -> None:
+    groups, make = groups_of(layout), OPTIMIZERS[name]
+    place = where(f"states=disk:{folder}", host_bytes=LEAST)
+    want = stepped(groups, make, None, donate=False)
+    for donate in (False, True):
+        got = stepped(groups, make, place, donate=donate)
+        assert all(map(is_stored, moments(got)))
+        same_state(got, want)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_on_states_in_files_has_the_bits_of_one_in_memory(tmp_path, name):
+    of_bits(f"{tmp_path}", name, Layout((1,), 1))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 2)], ids=str)
+def test_the_same_on_ranks(ranks, tmp_path, layout):
+    ranks(layout.world_size).run(of_bits, f"{tmp_path}", "adamw", layout)
+
+
+def test_parameters_in_files_too(tmp_path):
+    """The parameters of a state go to files and come back, and its steps are the same."""
+    groups = mf.make_groups(1)
+    want = stepped(groups, OPTIMIZERS["adamw"], None, donate=False)
+    for donate in (False, True):
+        params = mf.shard(values(0), groups, bucket_bytes=300_000)
+        state = mf.init_state(params, OPTIMIZERS["adamw"]())
+        state = mf.move(state, f"params=disk:{tmp_path}, states=disk:{tmp_path}/states")
+        for step in range(2):
+            grads = mf.shard(values(10 * step + 5), groups, bucket_bytes=300_000)
+            state = mf.opt_step(state, grads, donate=donate)
+            assert all(map(is_stored, tree.flatten(state.params)[0]))
+        same_state(mf.move(state, ""), want)
+
+
+def of_bytes(folder: str, layout: Layout) -> None:
+    """Parameters of 4 bytes here, and of AdamW's two moments 8 there, over the ranks of a group."""
+    groups, each = groups_of(layout), 4 * sum(x.numel() for x in values(0).values())
+    params = mf.shard(values(0), groups)
+    for text, formula in (
+        ("", {"device": 3 * each}),
+        (f"states=disk:{folder}", {"device": each, "disk": 2 * each}),
+    ):
+        table = mf.summary(mf.init_state(params, optim.adamw(0.1), where=text), groups)
+        total = torch.tensor([table.bytes_by_place.get(k, 0) for k in ("device", "disk")])
+        want = torch.tensor([formula.get(k, 0) for k in ("device", "disk")])
+        assert abs(total * layout.partition_size - want).max() <= 64 * layout.partition_size
+        assert ("trained, disk" in str(table)) is ("disk" in text)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+def test_bytes_by_place(ranks, tmp_path, layout):
+    ranks(layout.world_size).run(of_bytes, f"{tmp_path}", layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_there_and_back(tmp_path, dtype):
+    groups = mf.make_groups(1)
+    state = mf.init_state(mf.shard(values(0, dtype), groups), optim.adamw(0.1))
+    state = mf.opt_step(state, mf.reduce_grads(values(5, dtype), groups), donate=True)
+    away = mf.move(state, f"states=disk:{tmp_path}, params=disk:{tmp_path}")
+    assert mf.move(away, f"states=disk:{tmp_path}, params=disk:{tmp_path}").params is away.params
+    back = mf.move(away, "")
+    assert all(not is_stored(x) for x in tree.flatten(back)[0] if isinstance(x, Tensor))
+    same_bits((back.params, by_leaf(back.opt)), (state.params, by_leaf(state.opt)))
+    assert mf.move(state, "states=host").params is state.params  # on the CPU the host is the device
+
+
+def test_by_path(tmp_path):
+    groups = mf.make_groups(1)
+    params = mf.shard(values(0), groups, bucket=lambda path: spares_small(path))
+    state = mf.init_state(params, optim.adamw(0.1), where=f"*a*: states=disk:{tmp_path}")
+    stored = [is_stored(x) for x in moments(state)]
+    assert any(stored)
+    assert not all(stored)
+    table = {row.path: row for row in mf.summary(state).rows}
+    assert table["opt.moments['exp_avg']['a']"].here_bytes == 4 * 70_001
+
+
+def test_a_state_that_was_given_away_raises(tmp_path):
+    groups = mf.make_groups(1)
+    place = f"states=disk:{tmp_path}"
+    state = mf.init_state(mf.shard(values(0), groups), optim.adamw(0.1), where=place)
+    kept = moments(state)[0]
+    mf.opt_step(state, mf.reduce_grads(values(5), groups), donate=True)
+    with pytest.raises(mf.errors.DonatedError):
+        by_leaf(state.opt)
+    with pytest.raises(mf.errors.DonatedError):
+        kept.sum()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_error_of_the_disk_names_file_and_leaf_and_tears_nothing(tmp_path, donate, monkeypatch):
+    groups = mf.make_groups(1)
+    place = where(f"states=disk:{tmp_path}", host_bytes=LEAST)
+    state = mf.init_state(mf.shard(values(0), groups), optim.adamw(0.1), where=place)
+    before = tree.map_leaves(torch.clone, state.params)
+    old, calls = Extent.write, iter(range(100))
+
+    def write(self: Extent, start: int, memory: Tensor, leaf: str = "") -> None:
+        if next(calls) == 3:
+            with self.scratch.named("written", leaf or self.leaf):
+                raise OSError(28, "No space left on device")
+        old(self, start, memory, leaf)
+
+    monkeypatch.setattr(Extent, "write", write)
+    with pytest.raises(mf.errors.OffloadError, match=r"scratch cannot be written(.|\n)*states\['"):
+        mf.opt_step(state, mf.reduce_grads(values(5), groups), donate=donate)
+    monkeypatch.undo()
+    if donate:
+        with pytest.raises(mf.errors.DonatedError, match="failed"):
+            mf.gather(state.params, groups)
+        return
+    same_bits(state.params, before)
+    want = stepped(groups, lambda: optim.adamw(0.1), None, donate=False)
+    for step in range(2):
+        grads = mf.reduce_grads(values(10 * step + 5), groups, like=state.params)
+        state = mf.opt_step(state, grads)
+    same_bits(mf.unshard(state.params, groups), mf.unshard(want.params, groups))
+
+
+@settings(max_examples=60)
+@given(
+    start=st.integers(0, 300),
+    length=st.integers(1, 700),
+    cuts=st.lists(st.integers(0, 1000), max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_parts_of_a_column_have_the_bits_of_the_whole(start, length, cuts, seed):
+    """Of a fused kernel, which rounds the last elements of a tensor in another way."""
+    every = [random(seed + i, start + length) for i in range(4)]
+    every[2] = every[2].square()
+
+    def step(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            *([p], [g], [m], [v], [], [torch.tensor(3.0)]), lr=1e-2, beta1=0.9, beta2=0.999,
+            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    want = [x.clone() for x in every]
+    step(*(x[start:] for x in want))
+    got, stretch = [x.clone() for x in every], Stretch(start, start + length)
+    bounds = sorted({0, start + length, *(min(cut, start + length) for cut in cuts)})
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        for part in parts_of(stretch, low, high, lambda a, b: [x[a:b] for x in got], 3):
+            step(*part.tensors)
+            part.finish()
+    same_bits(got, want)
+
+
+def of_checks(folder: str, layout: Layout) -> None:
+    """Replicas are compared and a state is saved and loaded as ever."""
+    groups = groups_of(layout)
+    place = where(f"states=disk:{folder}/scratch", host_bytes=LEAST)
+    state = stepped(groups, OPTIMIZERS["adamw"], place, donate=True)
+    assert mf.optim.same_replicas(state, groups) is state
+    assert mf.optim.same_step(state, groups, heal=True) is state
+    mf.checkpoint.save(f"{folder}/saved", state, groups, step=1)
+    want = mf.move(state, "")
+    for donate in (False, True):
+        fresh = mf.init_state(
+            mf.shard(values(3), groups, bucket_bytes=300_000), OPTIMIZERS["adamw"](), where=place
+        )
+        found = mf.checkpoint.load(f"{folder}/saved", fresh, groups, donate=donate).state
+        assert all(map(is_stored, moments(found)))
+        same_state(found, want)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 1)], ids=str)
+def test_replicas_and_checkpoints(ranks, tmp_path, layout):
+    ranks(layout.world_size).run(of_checks, f"{tmp_path}", layout)
+    saved = [path.name for path in Path(tmp_path, "saved").rglob("*")]
+    assert saved
+    assert not any("scratch" in name for name in saved)

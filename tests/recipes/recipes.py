@@ -1,0 +1,239 @@
+"""Ten schedules, reductions and optimizers that researchers wanted, each in a few lines.
+
+They use public names only, and no rank does anything that the others do not. `test_recipes.py` has
+a slow twin of each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mics_fn as mf
+
+# 1. Prefetch two buckets, and keep some of them for the whole step
+
+
+def prefetch_two_and_keep(kept: Sequence[int]) -> Any:
+    """A policy: two buckets are fetched ahead; those in `kept` stay from first to last use."""
+
+    def plan(record: mf.schedules.Schedule, sizes: Sequence[int]) -> mf.schedules.Schedule:
+        uses, live, actions, k = record.uses, set[int](), [], 0
+        last = {bucket: i for i, use in enumerate(uses) for bucket in use}
+        for action in record.actions:
+            if action.kind == "use":
+                actions += [f"fetch {b}" for b in _near(uses[k:], 2) if b not in live]
+                live |= _near(uses[k:], 2)
+                stays = _near(uses[k + 1 :], 1) | {b for b in kept if last[b] > k}
+                actions += [str(action), *(f"drop {b}" for b in sorted(live - stays))]
+                live &= stays
+                k += 1
+            elif action.kind == "reduce":
+                actions.append(str(action))
+        return mf.schedules.Schedule.parse("; ".join(actions))
+
+    return mf.on_demand(live_bytes=0, plan=plan)
+
+
+def _near(uses: Sequence[tuple[int, ...]], ahead: int) -> set[int]:
+    """The buckets of the next use, and so many others that come after them."""
+    found = set(uses[0]) if uses else set()
+    most = len(found) + ahead
+    for bucket in (bucket for use in uses for bucket in use):
+        found |= {bucket} if len(found) < most else set()
+    return found
+
+
+# 2. Some layers in full for the whole step, the others sharded: hybrid by layer
+
+
+def hybrid_by_layer(groups: mf.Groups, whole: Callable[[str], bool]) -> Callable[[str], mf.Groups]:
+    """Groups by path: what `whole` says is gathered once in a step, as in ZeRO-2."""
+    once = mf.placement.place(groups, params=1)
+    return lambda path: once if whole(path) else groups
+
+
+# 3. A gather whose levels come in another order
+
+
+def permuted_groups(sizes: Sequence[int], order: Sequence[int]) -> mf.Groups:
+    """Groups of all ranks, which cross the levels of the machine in another order.
+
+    Args:
+      sizes: of the levels, the slowest link first, as ranks are numbered.
+      order: which of them is crossed first, second, ...
+    """
+    ranks = torch.arange(dist.get_world_size()).view(*sizes).permute(*order).flatten().tolist()
+    names = tuple(f"level {level}" for level in order)
+    topology = mf.groups.Topology(tuple(sizes[level] for level in order), names)
+    return mf.make_groups(len(ranks), topology=topology, ranks=ranks, timeout_s=20.0)
+
+
+# 4. Hop 2 in every second step
+
+
+class EverySecond:
+    """Replicas keep their gradients for a step, and average those of two; with SGD no step is lost.
+
+    `Trainer(replica_sync=mf.replicas.reduced_by(EverySecond.hop2, init=EverySecond.init))`.
+    """
+
+    @staticmethod
+    def init(params: Any) -> Any:
+        return {"sum": mf.shards.map(torch.zeros_like, params), "count": torch.zeros(())}
+
+    @staticmethod
+    def hop2(grads: Any, state: Any, groups: mf.Groups) -> tuple[Any, Any]:
+        total, count = mf.shards.map(torch.add, state["sum"], grads), state["count"] + 1
+        nothing = mf.shards.map(torch.zeros_like, grads)
+        if count % 2:
+            return nothing, {"sum": total, "count": count}
+        return mf.sync_replicas(total, groups), {"sum": nothing, "count": count}
+
+
+# 5. Hop 2 in eight bits, with error feedback
+
+
+class Int8:
+    """Each replica sends its gradient in 8 bits, and adds what was rounded away in the next step.
+
+    `Trainer(replica_sync=mf.replicas.reduced_by(Int8.hop2, init=Int8.init))`.
+    """
+
+    @staticmethod
+    def init(params: Any) -> Any:
+        return mf.shards.map(torch.zeros_like, params)
+
+    @staticmethod
+    def hop2(grads: Any, rest: Any, groups: mf.Groups) -> tuple[Any, Any]:
+        comm, wanted = groups.communicators["replicas"], mf.shards.map(torch.add, grads, rest)
+
+        def mean(x: Tensor) -> Tensor:
+            codes, unit = _coded(x)
+            every, units = (mf.collectives.all_gather(comm, each) for each in (codes, unit))
+            return (every * units.view(-1, 1)).mean(0).to(x.dtype)
+
+        def lost(x: Tensor) -> Tensor:
+            codes, unit = _coded(x)
+            return x - codes * unit
+
+        return mf.shards.map(mean, wanted), mf.shards.map(lost, wanted)
+
+
+def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A piece as integers of 8 bits, and what one of them is worth."""
+    unit = torch.cat([x.abs(), x.new_full((1,), 1e-30)]).amax() / 127
+    return (x / unit).round().to(torch.int8), unit
+
+
+# 6. Optimizers and rates by path
+
+
+def optimizer_by_path(peak: float) -> mf.optim.Transform:
+    """SGD for the embedding, AdamW without decay and at half the rate for norms, AdamW for all."""
+    rest = mf.optim.warmup_cosine(peak, 2, 10)
+    return mf.optim.by_path(
+        {
+            "*embed*": mf.optim.sgd(peak, momentum=0.9),
+            "*norm*": mf.optim.adamw(lambda step: rest(step) / 2, weight_decay=0.0),
+        },
+        default=mf.optim.adamw(rest, weight_decay=0.1),
+    )
+
+
+# 7. Hop 1 of one micro-batch while the next one is computed
+
+
+def overlapped_grads(
+    loss: Callable[[Any, Any], Tensor], params: Any, batches: Sequence[Any], groups: mf.Groups
+) -> Any:
+    """The mean gradient over micro-batches and ranks; at most two are in flight."""
+    full = mf.unshard(params, groups)
+    waiting: list[Any] = []
+    total = None
+    for i, batch in enumerate([*batches, None]):
+        if batch is not None:
+            grads = torch.func.grad(loss)(full, batch)
+            waiting.append(mf.shards.start_scatter_grads(grads, groups, like=params))
+        if waiting and (batch is None or i):
+            found = waiting.pop(0).wait()
+            total = found if total is None else mf.shards.map(torch.add, total, found)
+    mean = mf.shards.map(lambda x: x / len(batches), total)
+    return mf.sync_replicas(mean, groups)
+
+
+# 8. LAMB, whose trust ratios are norms of whole leaves
+
+
+def lamb(lr: float, groups: Any, *, decay: float = 0.01, eps: float = 1e-6) -> mf.optim.Transform:
+    """LAMB (You et al., arXiv:1904.00962); all norms of a step are one all-gather."""
+
+    def init(params: Any) -> Any:
+        zeros = mf.shards.map(torch.zeros_like, params)
+        return {"count": 0, "mean": zeros, "square": mf.shards.map(torch.zeros_like, params)}
+
+    def update(grads: Any, state: Mapping[str, Any], params: Any) -> tuple[Any, Any]:
+        count = state["count"] + 1
+        mean = mf.shards.map(lambda m, g: m.lerp(g, 0.1), state["mean"], grads)
+        square = mf.shards.map(lambda v, g: v.lerp(g * g, 0.001), state["square"], grads)
+
+        def adam(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+            return m / (1 - 0.9**count) / ((v / (1 - 0.999**count)).sqrt() + eps) + decay * p
+
+        step = mf.shards.map(adam, mean, square, params)
+        norms = mf.optim.leaf_norms({"params": params, "step": step}, groups)
+
+        def scaled(s: Tensor, p_norm: Tensor, s_norm: Tensor) -> Tensor:
+            ratio = torch.where((p_norm > 0) & (s_norm > 0), p_norm / s_norm, 1.0)
+            return -lr * ratio.to(s.dtype) * s
+
+        updates = mf.shards.map(scaled, step, norms["params"], norms["step"])
+        return updates, {"count": count, "mean": mean, "square": square}
+
+    options = {"optimizer": f"lamb, lr={lr}, decay={decay}, eps={eps}"}
+    return mf.optim.from_update(init, update, lambda paths: options)
+
+
+# 9. What FSDP2 does: one bucket ahead, and all are dropped after forward
+
+
+def as_fsdp2() -> Any:
+    """A policy: the next bucket is fetched during each use, in forward and in backward."""
+
+    def plan(record: mf.schedules.Schedule, sizes: Sequence[int]) -> mf.schedules.Schedule:
+        uses, live, actions, k = record.uses, set[int](), [], 0
+        turns = sorted({*record.backwards, len(uses)})
+        for action in record.actions:
+            if action.kind == "use":
+                end = next(turn for turn in turns if turn > k)
+                actions += [f"fetch {b}" for b in _near(uses[k:end], 1) if b not in live]
+                live |= _near(uses[k:end], 1)
+                stays = _near(uses[k + 1 : end], 0)
+                actions += [str(action), *(f"drop {b}" for b in sorted(live - stays))]
+                live &= stays
+                k += 1
+            elif action.kind == "reduce":
+                actions.append(str(action))
+        return mf.schedules.Schedule.parse("; ".join(actions))
+
+    return mf.on_demand(live_bytes=0, plan=plan)
+
+
+# 10. A collective of one's own
+
+
+def highest(values: Any, groups: mf.Groups) -> Tensor:
+    """The largest absolute value of a tree of shards, over all ranks; two maxima of one number."""
+    most: list[Tensor] = [torch.zeros((), dtype=torch.float64)]
+    mf.shards.map(lambda x: most.append(x.abs().amax().double()) or x if len(x) else x, values)
+    found = torch.stack(most).amax()
+    for name in ("partition", "replicas"):
+        comm = groups.communicators[name]
+        if comm.size > 1:
+            issue = partial(dist.all_reduce, found, op=dist.ReduceOp.MAX)
+            how = {"name": f"highest over {name}", "sent_bytes": 2 * found.nbytes}
+            mf.collectives.start(comm, issue, [found], **how).wait()
+    return found

@@ -1,0 +1,382 @@
+"""Each recipe against a slow twin: one process, full tensors, the batches of all ranks together."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recipes
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, random
+from torch import Tensor
+
+import mics_fn as mf
+from mics_fn import tree
+
+ALONE, PAIR, COPIES = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)
+BOTH = Layout((2, 2), 2)  # two replicas of two ranks
+STEPS, SAMPLES, LAYERS = 4, 2, 3
+
+
+def make_params() -> dict[str, Tensor]:
+    sizes = {"embed": (5, 6), "head": (6, 3), "norm": (6,)}
+    sizes |= {f"layers.{i}.{part}": (6, 6) for i in range(LAYERS) for part in ("attn", "mlp")}
+    return {
+        name: random(i, *shape, dtype=torch.float64) / 2
+        for i, (name, shape) in enumerate(sizes.items())
+    }
+
+
+def loss_fn(full: Any, batch: Any) -> Tensor:
+    x, y = batch
+    x = x @ full["embed"] * full["norm"]
+    for i in range(LAYERS):
+        x = x + (x @ full[f"layers.{i}.attn"]).sin()
+        x = x + (x @ full[f"layers.{i}.mlp"]).tanh()
+    return (x @ full["head"] - y).square().mean()
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    seed = 1000 + 20 * step + rank
+    return (
+        random(seed, SAMPLES, 5, dtype=torch.float64),
+        random(seed + 500, SAMPLES, 3, dtype=torch.float64),
+    )
+
+
+def rank_here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def mean_grads(params: Any, step: int, n: int) -> Any:
+    """The gradient of the loss over the samples of all ranks."""
+    parts = [batch_of(step, rank) for rank in range(n)]
+    whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    return torch.func.grad(loss_fn)(params, whole)
+
+
+def trained_by_torch(groups_of_params: Any, n: int, steps: int = STEPS) -> dict[str, Tensor]:
+    """The parameters after some steps of torch's own optimizers: `groups_of_params` makes them."""
+    params = {k: x.clone().requires_grad_() for k, x in make_params().items()}
+    optimizers = groups_of_params(params)
+    for step in range(steps):
+        for name, grad in mean_grads({k: x.detach() for k, x in params.items()}, step, n).items():
+            params[name].grad = grad
+        for optimizer, rate in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            optimizer.step()
+    return {k: x.detach() for k, x in params.items()}
+
+
+def sgd_twin(n: int, lr: float = 0.1) -> dict[str, Tensor]:
+    return trained_by_torch(lambda p: [(torch.optim.SGD(p.values()), lambda step: lr)], n)
+
+
+def close(got: Any, want: Any, bound: float = 1e-12) -> None:
+    assert sorted(got) == sorted(want)
+    for name, x in want.items():
+        error = float((got[name] - x).abs().max())
+        assert error <= bound, (name, error)
+
+
+def trainer_of(groups: Any, optimizer: Any, **options: Any) -> mf.Trainer:
+    options = {"bucket_bytes": 400, "params": make_params(), **options}
+    return mf.Trainer(loss_fn, optimizer, groups, **options)
+
+
+def run(trainer: mf.Trainer, steps: int = STEPS) -> Any:
+    for step in range(steps):
+        trainer.step(batch_of(step, rank_here()))
+    return trainer.params()
+
+
+# 1 and 9: policies
+
+
+def own_policy(layout: Layout, name: str) -> None:
+    groups = groups_of(layout)
+    params = mf.shard(make_params(), groups, bucket=lambda path: path)
+    attention = [i for i in range(len(mf.bucket_sizes(params))) if "attn" in str(uses(params)[i])]
+    policies = {
+        "keep": lambda: recipes.prefetch_two_and_keep(attention),
+        "fsdp2": recipes.as_fsdp2,
+    }
+    policy = policies[name]()
+    trainer = trainer_of(groups, mf.optim.sgd(0.1), schedule=policy, bucket=lambda path: path)
+    close(run(trainer), sgd_twin(layout.world_size))
+    schedule, sizes = policy.schedule, mf.bucket_sizes(params, groups)
+    fetches = {i: schedule.fetches.count(i) for i in range(len(sizes))}
+    if name == "keep":
+        assert {fetches[i] for i in attention} == {1}
+        assert max(fetches.values()) == 2
+    elif layout.partition_size > 1:
+        ends = [i for i, n in fetches.items() if n == 2]
+        # No gradient needs the embedding, and the head is used last in forward, first in backward.
+        assert len(ends) == len(sizes) - 2
+        assert schedule.peak_bytes(sizes) <= 2 * max(sizes)
+    planned = policy.planner(recorded(params, groups), sizes)
+    assert planned == schedule
+
+
+def uses(params: Any) -> list[list[str]]:
+    """The paths of each bucket."""
+    found: dict[int, list[str]] = {}
+    leaves = tree.flatten(params, lambda x: isinstance(x, mf.shards.Sharded))[0]
+    for path, leaf in zip(tree.paths(params), leaves, strict=True):
+        found.setdefault(leaf.bucket.index, []).append(path)
+    return [found[i] for i in range(len(found))]
+
+
+def recorded(params: Any, groups: mf.Groups) -> mf.schedules.Schedule:
+    return mf.record(loss_fn, params, batch_of(0, 0), mark_backward=True)
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
+@pytest.mark.parametrize("name", ["keep", "fsdp2"])
+@pytest.mark.covering(name=PAIR)
+def test_policies(ranks, layout, name):
+    ranks(layout.world_size).run(own_policy, layout, name)
+
+
+# 2: hybrid by layer
+
+
+def hybrid(layout: Layout) -> None:
+    groups = groups_of(layout)
+    by_path = recipes.hybrid_by_layer(groups, lambda path: "attn" in path)
+    how = {"live_bytes": 0, "bucket": lambda path: path}
+    sent = []
+    for given in (groups, by_path):
+        trainer = trainer_of(given, mf.optim.sgd(0.1), **how)
+        run(trainer, STEPS - 1)
+        groups.traffic.clear()
+        trainer.step(batch_of(STEPS - 1, rank_here()))
+        found = groups.traffic.snapshot()
+        sent.append(sum(nbytes for what, (_, nbytes) in found.items() if "gather" in what))
+        close(trainer.params(), sgd_twin(layout.world_size))
+    if layout.partition_size > 1:  # attention is gathered once in a step, and not twice
+        assert sent[0] - sent[1] == LAYERS * 6 * 6 * 8 // 2
+
+
+@pytest.mark.parametrize("layout", [PAIR, BOTH], ids=str)
+@pytest.mark.covering(layout=PAIR)
+def test_hybrid_by_layer(ranks, layout):
+    ranks(layout.world_size).run(hybrid, layout)
+
+
+# 3: a permuted route
+
+
+def permuted(sizes: tuple[int, ...], order: tuple[int, ...]) -> None:
+    groups = recipes.permuted_groups(sizes, order)
+    with groups:
+        params = mf.shard(make_params(), groups)
+        close(mf.unshard(params, groups), make_params(), 0.0)
+        levels = [c for name, c in groups.communicators.items() if name.startswith("gather")]
+        strides = [torch.tensor(sizes)[i + 1 :].prod().item() for i in order]
+        for comm, stride, level in zip(levels, strides, order, strict=True):
+            assert comm.name == f"gather level {level}"
+            assert [b - a for a, b in zip(comm.ranks, comm.ranks[1:], strict=False)] == (
+                [stride] * (sizes[level] - 1)
+            )
+        close(run(trainer_of(groups, mf.optim.sgd(0.1))), sgd_twin(len(groups.ranks)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [((2, 2), (1, 0)), pytest.param((2, 2, 2), (1, 2, 0), marks=pytest.mark.thorough)],
+    ids=str,
+)
+def test_permuted_levels(ranks, sizes, order):
+    ranks(2 ** len(sizes)).run(permuted, sizes, order)
+
+
+# 4 and 5: reductions over replicas
+
+
+def every_second(layout: Layout) -> None:
+    groups = groups_of(layout)
+    sync = mf.replicas.reduced_by(recipes.EverySecond.hop2, init=recipes.EverySecond.init)
+    trainer = trainer_of(groups, mf.optim.sgd(0.1), replica_sync=sync)
+    want = make_params()
+    for step in range(STEPS):
+        groups.traffic.clear()
+        trainer.step(batch_of(step, rank_here()))
+        if step % 2:
+            two = [mean_grads(want, at, layout.world_size) for at in (step - 1, step)]
+            want = {k: x - 0.1 * (two[0][k] + two[1][k]) for k, x in want.items()}
+        close(trainer.params(), want)
+        nbytes = sum(x.numel() * 8 for x in tree.flatten(trainer.state.params)[0])
+        sent = groups.traffic.snapshot().get("replicas", (0, 0))[1]
+        assert (sent >= nbytes) is bool(layout.world_size > layout.partition_size and step % 2)
+
+
+@pytest.mark.parametrize("layout", [ALONE, COPIES, BOTH], ids=str)
+@pytest.mark.covering(layout=BOTH)
+def test_hop_2_every_second_step(ranks, layout):
+    ranks(layout.world_size).run(every_second, layout)
+
+
+def coded(x: Tensor) -> Tensor:
+    unit = max(x.abs().max(), torch.tensor(1e-30)) / 127
+    return (x / unit).round() * unit
+
+
+def int8(layout: Layout) -> None:
+    """On groups of one rank a piece is a leaf, so the twin needs no layout."""
+    groups, n = groups_of(layout), layout.world_size
+    sync = mf.replicas.reduced_by(recipes.Int8.hop2, init=recipes.Int8.init)
+    trainer = trainer_of(groups, mf.optim.sgd(0.1), replica_sync=sync)
+    want, rests = make_params(), [dict.fromkeys(make_params(), 0.0) for _ in range(n)]
+    for step in range(STEPS):
+        groups.traffic.clear()
+        trainer.step(batch_of(step, rank_here()))
+        grads = [torch.func.grad(loss_fn)(want, batch_of(step, rank)) for rank in range(n)]
+        for name in want:
+            sent = []
+            for rank in range(n):
+                x = grads[rank][name] + rests[rank][name]
+                sent.append(coded(x))
+                rests[rank][name] = x - sent[-1]
+            want[name] = want[name] - 0.1 * torch.stack(sent).mean(0)
+        close(trainer.params(), want, 1e-9)
+    elements = sum(x.numel() for x in make_params().values())
+    sent = groups.traffic.snapshot().get("replicas", (0, 0))[1]
+    assert sent <= (n - 1) * (elements + 8 * len(want)) + 200  # 8 bits each, and comparisons
+    rest = tree.flatten(trainer.sync_state.outer)[0]
+    assert any(x.abs().max() > 0 for x in rest)
+
+
+@pytest.mark.parametrize("layout", [ALONE, COPIES], ids=str)
+def test_int8_hop_2(ranks, layout):
+    ranks(layout.world_size).run(int8, layout)
+
+
+def int8_converges(layout: Layout) -> None:
+    """With any layout what was sent so far differs from the sum by what the last step left out."""
+    groups = groups_of(layout)
+    sync = mf.replicas.reduced_by(recipes.Int8.hop2, init=recipes.Int8.init)
+    trainer = trainer_of(groups, mf.optim.sgd(0.01), replica_sync=sync, check_replicas=1)
+    losses = [float(trainer.step(batch_of(0, rank_here())).loss) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_int8_hop_2_of_shards(ranks):
+    ranks(4).run(int8_converges, BOTH)
+
+
+# 6 and 8: optimizers
+
+
+def by_path(layout: Layout) -> None:
+    def made(params: Any) -> Any:
+        rate = mf.optim.warmup_cosine(0.02, 2, 10)
+        rest = [x for name, x in params.items() if name not in ("embed", "norm")]
+        sgd = torch.optim.SGD([params["embed"]], lr=0.02, momentum=0.9)
+        norm = torch.optim.AdamW([params["norm"]], weight_decay=0.0)
+        adamw = torch.optim.AdamW(rest, weight_decay=0.1)
+        return [(sgd, lambda _: 0.02), (norm, lambda i: rate(i) / 2), (adamw, rate)]
+
+    optimizer = recipes.optimizer_by_path(0.02)
+    trainer = trainer_of(groups_of(layout), optimizer)
+    close(run(trainer), trained_by_torch(made, layout.world_size), 1e-9)
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
+@pytest.mark.covering(layout=PAIR)
+def test_optimizers_by_path(ranks, layout):
+    ranks(layout.world_size).run(by_path, layout)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB written out, for full tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state.setdefault(p, {"t": 0, "m": 0 * p.data, "v": 0 * p.data})
+                kept["t"] += 1
+                kept["m"] = 0.9 * kept["m"] + 0.1 * p.grad
+                kept["v"] = 0.999 * kept["v"] + 0.001 * p.grad**2
+                m, v = kept["m"] / (1 - 0.9 ** kept["t"]), kept["v"] / (1 - 0.999 ** kept["t"])
+                step = m / (v.sqrt() + 1e-6) + 0.01 * p.data
+                p.data -= group["lr"] * p.data.norm() / step.norm() * step
+
+
+def lamb(layout: Layout) -> None:
+    groups = groups_of(layout)
+    want = trained_by_torch(lambda p: [(Lamb(p.values()), lambda _: 0.05)], layout.world_size)
+    trainer = trainer_of(groups, recipes.lamb(0.05, groups))
+    close(run(trainer), want, 1e-9)
+    before = groups.traffic.snapshot().get("partition", (0, 0))[0]
+    norms = mf.optim.leaf_norms({"a": trainer.state.params, "b": trainer.state.params}, groups)
+    assert len(tree.flatten(norms)[0]) == 2 * len(make_params())
+    after = groups.traffic.snapshot().get("partition", (0, 0))[0]
+    assert after - before == int(layout.partition_size > 1)
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
+@pytest.mark.covering(layout=PAIR)
+def test_lamb(ranks, layout):
+    ranks(layout.world_size).run(lamb, layout)
+
+
+# 7: overlapped micro-batches
+
+
+def overlapped(layout: Layout) -> None:
+    groups, n = groups_of(layout), layout.world_size
+    params = mf.shard(make_params(), groups, bucket_bytes=400)
+    for count in (1, 3):
+        batches = [batch_of(step, rank_here()) for step in range(count)]
+        found = mf.unshard(recipes.overlapped_grads(loss_fn, params, batches, groups), groups)
+        each = [mean_grads(make_params(), step, n) for step in range(count)]
+        close(found, {k: sum(grads[k] for grads in each) / count for k in found})
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
+@pytest.mark.covering(layout=BOTH)
+def test_two_micro_batches_overlapped(ranks, layout):
+    ranks(layout.world_size).run(overlapped, layout)
+
+
+# 10: a collective of one's own
+
+
+def own_collective(layout: Layout) -> None:
+    groups, rank = groups_of(layout), rank_here()
+    values = {"a": random(1, 7, dtype=torch.float64), "b": random(2, 3, dtype=torch.float64)}
+    params = mf.shard(values, groups)
+    mine = mf.shards.map(lambda x: x * (1 + groups.replicas.rank), params)
+    most = max(float(x.abs().max()) for x in values.values())
+    assert float(recipes.highest(mine, groups)) == most * groups.num_replicas, rank
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, COPIES, BOTH], ids=str)
+@pytest.mark.covering(layout=BOTH)
+def test_a_collective_of_ones_own(ranks, layout):
+    ranks(layout.world_size).run(own_collective, layout)
+
+
+# The rules
+
+
+def test_recipes_are_short_and_use_public_names():
+    source = Path(recipes.__file__).read_text()
+    parts = [x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+    for part in parts:
+        doc = len((ast.get_docstring(part) or "").splitlines())
+        lines = (part.end_lineno or 0) - part.lineno + 1 - doc
+        assert lines <= 30, (part.name, lines)
+    imported = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.ImportFrom)]
+    assert not [x for x in imported if f"{x.module}".startswith("mics_fn")]
+    table = set(re.findall(r"^  `([\w.]+)` - ", mf.__doc__ or "", flags=re.MULTILINE))
+    table |= {"schedules.Schedule.parse"}
+    for name in sorted(set(re.findall(r"\bmf\.([\w.]*\w)", source))):
+        assert name in table, name

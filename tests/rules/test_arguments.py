@@ -1,0 +1,957 @@
+# ruff: noqa: E501 - texts are pinned as they are shown
+"""Wrong arguments: each is refused where it enters, in words that name it and a mend.
+
+Each row is a call as a user would write it, and all that its error says. `...` in a text stands for
+what depends on the machine.
+"""
+
+import math
+import re
+from copy import deepcopy
+from dataclasses import replace  # noqa: F401 - the calls below name it
+from io import BytesIO
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mics_fn as mf
+from mics_fn import checkpoint, optim, placement, replicas, schedules, testing, tree  # noqa: F401
+
+nan = math.nan
+x = torch.ones(4, 2)
+record = schedules.Schedule.parse("use 0; reduce 0")
+
+
+def mse(model: Any, batch: Any) -> Any:
+    return model(batch).square().mean()
+
+
+TABLE = r"""
+# Optimizers
+>>> optim.lion(-1)
+OptimizerError: lion: lr=-1, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.adamw(-1)
+OptimizerError: adamw: lr=-1, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.sgd("0.1")
+OptimizerError: sgd: lr='0.1', expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.sgd(None)
+OptimizerError: sgd: lr=None, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.adam(True)
+OptimizerError: adam: lr=True, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.adamw(nan)
+OptimizerError: adamw: lr=nan, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.lion(torch.ones(2))
+OptimizerError: lion: lr is a tensor of shape (2,), expected one with 0 dims
+  fix: pass a number, or torch.tensor(number)
+>>> optim.lion(float)
+OptimizerError: lion: lr is the class float, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.sgd(0.1, momentum=-1)
+OptimizerError: sgd: momentum=-1, expected a finite number of at least 0
+>>> optim.sgd(0.1, nesterov=True)
+OptimizerError: sgd: nesterov=True with momentum=0.0
+  fix: pass momentum= above 0, such as 0.9
+>>> optim.sgd(0.1, momentum=0.9, nesterov="no")
+OptimizerError: sgd: nesterov='no', expected True or False
+>>> optim.adam(0.1, betas=0.9)
+OptimizerError: adam: betas=0.9, expected two numbers from 0 to below 1
+  fix: pass a pair such as (0.9, 0.999)
+>>> optim.adam(0.1, betas=(0.9, 1.0))
+OptimizerError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
+>>> optim.adamw(0.1, eps=nan)
+OptimizerError: adamw: eps=nan, expected a finite number of at least 0
+>>> optim.lion(0.1, weight_decay=None)
+OptimizerError: lion: weight_decay=None, expected a finite number of at least 0
+>>> optim.lion(0.1, decay_mask="bias")
+OptimizerError: lion: decay_mask='bias', expected a function from the path of a leaf to a bool
+  fix: pass a function such as lambda path: 'bias' not in path
+>>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
+OptimizerError: lion: lr(0)=nan, expected a finite number of at least 0
+  fix: let the function of the step give a rate for every step
+>>> optim.warmup_cosine(1.0, 100, 10)
+OptimizerError: warmup_cosine: warmup_steps=100, total_steps=10
+  the rate would never fall: the warmup is a part of the whole
+  fix: the order is peak, warmup_steps, total_steps, floor
+>>> optim.warmup_cosine(-1.0, 1, 10)
+OptimizerError: warmup_cosine: peak=-1.0, expected a finite number of at least 0
+  fix: the order is peak, warmup_steps, total_steps, floor
+>>> optim.warmup_cosine(1.0, 1.5, 10)
+OptimizerError: warmup_cosine: warmup_steps=1.5, expected an int of at least 0
+  fix: the order is peak, warmup_steps, total_steps, floor
+>>> optim.warmup_cosine(1.0, 1, 10, 2.0)
+OptimizerError: warmup_cosine: floor=2.0, expected a finite number of at least 0 and of at most 1
+  fix: the order is peak, warmup_steps, total_steps, floor
+>>> optim.from_torch(torch.optim.RMSprop, lr=-1)
+OptimizerError: from_torch: lr=-1, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.from_torch(torch.optim.RMSprop, lr=0.1, momentun=0.9)
+OptimizerError: from_torch: there is no option momentun=
+  fix: did you mean momentum=?
+>>> optim.from_torch(torch.optim.RMSprop, lr=0.1, alpha=nan)
+OptimizerError: from_torch: alpha=nan, expected a finite number
+>>> optim.from_torch(None, lr=0.1)
+OptimizerError: from_torch: NoneType cannot be used: it is not a class of torch.optim.Optimizer
+  fix: use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam, ...
+>>> optim.chain([optim.sgd(0.1)])
+OptimizerError: list is not an optimizer of init and update
+  fix: chain(a, b) makes one of several
+>>> optim.unfused(torch.optim.SGD)
+OptimizerError: the class SGD is not an optimizer of init and update
+  fix: pass from_torch(SGD, lr=...), or an instance
+>>> optim.clip_by_value(None)
+OptimizerError: clip_by_value: max_value=None, expected a number above 0
+>>> optim.clip_by_global_norm(nan, groups)
+OptimizerError: clip_by_global_norm: max_norm=nan, expected a number above 0
+>>> optim.clip_by_global_norm(1.0, None)
+GroupsError: clip_by_global_norm: groups is None
+  fix: make groups first: groups = mics_fn.make_groups(partition_size)
+>>> optim.clip_by_global_norm(1.0, 5)
+GroupsError: clip_by_global_norm: groups=5, expected Groups
+  fix: pass what make_groups gave, or a tree of such
+>>> optim.Guard(max_norm="1")
+OptimizerError: Guard: max_norm='1', expected a number above 0
+>>> optim.Guard(scale=2.0)
+OptimizerError: Guard: scale=2.0 is not a LossScale
+  fix: make one with no_scale, static_scale or dynamic_scale
+>>> optim.Guard(spike=True)
+OptimizerError: Guard: spike=True is not a watch
+  fix: make one with norm_spike
+>>> optim.Guard(on_nonfinite="stop")
+OptimizerError: Guard: on_nonfinite='stop', expected 'skip', 'raise' or 'ignore'
+>>> optim.static_scale(None)
+PlanError: static_scale: scale=None, expected a finite number above 0
+  fix: 1 scales nothing; powers of two round nothing
+>>> optim.dynamic_scale("1")
+PlanError: dynamic_scale: init='1', expected a finite number of at least 1
+  fix: min=1 is the lowest scale
+>>> optim.dynamic_scale(interval=1.5)
+PlanError: dynamic_scale: interval=1.5, expected an int of at least 1
+>>> optim.dynamic_scale(0.5)
+PlanError: dynamic_scale: init=0.5, expected a finite number of at least 1
+  fix: min=1 is the lowest scale
+>>> optim.norm_spike(1)
+PlanError: norm_spike: factor=1, expected a finite number above 1
+>>> optim.norm_spike(warmup=200)
+PlanError: norm_spike: warmup=200, expected at most window=100
+>>> optim.norm_spike(action="warn")
+PlanError: norm_spike: action='warn', expected 'skip' or 'report'
+>>> optim.global_norm(None, groups)
+TreeError: global_norm: tree is None
+  fix: pass a tree of tensors or shards
+
+# States
+>>> mf.init_state(None, optim.sgd(0.1))
+TreeError: init_state: params is None
+  fix: pass what shard gave
+>>> mf.init_state({"w": x}, optim.sgd(0.1))
+LeafError: init_state: params['w'] is Tensor, not a shard
+  fix: make shards with shard(params, groups)
+>>> mf.init_state(shards(), None)
+OptimizerError: NoneType is not an optimizer of init and update
+  fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
+>>> mf.init_state(shards(), torch.optim.SGD)
+OptimizerError: the class SGD is not an optimizer of init and update
+  fix: pass from_torch(SGD, lr=...), or an instance
+>>> mf.init_state(shards(), torch.optim.SGD([x], 0.1))
+OptimizerError: SGD is not an optimizer of init and update
+  fix: pass from_torch(torch.optim.SGD, lr=...), which makes one for shards
+>>> mf.init_state(shards(), optim.sgd)
+OptimizerError: the function sgd is not an optimizer of init and update
+  fix: call it: sgd(...)
+>>> mf.init_state(shards(), optim.sgd(0.1), buffers=5)
+PlanError: init_state: buffers=5, expected a dict of tensors
+  fix: pass tensors by name, as dict(model.named_buffers())
+>>> mf.opt_step(shards(), state())
+PlanError: opt_step: state is of type dict, expected a TrainState
+  fix: pass what init_state or opt_step gave; the state comes first, then the gradients
+>>> mf.opt_step(state(), shards(), donate="no")
+PlanError: opt_step: donate='no', expected True or False
+>>> optim.guarded_step(state(), shards(), None, groups)
+PlanError: guarded_step: guard=None, expected a Guard
+  fix: the order is guarded_step(state, grads, guard, groups)
+>>> optim.guarded_step(shards(), state(), optim.Guard(), groups)
+PlanError: guarded_step: state is of type dict, expected a TrainState
+  fix: pass what init_state or opt_step gave; the state comes first
+>>> optim.guarded_step(state(), shards(), optim.Guard(), groups, donate="no")
+PlanError: guarded_step: donate='no', expected True or False
+>>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
+OptimizerError: opt_step: the state of the optimizer is of type TorchState, and not that of lion
+  fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
+>>> mf.opt_step(replace(state(optim.lion(0.1)), transform=optim.adam(0.1)), shards())
+OptimizerError: opt_step: the state of the optimizer is of type LionState, and not that of torch.optim.Adam with these options
+  fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
+>>> mf.opt_step(replace(state(optim.sgd(0.1)), transform=optim.adam(0.1)), shards())
+OptimizerError: opt_step: the state of the optimizer is of type TorchState, and not that of torch.optim.Adam with these options
+  fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
+>>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
+OptimizerError: opt_step: the state of the optimizer is of type TorchState, and not that of a chain of 2
+  fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
+>>> optim.same_step(None, groups)
+PlanError: same_step: state=None, expected a TrainState
+  fix: pass what init_state or opt_step gave; the state comes first
+>>> optim.same_step(state(), groups, heal="no")
+PlanError: same_step: heal='no', expected True or False
+>>> optim.same_replicas(state(), groups, on_drift="fix")
+PlanError: same_replicas: on_drift='fix', expected 'raise' or 'heal'
+
+# Shards
+>>> mf.shard(None, groups)
+TreeError: shard: params is None
+  fix: pass a tree of tensors or shards
+>>> mf.shard({"w": x}, None)
+GroupsError: shard: groups is None
+  fix: make groups first: groups = mics_fn.make_groups(partition_size)
+>>> mf.shard({"w": x}, 5)
+TreeError: groups['w']: got int, which is no groups
+  fix: pass groups for all leaves, a function from the path of a leaf, or a tree
+>>> mf.shard(groups, {"w": x})
+GroupsError: shard: params is of type Groups
+  fix: pass the tree first, and then the groups
+>>> mf.shard({"w": x}, groups, frozen="w")
+PlanError: shard: frozen='w', expected a function from the path of a leaf to a bool
+  fix: pass a function such as lambda path: 'bias' in path
+>>> mf.shard({"w": x}, groups, order=["w"])
+PlanError: shard: order=['w'], expected a function from the path of a leaf to a sort key
+  fix: pass a function such as lambda path: names.index(path)
+>>> mf.shard([x, x + 1], groups, order=lambda path: path if "0" in path else 1)
+PlanError: order= gives keys that cannot be compared with each other
+  '<' not supported between instances of 'int' and 'str'
+  fix: let order= give numbers only, or texts only
+>>> mf.shard({"w": x}, groups, bucket_bytes="1 MB of it")
+PlanError: shard: bucket_bytes='1 MB of it', expected a number of bytes of at least 1
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.shard({"w": x}, groups, bucket_bytes=0)
+PlanError: shard: bucket_bytes=0, expected a number of bytes of at least 1
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.shard({"w": x}, groups, bucket_bytes=True)
+PlanError: shard: bucket_bytes=True, expected a number of bytes of at least 1
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.shard({"w": x}, groups, replicas=None)
+PlanError: shard: replicas=None, expected 'check' or 'broadcast'
+>>> mf.shard({"w": x}, groups, source_rank="0")
+PlanError: shard: source_rank='0', expected None or an int of at least 0
+>>> mf.shard({"w": x}, groups, precision=torch.bfloat16)
+PlanError: precision: got dtype
+  fix: pass a Precision, or a text such as 'compute=bf16'
+>>> mf.Precision(overrides=5)
+PlanError: Precision: overrides=5, expected pairs
+  fix: give pairs of a pattern and a Precision
+>>> mf.Precision.parse(None)
+PlanError: Precision.parse: text=None, expected a text
+  fix: write it as in 'param=f32, compute=bf16'
+>>> mf.gather(None, groups)
+TreeError: gather: shards is None
+  fix: pass a tree of tensors or shards
+>>> mf.gather(groups, shards())
+GroupsError: gather: shards is of type Groups
+  fix: pass the tree first, and then the groups
+>>> mf.gather(state(), groups)
+LeafError: gather: shards.step is int, not a shard
+  fix: of a TrainState pass its params
+>>> mf.unshard({"w": x}, groups)
+LeafError: unshard: shards['w'] is Tensor, not a shard
+  fix: make shards with shard(params, groups)
+>>> mf.reduce_grads(None, groups)
+TreeError: reduce_grads: grads is None
+  fix: pass a tree of tensors or shards
+>>> mf.scatter_grads({"w": x}, groups, like={"w": x})
+LeafError: scatter_grads: like['w'] is Tensor, not a shard
+  fix: make shards with shard(params, groups)
+>>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
+TreeError: opt_step: grads['b'] does not match its parameter
+  it lies at 0 of bucket 0 (16 x float32), the parameter at 0 of bucket 0 (8 x float32)
+  fix: pass like=state.params to reduce_grads
+>>> mf.sync_replicas(shards(), groups, donate="no")
+PlanError: sync_replicas: donate='no', expected True or False
+>>> mf.bucket_sizes(None)
+TreeError: bucket_sizes: shards is None
+  fix: pass a tree of shards
+
+# Schedules
+>>> mf.on_demand(live_bytes=1.5)
+PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.on_demand(live_bytes=nan)
+PlanError: on_demand: live_bytes=nan, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.on_demand(live_bytes=True)
+PlanError: on_demand: live_bytes=True, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.on_demand(live_bytes=-1)
+PlanError: on_demand: live_bytes=-1, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.on_demand(live_bytes="1 GBit")
+PlanError: on_demand: live_bytes='1 GBit', expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> mf.on_demand(prefetch=-1)
+PlanError: on_demand: prefetch=-1, expected an int of at least 0
+  fix: 0 fetches nothing ahead
+>>> mf.on_demand(plan="plan")
+PlanError: on_demand: plan='plan', expected a function from a record and sizes to a Schedule
+  fix: pass a function such as schedules.plan
+>>> planned(lambda record, sizes: None)
+PlanError: on_demand: plan(...)=None, expected a Schedule
+  fix: let plan= return a Schedule, as schedules.plan does
+>>> schedules.plan("use 0", [8], live_bytes=None)
+PlanError: plan: record='use 0', expected a Schedule
+  fix: read a text with Schedule.parse
+>>> schedules.plan(record, [nan], live_bytes=None)
+PlanError: plan: sizes=[nan], expected a list with an int of at least 0 per bucket
+  fix: pass what bucket_sizes(shards, groups) gave
+>>> schedules.plan(record, [8], live_bytes="x")
+PlanError: plan: live_bytes='x', expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> schedules.plan(record, [8], live_bytes=None, prefetch=None)
+PlanError: plan: prefetch=None, expected an int of at least 0
+  fix: 0 fetches nothing ahead
+>>> schedules.Schedule(5)
+PlanError: Schedule: actions=5, expected actions in order
+  fix: give a list of Action, or read a text with Schedule.parse(text)
+>>> schedules.Schedule.parse(None)
+PlanError: Schedule.parse: text=None, expected a text such as 'use 0; reduce 0'
+>>> record.peak_bytes([])
+PlanError: Schedule.peak_bytes: actions[0] is 'use 0'
+  bucket 0 has no size; there are 0 sizes
+>>> record.check(None)
+PlanError: Schedule.check: sizes=None, expected a list with an int of at least 0 per bucket
+  fix: pass what bucket_sizes(shards, groups) gave
+>>> schedules.first_difference(["use 0"])
+PlanError: first_difference: schedules=['use 0'], expected a Schedule per rank
+  fix: read texts with Schedule.parse
+>>> mf.defer(shards(), groups, None)
+PlanError: defer: schedule=None is neither a schedule nor a policy
+  fix: pass a Schedule, on_demand(...) or keep_all()
+>>> mf.defer(shards(), groups, mf.keep_all(), into=mf.GradSum)
+PlanError: defer: into is the class GradSum, expected a GradSum
+  fix: make one: total = GradSum()
+>>> mf.record(None, shards(), x)
+PlanError: record: loss_fn=None, expected a function that gives a loss
+  fix: pass a function of full parameters and a batch, such as lambda full, x: ...
+>>> mf.record(lambda full, x: full["w"], shards(), x)
+LeafError: record: the loss has shape (2,), expected one number
+  fix: return a scalar tensor
+>>> mf.GradSum(0)
+PlanError: GradSum: micro_steps=0, expected an int of at least 1
+>>> mf.GradSum(True)
+PlanError: GradSum: micro_steps=True, expected an int of at least 1
+>>> mf.GradSum(dtype="f32")
+PlanError: GradSum: dtype='f32' is not a torch.dtype
+  fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
+>>> summed(lambda full: full["w"])
+LeafError: GradSum.backward: the loss has shape (2,), expected one number
+  fix: return a scalar tensor
+>>> summed(lambda full: 1.0)
+LeafError: GradSum.backward: the loss has float, expected one number
+  fix: return a scalar tensor
+
+# Groups
+>>> mf.groups.Topology(8)
+PlanError: Topology: sizes=8, expected ints such as (2, 8)
+>>> mf.groups.Topology((2, 2.5))
+PlanError: Topology: sizes[1]=2.5 is a float, not an int
+>>> mf.groups.plan_groups("8", 2)
+PlanError: world_size='8' is a str, not an int
+>>> mf.groups.plan_groups(8, 2).chunk("1")
+PlanError: position 1 is outside the world of 8 ranks
+>>> mf.make_groups("1")
+PlanError: partition_size='1' is a str, not an int
+  world: 1 ranks = node 1 x rank 1
+  sizes that work: 1
+  fix: pass one of these as partition_size=
+>>> mf.make_groups(mesh=5)
+PlanError: make_groups: mesh=5, expected a DeviceMesh
+>>> mf.make_groups(ranks=5)
+PlanError: make_groups: ranks=5, expected ranks such as range(8)
+>>> mf.make_groups(topology=8)
+PlanError: make_groups: topology=8, expected a Topology
+  fix: pass Topology((2, 8)) or the like
+>>> mf.make_groups(device="cuda")
+GroupsError: make_groups: cuda is asked for, and this process sees 0 devices of its kind
+  fix: pass device='cpu', or use a torch and a driver for this device
+>>> mf.make_groups(device="cpuu")
+GroupsError: make_groups: device='cpuu', which torch does not know
+  fix: pass device='cpu', or use a torch and a driver for this device
+>>> mf.make_groups(device=0)
+GroupsError: make_groups: device=0, expected the name of a device
+  fix: pass device='cpu', or use a torch and a driver for this device
+>>> mf.make_groups(backend=5)
+PlanError: make_groups: backend=5, expected its name
+  fix: pass 'gloo'
+>>> mf.make_groups(backend="glooo")
+PlanError: make_groups: backend='glooo', expected one of gloo, ...
+  fix: pass 'gloo'
+>>> mf.make_groups(backend="cpu:")
+PlanError: make_groups: backend='cpu:', expected one of gloo, ...
+  fix: pass 'gloo'
+>>> mf.make_groups(timeout_s=nan)
+PlanError: make_groups: timeout_s=nan is not a time limit
+  fix: pass seconds above 0
+>>> mf.make_groups(timeout_s=True)
+PlanError: make_groups: timeout_s=True is not a time limit
+  fix: pass seconds above 0
+>>> mf.make_groups(heartbeat_s="10")
+PlanError: make_groups: heartbeat_s='10' is not a time limit
+  fix: pass seconds above 0
+>>> mf.make_groups(heartbeat_s=0)
+PlanError: make_groups: heartbeat_s=0 is not a time limit
+  fix: pass seconds above 0
+>>> mf.make_groups(mean_over=1.5)
+PlanError: make_groups: mean_over=1.5 is not a positive int
+  fix: pass the number of data-parallel ranks whose losses are averaged
+>>> mf.make_groups(whole="no")
+PlanError: make_groups: whole='no', expected True or False
+>>> mf.make_groups(partition_sizes=1)
+TypeError: make_groups: there is no option partition_sizes=
+  fix: did you mean partition_size=?
+>>> mf.init_distributed(device=None)
+GroupsError: init_distributed: a rank does not have the device that was asked for
+  rank 0: device=None, expected the name of a device, on ...
+  fix: pass device='auto' or 'cpu', or use a torch and a driver for this device
+>>> mf.init_distributed(timeout_s=-1)
+PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
+>>> mf.init_distributed(cpu_groups="no")
+PlanError: init_distributed: cpu_groups='no', expected True or False
+>>> mf.reset(None)
+GroupsError: reset: got no groups, expected Groups
+  fix: pass what make_groups or place gave
+>>> placement.place(None)
+GroupsError: place: groups=None, expected Groups
+  fix: pass what make_groups gave
+>>> placement.place(groups, "zero9")
+PlanError: place: 'zero9' is not the name of a placement
+  fix: pass one of ddp, zero1, zero2, zero3, mics, fsdp, hpz, hybrid
+>>> placement.place(groups, ["zero2"])
+PlanError: place: ['zero2'] is not the name of a placement
+  fix: pass one of ddp, zero1, zero2, zero3, mics, fsdp, hpz, hybrid
+>>> placement.place(groups, params=1.0)
+PlanError: place: params=1.0, expected None or an int of at least 1
+>>> placement.fixed_order(None)
+GroupsError: fixed_order: groups=None, expected Groups
+  fix: pass what make_groups gave
+>>> placement.canonical({"w": groups})
+GroupsError: canonical: groups is of type dict, expected Groups
+  fix: pass what make_groups gave
+>>> mf.groups.StopRequest(None)
+GroupsError: StopRequest: groups=None, expected Groups
+  fix: pass what make_groups gave
+>>> mf.groups.StopRequest(groups, "TERM")
+PlanError: StopRequest: signals=['T', 'E', 'R', 'M'], expected a list of signals
+  fix: pass signals that a process can handle, such as [signal.SIGTERM]
+>>> mf.groups.StopRequest(groups, [9])
+PlanError: StopRequest: signals=[9], expected a list of signals
+  fix: pass signals that a process can handle, such as [signal.SIGTERM]
+
+# Models
+>>> mf.init_model(nn.Linear(2, 1), groups, seed=0)
+PlanError: init_model: model_fn is of type Linear, expected a function of no arguments
+  fix: pass a function that makes the model, such as lambda: Model(...)
+>>> mf.init_model(nn.Linear, groups, seed=0)
+PlanError: init_model: model_fn is the class Linear, expected a function of no arguments
+  fix: pass a function that makes the model, such as lambda: Model(...)
+>>> mf.init_model(None, groups, seed=0)
+PlanError: init_model: model_fn=None, expected a function of no arguments
+  fix: pass a function that makes the model, such as lambda: Model(...)
+>>> mf.init_model(lambda: None, groups, seed=0)
+LeafError: init_model: model_fn gave NoneType, expected nn.Module
+  fix: return the model from it
+>>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
+PlanError: init_model: seed='0', expected an int of at least 0
+  fix: pass the same number on all ranks
+>>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, bucket_byte=1)
+TypeError: init_model: there is no option bucket_byte=
+  fix: did you mean bucket_bytes=?
+>>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed=0, weights=5)
+PlanError: init_model: weights=5, expected a str or os.PathLike that is not empty
+>>> mf.load_shards(None, groups)
+PlanError: load_shards: path=None, expected a str or os.PathLike that is not empty
+>>> mf.load_shards({"w": x}, groups, like=[x])
+PlanError: load_shards: like=[tensor([[1., 1.], [1., 1.], [1., 1.], [1., 1.]])], expected a module or tensors by name
+  fix: pass the module, or its state_dict(), which may be on meta
+>>> mf.load_shards({"w": x}, groups, names="w")
+PlanError: load_shards: names='w', expected a function from a name in the file to a parameter's
+  fix: pass a function such as lambda name: name.removeprefix('model.')
+>>> mf.load_shards({"w": x}, groups, names=lambda name: 5)
+PlanError: load_shards: names(...)=5, expected a str or None
+>>> mf.load_shards({"w": x}, groups, dtype="f32")
+PlanError: load_shards: dtype='f32' is not a torch.dtype
+  fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
+>>> mf.load_shards({"w": x}, groups, strict="no")
+PlanError: load_shards: strict='no', expected True or False
+>>> mf.load_shards({"w": x}, groups, max_leaves=None)
+PlanError: load_shards: max_leaves=None, expected an int of at least 1
+
+# Trainers
+>>> trainer(None)
+PlanError: Trainer: model=None, expected an nn.Module or a function loss_fn(params, batch)
+  fix: the order is Trainer(model, optimizer, groups, loss=...)
+>>> trainer(nn.Linear)
+PlanError: Trainer: model is the class Linear, expected an instance
+  fix: pass Linear(...), not Linear
+>>> trainer(optim.sgd(0.1), nn.Linear(2, 1))
+PlanError: Trainer: model is of type Transform, expected an nn.Module or a function loss_fn(params, batch)
+  fix: the order is Trainer(model, optimizer, groups, loss=...)
+>>> trainer(nn.Linear(2, 1), groups, optim.sgd(0.1))
+GroupsError: Trainer: groups is of type Transform, expected groups
+  fix: the order is Trainer(model, optimizer, groups, loss=...)
+>>> trainer(nn.Linear(2, 1), 0.1)
+OptimizerError: float is not an optimizer of init and update
+  fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
+>>> trainer(nn.Linear(2, 1), optim.sgd(0.1), None)
+GroupsError: Trainer: groups=None, expected groups
+  fix: the order is Trainer(model, optimizer, groups, loss=...)
+>>> trainer(nn.Linear(2, 1), optim.sgd(0.1), 5)
+TreeError: groups['bias']: got int, which is no groups
+  fix: pass groups for all leaves, a function from the path of a leaf, or a tree
+>>> trainer(frozen)
+LeafError: Trainer: no parameter is trained: all are frozen, or there is none
+  fix: leave requires_grad=True on some, and out of frozen=
+>>> trainer(frozen=lambda path: True)
+LeafError: Trainer: no parameter is trained: all are frozen, or there is none
+  fix: leave requires_grad=True on some, and out of frozen=
+>>> trainer(nn.ReLU())
+LeafError: Trainer: no parameter is trained: all are frozen, or there is none
+  fix: leave requires_grad=True on some, and out of frozen=
+>>> trainer(shedule=None)
+TypeError: Trainer: there is no option shedule=
+  fix: did you mean schedule=?
+>>> trainer(lr=0.1)
+TypeError: Trainer: there is no option lr=
+  fix: help(Trainer) lists what there is
+>>> trainer(loss="mse")
+PlanError: Trainer: loss='mse', expected a function loss(model, batch)
+  fix: return one number from it
+>>> trainer(accumulate=0)
+PlanError: Trainer: accumulate=0, expected an int of at least 1
+>>> trainer(accumulate=True)
+PlanError: Trainer: accumulate=True, expected an int of at least 1
+>>> trainer(precision=5)
+PlanError: precision: got int
+  fix: pass a Precision, or a text such as 'compute=bf16'
+>>> trainer(guard="skip")
+PlanError: Trainer: guard='skip', expected a Guard
+  fix: make one: optim.Guard(...)
+>>> trainer(replica_sync=replicas.local_sgd)
+PlanError: Trainer: replica_sync is of type function, expected a ReplicaSync
+  fix: call every_step(), local_sgd(...) or diloco(...)
+>>> trainer(deterministic="yes")
+PlanError: Trainer: deterministic='yes', expected True, False or 'canonical'
+>>> trainer(deterministic=x)
+PlanError: Trainer: deterministic is of type Tensor, expected True, False or 'canonical'
+>>> trainer(guard=x)
+PlanError: Trainer: guard is of type Tensor, expected a Guard
+  fix: make one: optim.Guard(...)
+>>> trainer(guard={})
+PlanError: Trainer: guard is of type dict, expected a Guard
+  fix: make one: optim.Guard(...)
+>>> trainer(replica_sync="")
+PlanError: Trainer: replica_sync='', expected a ReplicaSync
+  fix: call every_step(), local_sgd(...) or diloco(...)
+>>> trainer(check_replicas=-1)
+PlanError: Trainer: check_replicas=-1, expected an int of at least 0
+  fix: 0 never compares replicas
+>>> trainer(on_drift=None)
+PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
+>>> trainer(recoverable="no")
+PlanError: Trainer: recoverable='no', expected True or False
+>>> trainer(live_bytes=1.5)
+PlanError: Trainer: live_bytes=1.5, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> trainer(live_bytes=nan)
+PlanError: Trainer: live_bytes=nan, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> trainer(live_bytes=True)
+PlanError: Trainer: live_bytes=True, expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> trainer(live_bytes="1 GBit")
+PlanError: Trainer: live_bytes='1 GBit', expected a number of bytes of at least 0
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> trainer(prefetch=None)
+PlanError: Trainer: prefetch=None, expected an int of at least 0
+  fix: 0 fetches nothing ahead
+>>> trainer(schedule="fetch 0")
+PlanError: Trainer: schedule='fetch 0', expected a Schedule or a policy
+  fix: pass a Schedule, on_demand(...) or keep_all()
+>>> trainer(grad_dtype=torch.int32)
+PlanError: Trainer: grad_dtype=torch.int32 is not a float dtype
+  fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
+>>> trainer(frozen="weight")
+PlanError: Trainer: frozen='weight', expected a function of the path of a leaf
+  fix: pass a function such as lambda path: 'bias' in path
+>>> trainer(order=5)
+PlanError: Trainer: order=5, expected a function of the path of a leaf
+  fix: pass a function such as lambda path: 'bias' in path
+>>> trainer(bucket_bytes="x")
+PlanError: Trainer: bucket_bytes='x', expected a number of bytes of at least 1
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> trainer(checkpoint="folder")
+PlanError: Trainer: checkpoint='folder', expected a Checkpoints
+  fix: pass Checkpoints(folder)
+>>> trainer().step(x[:0])
+TreeError: Trainer: the batch has no sample
+  fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
+>>> trainer().step(None)
+TreeError: Trainer: the batch is None
+  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
+>>> trainer(accumulate=2).step(None)
+TreeError: Trainer: the batch is None
+  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
+>>> trainer().eval(None)
+TreeError: Trainer: the batch is None
+  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
+>>> trainer().fit([None], 1, progress=False)
+TreeError: Trainer: the batch is None
+  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
+>>> trainer().step([])
+TreeError: Trainer: the batch has no sample
+  fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
+>>> trainer().eval(x[:0])
+TreeError: Trainer: the batch has no sample
+  fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
+>>> trainer(loss=lambda model, x: None).step(x)
+LeafError: Trainer: the loss has NoneType, expected one number
+  fix: return a scalar tensor
+>>> trainer().fit(None, 1)
+PlanError: Trainer.fit: loader=None, expected batches
+  fix: the order is fit(loader, steps); a loader gives a batch per step
+>>> trainer().fit({"x": x}, 1)
+PlanError: Trainer.fit: loader is of type dict, expected batches
+  fix: the order is fit(loader, steps); a loader gives a batch per step
+>>> trainer().fit("data", 1)
+PlanError: Trainer.fit: loader='data', expected batches
+  fix: the order is fit(loader, steps); a loader gives a batch per step
+>>> trainer().fit(3, [x])
+PlanError: Trainer.fit: loader=3, expected batches
+  fix: the order is fit(loader, steps); a loader gives a batch per step
+>>> trainer().fit([x], -1)
+PlanError: Trainer.fit: steps=-1, expected an int of at least 0
+  fix: pass the number of optimizer steps to take
+>>> trainer().fit([x], 1.5)
+PlanError: Trainer.fit: steps=1.5, expected an int of at least 0
+  fix: pass the number of optimizer steps to take
+>>> trainer().fit([x], 1, log_every=0)
+PlanError: Trainer.fit: log_every=0, expected an int of at least 1
+  fix: progress=False shows nothing
+>>> trainer().fit([x], 1, progress="no")
+PlanError: Trainer.fit: progress='no', expected True or False
+>>> trainer().fit([x], 1, stop=True)
+PlanError: Trainer.fit: stop=True, expected a StopRequest
+  fix: with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)
+>>> trainer().fit([], 1, progress=False)
+TreeError: Trainer.fit: the loader gave no batch
+  fix: give it at least one sample per rank
+>>> trainer().fit((x for _ in range(2)), 3, progress=False)
+TreeError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
+  fix: pass a list, a DataLoader, or another object that can be gone through again
+>>> mf.sampler(groups, range(4))
+GroupsError: sampler: groups is range
+  fix: pass the dataset first, then the groups whose ranks take different samples
+>>> mf.sampler(range(4), groups, seed=None)
+PlanError: sampler: seed=None, expected an int of at least 0
+  fix: pass the same number on all ranks
+>>> mf.sampler(range(4), groups, shuffle="no")
+PlanError: sampler: shuffle='no', expected True or False
+>>> mf.Checkpoints(None)
+PlanError: Checkpoints: folder=None, expected a str or os.PathLike that is not empty
+>>> mf.Checkpoints("")
+PlanError: Checkpoints: folder='', expected a str or os.PathLike that is not empty
+>>> mf.Checkpoints("a", every=0)
+PlanError: Checkpoints: every=0, expected an int of at least 1
+>>> mf.Checkpoints("a", keep=True)
+PlanError: Checkpoints: keep=True, expected None or an int of at least 1
+>>> mf.Checkpoints("a", resume="no")
+PlanError: Checkpoints: resume='no', expected True or False
+>>> mf.Checkpoints("a", on_corrupt="skip")
+PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
+>>> replicas.local_sgd(None)
+PlanError: local_sgd: every=None, expected an int of at least 1
+  fix: give the steps from one merge to the next
+>>> replicas.diloco(2, 5)
+OptimizerError: int is not an optimizer of init and update
+  fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
+>>> replicas.local_sgd(2).after(shards(), state(), groups)
+PlanError: ReplicaSync.after: state is of type TrainState, expected a SyncState
+  fix: pass what init or the last after gave; a TrainState is another thing
+
+# Checkpoints
+>>> checkpoint.save(None, state(), groups, step=1)
+PlanError: save: path=None, expected a str or os.PathLike that is not empty
+>>> checkpoint.save("", state(), groups, step=1)
+PlanError: save: path='', expected a str or os.PathLike that is not empty
+>>> checkpoint.save(state(), "a", groups, step=1)
+PlanError: save: path is of type TrainState, expected a str or os.PathLike that is not empty
+>>> checkpoint.save("a", None, groups, step=1)
+TreeError: save: state is None
+  fix: pass a TrainState or a tree
+>>> checkpoint.save("a", state(), None, step=1)
+GroupsError: save: groups is None
+  fix: make groups first: groups = mics_fn.make_groups(partition_size)
+>>> checkpoint.save("a", state(), groups, step=-1)
+PlanError: save: step=-1, expected an int of at least 0
+>>> checkpoint.save("a", state(), groups, step=True)
+PlanError: save: step=True, expected an int of at least 0
+>>> checkpoint.save("a", state(), groups, step=1, keep="2")
+PlanError: save: keep='2', expected an int of at least 1
+>>> checkpoint.save("a", state(), groups, step=1, overwrite=True)
+PlanError: save: overwrite=True, expected 'never' or 'newer'
+>>> checkpoint.start_save("a", state(), groups, step=1, commit="copy")
+PlanError: save: commit='copy', expected 'rename' or 'file'
+>>> checkpoint.load(5, state(), groups)
+PlanError: load: path=5, expected a str or os.PathLike that is not empty
+>>> checkpoint.load("a", state(), groups, step="3")
+PlanError: load: step='3', expected None or an int of at least 0
+  fix: None takes the newest one
+>>> checkpoint.load("a", state(), groups, on_corrupt=None)
+PlanError: load: on_corrupt=None, expected 'raise' or 'previous'
+>>> checkpoint.load("a", state(), groups, replicas="x")
+PlanError: load: replicas='x', expected 'equal' or 'apart'
+>>> checkpoint.steps(None)
+PlanError: steps: path=None, expected a str or os.PathLike that is not empty
+>>> checkpoint.latest("")
+PlanError: latest: path='', expected a str or os.PathLike that is not empty
+>>> checkpoint.verify("a", True)
+PlanError: verify: step=True, expected None or an int of at least 0
+  fix: None takes the newest one
+>>> checkpoint.save_pretrained(None, shards(), groups)
+PlanError: save_pretrained: path=None, expected a str or os.PathLike that is not empty
+>>> checkpoint.save_pretrained("a", shards(), groups, max_file_bytes="x")
+PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at least 1
+  fix: pass an int, or a text such as '512MiB' or '1GB'
+>>> checkpoint.save_pretrained("a", shards(), groups, names="w")
+PlanError: save_pretrained: names='w', expected a function from a parameter's name to that in the file
+  fix: pass a function such as lambda name: f'model.{name}'
+>>> checkpoint.save_pretrained("a", shards(), groups, names=lambda name: 5)
+PlanError: save_pretrained: names(...)=5, expected a str or None
+>>> checkpoint.save_dcp("a", shards(), groups, dtype="f32")
+PlanError: save_dcp: dtype='f32' is not a torch.dtype
+  fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
+>>> checkpoint.save_dcp("a", shards(), groups, prefix=5)
+PlanError: save_dcp: prefix=5, expected a str
+  fix: '' takes names as they are
+>>> checkpoint.save_dcp("a", shards(), groups, param_group={"lr": 0.1})
+PlanError: save_dcp: param_group= has no effect
+  fix: pass a TrainState, or leave it out
+>>> checkpoint.load_dcp("a", groups, like=None, prefix=None)
+PlanError: load_dcp: prefix=None, expected a str
+  fix: '' takes names as they are
+
+# Functions and collectives of one's own
+>>> mf.shards.map(None, shards())
+PlanError: map: fn=None, expected a function of pieces
+  fix: the order is map(fn, shards, *rest)
+>>> mf.shards.map(shards(), torch.neg)
+PlanError: map: fn is of type dict, expected a function of pieces
+  fix: the order is map(fn, shards, *rest)
+>>> mf.shards.cut({"b": x, "w": x}, groups, like=shards(), check="no")
+PlanError: cut: check='no', expected True or False
+>>> optim.from_update(None, max)
+OptimizerError: from_update: init=None, expected a function
+  fix: the order is from_update(init, update, facts)
+>>> optim.from_update(max, optim.sgd(0.1))
+OptimizerError: from_update: update is of type Transform, expected a function
+  fix: the order is from_update(init, update, facts)
+>>> optim.from_update(max, max, {"lr": 0.1})
+OptimizerError: from_update: facts is of type dict, expected a function
+  fix: the order is from_update(init, update, facts)
+>>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: g)), shards())
+OptimizerError: from_update: update gave dict
+  fix: return (updates, state) from it
+>>> optim.by_path({5: optim.sgd(0.1)})
+OptimizerError: by_path: transforms={5: Transform(...
+  fix: pass a dict from patterns to transforms, such as {'*embed*': optim.sgd(0.1)}
+>>> mf.collectives.all_gather(comm, x, name=5)
+PlanError: all_gather: name=5, expected a text
+>>> mf.collectives.start(comm, max, None, name="mine", sent_bytes=0)
+LeafError: start: tensors=None, expected tensors in a list
+>>> mf.collectives.start(comm, x, [x], name="mine", sent_bytes=0)
+PlanError: start: issue is of type Tensor, expected a function that starts the collective
+  fix: pass functools.partial of a function of torch.distributed, with its tensors
+>>> mf.collectives.start(comm, max, [x], name=None, sent_bytes=0)
+PlanError: start: name=None, expected a text
+>>> mf.collectives.start(comm, max, [x], name="mine", sent_bytes=-1)
+PlanError: start: sent_bytes=-1, expected an int of at least 0
+>>> mf.groups.Topology((2, 2), 5)
+PlanError: Topology: names=5, expected texts such as ('node', 'rank')
+>>> mf.groups.Topology((2, 2), (1, 2))
+PlanError: Topology: names (1, 2) do not name 2 sizes (2, 2)
+  fix: pass one distinct name per size, or none
+>>> mf.make_groups(ranks=x)
+PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of a world of 1
+  fix: give each of 0 to 0 at most once
+
+# Looking inside, faults, trees
+>>> timeline.picture(5)
+PlanError: Timeline.picture: path=5, expected a str or os.PathLike that is not empty
+>>> timeline.picture("")
+PlanError: Timeline.picture: path='', expected a str or os.PathLike that is not empty
+>>> mf.get(shards(), None, groups)
+TreeError: get: the path is NoneType, expected str
+>>> mf.get(shards(), groups, "w")
+TreeError: groups['b']: got str, which is no groups
+  fix: pass groups for all leaves, a function from the path of a leaf, or a tree
+>>> mf.set(shards(), "w", "1", groups)
+LeafError: set: ['w']: the value is str
+  fix: pass a plain tensor of the full shape, or a number to fill the leaf with
+>>> mf.summary(None)
+TreeError: summary: shards=None, expected shards or tensors
+  fix: pass a tree of shards, or a TrainState such as trainer.state
+>>> mf.summary(nn.Linear(2, 1))
+TreeError: summary: shards is of type Linear, expected shards or tensors
+  fix: pass a tree of shards, or a TrainState such as trainer.state
+>>> mf.summary(shards(), rows=1)
+TreeError: summary: rows=1, expected None or an int of at least 2
+>>> injected(rank=-1)
+PlanError: inject: rank=-1, expected None or an int of at least 0
+  fix: None means every rank
+>>> injected(step="1")
+PlanError: inject: step='1', expected an int of at least 0
+  fix: 1 is the first one
+>>> injected(operation=None)
+PlanError: inject: operation=None, expected a text that is not empty
+  fix: pass a part of the name of a point, such as 'step' or 'hop 1'
+>>> injected(fault="explode")
+PlanError: inject: fault='explode'
+  fix: pass one of raise, torn, exit, interrupt, kill, stop, abort, segfault, gil, slow, oom, nan, flip, wrong_call, disk_full, link_down, store_killed, store_stopped
+>>> injected(seconds=nan)
+PlanError: inject: seconds=nan, expected a finite number of at least 0
+>>> tree.node(None)
+TreeError: tree.node: None is not a dataclass
+  fix: write @tree.node above @dataclass(frozen=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What the calls below may name."""
+    groups = mf.make_groups(1)
+
+    def shards() -> Any:
+        return mf.shard({"b": torch.ones(3), "w": torch.ones(2)}, groups)
+
+    def state(optimizer: Any = None) -> Any:
+        return mf.init_state(shards(), optimizer or optim.adam(0.1))
+
+    def trainer(*given: Any, **options: Any) -> Any:
+        usual: list[Any] = [nn.Linear(2, 1), optim.sgd(0.1), groups]
+        return mf.Trainer(*given, *usual[len(given) :], **{"loss": mse, **options})
+
+    def planned(plan: Any) -> None:
+        policy, held = mf.on_demand(plan=plan), shards()
+        for _ in range(2):
+            with mf.defer(held, groups, policy, into=(total := mf.GradSum())) as full:
+                total.backward(full["w"].sum())
+
+    def injected(**given: Any) -> None:
+        with testing.inject(**{"rank": 0, "step": 1, "operation": "step", "fault": "nan", **given}):
+            pass
+
+    def summed(loss: Any) -> None:
+        total = mf.GradSum()
+        with mf.defer(shards(), groups, mf.keep_all(), into=total) as full:
+            total.backward(loss(full))
+
+    watched = trainer()
+    with mf.inspection.watch():
+        watched.step(x)
+    timeline, comm = watched.last_step.timeline(), groups.communicators["partition"]
+    two = mf.init_state(mf.shard({"b": x, "w": x + 1}, groups, bucket_bytes=32), optim.sgd(0.1))
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    return {**globals(), **locals()}
+
+
+def rows() -> list[tuple[str, str]]:
+    """Each call of the table with the text of its error."""
+    parts = re.split(r"^>>> ", re.sub(r"\n# .*\n", "\n", TABLE), flags=re.MULTILINE)[1:]
+    return [(call, text.strip()) for call, text in (part.split("\n", 1) for part in parts)]
+
+
+@pytest.mark.parametrize(("call", "text"), rows(), ids=[call for call, _ in rows()])
+def test_a_wrong_argument_is_named(names, call: str, text: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((mf.MicsError, TypeError)) as caught:
+        eval(call, dict(names))
+    found = f"{type(caught.value).__name__}: {caught.value}"
+    assert re.fullmatch(re.escape(text).replace(re.escape("..."), ".*"), found), found
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_can_be_written_with_units():
+    with mf.make_groups(1) as groups:
+        given: dict[str, Any] = {"live_bytes": "1 GiB", "bucket_bytes": "25MB"}
+        trainer = mf.Trainer(nn.Linear(2, 1), optim.sgd(0.1), groups, loss=mse, **given)
+        trainer.step(x)
+        assert mf.on_demand(live_bytes="0.5kB").live_bytes == 500
+        assert mf.on_demand(live_bytes=1e9).live_bytes == 1_000_000_000
+        assert mf.on_demand(live_bytes="4096").live_bytes == 4096
+
+
+# What people of other libraries try first
+
+
+def test_backward_through_gather_needs_pieces_that_require_a_gradient():
+    """As torch says of any loss; `gather` tells how, and `GradSum.backward` needs neither."""
+    with mf.make_groups(1) as groups:
+        shards = mf.shard({"w": torch.ones(2)}, groups)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            mf.gather(shards, groups)["w"].square().sum().backward()
+        assert "requires_grad_()" in (mf.gather.__doc__ or "")
+        shards["w"].data.requires_grad_()
+        mf.gather(shards, groups)["w"].square().sum().backward()
+        assert shards["w"].data.grad.tolist() == [2.0, 2.0]  # pyright: ignore
+
+
+def test_a_deferred_tensor_is_copied_and_never_pickled(ranks):
+    assert ranks(2).run(pickled) == [[1.0, 1.0]] * 2
+
+
+def pickled() -> list[float]:
+    groups = mf.make_groups(2)
+    shards = mf.shard({"w": torch.ones(2)}, groups)
+    with mf.defer(shards, groups, mf.on_demand(live_bytes=0)) as full:
+        with pytest.raises(mf.errors.LeafError) as caught:
+            torch.save(full["w"], BytesIO())
+        assert str(caught.value) == (
+            "torch.save and pickle want the memory of a gathered parameter, one of bucket 0\n"
+            "  shape (2,); the bucket holds ['w']\n"
+            "  fix: save shards, as checkpoint.save does, or a clone()"
+        )
+        return deepcopy(full["w"]).tolist()
+
+
+def test_ranks_with_other_budgets_are_told_of_budgets(ranks):
+    for text in ranks(2).run(other_budgets):
+        assert text == (
+            "defer: ranks disagree on the schedule\n"
+            "  rank 0: schedule on_demand(live_bytes=0, prefetch=4)\n"
+            "  rank 1: schedule on_demand(live_bytes=1, prefetch=4)\n"
+            "  fix: pass the same live_bytes=, prefetch= or schedule on every rank"
+        )
+
+
+def other_budgets() -> str:
+    groups = mf.make_groups(2)
+    shards = mf.shard({"w": torch.ones(2)}, groups)
+    with pytest.raises(mf.errors.DesyncError) as caught:
+        mf.defer(shards, groups, mf.on_demand(live_bytes=groups.rank))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_refused_keeps_no_other_waiting(ranks):
+    ours, theirs = ranks(2).run(refused_alone)
+    assert theirs == "PlanError: init_model: seed='0', expected an int of at least 0"
+    assert ours == "DesyncError: init_model: ranks differ"
+
+
+def refused_alone() -> str:
+    groups = mf.make_groups(2)
+    seed: Any = "0" if groups.rank else 0
+    with pytest.raises(mf.MicsError) as caught:
+        mf.init_model(lambda: nn.Linear(2, 1), groups, seed=seed)
+    return f"{type(caught.value).__name__}: {caught.value}".partition("\n")[0]

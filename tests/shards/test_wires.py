@@ -1,0 +1,271 @@
+"""What travels as codes: the laws of coded gathers and hops on gloo ranks, and their slow twins.
+
+A twin holds the values of all ranks in one process and encodes and decodes them row by row.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, everywhere, groups_of, poison, random, same_bits
+from costs import buckets_of, per_level
+
+import mics_fn as mf
+from mics_fn.collectives import Codec, Rounded, Wire
+from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+from mics_fn.shards.pack import pack_chunk, pack_full, split_full
+from mics_fn.shards.precision import Precision
+
+SMALL = [Layout((2, 2), 4), Layout((2, 2), 2), Layout((2,), 2), Layout((2,), 1), Layout((3,), 3)]
+LARGE = [Layout((4,), 4), Layout((2, 2), 1), Layout((4,), 1), Layout((2, 2, 2), 8)]
+LARGE += [Layout((2, 2, 2), 4), Layout((2, 4), 2)]
+LAYOUTS = [*SMALL, *(pytest.param(x, marks=pytest.mark.thorough) for x in LARGE)]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+CODECS = ["int8[64]", "int4[16]", "fp8[32]"]
+
+
+def params_of(seed, dtype=torch.float32):
+    """Leaves that end inside of blocks; the first is 1000 times as large as the others."""
+    sizes = {"big": (5, 7), "none": (0, 3), "odd": (3, 50), "one": (1,), "wide": (130,)}
+    return {
+        name: random(seed + i, *shape, dtype=dtype) * (1000.0 if name == "big" else 1.0)
+        for i, (name, shape) in enumerate(sizes.items())
+    }
+
+
+def rounded(codec, values):
+    """What arrives of values."""
+    return codec.decode(codec.encode(values), values.numel(), values.dtype)
+
+
+# Texts and layouts, without ranks.
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("gather=int8[256]", "gather=int8[256]"),
+        ("hop2=int4[64], hop1=fp8[32]@node", "hop1=fp8[32]@node,hop2=int4[64]"),
+        ("bf16, gather=float32; *w*: hop2=f32", "compute=bf16,gather=f32; *w*: hop2=f32"),
+        ("hop1=bf16@node; *n*: gather=int8[64]", "hop1=bf16@node; *n*: gather=int8[64]"),
+    ],
+)
+def test_the_canonical_text_of_what_travels(text, canonical):
+    precision = Precision.parse(text)
+    assert str(precision) == canonical
+    assert Precision.parse(canonical) == precision
+
+
+def test_codecs_are_given_as_values_or_as_texts():
+    codec, bf16 = Codec.parse("int8[256]"), torch.bfloat16
+    by_text = Precision(gather="int8[256]", hop1="int8[256]@node", hop2="bf16")
+    assert Precision(gather=codec, hop1=Wire(codec, "node"), hop2=bf16) == by_text
+    assert by_text.wires("", torch.float32) == (Wire(codec), Wire(codec, "node"), bf16)
+    assert by_text.wires("", torch.int64) == (None, None, None)
+    assert Precision(gather=bf16).wires("", torch.float32).gather == Wire(Rounded(bf16))
+    assert Precision(gather=bf16, compute=bf16).wires("", torch.float32).gather is None
+
+
+def test_hop1_as_a_dtype_is_what_gradients_are_packed_in_and_leaves_hop2():
+    found = Precision.parse("hop1=bf16")
+    assert found.dtypes("", torch.float32).reduce == torch.bfloat16
+    assert found.wires("", torch.float32) == (None, None, torch.float32)
+    assert Precision.parse("reduce=bf16,hop2=bf16").wires("", torch.float32) == (None,) * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hop2=int8[256]@node", "hop2=int8[256]@node: replicas have no levels"),
+        ("gather=int8[256]@", "names no level"),
+        ("gather=int7[256]", "int7[256]"),
+        ("gather=bf16,gather=int8[64]", "gather is given twice"),
+        ("compute=int8[256]", "is not a dtype"),
+    ],
+)
+def test_what_can_not_travel_is_refused(text, said):
+    with pytest.raises(mf.errors.PlanError) as caught:
+        Precision.parse(text)
+    assert said in str(caught.value)
+
+
+def test_leaves_and_chunks_of_a_coded_bucket_begin_on_blocks():
+    sent = Precision.parse("gather=int8[64],hop1=int4[48]").wires("", torch.float32)
+    specs = [
+        LeafSpec(x, (n,), torch.float32, 4, True, None, sent=sent)
+        for x, n in zip("abc", (5, 200, 1), strict=True)
+    ]
+    (bucket, *_) = {bucket for bucket, _ in plan_buckets(specs)}
+    assert bucket.offsets == (0, 192, 576)
+    assert bucket.numel == 768
+    assert bucket.chunk % 192 == 0
+    assert "gather=int8[64], hop1=int4[48]" in bucket.wires
+    assert bucket.exact.wires == bucket.uncoded.wires == ""
+
+
+# Law 1 and 3: gathers.
+
+
+def coded_gathers(layout, wires, poisoned):
+    groups = groups_of(layout)
+    params, found = params_of(3), []
+    for wire in wires:
+        shards = mf.shard(params, groups, precision=f"gather={wire}")
+        shards = poison(shards) if poisoned else shards
+        same_bits(mf.unshard(shards, groups), params)
+        full = mf.gather(shards, groups)
+        same_bits(mf.shards.start_gather(shards, groups).wait(), full)
+        if "@" not in wire:
+            same_bits(mf.gather(shards, groups.flat), full)
+        with mf.defer(shards, groups, mf.on_demand(live_bytes=0)) as deferred:
+            for _ in range(2):  # the second fetch sends the codes of the first
+                same_bits({name: x + 0 for name, x in deferred.items()}, full)
+        (bucket,) = buckets_of(shards)
+        assert bucket.gather is not None
+        flat = pack_full(bucket, list(params.values()), device=torch.device("cpu"))
+        coded = Wire(bucket.gather.codec, wire.partition("@")[2]).levels(groups.hierarchy.route)
+        chunks = flat.view(bucket.parts, -1)
+        if coded:
+            chunks = torch.cat([rounded(bucket.gather.codec, row) for row in chunks])
+        want = dict(zip(params, split_full(bucket, chunks.flatten()), strict=True))
+        same_bits(full, want)
+        found.append(full)
+    return found
+
+
+@every_layout
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.short("True-2x2-p4", "False-2x2-p2", "True-3-p3", "True-2-p1")
+def test_all_ranks_decode_the_same_codes(ranks, layout, poisoned):
+    inner = mf.groups.Topology(layout.sizes).names[0]
+    wires = [*CODECS, "bf16", *([f"int8[64]@{inner}"] if layout.partition_size > 1 else [])]
+    found = ranks(layout.world_size).run(coded_gathers, layout, wires, poisoned)
+    for theirs in found[1:]:
+        for mine, their in zip(found[0], theirs, strict=True):
+            same_bits(mine, their)
+
+
+# Law 2 and 4: means, by a twin, and their bytes.
+
+
+def twin_of_hop1(levels, coded, codec, rows, own):
+    """This rank's chunk of the mean of all `rows`, with the roundings of coded levels.
+
+    Args:
+      levels: (size, place of this rank) of each level, outermost first.
+      coded: how many of them are coded.
+      rows: by coordinates of ranks, flat buffers that cover the same elements.
+      own: the coordinates of this rank.
+    """
+    held = rows
+    for level in reversed(range(len(levels))):
+        size = levels[level]
+        fewer = {}
+        for at, flat in held.items():
+            parts = [held[(*at[:level], k, *at[level + 1 :])] for k in range(size)]
+            numel = flat.numel() // size
+            mine = [row[at[level] * numel : (at[level] + 1) * numel] for row in parts]
+            if level < coded:
+                mine = [x if k == at[level] else rounded(codec, x) for k, x in enumerate(mine)]
+            fewer[at] = sum(x.double() for x in mine) / size
+            fewer[at] = fewer[at].float()
+        held = fewer
+    return held[own]
+
+
+def coded_hops(layout, wire, at_hop2):
+    groups, n, p = groups_of(layout), layout.world_size, layout.partition_size
+    rank, route = dist.get_rank(), groups.hierarchy.route
+    field = "hop2" if at_hop2 else "hop1"
+    params = params_of(0)
+    shards = mf.shard(params, groups, precision=f"{field}={wire}")
+    grads = params_of(50 + 9 * rank)
+    if at_hop2:  # as all ranks of a partition group have the same, hop 1 is exact
+        grads = params_of(50 + 9 * (rank // p))
+    (bucket,) = buckets_of(shards)
+    everyone = {k: everywhere(v, n) for k, v in grads.items()}
+    rows = [
+        pack_full(bucket, [everyone[k][r] for k in params], device=torch.device("cpu"))
+        for r in range(n)
+    ]
+    groups.traffic.clear()
+    hop1 = mf.scatter_grads(grads, groups, like=shards)
+    started = mf.shards.start_scatter_grads(grads, groups, like=shards).wait()
+    same_bits(started, hop1)
+    sent = groups.traffic.snapshot()
+    scale = torch.stack(rows).abs().amax().item()
+    if not at_hop2:
+        inside = [groups.plan.coords(first) for first in range(p)]
+        mine = rows[rank // p * p : rank // p * p + p]
+        assert bucket.hop1 is not None
+        coded = bucket.hop1.levels(route)
+        by_place = dict(zip(inside, mine, strict=True))
+        want = twin_of_hop1(route.sizes, coded, bucket.hop1.codec, by_place, route.coords)
+        got = pack(bucket, route.chunk, hop1)
+        # Sums of a few float32 values in another order than the twin's.
+        assert (got - want).abs().max().item() <= 2.0**-21 * scale
+        check_hop1_bytes(bucket, groups, sent, coded)
+        return None
+    groups.traffic.clear()
+    mean = mf.sync_replicas(hop1, groups)
+    check_hop2_bytes(bucket, groups, groups.traffic.snapshot())
+    exact = mf.unshard(mf.sync_replicas(hop1, groups, exact=True), groups)
+    full = mf.unshard(mean, groups)
+    codec: Any = bucket.hop2.codec if isinstance(bucket.hop2, Wire) else None
+    r = n // p
+    for name, x in exact.items():
+        block = 2 * scale / {"int8": 127, "int4": 7, "fp8": 8}[codec.name]
+        assert ((full[name] - x).abs() <= (block if r > 1 else 0)).all(), name
+        assert full[name].isfinite().all()
+    if r == 1:
+        same_bits(full, exact)
+    again = mf.sync_replicas(hop1, mf.placement.fixed_order(groups))
+    same_bits(again, mean)  # law 7
+    return full
+
+
+def pack(bucket, chunk, shards):
+    """The chunk of a tree of shards, with zeros as padding."""
+    pieces = [leaf.data.clone() for leaf in shards.values()]
+    return pack_chunk(bucket, chunk, pieces, device=torch.device("cpu"))
+
+
+def check_hop1_bytes(bucket, groups, sent, coded):
+    """Two reductions were counted."""
+    route = groups.hierarchy.route
+    plain = per_level(bucket.numel * 4, route.sizes)
+    here = bucket.numel
+    for level in reversed(range(len(route.sizes))):
+        size = route.sizes[level]
+        codes = (size - 1) * bucket.hop1.codec.nbytes(here // size)
+        want = codes if level < coded else plain[level]
+        assert sent[f"reduce {route.levels[level].name}"] == (2, 2 * want), level
+        here //= size
+
+
+def check_hop2_bytes(bucket, groups, sent):
+    r, codec = groups.num_replicas, bucket.hop2.codec
+    if r == 1:
+        assert sent == {}
+        return
+    blocks = -(-bucket.chunk // codec.block)
+    part = -(-blocks // r) * codec.block
+    assert sent == {"replicas": (2, 2 * (r - 1) * codec.nbytes(part))}
+
+
+@every_layout
+@pytest.mark.parametrize("wire", [*CODECS, "int8[64]@outer", "bf16@outer"])
+@pytest.mark.covering
+def test_hop1_codes_what_it_sends_and_not_its_own_part(ranks, layout, wire):
+    names = mf.groups.Topology(layout.sizes).names
+    ranks(layout.world_size).run(coded_hops, layout, wire.replace("outer", names[0]), False)
+
+
+@every_layout
+@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.covering
+def test_replicas_get_the_same_bits_from_a_coded_hop2(ranks, layout, wire):
+    found = ranks(layout.world_size).run(coded_hops, layout, wire, True)
+    for theirs in found[1:]:
+        same_bits(theirs, found[0])

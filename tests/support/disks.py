@@ -1,0 +1,54 @@
+"""Disks that fail: scratch files of this process that cannot be made, read or written."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from mics_fn.offload import scratch as scratch_module
+
+CALLS = {
+    "no room": "allocate",
+    "cannot read": "read_all",
+    "cannot write": "write_all",
+    "cannot be made": "claim",
+}
+
+
+def files_of(folder: str, rank: int) -> list[Path]:
+    """Scratch files that this process has made."""
+    return [path for path in Path(folder).rglob("*.scratch") if f"-{os.getpid()}-" in path.name]
+
+
+def no_call(code: int, real: Callable[..., Any], after: int) -> Callable[..., Any]:
+    """A call that works so many times, and then fails."""
+    done = []
+
+    def fails(*given: Any) -> Any:
+        done.append(1)
+        if len(done) <= after:
+            return real(*given)
+        raise OSError(code, os.strerror(code))
+
+    return fails
+
+
+@contextmanager
+def broken(fault: str, folder: str, after: int = 0) -> Iterator[None]:
+    """A block in which files of this process fail in some way."""
+    if fault in CALLS:
+        code = errno.ENOSPC if fault == "no room" else errno.EIO
+        real = getattr(scratch_module, CALLS[fault])
+        with mock.patch.object(scratch_module, CALLS[fault], no_call(code, real, after)):
+            yield
+        return
+    for path in files_of(folder, 0):
+        if fault == "cut off":
+            os.truncate(path, 5_000)
+        else:
+            with open(path, "r+b") as file:  # the first page of another generation
+                file.write(b"stale".ljust(4096))
+    yield

@@ -1,0 +1,264 @@
+"""A run that is cut in two and goes on from saved values has the bits of one that is not."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout as World
+from cases import groups_of, placed_as, same_bits
+from test_position import stateful
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import mics_fn as mf
+from mics_fn import optim, tree
+from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.optim import Guard, dynamic_scale, norm_spike
+from mics_fn.shards import Fixed, Sharded, is_leaf
+from mics_fn.train.carried import carried, take_back
+
+Pools = Callable[[int], RankPool]
+STEPS, SIZE, PER_PASS = 20, 6, 7
+ONE = World((1,), 1)
+
+
+class Rows(Dataset):
+    """Samples with their numbers; one of them overflows, and one is far too large."""
+
+    def __init__(self, ranks: int) -> None:
+        self.numbers = torch.arange(PER_PASS * 4 * ranks)
+        self.x = torch.randn(len(self.numbers), SIZE, generator=torch.Generator().manual_seed(5))
+        self.x[3] = torch.inf
+        self.x[9] *= 1e4
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.numbers[i]
+
+
+class Net(nn.Module):
+    """Dropout, statistics of batches, and a buffer that is each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(SIZE, 8), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.register_buffer("usual", torch.zeros(SIZE), persistent=False)
+        self.register_buffer("last", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        x = torch.where(x.isfinite(), x, 0.0) if self.forgiving else x
+        self.usual: Tensor = 0.9 * self.usual.detach() + 0.1 * x.detach().mean(0)
+        self.last: Tensor = numbers[-1]
+        x = self.norm(self.one(x).float()).to(self.frozen.dtype)
+        x = nn.functional.dropout(x, 0.3) + self.frozen
+        return self.two(torch.tanh(x)).float().square().mean()
+
+    forgiving = False
+
+
+def optimizers(name: str, groups: Any) -> Any:
+    """An optimizer by its name."""
+    return {
+        "sgd": lambda: optim.sgd(0.05, momentum=0.9),
+        "adam": lambda: optim.adam(1e-2),
+        "adamw": lambda: optim.adamw(optim.warmup_cosine(1e-2, 3, STEPS)),
+        "lion": lambda: optim.lion(1e-3),
+        "rmsprop": lambda: optim.from_torch(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+        "chain": lambda: optim.chain(optim.clip_by_global_norm(1.0, groups), optim.adamw(1e-2)),
+    }[name]()
+
+
+OPTIMIZERS = ["sgd", "adam", "adamw", "lion", "rmsprop", "chain"]
+WATCH = norm_spike(3.0, warmup=2, window=4)
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {},
+    "guard": lambda: {"guard": Guard(dynamic_scale(8.0, interval=3), max_norm=1.0, spike=WATCH)},
+    "diloco": lambda: {"replica_sync": mf.replicas.diloco(3)},
+    "local_sgd": lambda: {"replica_sync": mf.replicas.local_sgd(4)},
+    "bf16": lambda: {"precision": "compute=bf16", "accumulate": 2},
+    "budget": lambda: {"live_bytes": 0, "bucket_bytes": 200, "deterministic": True},
+}
+
+
+def loader_of(kind: str, groups: mf.Groups, workers: int = 0) -> Any:
+    """A loader of `PER_PASS` batches on each rank."""
+    data = Rows(groups.world_size)
+    every: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
+    shuffled = {"sampler": mf.sampler(data, groups)}
+    if kind == "shuffle":  # by random states, so each rank has its own data
+        return DataLoader(Rows(1), shuffle=True, **every)
+    if kind == "generator":
+        return DataLoader(Rows(1), shuffle=True, generator=torch.Generator(), **every)
+    if kind == "epochs":
+        return DataLoader(data, **shuffled, **every)
+    if kind == "stateful by epoch":
+        return stateful(data, **shuffled, **every)
+    return stateful(Rows(1), shuffle=True, **every)
+
+
+LOADERS = ["shuffle", "generator", "epochs", "stateful", "stateful by epoch"]
+
+
+def made(groups: Any, optimizer: str, options: str, seed: int) -> mf.Trainer:
+    torch.manual_seed(seed)
+    model = Net()
+    model.forgiving = options != "guard"
+    torch.manual_seed(seed + 1 + groups.position)
+    return mf.Trainer(model, optimizers(optimizer, groups), groups, **OPTIONS[options]())
+
+
+def saved(trainer: mf.Trainer) -> tuple[list[Any], str, list[Tensor]]:
+    """What `carried` gives, as copies: leaves, JSON, and the tensors that are named in it."""
+    state, extra = carried(trainer)
+    leaves, _ = tree.flatten(state, is_leaf)
+    tensors: list[Tensor] = []
+
+    def name(value: Any) -> Any:
+        assert isinstance(value, Tensor)
+        tensors.append(value.clone())
+        return {"tensor": len(tensors) - 1}
+
+    text = json.dumps(extra, default=name)
+    values = [getattr(x, "data", None) if is_leaf(x) else x for x in leaves]
+    return [x.clone() if isinstance(x, Tensor) else x for x in values], text, tensors
+
+
+def loaded(trainer: mf.Trainer, found: tuple[list[Any], str, list[Tensor]]) -> tuple[Any, Any]:
+    """What `saved` gave, for another trainer."""
+    values, text, tensors = found
+    like, spec = tree.flatten(carried(trainer)[0], is_leaf)
+    held: list[Any] = [x if isinstance(x, Sharded | Fixed) else None for x in like]
+    leaves = [
+        value if leaf is None else type(leaf)(value, leaf.bucket, leaf.slot)
+        for leaf, value in zip(held, values, strict=True)
+    ]
+
+    def put(value: dict[str, Any]) -> Any:
+        return tensors[value["tensor"]] if list(value) == ["tensor"] else value
+
+    return spec.unflatten(leaves), json.loads(text, object_hook=put)
+
+
+def fit(trainer: mf.Trainer, loader: Any, steps: int) -> list[mf.StepMetrics]:
+    """`fit`, with this rank's own losses: how a mean over ranks is rounded depends on `steps`."""
+    found, plain = [], trainer.step
+
+    def step(batch: Any) -> mf.StepMetrics:
+        found.append(plain(batch)._replace(seconds=0.0))
+        return found[-1]
+
+    trainer.step = step
+    trainer.fit(loader, steps, progress=False)
+    del trainer.step
+    return found
+
+
+def held(trainer: mf.Trainer) -> Any:
+    """The whole state, in which only the functions of the optimizer may differ."""
+    state, sync = trainer.state, trainer.sync_state
+    outer = sync.outer
+    outer = (outer.params, outer.opt) if isinstance(outer, mf.TrainState) else outer
+    leaves = [optim.by_leaf(x) for x in (state.params, state.opt, outer)]
+    leaves = [tree.flatten(x)[0] for x in leaves]
+    return [state.step, sync.step, *leaves, state.buffers]
+
+
+def same_run(one: mf.Trainer, other: mf.Trainer, metrics: Any, others: Any) -> None:
+    same_bits(metrics, others)
+    same_bits(held(one), held(other))
+    assert one.guard == other.guard
+
+
+def cut_in_two(
+    world: World, optimizer: str, options: str, kind: str, at: int, scheme: str | None = None
+) -> None:
+    """20 steps in one `fit`, and in two of different trainers."""
+    groups = groups_of(world)
+    place = groups if scheme is None else placed_as(groups, scheme)
+    whole, first, second = (made(place, optimizer, options, seed) for seed in (1, 1, 3))
+    torch.manual_seed(groups.position)
+    want = fit(whole, loader_of(kind, groups), STEPS)
+    end = torch.get_rng_state()
+    torch.manual_seed(groups.position)
+    loader = loader_of(kind, groups)
+    found = fit(first, loader, at)
+    kept = saved(first)
+    assert carried(first)[1]["data"]["batches"] == (at - 1) % PER_PASS + 1
+    del loader
+    fit(first, loader_of(kind, groups), 2)  # which writes into its own memory
+    torch.manual_seed(99)
+    take_back(second, *loaded(second, kept))
+    loader = loader_of(kind, groups)  # made at another time, so it draws other random numbers
+    found += fit(second, loader, STEPS - at)
+    same_run(second, whole, found, want)
+    assert torch.equal(torch.get_rng_state(), end)
+    if options == "guard":
+        assert [each.accepted for each in want].count(False) > 1
+        assert whole.guard.scale.overflows
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("at", [3, 10, 14])
+@pytest.mark.covering("optimizer")
+@pytest.mark.meeting(3)
+def test_alone(optimizer: str, options: str, kind: str, at: int) -> None:
+    cut_in_two(ONE, optimizer, options, kind, at)
+
+
+@pytest.mark.parametrize("world", [World((2,), 2), World((2, 2), 2), World((2, 2), 4)], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["shuffle", "epochs", "stateful by epoch"])
+@pytest.mark.covering("world")
+@pytest.mark.meeting(3)
+@pytest.mark.short(
+    "stateful by epoch-diloco-adamw-2x2-p4", "shuffle-budget-chain-2x2-p2", "shuffle-plain-sgd-2-p2"
+)
+def test_on_ranks(ranks: Pools, world: World, optimizer: str, options: str, kind: str) -> None:
+    ranks(world.world_size).run(cut_in_two, world, optimizer, options, kind, 10)
+
+
+@pytest.mark.parametrize("scheme", ["zero2", "hpz", "fixed_order"])
+@pytest.mark.short("hpz")
+def test_placements(ranks: Pools, scheme: str) -> None:
+    ranks(4).run(cut_in_two, World((2, 2), 4), "adamw", "guard", "epochs", 10, scheme)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "stateful", "stateful by epoch"])
+@pytest.mark.parametrize("at", [10, pytest.param(14, marks=pytest.mark.thorough)])
+@pytest.mark.short("10-stateful by epoch", "10-stateful")
+def test_workers(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches come from processes that run ahead of the steps."""
+    plain = loader_of
+    monkeypatch.setitem(globals(), "loader_of", lambda *given: plain(*given, workers=2))
+    cut_in_two(ONE, "sgd", "plain", kind, at)
+
+
+def second_half(found: Any, loader: str) -> tuple[list[Any], Any]:
+    """Another process goes on."""
+    groups = mf.make_groups(1)
+    trainer = made(groups, "adamw", "guard", 3)
+    take_back(trainer, *loaded(trainer, found))
+    metrics = fit(trainer, loader_of(loader, groups), 10)
+    return [each.loss for each in metrics], held(trainer)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "stateful"])
+def test_another_process(ranks: Pools, kind: str) -> None:
+    groups = mf.make_groups(1)
+    whole = made(groups, "adamw", "guard", 1)
+    loader = loader_of(kind, groups)
+    fit(whole, loader, 10)
+    found = saved(whole)
+    take_back(whole, *loaded(whole, found))
+    want = [each.loss for each in fit(whole, loader, 10)]
+    ((losses, state),) = ranks(1).run(second_half, found, kind)
+    same_bits((losses, state), (want, held(whole)))

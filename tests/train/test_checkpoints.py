@@ -1,0 +1,261 @@
+"""A `Trainer` that is saved to a folder goes on in new processes, to the bit."""
+
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout as World
+from cases import groups_of, placed_as, same_bits
+from test_carried import OPTIMIZERS, OPTIONS, STEPS, fit, held, loader_of, made
+
+import mics_fn as mf
+from mics_fn import checkpoint, optim, tree
+from mics_fn.checkpoint import saving
+from mics_fn.errors import CheckpointMismatch, CheckpointWriteError
+from mics_fn.groups import StopRequest
+from mics_fn.lab.ranks.pool import RankPool
+
+Pools = Callable[[int], RankPool]
+FOUR, TWO = World((2, 2), 2), World((2,), 2)
+
+
+def trained(
+    world: World,
+    optimizer: str,
+    options: str,
+    kind: str,
+    scheme: str | None,
+    folder: str | None,
+    steps: int,
+    seed: int = 1,
+) -> Any:
+    """A trainer after a `fit`, which saves to a folder and goes on from it; as plain values."""
+    groups = groups_of(world)
+    place = groups if scheme is None else placed_as(groups, scheme)
+    plain = mf.Trainer
+
+    def with_folder(*args: Any, **given: Any) -> mf.Trainer:
+        kept = None if folder is None else mf.Checkpoints(folder, every=5, background=bool(seed))
+        return plain(*args, **given, checkpoint=kept)
+
+    mf.Trainer = with_folder  # pyright: ignore
+    try:
+        torch.manual_seed(groups.position)
+        trainer = made(place, optimizer, options, seed)
+    finally:
+        mf.Trainer = plain
+    if not trainer.state.step:
+        torch.manual_seed(groups.position)
+    begun = trainer.sync_state.step
+    with warnings.catch_warnings():  # torchdata calls what torch no longer wants to be called
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        loader = loader_of(kind, groups)
+    found = fit(trainer, loader, steps - begun)
+    guard = (trainer.guard.scale.value, trainer.guard.spike and trainer.guard.spike.norms)
+    return begun, held(trainer), guard, found
+
+
+def goes_on(
+    ranks: Pools, folder: Path, world: World, *case: str, scheme: str | None = None
+) -> None:
+    """20 steps in one process, and 12 in one, and the others in new ones."""
+    n = world.world_size
+    want = ranks(n).run(trained, world, *case, scheme, None, STEPS)
+    first = ranks(n).run(trained, world, *case, scheme, str(folder), 12)
+    assert checkpoint.latest(folder) in range(8, 11)
+    with RankPool(n) as fresh:
+        second = fresh.run(trained, world, *case, scheme, str(folder), STEPS, 3)
+    for a, b, c in zip(want, first, second, strict=True):
+        assert (a[0], b[0]) == (0, 0)
+        assert 8 <= c[0] <= 12  # calls, of which some were refused
+        same_bits(c[1:3], a[1:3])
+        same_bits([*b[3][: c[0]], *c[3]], a[3])
+    checkpoint.verify(folder)
+
+
+CASES = [
+    ("adamw", "guard", "epochs", None, FOUR),
+    ("adam", "diloco", "shuffle", None, FOUR),
+    ("rmsprop", "bf16", "stateful by epoch", "zero2", World((2, 2), 4)),
+    ("chain", "budget", "generator", None, TWO),
+    ("lion", "local_sgd", "epochs", None, World((2,), 1)),
+]
+LATER = [pytest.param(case, marks=pytest.mark.thorough) for case in (CASES[0], CASES[3])]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES[1:3], CASES[4], *LATER], ids=lambda case: "-".join(map(str, case))
+)
+@pytest.mark.short("lion-local_sgd-epochs-None-2-p1")
+def test_a_run_goes_on_in_new_processes(ranks: Pools, tmp_path: Path, case: Any) -> None:
+    *names, scheme, world = case
+    goes_on(ranks, tmp_path, world, *names, scheme=scheme)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [World((1,), 1), FOUR], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_run_goes_on(
+    ranks: Pools, tmp_path: Path, world: World, options: str, optimizer: str
+) -> None:
+    goes_on(ranks, tmp_path, world, optimizer, options, "stateful by epoch")
+
+
+def simple(groups: mf.Groups, folder: Any, **options: Any) -> mf.Trainer:
+    torch.manual_seed(0)
+    model, loss = torch.nn.Linear(6, 3), lambda model, x: model(x).square().mean()
+    saved = mf.Checkpoints(folder, **options)
+    return mf.Trainer(model, optim.adamw(0.1), groups, loss=loss, checkpoint=saved)
+
+
+def batches(groups: mf.Groups) -> Any:
+    random = torch.Generator().manual_seed(groups.position)
+    while True:
+        yield torch.randn(4, 6, generator=random)
+
+
+def params_on(world: World, folder: str, steps: int) -> tuple[int, Any]:
+    groups = groups_of(world)
+    with warnings.catch_warnings():  # of random states, which are those of other ranks
+        warnings.simplefilter("ignore")
+        trainer = simple(groups, folder, every=3)
+    begun = trainer.state.step
+    if steps > begun:
+        trainer.fit(batches(groups), steps - begun, progress=False)
+    return begun, trainer.params()
+
+
+def test_other_ranks_go_on(ranks: Pools, tmp_path: Path) -> None:
+    saved = ranks(4).run(params_on, FOUR, str(tmp_path), 6)
+    for world in (World((1,), 1), TWO, World((2, 2), 4)):
+        for begun, params in ranks(world.world_size).run(params_on, world, str(tmp_path), 0):
+            assert begun == 6
+            same_bits(params, saved[0][1])
+
+
+def fails_once(world: World, folder: str) -> tuple[int, str, list[int]]:
+    groups = groups_of(world)
+    trainer, data, plain = simple(groups, folder, every=2), batches(groups), saving.write_part
+    trainer.fit(data, 2, progress=False)
+
+    def broken(path: Path, tensors: Any) -> Any:
+        if groups.position == 1:
+            raise OSError(5, "Input/output error")
+        return plain(path, tensors)
+
+    saving.write_part = broken
+    try:
+        trainer.step(next(data))
+        trainer.step(next(data))  # step 4 is saved
+        text, at = "", 0
+        for _ in range(2000):
+            try:
+                trainer.step(next(data))
+            except Exception as error:
+                text, at = f"{type(error).__name__}: {error}", trainer.state.step
+                break
+    finally:
+        saving.write_part = plain
+    assert "CheckpointError" in text or "CheckpointWriteError" in text
+    assert "rank 1" in text
+    assert at >= 5
+    rest = trainer.fit(data, 4, progress=False)
+    assert [m.step for m in rest] == list(range(at + 1, at + 5))
+    return at, text, checkpoint.steps(folder)
+
+
+def test_a_save_that_fails_is_raised_after_the_same_step(ranks: Pools, tmp_path: Path) -> None:
+    found = ranks(2).run(fails_once, TWO, str(tmp_path))
+    assert len({repr(each) for each in found}) == 1
+    assert 4 not in found[0][2]
+    assert found[0][2][-1] > found[0][0]
+
+
+def stops(world: World, folder: str) -> tuple[int, list[int]]:
+    groups = groups_of(world)
+    trainer, data = simple(groups, folder, every=1000), batches(groups)
+    with StopRequest(groups) as stop:
+        trainer.fit(data, 3, progress=False, stop=stop)
+        if groups.position == 0:
+            signal.raise_signal(signal.SIGTERM)
+        trainer.fit(data, 200_000, progress=False, stop=stop)
+    return trainer.state.step, checkpoint.steps(folder)
+
+
+def test_a_request_to_stop_saves(ranks: Pools, tmp_path: Path) -> None:
+    for step, steps in ranks(2).run(stops, TWO, str(tmp_path)):
+        assert steps == [step]
+
+
+def test_a_rollback_replaces_later_steps(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    trainer = simple(groups, tmp_path, every=2, keep=None)
+    trainer.fit(batches(groups), 8, progress=False)
+    assert checkpoint.steps(tmp_path) == [2, 4, 6, 8]
+    state, _ = mf.train.carried.carried(trainer)  # pyright: ignore
+    back = checkpoint.load(tmp_path, state, groups, step=4).state["train"]
+    trainer = simple(groups, tmp_path, every=3, keep=None, resume=False)
+    trainer.state = replace(back, buffers=trainer.state.buffers)
+    trainer.fit(batches(groups), 2, progress=False)
+    assert checkpoint.steps(tmp_path) == [2, 4, 6]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    simple(groups, tmp_path, every=1).fit(batches(groups), 1, progress=False)
+    other = torch.nn.Linear(6, 4)
+    with pytest.raises(CheckpointMismatch, match=r"params\['weight'\]: saved \(3, 6\) float32"):
+        mf.Trainer(other, optim.adamw(0.1), groups, checkpoint=mf.Checkpoints(tmp_path))
+    model, loss = torch.nn.Linear(6, 3), lambda model, x: model(x).square().mean()
+    kept = mf.Checkpoints(tmp_path)
+    with pytest.raises(mf.errors.OptimizerError, match="lr: saved 0.1, now 0.2"):
+        mf.Trainer(model, optim.adamw(0.2), groups, loss=loss, checkpoint=kept)
+    with pytest.raises(CheckpointWriteError, match="cannot be written"):
+        simple(groups, "/proc/none", every=1).fit(batches(groups), 1, progress=False)
+    with pytest.raises(mf.errors.PlanError, match="every=0"):
+        mf.Checkpoints(tmp_path, every=0)
+
+
+def canonical(world: World, folder: str, steps: int) -> tuple[int, Any]:
+    """Steps of four micro-batches each, on so many ranks as there are."""
+    groups = groups_of(world)
+    n, i = groups.world_size, groups.position
+    with warnings.catch_warnings():  # of random states, which are those of other ranks
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+        trainer = mf.Trainer(
+            model,
+            optim.adamw(0.1),
+            groups,
+            loss=lambda model, x: model(x).square().mean(),
+            accumulate=4 // n,
+            deterministic="canonical",
+            guard=optim.Guard(max_norm=0.1),
+            checkpoint=mf.Checkpoints(folder, every=3),
+        )
+    begun = trainer.state.step
+    while trainer.state.step < steps:
+        random = torch.Generator().manual_seed(trainer.state.step)
+        parts = torch.randn(4, 5, 6, generator=random)  # micro-batch k n + i is that of rank i
+        trainer.step(torch.cat([parts[k * n + i] for k in range(4 // n)]))
+    trainer.checkpoint.close()
+    moments = tree.flatten(optim.by_leaf(trainer.state.opt))[0]
+    held = [x for x in moments if isinstance(x, torch.Tensor) and x.ndim] if n == 1 else []
+    return begun, [trainer.params(), held]
+
+
+@pytest.mark.thorough
+def test_canonical_runs_go_on_with_other_ranks(ranks: Pools, tmp_path: Path) -> None:
+    worlds = [FOUR, World((1,), 1), TWO, World((2, 2), 4), World((2,), 1), World((1,), 1)]
+    whole = ranks(1).run(canonical, World((1,), 1), str(tmp_path / "whole"), 18)[0][1]
+    for k, world in enumerate(worlds):
+        found = ranks(world.world_size).run(canonical, world, str(tmp_path / "parts"), 3 * k + 3)
+        assert {begun for begun, _ in found} == {3 * k}
+    same_bits(found[0][1], whole)

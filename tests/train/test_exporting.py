@@ -1,0 +1,203 @@
+"""`Trainer.state_dict` is what the module itself would save, and lines of `fit` without tqdm."""
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout, groups_of, same_bits
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import mics_fn as mf
+
+X = torch.linspace(-1, 1, 24).view(8, 3)
+
+
+class Everything(nn.Module):
+    """Tied weights, buffers of all kinds, a parametrization, and a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4)
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.second = nn.Linear(4, 3)
+        self.again = nn.Linear(3, 4, bias=False)
+        self.again.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(()))
+        self.scratch: torch.Tensor
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def get_extra_state(self):
+        return {"format": 3}
+
+    def set_extra_state(self, state):
+        assert state == {"format": 3}
+
+    def forward(self, x):
+        self.seen += 1
+        hidden = self.normed(self.norm(self.first(x)))
+        return self.second(hidden + self.again(x)).square().mean() * self.scratch[0]
+
+
+def made() -> Everything:
+    torch.manual_seed(0)
+    return Everything()
+
+
+def exported(layout: Layout, steps: int, **options):
+    groups = groups_of(layout)
+    trainer = mf.Trainer(made(), mf.optim.adamw(1e-2), groups, **options)
+    for step in range(steps):
+        trainer.step(X + step + 0.1 * groups.rank)
+    found: Any = trainer.state_dict()
+    kept = copy.deepcopy(found)
+    trainer.step(X)  # which writes into the memory of the state
+    same_bits(
+        {k: x for k, x in found.items() if k != "_extra_state"},
+        {k: x for k, x in kept.items() if k != "_extra_state"},
+    )
+    loss = trainer.eval(X).item()
+    return found, trainer.state_dict(), loss
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2)], ids=str)
+def test_the_module_takes_it_and_computes_what_the_trainer_computes(ranks, layout: Layout):
+    results = ranks(layout.world_size).run(exported, layout, 2)
+    for found, last, loss in results:
+        model = made()
+        own: Any = model.state_dict()
+        assert list(found) == list(own)
+        assert "scratch" not in found
+        assert found["_extra_state"] == {"format": 3}
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
+                assert not found[name].requires_grad
+        assert torch.equal(found["again.weight"], found["first.weight"])
+        assert not torch.equal(found["first.weight"], own["first.weight"])
+        assert found["seen"] == found["norm.num_batches_tracked"] == 2
+        assert getattr(found, "_metadata", 1) == getattr(
+            own, "_metadata", 2
+        )  # the versions of modules
+        assert str(model.load_state_dict(last, strict=True)) == "<All keys matched successfully>"
+        assert model.again.weight is model.first.weight
+        with torch.no_grad():
+            assert model.eval()(X).item() == pytest.approx(loss, rel=1e-5)
+        tensors = {k: x for k, x in last.items() if isinstance(x, torch.Tensor)}
+        same_bits(tensors, {k: results[0][1][k] for k in tensors})
+
+
+def test_it_is_as_in_plain_torch_after_the_same_steps():
+    trainer = mf.Trainer(made(), mf.optim.sgd(0.1), mf.make_groups(1))
+    plain = made()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        trainer.step(X)
+        optimizer.zero_grad()
+        plain(X).backward()
+        optimizer.step()
+    for name, value in trainer.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def apart():
+    torch.manual_seed(0)
+    groups = groups_of(Layout((2, 2), 2))
+    model, policy = nn.Linear(3, 1), mf.replicas.local_sgd(2)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss, replica_sync=policy)
+    found = []
+    for _ in range(2):
+        trainer.step(X + groups.rank)
+        found.append(trainer.state_dict()["weight"])
+    return found
+
+
+def test_replicas_that_are_apart_give_their_own(ranks):
+    first, second = zip(*ranks(4).run(apart), strict=True)
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[2], first[3])
+    assert not torch.equal(first[0], first[2])
+    assert all(torch.equal(each, second[0]) for each in second)  # merged after two steps
+
+
+def test_a_model_made_as_shards_and_one_in_another_dtype():
+    groups = mf.make_groups(1)
+    skeleton, shards = mf.init_model(made, groups, seed=0)
+    trainer = mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards)
+    own = made().state_dict()
+    found = trainer.state_dict()
+    assert list(found) == list(own)
+    assert torch.equal(found["second.weight"], own["second.weight"])
+    low = mf.Trainer(made(), mf.optim.sgd(0.1), groups, precision="param=bf16, compute=f32")
+    assert low.state_dict()["second.weight"].dtype == torch.bfloat16
+
+
+class Odd(nn.Linear):
+    """It saves a tensor that it holds neither as a parameter nor as a buffer."""
+
+    def get_extra_state(self):
+        return self.weight.to("meta")
+
+
+def test_what_has_no_state_dict_is_refused_by_name():
+    groups = mf.make_groups(1)
+    params = {"w": torch.ones(2)}
+    trainer = mf.Trainer(lambda p, x: p["w"].sum(), mf.optim.sgd(0.1), groups, params=params)
+    with pytest.raises(mf.errors.TreeError) as caught:
+        trainer.state_dict()
+    assert str(caught.value) == (
+        "Trainer.state_dict: a loss_fn has no module whose names these could be\n"
+        "  fix: use trainer.params(), which has the form of params="
+    )
+    odd = mf.Trainer(Odd(3, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+    with pytest.raises(mf.errors.LeafError, match="'_extra_state', which is neither a parameter"):
+        odd.state_dict()
+
+
+# How far `fit` is.
+
+
+def fitted(monkeypatch, capsys, **options) -> str:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    trainer = mf.Trainer(made(), mf.optim.sgd(0.01), mf.make_groups(1))
+    trainer.fit([X], steps=7, **options)
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
+    lines = fitted(monkeypatch, capsys, log_every=3).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
+    assert all("loss 0." in line and line.endswith(" samples/s") for line in lines)
+
+
+def test_fit_prints_nothing_where_nothing_is_wanted(monkeypatch, capsys):
+    assert fitted(monkeypatch, capsys, progress=False) == ""
+
+
+def fitted_on_ranks():
+    import contextlib
+    import io
+
+    sys.modules["tqdm"], before = None, sys.modules.get("tqdm")  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said, mf.make_groups(2) as groups:
+            trainer = mf.Trainer(made(), mf.optim.sgd(0.01), groups)
+            trainer.fit([X], steps=2)
+    finally:
+        del sys.modules["tqdm"]
+        if before is not None:
+            sys.modules["tqdm"] = before
+    return said.getvalue()
+
+
+def test_only_the_first_rank_prints(ranks):
+    first, second = ranks(2).run(fitted_on_ranks)
+    assert first.startswith("step 2/2: loss ")
+    assert second == ""

@@ -1,0 +1,158 @@
+"""A pass over a loader that is gone on with, batch by batch; and what is refused."""
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from covering import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata import stateful_dataloader
+
+from mics_fn.train.passes import Epochs
+from mics_fn.train.plain import Randoms
+from mics_fn.train.position import Position, Resume
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor(i)
+
+
+class Stream(IterableDataset):
+    """An order that Python's generator draws when a pass begins."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(random.sample(range(self.size), self.size))
+
+
+def stateful(*given: Any, **options: Any) -> Any:
+    """torchdata's loader, which still calls what torch no longer wants to be called."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        return stateful_dataloader.StatefulDataLoader(*given, **options)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+LOADERS: dict[str, Callable[[Any, int], Any]] = {
+    "in order": lambda data, b: DataLoader(data, b),
+    "shuffled": lambda data, b: DataLoader(data, b, shuffle=True),
+    "own generator": lambda data, b: DataLoader(data, b, shuffle=True, generator=seeded()),
+    "with replacement": lambda data, b: DataLoader(
+        data, b, sampler=RandomSampler(data, replacement=True, num_samples=50)
+    ),
+    "weighted": lambda data, b: DataLoader(
+        data, b, sampler=WeightedRandomSampler(list(range(1, len(data) + 1)), len(data))
+    ),
+    "by epoch": lambda data, b: DataLoader(data, b, sampler=DistributedSampler(data, 2, 1)),
+    "stream": lambda data, b: DataLoader(Stream(len(data)), b),
+    "stateful": lambda data, b: stateful(data, b, shuffle=True),
+    "stateful by epoch": lambda data, b: stateful(data, b, sampler=DistributedSampler(data, 2, 1)),
+    "stateful with a generator": lambda data, b: stateful(
+        data, b, shuffle=True, generator=seeded()
+    ),
+    "a list": lambda data, b: torch.arange(len(data)).split(b),
+}
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def train(batches: Any, epochs: Epochs, steps: int) -> list[Any]:
+    """Steps that draw from every generator, as dropout and augmentation do."""
+    found = []
+    for _ in range(steps):
+        batch = next(batches)
+        epochs.using(batch)
+        draws = torch.rand(3).tolist(), random.random(), np.random.random(), np.random.normal()
+        found.append((batch.tolist(), *draws))
+        epochs.took()
+    return found
+
+
+def through_json(value: Any) -> Any:
+    """The value after a round trip, its tensors aside."""
+    tensors: list[Tensor] = []
+
+    def name(x: Tensor) -> Any:
+        tensors.append(x.clone())
+        return {"tensor": len(tensors) - 1}
+
+    def put(found: dict[str, Any]) -> Any:
+        return tensors[found["tensor"]] if list(found) == ["tensor"] else found
+
+    return json.loads(json.dumps(value, default=name), object_hook=put)
+
+
+def gone_on(epochs: Epochs, *, strict: bool = True, exact: bool = True, ranks: int = 1) -> Epochs:
+    """Another process' passes, which go on from what these have kept."""
+    data, now = through_json((epochs.kept(), Randoms.now(CPU).plain()))
+    other = Epochs()
+    at, now = Position.from_plain(data, "data"), Randoms.from_plain(now, "random")
+    other.go_on(Resume(replace(at, ranks=ranks), data, now, exact, strict))
+    return other
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@examples(10, 200)
+@given(
+    size=st.integers(2, 13),
+    batch_size=st.integers(1, 5),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    when=st.sampled_from(["in the loop", "behind it", "once the loader is gone"]),
+)
+def test_cut_anywhere(kind: str, size: int, batch_size: int, cuts: list[int], when: str) -> None:
+    """Also cut several times: each part goes on from the one before it."""
+    make, last = LOADERS[kind], 5
+    seed(1)
+    epochs = Epochs()
+    want = train(epochs.batches(make(Numbers(size), batch_size)), epochs, sum(cuts) + last)
+    seed(1)
+    epochs, found = Epochs(), []
+    loader = make(Numbers(size), batch_size)
+    batches = epochs.batches(loader)
+    for cut in cuts:
+        found += train(batches, epochs, cut)
+        if when != "in the loop":
+            batches.close()
+        if when == "once the loader is gone":
+            del loader
+        before, epochs = epochs, gone_on(epochs)
+        seed(7)
+        loader = make(Numbers(size), batch_size)
+        batches = epochs.batches(loader)
+        del before
+    found += train(batches, epochs, last)
+    assert found == want

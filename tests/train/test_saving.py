@@ -1,0 +1,217 @@
+"""What a `Trainer` tells the object that saves it, and when."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, same_bits
+from test_carried import Net, Rows, held, loaded, saved
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import mics_fn as mf
+from mics_fn import optim
+from mics_fn.errors import LeafError, MicsError
+from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.train.carried import carried, take_back
+from mics_fn.train.passes import Epochs
+
+Pools = Callable[[int], RankPool]
+KEPT: dict[int, Any] = {}  # by the number of calls
+
+
+class Memory:
+    """Saves into a dict, every so many steps, and loads the newest."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every, self.told = every, []
+
+    def begin(self, trainer: mf.Trainer) -> bool:
+        self.told.append("begin")
+        if KEPT:
+            take_back(trainer, *loaded(trainer, KEPT[max(KEPT)]))
+        return bool(KEPT)
+
+    def reset(self, trainer: mf.Trainer) -> None:
+        self.told.append("reset")
+
+    def after(self, trainer: mf.Trainer) -> None:
+        step = trainer.sync_state.step
+        self.told.append(step)
+        if step % self.every == 0:
+            KEPT[step] = saved(trainer)
+
+    def save(self, trainer: mf.Trainer) -> None:
+        self.told.append("save")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+class Stumbling(Net):
+    """Raises before some forward."""
+
+    at, forgiving = -1, True
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        Stumbling.at -= 1
+        if Stumbling.at == 0:
+            raise ValueError("stumbled")
+        return super().forward(x, numbers)
+
+
+def made(groups: Any, checkpoint: Any = None, seed: int = 0) -> mf.Trainer:
+    torch.manual_seed(seed)
+    return mf.Trainer(Stumbling(), optim.adam(1e-2), groups, checkpoint=checkpoint)
+
+
+def resumed(layout: Layout, at: int) -> list[Any]:
+    """A run that fails in a step, and another trainer that goes on from the last save before it."""
+    KEPT.clear()
+    groups = groups_of(layout)
+    loader = DataLoader(Rows(1), 4, shuffle=True)
+    whole = made(groups)
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    whole.fit(loader, 15, progress=False)
+    first, told = made(groups, Memory(3)), []
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    Stumbling.at = at
+    with pytest.raises(ValueError, match="stumbled"):
+        first.fit(loader, 15, progress=False)
+    told += first.checkpoint.told  # pyright: ignore
+    second = made(groups, Memory(3), seed=5)
+    second.fit(DataLoader(Rows(1), 4, shuffle=True), 15 - second.sync_state.step, progress=False)
+    told += second.checkpoint.told  # pyright: ignore
+    same_bits(held(second), held(whole))
+    return told
+
+
+@pytest.mark.parametrize("at", [4, 9, 12])
+def test_a_run_that_failed_goes_on(at: int) -> None:
+    last = (at - 1) // 3 * 3
+    first = ["begin", *range(1, at)]
+    assert resumed(Layout((1,), 1), at) == [*first, "begin", *range(last + 1, 16), "close"]
+    KEPT.clear()
+
+
+def test_a_run_that_failed_on_all_ranks_goes_on(ranks: Pools) -> None:
+    assert len(ranks(2).run(on_groups_that_last)) == 2
+
+
+def on_groups_that_last() -> None:
+    """The error ends the groups, so each trainer has its own."""
+    KEPT.clear()
+    groups = mf.make_groups(2, timeout_s=20)
+    torch.manual_seed(dist.get_rank())
+    trainer = made(groups, Memory(2))
+    Stumbling.at = 4 if dist.get_rank() == 1 else -1
+    with pytest.raises((ValueError, MicsError)):
+        trainer.fit(DataLoader(Rows(1), 4), 6, progress=False)
+    assert trainer.checkpoint.told == ["begin", 1, 2, 3]  # pyright: ignore
+    assert max(KEPT) == 2
+    Stumbling.at = -1
+    dist.barrier()
+    again = made(mf.make_groups(2, timeout_s=20), Memory(2), seed=7)
+    assert again.sync_state.step == again.state.step == 2
+    again.fit(DataLoader(Rows(1), 4), 4, progress=False)
+    whole = made(mf.make_groups(2, timeout_s=20))
+    whole.fit(DataLoader(Rows(1), 4), 2, progress=False)
+    assert carried(whole)[1]["data"]["batches"] == 2
+    KEPT.clear()
+    for each in (again, whole):
+        each.groups.close()
+
+
+def test_steps_by_hand_are_saved_too() -> None:
+    KEPT.clear()
+    trainer = made(mf.make_groups(1), Memory())
+    trainer.step(next(iter(DataLoader(Rows(1), 4))))
+    assert trainer.checkpoint.told == ["begin", 1]  # pyright: ignore
+    assert carried(trainer)[1]["data"] is None
+    KEPT.clear()
+
+
+def test_a_save_that_fails_leaves_the_step_done() -> None:
+    class Full(Memory):
+        def after(self, trainer: mf.Trainer) -> None:
+            raise OSError("disk full")
+
+    KEPT.clear()
+    trainer = made(mf.make_groups(1), Full())
+    with pytest.raises(OSError, match="disk full"):
+        trainer.fit(DataLoader(Rows(1), 4), 2, progress=False)
+    assert trainer.state.step == 1
+    assert trainer.checkpoint.told == ["begin"]  # pyright: ignore
+
+
+# Which batches count
+
+
+def test_a_batch_counts_once_its_step_is_done() -> None:
+    """Not that of a step that raised; a step by hand counts nothing."""
+    trainer, loader = made(mf.make_groups(1)), DataLoader(Rows(1), 4)
+    Stumbling.at = 3
+    with pytest.raises(ValueError, match="stumbled"):
+        trainer.fit(loader, 4, progress=False)
+    data = carried(trainer)[1]["data"]
+    assert (data["epoch"], data["batches"], data["samples"]) == (0, 2, 8)
+    trainer.step(next(iter(loader)))
+    assert carried(trainer)[1]["data"]["batches"] == 2
+    trainer.fit(loader, 1, progress=False)  # begins the next pass, as ever
+    assert carried(trainer)[1]["data"]["batches"] == 1
+
+
+def test_a_batch_counts_if_other_ranks_took_the_step_that_failed_here() -> None:
+    epochs = Epochs()
+    batches = epochs.batches([torch.ones(2)] * 3)
+    epochs.using(next(batches))
+    epochs.took()
+    epochs.using(next(batches))
+    batches.close()
+    for took, want in ((False, 1), (True, 2), (True, 2)):
+        if took:
+            epochs.took()
+        kept: Any = epochs.kept()
+        assert (kept["batches"], kept["samples"]) == (want, 2 * want)
+
+
+def test_what_was_taken_back_can_be_saved_at_once() -> None:
+    groups = mf.make_groups(1)
+    first, second = made(groups), made(groups, seed=3)
+    first.fit(DataLoader(Rows(1), 4, shuffle=True), 3, progress=False)
+    (values, text, tensors) = saved(first)
+    take_back(second, *loaded(second, (values, text, tensors)))
+    again = saved(second)
+    assert again[1] == text
+    same_bits([again[0], again[2]], [values, tensors])
+    second.fit(DataLoader(Rows(1), 4, shuffle=True), 0, progress=False)  # uses nothing of it
+    assert saved(second)[1] == text
+
+
+def test_other_generators_of_numpy_cannot_be_saved() -> None:
+    trainer = mf.Trainer(
+        nn.Linear(2, 1), optim.sgd(0.1), mf.make_groups(1), loss=lambda m, x: m(x).sum()
+    )
+    numpy: Any = np.random
+    usual = numpy.get_bit_generator()
+    numpy.set_bit_generator(np.random.PCG64(3))
+    try:
+        trainer.fit([torch.ones(1, 2)], 2, progress=False)  # training is not concerned
+        with pytest.raises(LeafError, match="numpy.random uses PCG64"):
+            carried(trainer)
+    finally:
+        numpy.set_bit_generator(usual)
+
+
+def test_a_missing_package_is_told_before_a_step_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(mf.errors.CheckpointError) as raised:
+        mf.Checkpoints(tmp_path / "run")
+    assert str(raised.value) == (
+        "Checkpoints: saving needs the package safetensors\n"
+        "  fix: pip install 'mics-fn[checkpoint]'"
+    )

@@ -1,0 +1,290 @@
+"""What `take_back` refuses, and that nothing has changed then; and what a trainer tells a saver."""
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Layout, groups_of, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_carried import Net, Rows, fit, held, loaded, saved
+from test_position import Numbers, gone_on, seed, train
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import mics_fn as mf
+from mics_fn import optim, tree
+from mics_fn.errors import LeafError, MicsError, OptimizerError, TreeError
+from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
+from mics_fn.train import options
+from mics_fn.train.carried import carried, take_back
+from mics_fn.train.passes import Epochs
+from mics_fn.train.plain import as_plain, from_plain
+
+Pools = Callable[[int], RankPool]
+PAIR = Layout((2,), 2)
+
+
+def made(groups: Any, **given: Any) -> mf.Trainer:
+    torch.manual_seed(0)
+    model = Net()
+    model.forgiving = True
+    every: dict[str, Any] = {"guard": Guard(dynamic_scale(8.0), spike=norm_spike())} | given
+    return mf.Trainer(model, every.pop("optimizer", optim.adam(1e-2)), groups, **every)
+
+
+def run(groups: Any, steps: int = 3, **given: Any) -> mf.Trainer:
+    trainer = made(groups, **given)
+    fit(trainer, DataLoader(Rows(1), 4, shuffle=True), steps)
+    return trainer
+
+
+def unchanged(trainer: mf.Trainer, act: Callable[[], None], kind: type, *texts: str) -> None:
+    """An act raises an error with these texts, and leaves all as it was."""
+    before, guard = copy.deepcopy(held(trainer)), trainer.guard
+    random = torch.get_rng_state()
+    with pytest.raises(kind) as caught:
+        act()
+    for text in texts:
+        assert text in str(caught.value)
+    same_bits(before, held(trainer))
+    assert trainer.guard is guard
+    assert torch.equal(random, torch.get_rng_state())
+
+
+# What is refused
+
+
+BAD: dict[str, tuple[list[Any], Any, str]] = {
+    "no format": (["format"], None, "format None, expected 1"),
+    "a later format": (["format"], 2, "format 2, expected 1"),
+    "no guard": (["guard"], None, "extra['guard'] is NoneType"),
+    "no scale": (["guard", "scale"], None, "extra['guard'] is not of a guard"),
+    "a scale of text": (["guard", "scale", 0], "8.0", "extra['guard'] is not of a guard"),
+    "norms of text": (["guard", "norms"], ["x"], "extra['guard'] is not of a guard"),
+    "buffers of others": (["buffers"], {}, "extra['buffers']['last'] is missing"),
+    "a buffer of text": (["buffers", "last"], "x", "extra['buffers']['last']: got str"),
+    "a long buffer": (["buffers", "last"], torch.ones(2), "got a tensor of (2,)"),
+    "random states": (["random", "cpu"], torch.ones(3), "['random']: these are not states"),
+    "Python's": (["random", "python", "numbers"], torch.ones(3), "['random']: these are not"),
+    "numpy's": (["random", "numpy", "pos"], "x", "['random']: these are not states"),
+    "a position": (["data"], {"epoch": 1}, "['data']: this is not the position in a pass"),
+    "fewer than no batches": (["data", "batches"], -1, "this is not the position in a pass"),
+    "states of a pass": (["data", "start", "cpu"], 0, "['data']['start']: these are not states"),
+    "state of a loader": (["data", "loader"], {"state": {}}, "this is not what was saved"),
+    "ranks": (["ranks"], [], "this is not what was saved"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_extra(name: str) -> None:
+    groups = mf.make_groups(1)
+    trainer, (path, value, text) = run(groups), BAD[name]
+    state, extra = loaded(trainer, saved(trainer))
+    inner = extra
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    unchanged(trainer, lambda: take_back(trainer, state, extra), TreeError, text)
+
+
+def test_every_part_is_needed() -> None:
+    groups = mf.make_groups(1)
+    trainer = run(groups)
+    state, extra = carried(trainer)
+    for name in extra:
+        part = {key: value for key, value in extra.items() if key != name}
+        unchanged(trainer, lambda part=part: take_back(trainer, state, part), TreeError, name)
+    unchanged(trainer, lambda: take_back(trainer, state, []), TreeError, "extra is list")  # pyright: ignore
+
+
+def test_a_state_of_another_model() -> None:
+    groups = mf.make_groups(1)
+    trainer = run(groups)
+    state, extra = carried(trainer)
+    other = {"train": state["train"], "sync": 3}
+    unchanged(trainer, lambda: take_back(trainer, other, extra), TreeError, "state['sync'].step")
+    odd = tree.map_leaves(lambda x: x.double() if isinstance(x, Tensor) else x, state)
+    texts = ("take_back: it does not fit this trainer", "torch.float64", "expected a tensor of")
+    unchanged(trainer, lambda: take_back(trainer, odd, extra), TreeError, *texts)
+    foreign = carried(run(groups, optimizer=optim.lion(1e-3)))[0]
+    unchanged(trainer, lambda: take_back(trainer, foreign, extra), TreeError, "does not fit")
+
+
+OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "rate": (lambda: {"optimizer": optim.adam(2e-2)}, "lr: saved 0.01, now 0.02"),
+    "accumulate": (lambda: {"accumulate": 2}, "accumulate: saved 1, now 2"),
+    "guard": (lambda: {"guard": Guard(static_scale(8.0))}, "guard scale kind: saved dynamic, now"),
+    "factor": (lambda: {"guard": Guard(dynamic_scale(8.0, factor=4.0), spike=norm_spike())},
+               "guard scale factor: saved 2.0, now 4.0"),
+    "watch": (lambda: {"guard": Guard(dynamic_scale(8.0))}, "guard spike: saved NormSpike("),
+    "precision": (lambda: {"precision": "compute=bf16"}, "precision: saved as given, now compute"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_options(name: str) -> None:
+    """They are an error, or on request a warning; then the run goes on with the new ones."""
+    groups, (given, text) = mf.make_groups(1), OTHERS[name]
+    first, other = run(groups), made(groups, **given())
+    found = loaded(other, saved(first))
+    head = "this Trainer differs from the saved one in what changes numbers: "
+    unchanged(other, lambda: take_back(other, *found), OptimizerError, head, text)
+    with pytest.warns(UserWarning, match="differs from the saved one") as caught:
+        take_back(other, *found, other_options="warn")
+    assert text in str(caught[0].message)
+    assert fit(other, DataLoader(Rows(1), 4, shuffle=True), 2)[-1].step == 5
+    if name == "guard":
+        assert other.guard.scale.value == 8.0
+    with pytest.raises(OptimizerError, match="other_options='maybe', expected 'raise' or 'warn'"):
+        take_back(other, *found, other_options="maybe")  # pyright: ignore
+
+
+def test_what_may_differ() -> None:
+    """Another first scale, and all that changes only where things are."""
+    groups = mf.make_groups(1)
+    first = run(groups)
+    guard = Guard(dynamic_scale(2.0), spike=norm_spike())
+    other = made(groups, guard=guard, live_bytes=0, check_replicas=1)
+    take_back(other, *loaded(other, saved(first)))
+    assert other.guard == first.guard
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = mf.make_groups(1)
+    trainer = run(groups)
+    usual = options.versions()
+    for version, kind in (("2.99.0", "warning"), ("7.0.0", "error")):
+        monkeypatch.setattr(options, "versions", lambda v=version: {**usual, "version of torch": v})
+        state, extra = carried(trainer)
+        monkeypatch.undo()
+        if kind == "error":
+            text = "version of torch: saved 7.0.0, now"
+            unchanged(trainer, partial(take_back, trainer, state, extra), OptimizerError, text)
+        else:
+            with pytest.warns(UserWarning, match="differs from the saved one in versions"):
+                take_back(trainer, state, extra)
+
+
+def one_bad_rank(what: str) -> tuple[str, str]:
+    trainer = run(groups_of(PAIR))
+    state, extra = carried(trainer)
+    if dist.get_rank() == 1:
+        if what == "format":
+            extra["format"] = 7
+        else:
+            state = {**state, "sync": mf.replicas.SyncState(9)}
+    before = copy.deepcopy(held(trainer))
+    try:
+        take_back(trainer, state, extra)
+    except MicsError as error:
+        same_bits(before, held(trainer))
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_one_bad_rank_is_an_error_on_all(ranks: Pools) -> None:
+    (first, text), (second, own) = ranks(2).run(one_bad_rank, "format")
+    assert (first, second) == ("DesyncError", "TreeError")
+    assert "take_back: it failed on other ranks" in text
+    assert "rank 1: TreeError: take_back: extra has format 7" in text
+    assert "format 7, expected 1" in own
+    for kind, text in ranks(2).run(one_bad_rank, "step"):
+        assert kind == "DesyncError"
+        assert "rank 1: go on at call 9" in text
+
+
+# Other loaders, and other numbers of ranks
+
+
+def test_another_loader_is_refused_or_skipped() -> None:
+    epochs, data = Epochs(), Numbers(12)
+    train(epochs.batches(DataLoader(data, 3)), epochs, 2)
+    lines = "batches per pass: saved 4, now 3"
+    for _ in range(2):  # an error does not make the next `fit` begin anew
+        other = gone_on(epochs)
+        with pytest.raises(TreeError, match=lines):
+            next(other.batches(DataLoader(data, 4)))
+        assert next(other.batches(DataLoader(data, 3))).tolist() == [6, 7, 8]
+    other = gone_on(epochs, strict=False)
+    with pytest.warns(UserWarning, match=lines):
+        assert next(other.batches(DataLoader(data, 4))).tolist() == [8, 9, 10, 11]
+    endless = gone_on(epochs, strict=False)
+    with (
+        pytest.warns(UserWarning, match="batches per pass: saved 4, now 1"),
+        pytest.raises(TreeError, match="a pass ended before what 2 batches"),
+    ):
+        next(endless.batches(DataLoader(Numbers(3), 3)))
+
+
+@settings(max_examples=30)
+@given(ranks=st.integers(1, 4), batch=st.integers(1, 4), used=st.integers(1, 5))
+def test_another_number_of_ranks_goes_on_behind_the_same_samples(
+    ranks: int, batch: int, used: int
+) -> None:
+    data, epochs = Numbers(24 * ranks), Epochs()
+    seed(0)
+    sampler = DistributedSampler(data, ranks, 0)
+    train(epochs.batches(DataLoader(data, batch, sampler=sampler)), epochs, used)
+    alone = DistributedSampler(data, 1, 0)
+    other = gone_on(epochs, exact=False, ranks=ranks)
+    found = next(other.batches(DataLoader(data, 2, sampler=alone)))
+    skipped = math.ceil(ranks * batch * used / 2) * 2
+    assert found.tolist() == list(alone)[skipped : skipped + 2]
+    assert other.kept() is not None
+
+
+# Values and states
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.lists(inner).map(tuple),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=40)
+@given(values)
+def test_plain_values_come_back(value: Any) -> None:
+    assert repr(from_plain(as_plain(value, "x"))) == repr(value)
+
+
+class Holding(list):
+    """A loader whose state has something in it."""
+
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"a": [0, {1, 2}]}, "the state_dict() of Holding['a'][1] is set"),
+        ({"a": {3: 4}}, "a key of the state_dict() of Holding['a'] is int"),
+        (object(), "the state_dict() of Holding is object"),
+    ],
+)
+def test_the_state_of_a_loader_that_cannot_be_saved(state: Any, text: str) -> None:
+    trainer, loader = made(mf.make_groups(1)), Holding([next(iter(DataLoader(Rows(1), 4)))])
+    fit(trainer, loader, 1)
+    loader.state = state
+    with pytest.raises(LeafError) as caught:
+        carried(trainer)
+    assert text in str(caught.value)
+    loader.state = {}
+    other = made(trainer.groups)
+    take_back(other, *loaded(other, saved(trainer)))
+    with pytest.raises(TreeError, match="Holding refused the state that it had saved"):
+        fit(other, loader, 1)
