@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
-from children import in_child
+from children import await_interrupt, in_child
 from torch import Tensor
 
 import mics_fn as mf
@@ -127,7 +127,7 @@ def interrupted(folder: Path) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.002)
         state = mf.opt_step(state, grads, donate=True)
-        time.sleep(0.1)
+        await_interrupt()
     except KeyboardInterrupt:
         pass
     same_bits(read(state), want)

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import Layout, groups_of, random, same_bits
+from children import await_interrupt
 from torch import Tensor, nn
 
 import mics_fn as mf
@@ -410,7 +411,7 @@ def interrupted(folder: str, donate: bool) -> None:
         after = state
         try:
             after, _ = optim.guarded_step(state, given, guard, groups, donate=donate)
-            time.sleep(0.1)
+            await_interrupt()
         except KeyboardInterrupt:
             found += 1
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -37,3 +38,13 @@ def in_child(work: Callable[[], Any], limit_s: float = 60.0) -> int:
         raise AssertionError(f"the process did not end in {limit_s:g} s; its stacks are on stderr")
     assert process.exitcode is not None
     return process.exitcode
+
+
+def await_interrupt(limit_s: float = 5.0) -> None:
+    """Sleep until a Ctrl-C ends it: one that was held in a step is sent again, at some time.
+
+    Python loses one that comes in a finalizer, so it may never come.
+    """
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        time.sleep(1e-3)
