@@ -75,3 +75,20 @@ def test_short_names_the_cases_that_stay(selected: str, stay: str):
     items: Any = [Item(name, pytest.mark.short("a", "d")) for name in selected]
     mark_the_rest(items)
     assert "".join(x.id for x in items if not x.get_closest_marker("thorough")) == stay
+
+
+def test_of_what_short_leaves_out_the_thorough_tests_are_those_in_which_values_meet():
+    items: Any = []
+    for values in product(range(4), repeat=3):
+        item: Any = Item(
+            "".join(map(str, values)), pytest.mark.short("000"), pytest.mark.meeting(2)
+        )
+        item.params = dict(zip("abc", values, strict=True))
+        items.append(item)
+    mark_the_rest(items)
+    rest = [x for x in items if x.get_closest_marker("exhaustive")]
+    thorough = [x for x in items if x.get_closest_marker("thorough")]
+    assert len(rest) + len(thorough) == 63
+    assert len(rest) > 30
+    met = {pair for x in items if x not in rest for pair in combinations(x.params.items(), 2)}
+    assert len(met) == 3 * 4 * 4

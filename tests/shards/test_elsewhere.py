@@ -7,6 +7,7 @@ import copy
 import os
 import tempfile
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,9 +124,10 @@ def test_verbs_on_several_ranks(ranks: Any, layout: Layout) -> None:
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_verbs_for_every_tree_dtype_and_place(ranks: Any, layout: Layout, name: str) -> None:
-    for dtype in [*DTYPES, torch.float16]:
-        for some in PLACES.values():
-            ranks(layout.world_size).run(verbs, layout, name, dtype, some)
+    """Each dtype and place with half of the layouts and trees: any two of these meet."""
+    half = (LAYOUTS.index(layout) + list(TREES).index(name)) % 2
+    for dtype, some in [*product([*DTYPES, torch.float16], PLACES.values())][half::2]:
+        ranks(layout.world_size).run(verbs, layout, name, dtype, some)
 
 
 def looked_at(layout: Layout, scheme: str | None, precision: str | None) -> None:

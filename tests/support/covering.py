@@ -53,18 +53,13 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = [case for case in group if case.get_closest_marker("thorough") is None]
         mark = cases[0].get_closest_marker("covering") if cases else None
-        named = cases[0].get_closest_marker("short") if cases else None
-        if named is not None and len(cases) > 1:
-            kept = _named(cases, named.args)
-            for place in set(range(len(cases))) - kept:
-                cases[place].add_marker(pytest.mark.thorough)
-            continue
-        if mark is None:
+        named = cases[0].get_closest_marker("short") if len(cases) > 1 else None
+        if mark is None and named is None:
             continue
         params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]  # pyright: ignore
-        worth = [_worth(each, mark.kwargs) for each in params]
         values = [_values(each) for each in params]
-        kept = covering(values, mark.args, worth)
+        worth = [_worth(each, mark.kwargs if mark else {}) for each in params]
+        kept = _named(cases, named.args) if named else covering(values, mark.args, worth)
         meeting = cases[0].get_closest_marker("meeting")
         some = covering(values, worth=worth, meeting=meeting.args[0]) if meeting else None
         for place in set(range(len(cases))) - kept:
