@@ -58,8 +58,9 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
             continue
         params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]  # pyright: ignore
         values = [_values(each) for each in params]
-        worth = [_worth(each, mark.kwargs if mark else {}) for each in params]
-        kept = _named(cases, named.args) if named else covering(values, mark.args, worth)
+        together, preferred = (mark.args, mark.kwargs) if mark else ((), {})
+        worth = [_worth(each, preferred) for each in params]
+        kept = _named(cases, named.args) if named else covering(values, together, worth)
         meeting = cases[0].get_closest_marker("meeting")
         some = covering(values, worth=worth, meeting=meeting.args[0]) if meeting else None
         for place in set(range(len(cases))) - kept:
