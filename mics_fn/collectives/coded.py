@@ -7,7 +7,7 @@ the mean of each part is coded again and gathered, and all replicas decode the s
 coded begins and ends on blocks, because leaves and chunks of such a bucket do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,17 +67,18 @@ def mean_bytes(codec: AnyCodec, numel: int, size: int) -> int:
 
 
 def coded_mean_steps(
-    comm: Comm, tensor: Tensor, codec: AnyCodec, memory: Tensor | None = None
+    comms: Sequence[Comm], tensor: Tensor, codec: AnyCodec, memory: Tensor | None = None
 ) -> Steps:
-    """Average a contiguous tensor over a communicator, in place, in two collectives of codes.
+    """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
 
     Args:
-      comm: the communicator, of several ranks.
+      comms: the communicators of the two, which have the same ranks in the same order.
       tensor: contiguous.
       codec: encodes parts, and then their means.
       memory: 1D, uint8, of `mean_bytes`; None allocates it.
     """
-    flat, size = tensor.view(-1), comm.size
+    (comm, second), flat = comms, tensor.view(-1)
+    size = comm.size
     if memory is None:
         nbytes = mean_bytes(codec, flat.numel(), size)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
@@ -93,7 +94,7 @@ def coded_mean_steps(
     yield from exchange_codes(comm, codec, part, memory, mean)
     codes = memory[: size * codec.nbytes(numel)].view(size, -1)
     encode_to(codec, mean, codes[comm.rank])
-    yield all_gather(comm, codes, codes[comm.rank])
+    yield all_gather(second, codes, codes[comm.rank])
     for place, row in enumerate(codes):
         decode_to(codec, row, numel, flat[place * numel : (place + 1) * numel])
     return tensor

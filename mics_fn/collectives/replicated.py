@@ -33,10 +33,12 @@ def start_mean(
 
 
 def mean_comms(comm: Comm, tensor: Tensor, wire: torch.dtype | Codec | None = None) -> list[Comm]:
-    """The communicators that `mean_steps` uses, in order: the given one, once or twice or never."""
+    """The communicators that `mean_steps` uses, in order: none, the given one, or two."""
     if comm.size == 1 or not moves(tensor):
         return []
-    return [comm, comm] if comm.fixed_order or isinstance(wire, Codec) else [comm]
+    if isinstance(wire, Codec):  # the next codes are exchanged while these are decoded
+        return [comm, comm.second or comm]
+    return [comm, comm] if comm.fixed_order else [comm]
 
 
 def mean_steps(
@@ -55,7 +57,7 @@ def mean_steps(
     comms = mean_comms(comm, tensor, wire)
     if isinstance(wire, Codec):
         if comms:
-            yield from coded_mean_steps(comm, tensor, wire, spare)
+            yield from coded_mean_steps(comms, tensor, wire, spare)
     elif len(comms) > 1:
         yield from mean_in_order(comm, tensor, wire or tensor.dtype)
     elif comms:

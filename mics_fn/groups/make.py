@@ -273,7 +273,9 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
             one_level = (replace(flat_level, reach=levels[0].name),)
         partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
-        replicas = maker.comm("replicas", plan.replication_group(position))
+        rows = plan.replication_group(position)
+        replicas, second = maker.comm("replicas", rows), maker.comm("replicas again", rows)
+        replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     if _device.is_async(device) and not life.returning:
         inside = [comm for level in levels for comm in (level.gather, level.reduce)]
         maker.warm_up([*inside, *([] if one_level is levels else [partition]), replicas], device)

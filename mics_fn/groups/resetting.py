@@ -156,7 +156,9 @@ class _Again:
         order = old.tree
         if order and new.ranks != old.ranks:  # there are more or fewer replicas now
             order = tuple(sorted(range(new.size), key=lambda i: ranks.index(new.ranks[i])))
-        return replace(new, traffic=old.traffic, fixed_order=old.fixed_order, tree=order)
+        kept = {"traffic": old.traffic, "fixed_order": old.fixed_order}
+        second = None if new.second is None else replace(new.second, **kept)
+        return replace(new, **kept, tree=order, second=second)
 
 
 def _made_again(life: Life, channel: Channel, alone: bool, meet: Meet | None) -> Groups:
