@@ -102,6 +102,7 @@ class Lending:
             len(self.levels_now(use.route).levels)
             + len(self.late_levels(use.route).levels)
             + self.copies(use)
+            + bool(self.coded_bytes(use))  # codes are exchanged, and gathered
             + bool(self.sum_sizes(i))
             for i, use in uses
         )

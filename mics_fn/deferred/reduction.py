@@ -12,8 +12,9 @@ room for what arrives from other ranks. They stay there until hop 1 is done, lat
 and so does the copy that hop 2 sends in another dtype. The next bucket waits until its part of the
 ring is free. The ring has room for one bucket on each level and one that is being packed, by the
 median of their sizes, but not for more bytes than the budget for gathered parameters; the largest
-bucket always fits. So full gradients take the memory of a few buckets, whatever the size of the
-model, and how much does not depend on timing.
+bucket always fits. Where hop 2 sends codes it counts as two levels, on two communicators: while a
+bucket's codes are gathered, the next one's are exchanged. So full gradients take the memory of a
+few buckets, whatever the size of the model, and how much does not depend on timing.
 """
 
 from collections.abc import Callable, Sequence

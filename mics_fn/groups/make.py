@@ -274,7 +274,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
         rows = plan.replication_group(position)
-        replicas, second = maker.comm("replicas", rows), maker.comm("replicas again", rows)
+        replicas, second = maker.comm("replicas", rows), maker.comm("gather replicas", rows)
         replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     if _device.is_async(device) and not life.returning:
         inside = [comm for level in levels for comm in (level.gather, level.reduce)]

@@ -108,9 +108,9 @@ def test_members_are_those_of_the_plan(
         assert seen["same"] == (len(members) < 2)
         assert seen["partition"] == plan.chunk_order(rank)
         assert seen["replicas"] == plan.replication_group(rank)
-        # Gathers and reductions each, the flat pair where it is another, hop 2 if there is one.
+        # Gathers and reductions each, the flat pair where it is another, two of hop 2 if it is one.
         flat = 2 if len(members) > 1 else 0
-        assert seen["made"] == 2 * len(members) + flat + (p < n)
+        assert seen["made"] == 2 * len(members) + flat + 2 * (p < n)
 
 
 def made_groups(kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
@@ -134,13 +134,14 @@ def test_a_rank_makes_its_own_groups_in_one_order(ranks: Pools) -> None:
         ("mics_fn reduce rank", (6, 7)),
         ("mics_fn reduce flat", (4, 6, 5, 7)),
         ("mics_fn replicas", (2, 6)),
+        ("mics_fn gather replicas", (2, 6)),
     ]
 
 
 def test_groups_of_one_make_nothing(ranks: Pools) -> None:
     assert ranks(1).run(made_groups, {}) == [[]]
     assert ranks(2).run(made_groups_alone) == [[], []]
-    only_hop_2 = [("mics_fn replicas", (0, 1))]
+    only_hop_2 = [("mics_fn replicas", (0, 1)), ("mics_fn gather replicas", (0, 1))]
     assert ranks(2).run(made_groups, {"partition_size": 1}) == [only_hop_2, only_hop_2]
 
 
@@ -316,7 +317,7 @@ def one_makes(how: str) -> Any:
 
     def last(*args: Any, **kwargs: Any) -> Any:
         group = new_group(*args, **kwargs)
-        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn replicas":
+        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn gather replicas":
             time.sleep(3 if how == "too late" else 0.3)
             if how == "fails":
                 dist.destroy_process_group(group)
@@ -348,7 +349,7 @@ def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str) -
     }[how]
     want = [f"make_groups: {what}\n{fix}"] * 4
     if how == "fails":
-        failed = "rank 1 cannot make 'replicas' of ranks 1, 3\n  connection refused"
+        failed = "rank 1 cannot make 'gather replicas' of ranks 1, 3\n  connection refused"
         want[1] = f"make_groups: {failed}\n{fix}"
     found = ranks(4).run(one_makes, how)
     assert [text for text, *_ in found] == want

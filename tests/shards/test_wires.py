@@ -13,6 +13,7 @@ from costs import buckets_of, per_level
 
 import mics_fn as mf
 from mics_fn.collectives import Codec, Rounded, Wire
+from mics_fn.collectives.replicated import start_mean
 from mics_fn.shards.bucketing import LeafSpec, plan_buckets
 from mics_fn.shards.pack import pack_chunk, pack_full, split_full
 from mics_fn.shards.precision import Precision
@@ -269,3 +270,31 @@ def test_replicas_get_the_same_bits_from_a_coded_hop2(ranks, layout, wire):
     found = ranks(layout.world_size).run(coded_hops, layout, wire, True)
     for theirs in found[1:]:
         same_bits(theirs, found[0])
+
+
+def exchanges_in_flight(reset):
+    """How many collectives two means of codes have issued before the other rank takes part."""
+    codec = Codec("int8", 64)
+    with groups_of(Layout((2,), 1)) as groups:
+        mine, rank, now = [random(7 + k, 130) for k in range(2)], dist.get_rank(), groups
+        if reset:
+            now = mf.reset(groups)
+        if rank:
+            dist.barrier()
+        given = [x + rank for x in mine]
+        found = [start_mean(now.replicas, x.clone(), codec) for x in given]
+        levels = [pending.level for pending in found]
+        if not rank:
+            dist.barrier()
+        means = [pending.wait() for pending in found]
+        nbytes = 4 * codec.nbytes(128)
+        assert groups.traffic.snapshot() == {"replicas": (4, nbytes)}, "of both communicators"
+        for pending, x in zip(means, given, strict=True):
+            same_bits(pending, start_mean(now.replicas, x.clone(), codec).wait())
+        now.close()
+    return levels
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_codes_are_exchanged_while_those_before_wait_to_be_gathered(ranks, reset):
+    assert ranks(2).run(exchanges_in_flight, reset)[0] == [1, 1]

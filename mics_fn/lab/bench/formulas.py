@@ -184,7 +184,8 @@ def _in_hops(
     )
     if copies and isinstance(hop2, Codec):
         arriving = max(arriving, mean_bytes(hop2, numel // cut.states, num_replicas))
-    return max(packed) + arriving, 1 + len(inner) + len(outer) + copies
+    gathers = copies and isinstance(hop2, Codec)  # of codes, while others are exchanged
+    return max(packed) + arriving, 1 + len(inner) + len(outer) + copies + gathers
 
 
 def _arriving(
