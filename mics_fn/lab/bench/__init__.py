@@ -109,11 +109,11 @@ against 2.81). At p = 4 on a budget, `hpz` takes 0.75 (0.71 to 1.01) of the time
 with 54.9 MB per node against 77.1. The flags are `--precision f32 compute=bf16,reduce=bf16`, and
 peers `wide-zero3 hpz hybrid zero1`.
 
-With codes, in float32 otherwise, a step takes at 200 Mbit/s: p = 2 with `hop2=int8[256]` 0.34 and,
-on another day, 0.37 of its time without, and 13.9 MB; p = 4 with `gather=int8[256],
-hop1=int8[256]@node` 0.27, which is 0.12 of the time of FSDP2, full (0.89 s against 7.38). At 1
-Gbit/s p = 2 takes 0.84, and on that other day 1.10: four ranks share two cores there, and each of
-them codes for 0.07 s of a processor in a step of 0.7 s.
+With codes, in float32 otherwise, a step takes at 200 Mbit/s: p = 2 with `hop2=int8[256]` 0.32 of
+its time without (0.79 s against 2.48), and 13.9 MB; p = 4 with `gather=int8[256],
+hop1=int8[256]@node` 0.23 and, on another day, 0.27, which was 0.12 of the time of FSDP2, full (0.89
+s against 7.38), and 19.5 MB. At 1 Gbit/s p = 2 takes 0.76 and, in another run, 0.79 (0.73 to 0.85):
+four ranks share two cores there, and each codes for 0.07 s of a processor in a step of 0.5 s.
 
 The command on each rank of such nodes is `python -m mics_fn bench step --skip-alone --rounds 3
 --partition-size 2 --peers keep zero3 wide-zero3 fsdp2 fsdp2-full --rates unshaped:3 1gbit:2
