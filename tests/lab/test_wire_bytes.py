@@ -16,12 +16,13 @@ from torch import nn
 
 import mics_fn as mf
 from mics_fn import _torch
+from mics_fn.collectives import Codec
 from mics_fn.groups import Route
 from mics_fn.groups.communicator import Comm, Life, Traffic
 from mics_fn.groups.hierarchy import Level
 from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.lab.report import step_bytes
-from mics_fn.lab.traffic import wire_bytes
+from mics_fn.lab.traffic import averaged, wire_bytes
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.bucketing import LeafSpec, plan_buckets
 
@@ -123,6 +124,12 @@ def a_step(layout: Layout, precision: str, accumulate: int, live: int | None) ->
     expected = Counter[int]()  # hop 1 over one level and these comparisons share a process group
     for comm in comms_of(groups):
         expected[id(comm.process_group())] += int(want.get(comm.name, ledger.get(comm.name, 0)))
+    if groups.num_replicas > 1:  # what codes were exchanged for is gathered over the second one
+        coded = [b for b in buckets if b.trainable and isinstance(b.mean_wire, Codec)]
+        gathered = sum(averaged(b, groups.num_replicas).nbytes // 2 for b in coded)
+        assert groups.replicas.second is not None
+        expected[id(groups.replicas.process_group())] -= gathered
+        expected[id(groups.replicas.second.process_group())] += gathered
     assert +counted == +expected
 
 

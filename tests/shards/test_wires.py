@@ -275,7 +275,7 @@ def test_replicas_get_the_same_bits_from_a_coded_hop2(ranks, layout, wire):
 def exchanges_in_flight(reset):
     """How many collectives two means of codes have issued before the other rank takes part."""
     codec = Codec("int8", 64)
-    with groups_of(Layout((2,), 1)) as groups:
+    with mf.make_groups(1) as groups:  # no earlier call is repeated, or left
         mine, rank, now = [random(7 + k, 130) for k in range(2)], dist.get_rank(), groups
         if reset:
             now = mf.reset(groups)
