@@ -9,7 +9,8 @@ nearest bfloat16, which has 8 significant bits. Rounding changes it by a factor 
 most. So the largest quotient lies between 126.5058 and 127.4961 where `top` is 127, between 6.97
 and 7.03 where it is 7, and between 446.2 and 449.8 where it is 448. All of these round to `top`
 itself. So no code has to be clamped, and a decoded block has the same scale again. For the largest
-float32 the scale is rounded down in all three cases, so no finite block overflows in float32.
+float32 the scale is rounded down in all three cases, so no finite block overflows in float32. Nor
+does a scale of fp8 times 2**8: the largest is 2**119.2.
 
 [Note: the least scale] A scale is at least 2**-126, the least normal float32. Then its inverse is
 finite, a block of zeros needs no case of its own, and no product is lost where a processor flushes
@@ -29,17 +30,32 @@ from torch import Tensor
 
 PIECE = 2**16  # elements; their float32 take 256 KiB
 FLOOR = 2.0**-126  # See [Note: the least scale].
+# Added to a float32 of less than 2**22, it rounds it to the nearest integer, halves to even, and
+# leaves that integer in the low bits.
+_ROUND = 1.5 * 2**23
 
 
 class Kind(NamedTuple):
-    """How one element is coded: its bits, the largest code, and the usual length of a block."""
+    """How one element is coded.
+
+    Args:
+      bits: number of bits of a code.
+      top: the largest code.
+      block: the usual length of a block.
+      unit: `_read` gives codes divided by this.
+    """
 
     bits: int
     top: float
     block: int
+    unit: float = 1.0
 
 
-KINDS = {"int8": Kind(8, 127.0, 256), "int4": Kind(4, 7.0, 64), "fp8": Kind(8, 448.0, 256)}
+KINDS = {
+    "int8": Kind(8, 127.0, 256),
+    "int4": Kind(4, 7.0, 64),
+    "fp8": Kind(8, 448.0, 256, unit=256.0),
+}
 
 
 class Rows(NamedTuple):
@@ -112,13 +128,13 @@ def encode_rows(name: str, block: int, values: Tensor, codes: Rows) -> None:
 
 def decode_rows(name: str, block: int, codes: Rows, out: Tensor) -> None:
     """Write the values of codes to a matrix of any float dtype; see `Codec.decode`."""
-    scratch = _Scratch(out.numel())
+    scratch, kind = _Scratch(out.numel()), KINDS[name]
     for region in _regions(out, block):
-        given = region.codes(codes.elements, KINDS[name].bits), region.scales(codes.scales)
+        given = region.codes(codes.elements, kind.bits), region.scales(codes.scales)
         for into, elements, scales in zip(region.values(out), *given, strict=True):
-            wide, scale = _read(name, elements, into.shape, scratch), scales.to(torch.float32)
+            wide, scale = _read(name, elements, scales, into.shape, scratch)
             if out.dtype.itemsize == 2:
-                narrow(wide.mul_(scale), into, scale.amax() * KINDS[name].top)
+                narrow(wide.mul_(scale), into, scale.amax() * (kind.top / kind.unit))
             else:
                 torch.mul(wide, scale, out=into)
 
@@ -134,7 +150,7 @@ def mean_rows(name: str, block: int, parts: Sequence[Rows | Tensor], out: Tensor
                 if scales is None:
                     total.add_(values) if i else total.copy_(values)
                     continue
-                wide, scale = _read(name, values, into.shape, scratch), scales.to(torch.float32)
+                wide, scale = _read(name, values, scales, into.shape, scratch)
                 total.addcmul_(wide, scale) if i else torch.mul(wide, scale, out=total)
             if out.dtype.itemsize == 2:
                 narrow(total.div_(len(parts)), into, total.abs().amax())
@@ -208,32 +224,42 @@ def _write(name: str, wide: Tensor, elements: Tensor, scratch: _Scratch) -> None
     elif name == "fp8":
         elements.view(torch.float8_e4m3fn).copy_(wide)
     else:
-        pairs, shifted = (scratch.like(kind, elements.shape) for kind in ("pairs", "shifted"))
-        codes = pairs.view(torch.int8)
-        codes[..., : wide.shape[2]].copy_(wide.round_())
-        codes.add_(8)  # 1 to 15, so that the two of a pair do not carry into each other
-        codes[..., wide.shape[2] :].zero_()
-        torch.bitwise_right_shift(pairs, 4, out=shifted)
-        elements.copy_(pairs.bitwise_or_(shifted))
+        _write_pairs(wide, elements, scratch)
 
 
-def _read(name: str, elements: Tensor, shape: torch.Size, scratch: _Scratch) -> Tensor:
-    """Codes as float32 of this shape, in scratch."""
-    wide = scratch.like("floats", shape)
+def _write_pairs(wide: Tensor, elements: Tensor, scratch: _Scratch) -> None:
+    """Round quotients of int4 to codes plus 8, which are 1 to 15, two in a byte."""
+    pairs, shifted = (scratch.like(kind, elements.shape) for kind in ("pairs", "shifted"))
+    codes, n = pairs.view(torch.int8), wide.shape[2]
+    whole = wide.add_(_ROUND + 8).view(torch.int32)
+    if n % 2:
+        codes[..., :n].copy_(whole)
+        codes[..., n:].zero_()
+    else:
+        codes.copy_(whole)
+    torch.bitwise_right_shift(pairs, 4, out=shifted)
+    elements.copy_(pairs.bitwise_or_(shifted))
+
+
+def _read(
+    name: str, elements: Tensor, scales: Tensor, shape: torch.Size, scratch: _Scratch
+) -> tuple[Tensor, Tensor]:
+    """Codes as float32 of this shape, in scratch, and what these are to be multiplied by."""
+    wide, scale = scratch.like("floats", shape), scales.to(torch.float32)
     if name == "int8":
-        return wide.copy_(elements.view(torch.int8))
+        return wide.copy_(elements.view(torch.int8)), scale
     pairs = scratch.like("pairs", elements.shape)
     if name == "fp8":
         # The bits of e4m3, moved to their places in a float16, are the same number times 2**-8.
         # torch's own conversion takes ten times as long.
         pairs.copy_(elements.view(torch.int8))
         pairs.bitwise_left_shift_(7).bitwise_and_(-0x4080)  # the sign, and the seven bits
-        return wide.copy_(pairs.view(torch.float16)).mul_(2.0**8)
+        return wide.copy_(pairs.view(torch.float16)), scale.mul_(KINDS[name].unit)
     shifted = scratch.like("shifted", elements.shape)
     pairs.copy_(elements)
     torch.bitwise_left_shift(pairs, 4, out=shifted)
     codes = pairs.bitwise_or_(shifted).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
-    return wide.copy_(codes[..., : shape[2]])
+    return wide.copy_(codes[..., : shape[2]]), scale
 
 
 def _blank(name: str, block: int, values: Tensor, codes: Rows) -> None:
