@@ -120,10 +120,63 @@ def flag(verb: str, name: str, value: Any) -> None:
     choice(verb, name, value, True, False)
 
 
-def function(verb: str, name: str, value: Any, of: str, fix: str, *, optional: bool = True) -> None:
-    """Raise PlanError unless a value can be called, or is None if it is optional."""
-    if not callable(value) and not (optional and value is None):
+def answer(verb: str, call: str, value: Any) -> bool:
+    """What a user's predicate returned, as a bool; `call` is the call as text.
+
+    A text or a tensor would count as true, or not, by rules that nobody had in mind.
+
+    >>> answer("shard", "frozen('w')", "no")
+    Traceback (most recent call last):
+    mics_fn.errors.PlanError: shard: frozen('w')='no', expected True or False
+      fix: let the function return a bool
+    """
+    if type(value).__name__ not in ("bool", "bool_"):  # Python's and numpy's
+        refuse(verb, call, value, "True or False", "let the function return a bool")
+    return bool(value)
+
+
+def function(
+    verb: str,
+    name: str,
+    value: Any,
+    of: str,
+    fix: str,
+    *,
+    optional: bool = True,
+    takes: int | None = None,
+) -> None:
+    """Raise PlanError unless a value can be called, or is None if it is optional.
+
+    With `takes` it must be possible to call it with so many positional arguments.
+
+    >>> function("Trainer", "loss", len, "loss(model, batch)", "return one number", takes=2)
+    Traceback (most recent call last):
+    mics_fn.errors.PlanError: Trainer: loss is called with 2 arguments, and does not take them
+      expected: a function loss(model, batch)
+      fix: return one number
+    """
+    if optional and value is None:
+        return
+    if not callable(value):
         refuse(verb, name, value, f"a function {of}", fix)
+    if takes is not None and not _can_take(value, takes):
+        count = "1 argument" if takes == 1 else f"{takes} arguments"
+        them = "it" if takes == 1 else "them"
+        text = f"{verb}: {name} is called with {count}, and does not take {them}"
+        raise PlanError(message(text, [f"expected: a function {of}"], fix))
+
+
+def _can_take(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments, as far as it tells."""
+    try:
+        found = signature(fn)
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return True
+    try:
+        found.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def instance(

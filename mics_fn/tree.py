@@ -181,6 +181,9 @@ def spread(
     leaves, _ = flatten(tree, is_leaf)
     if is_value(prefix):
         return [prefix] * len(leaves)
+    if isinstance(prefix, type):
+        text = f"{what} is the class {prefix.__name__}"
+        raise TreeError(message(text, fix=f"pass {what} for all leaves, as a value"))
     if callable(prefix):
         values = [prefix(path) for path in paths(tree, is_leaf=is_leaf)]
     else:

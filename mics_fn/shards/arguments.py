@@ -27,10 +27,11 @@ def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> N
 
 
 def require_groups(verb: str, groups: Any) -> None:
-    """Raise GroupsError if a verb is called without groups."""
-    if groups is None:
+    """Raise GroupsError if a verb is called without groups, or with their class."""
+    if groups is None or isinstance(groups, type):
+        what = "groups is None" if groups is None else checks.given("groups", groups)
         fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message(f"{verb}: groups is None", fix=fix))
+        raise GroupsError(message(f"{verb}: {what}", fix=fix))
 
 
 def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:

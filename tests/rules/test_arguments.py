@@ -209,6 +209,13 @@ TreeError: shard: params is None
 >>> mf.shard({"w": x}, None)
 GroupsError: shard: groups is None
   fix: make groups first: groups = mics_fn.make_groups(partition_size)
+>>> mf.gather(shards, mf.Groups)
+GroupsError: gather: groups is the class Groups
+  fix: make groups first: groups = mics_fn.make_groups(partition_size)
+>>> mf.shard({"w": x}, groups, frozen=lambda: True)
+PlanError: shard: frozen is called with 1 argument, and does not take it
+  expected: a function from the path of a leaf to a bool
+  fix: pass a function such as lambda path: 'bias' in path
 >>> mf.shard({"w": x}, 5)
 TreeError: groups['w']: got int, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
