@@ -182,15 +182,28 @@ class _Machine:
         target = self.stack[-1]
         if in_pairs and isinstance(target, dict):
             for key, value in zip(items[::2], items[1::2], strict=True):
-                if not isinstance(key, str | int | float | Made | None):
-                    key = Other(type(key).__name__)  # hashing what is nested deeply may crash
+                key = _as_name(key)
                 if key in target:
-                    raise ValueError(f"the name {shown(key)} is there twice")
+                    name = key.name if isinstance(key, Other) else shown(key)
+                    raise ValueError(f"the name {name} is there twice")
                 target[key] = value
         elif not in_pairs and isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Other):
             raise TypeError("items are put into what takes none")
+
+
+def _as_name(key: Any) -> Any:
+    """A key of a dict as something that is hashed in no time, and not as its writer wishes.
+
+    Hashing what is nested deeply may crash, and numbers can be chosen so that all of them have the
+    same hash. The hash of a text is another one in each process.
+    """
+    if isinstance(key, str | Made | None):
+        return key
+    kind = type(key).__name__
+    plain = isinstance(key, float) or (isinstance(key, int) and key.bit_length() <= 1000)
+    return Other(f"{kind} {key!r}" if plain else kind)
 
 
 def _storage(name: Any) -> Storage | Other:

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import pickle
 import struct
 import zipfile
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from test_files import write_safetensors, write_torch
 
 import mics_fn as mf
 from mics_fn.init.files import open_weights
+from mics_fn.init.pickled import read_pickle
 from mics_fn.init.reading import Limits
 
 LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
@@ -166,6 +168,18 @@ def test_what_is_damaged_is_refused_by_name(tmp_path: Path, groups: mf.Groups, n
     assert "\n  fix: " in text
     assert "weights_only=False" not in text
     assert (error.value.path, error.value.leaf) == (str(path), leaf)
+
+
+@pytest.mark.parametrize("step", [1, 2**61 - 1, -(2.0**61), 2**2000])
+def test_no_writer_of_a_file_chooses_the_hashes_of_names(step: float):
+    names = {i * step: i for i in range(1, 200)}
+    if step == 2**2000:  # too long to be compared as text
+        with pytest.raises(ValueError, match="is there twice"):
+            read_pickle(pickle.dumps(names, protocol=2))
+        return
+    found = read_pickle(pickle.dumps(names, protocol=2))
+    assert list(found.values()) == list(range(1, 200))
+    assert len({hash(name) for name in found}) == 199
 
 
 def test_limits_can_be_raised_and_lowered(tmp_path: Path, groups: mf.Groups):
