@@ -19,6 +19,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._use, self._step = threading.RLock(), threading.RLock()
+        self._stepping = False  # in the thread that holds the second one
 
     def enter(self) -> None:
         """Begin to use the communicators, until `leave`.
@@ -35,7 +36,7 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A block, such as a step, during which no other thread may begin another one.
+        """A block, such as an evaluation, during which no other thread may begin another one.
 
         Raises:
           GroupsError: another thread is in one.
@@ -46,6 +47,25 @@ class Turns:
             yield
         finally:
             self._step.release()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Such a block in which this thread may not begin another step, either.
+
+        The gradients of the first one would be applied to parameters that the second has changed.
+
+        Raises:
+          GroupsError: this thread is in a step, or another one in a block.
+        """
+        with self.alone():
+            if self._stepping:
+                text = "a step begins inside of another one of the same groups"
+                raise GroupsError(message(text, fix="let the loss compute, and step after it"))
+            self._stepping = True
+            try:
+                yield
+            finally:
+                self._stepping = False
 
 
 def _refused() -> GroupsError:

@@ -203,7 +203,7 @@ class Trainer(Exporting):
           OffloadError: of a file; a `PeerOffloadError` on other ranks, here or in the next step.
           PeerFailed: another rank failed in this step; or this one was lost, or failed in a write,
             and is to call `reset`; or, of kind "returned" on all, others wait there.
-          GroupsError: the groups were closed or have failed, or another thread uses them.
+          GroupsError: the groups are closed, have failed, or another thread or step uses them.
           NonFiniteError: the guard raises it; the step was not taken.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
@@ -212,7 +212,7 @@ class Trainer(Exporting):
         if self._rounds is not None:
             self._rounds.check()
         seen, self.last_step = spans.span("step", self.state.step + 1, parts=True), NOT_WATCHED
-        with self._home.life.turns.alone(), Telling(self._home.life, self.state.step), seen:
+        with self._home.life.turns.stepping(), Telling(self._home.life, self.state.step), seen:
             metrics = one_step(self, batch)
             self.checkpoint.after(self)
             if self._rounds is not None:

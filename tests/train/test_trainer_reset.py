@@ -271,6 +271,28 @@ def test_a_second_thread_cannot_step(ranks: Pools) -> None:
     assert step == other == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"live_bytes": 0}, {"guard": mf.optim.Guard()}], ids=str)
+def test_a_step_inside_of_a_step_is_refused(options: dict[str, Any]):
+    """Its own gradients would be applied to parameters that they were not taken at."""
+    inside: list[bool] = []
+    groups, x = mf.make_groups(), torch.ones(1, 2)
+
+    def loss(model: Any, batch: Any) -> Any:
+        if inside:
+            inside.clear()
+            trainer.step(batch)
+        return model(batch).sum()
+
+    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss, **options)
+    trainer.step(x)
+    before = trainer.params()
+    inside.append(True)
+    with pytest.raises(GroupsError, match="a step begins inside of another one"):
+        trainer.step(x)
+    same_bits(trainer.params(), before)
+    assert trainer.step(x).step == 2  # and an error here leaves the next one right
+
+
 def test_a_world_of_one():
     groups = mf.make_groups()
     trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
