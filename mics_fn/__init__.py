@@ -87,7 +87,7 @@ Gradients:
 Steps:
   `TrainState` - step, parameters, optimizer state and buffers as one value
   `init_state` - the state before the first step - with groups= 32 bytes, to compare options
-  `opt_step` - state and gradients to the next state - what a transform in it sends, 8 bytes once
+  `opt_step` - state and gradients to the next state - what a transform in it sends, 40 bytes once
   `optim.guarded_step` - a guard's verdict, then the step; states elsewhere come meanwhile - of both
   `move` - the same state elsewhere: on the device, in host memory, in files
   `optim` - the namespace of what is done with gradients

@@ -14,7 +14,15 @@ from mics_fn.errors import TreeError, message
 from mics_fn.offload import laid_like
 from mics_fn.optim.making import made
 from mics_fn.optim.runs import Place, Run, all_rows, joined, runs_of, split
-from mics_fn.shards import Bucket, Nothing, Sharded, Tied, is_leaf
+from mics_fn.shards import (
+    Bucket,
+    Nothing,
+    Sharded,
+    Tied,
+    is_leaf,
+    mark_reduced,
+    reduced_over,
+)
 from mics_fn.tree import Tree
 
 
@@ -208,13 +216,14 @@ class Unpacked:
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
         if self.only_shards:
             leaves = list(map(Sharded, pieces, *self.places))  # pyright: ignore
-            return Unpacked(leaves, self.spec, list(pieces))
-        given, leaves = iter(pieces), []
-        for leaf in self.leaves:
-            if isinstance(leaf, Sharded):
-                leaves.append(Sharded(next(given), leaf.bucket, leaf.slot))
-            else:
-                leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
+        else:
+            given, leaves = iter(pieces), []
+            for leaf in self.leaves:
+                if isinstance(leaf, Sharded):
+                    leaves.append(Sharded(next(given), leaf.bucket, leaf.slot))
+                else:
+                    leaves.append(next(given) if isinstance(leaf, Tensor) else leaf)
+        mark_reduced(leaves, reduced_over(self.leaves))  # limits on gradients change their pieces
         return Unpacked(leaves, self.spec, list(pieces))
 
     def part(self, leaves: list[Any], own: Sequence[int]) -> "Unpacked":

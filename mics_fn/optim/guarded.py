@@ -68,7 +68,7 @@ def guarded_step(
 
     late = Late(grads, judged)
     # On every rank first, since not every rank may have a part of what is elsewhere.
-    compare_once(state.step, late.arrival().home)
+    compare_once(state, late.arrival().home)
     try:
         given = late if has_to_come(state.params, state.opt) else judged()
         return opt_step(state, given, donate=donate), found[0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import tree
+from mics_fn import _torch, tree
 from mics_fn._version import __version__
 from mics_fn.collectives import collect_all, collect_bytes
 from mics_fn.errors import disagreement, message, rank_lines
@@ -24,6 +24,7 @@ from mics_fn.groups import Groups
 Facts = Mapping[str, str]
 _STEPS = (0, 1, 10, 1_000)
 _VERSION = "version of "
+OPTIONS = "options"  # in `Groups.agreed`: those of an optimizer were compared
 
 
 def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
@@ -48,6 +49,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
         if len({bytes(x.tolist()) for x in collect_all(home, digest).values()}) > 1:
             found = collect_bytes(home, json.dumps(mine).encode())
             _differ(verb, {rank: json.loads(text) for rank, text in found.items()})
+        home.agreed.add(OPTIONS)
 
 
 def _differ(verb: str, said: Mapping[int, Facts]) -> None:
@@ -132,7 +134,7 @@ def _rate(lr: Callable[[int], Any], step: int) -> Any:
 
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.detach().tolist()}"
+        return f"{_torch.unwrapped(value).detach().tolist()}"
     return "a function" if callable(value) else f"{value}"
 
 

@@ -165,9 +165,10 @@ def opt_step(
     If an error, such as that of a rank that failed or of a disk, comes between two buckets, then
     with `donate` the state is lost, and using it raises. Without it the state is as before.
 
-    Communication: only that of transforms that were given groups, such as clipping by norm, and 8
-      bytes the first time that gradients come from these groups, to compare the step; see [Note:
-      one step] in `optim.steps`. With `donate` it waits for gathers of these shards under way.
+    Communication: only that of transforms that were given groups, such as clipping by norm. The
+      first time that gradients come from these groups, 8 bytes to compare the step and 32 for the
+      options of the optimizer; see [Note: one step] in `optim.steps`. With `donate` it waits for
+      gathers of these shards under way.
 
     Memory: a second copy of the state; none with `donate`.
 
@@ -175,6 +176,7 @@ def opt_step(
       TreeError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
       TornStepError: ranks are at different steps; on all of them, and nothing was written.
+      DesyncError: ranks have different optimizers; on all of them, and nothing was written.
       OffloadError: a file with states cannot be read or written. The other ranks raise it as
         `PeerOffloadError`, in the next call that waits for this one, here or in a later step. As
         they may have taken this one, these groups are finished: go on after `mf.reset(groups)`.
@@ -194,7 +196,7 @@ def opt_step(
         checks.refuse("opt_step", "state", state, "a TrainState", fix)
     checks.flag("opt_step", "donate", donate)
     ahead = gradients(grads)
-    compare_once(state.step, _home_of(ahead))
+    compare_once(state, _home_of(ahead))
     if points.observers:
         points.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
     if not donate:

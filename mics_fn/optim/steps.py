@@ -3,7 +3,7 @@
 [Note: one step] A rank that was interrupted may be a step behind the others. Its shards must not be
 mixed with theirs: every number would stay finite, and the result would be the state of no step. So
 the first `opt_step` with gradients that come from new groups compares `state.step` over them before
-anything is written, and `Trainer` compares it before its first step.
+anything is written, and with it the options of the optimizer. `Trainer` compares both earlier.
 """
 
 from dataclasses import replace
@@ -19,7 +19,8 @@ from mics_fn.groups import Groups
 from mics_fn.offload import read
 from mics_fn.optim.columns import fresh
 from mics_fn.optim.moving import as_before, room_for
-from mics_fn.shards import open_shards
+from mics_fn.optim.options import OPTIONS, optimizer_facts, same_options
+from mics_fn.shards import names, open_shards
 from mics_fn.tree import Tree
 
 _SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
@@ -75,18 +76,29 @@ def require_state(verb: str, state: Any) -> None:
         checks.refuse(verb, "state", state, "a TrainState", fix)
 
 
-def compare_once(step: int, home: Any) -> None:
-    """Compare the step between the ranks of groups, unless that was done on them before.
+def compare_once(state: Any, home: Any) -> None:
+    """Compare step and optimizer between the ranks of groups, unless that was done on them before.
+
+    Args:
+      state: a `TrainState`.
+      home: the groups.
+
+    Communication: 8 bytes for the step, and 32 for the options.
 
     Raises:
       TornStepError: on all ranks, if they are at different steps.
+      DesyncError: on all ranks, if they have other options; see `same_options`.
     """
-    if not isinstance(home, Groups) or home.world_size == 1 or _SEEN in home.agreed:
+    if not isinstance(home, Groups) or home.world_size == 1 or {_SEEN, OPTIONS} <= home.agreed:
         return
     with _torch.without_torch_func():
-        steps = _steps(step, home)
-    if len(set(steps.values())) > 1:
-        raise _torn("opt_step", steps, home)
+        if _SEEN not in home.agreed:
+            steps = _steps(state.step, home)
+            if len(set(steps.values())) > 1:
+                raise _torn("opt_step", steps, home)
+        if OPTIONS not in home.agreed:
+            facts = optimizer_facts("opt_step", state.transform, names(state.params), several=False)
+            same_options("opt_step", facts, [home])
 
 
 def _steps(step: int, home: Groups) -> dict[int, int]:

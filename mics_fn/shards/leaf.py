@@ -8,7 +8,7 @@ treat them as a special case. Their structure is the same on every rank, so tree
 across ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,15 +203,20 @@ def is_given_away(shards: Tree) -> bool:
     return any(hasattr(leaf, "_donated") for leaf in tree.flatten(shards, is_leaf)[0])
 
 
-def mark_reduced(leaves: Sequence[Leaf], home: Any) -> None:
-    """Note on the first leaf of gradients over which groups it was reduced."""
-    if isinstance(leaves[0], Sharded):
-        object.__setattr__(leaves[0], "_reduced_over", home)
+def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:
+    """Note on the first trained leaf of gradients over which groups it was reduced, if on any."""
+    first = None if home is None else _first_trained(leaves)
+    if first is not None:
+        object.__setattr__(first, "_reduced_over", home)
 
 
-def reduced_over(leaves: Sequence[Any]) -> Any:
+def reduced_over(leaves: Iterable[Any]) -> Any:
     """The groups that `mark_reduced` noted; None if there are none."""
-    return getattr(leaves[0], "_reduced_over", None) if leaves else None
+    return getattr(_first_trained(leaves), "_reduced_over", None)
+
+
+def _first_trained(leaves: Iterable[Any]) -> Any:
+    return next((leaf for leaf in leaves if isinstance(leaf, Sharded)), None)
 
 
 def owner_index(leaves: Sequence[Leaf]) -> list[int]:

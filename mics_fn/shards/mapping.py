@@ -71,9 +71,7 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     laid = laid_like(made, [leaf.data for leaf in trained.values()])
     for (i, leaf), data in zip(trained.items(), laid, strict=True):
         out[i] = Sharded(data, leaf.bucket, leaf.slot)
-    home = reduced_over(leaves)
-    if home is not None:
-        mark_reduced(out, home)
+    mark_reduced(out, reduced_over(leaves))
     return spec.unflatten(out)
 
 

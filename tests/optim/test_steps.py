@@ -1,5 +1,6 @@
 """States of different steps are never mixed, and a rank that is behind takes a replica's state."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,14 +27,32 @@ def started(groups: mf.Groups) -> Any:
     return mf.init_state(shards, mf.optim.adamw(0.1), buffers=buffers)
 
 
-def stepped(state: Any, groups: mf.Groups, donate: bool = False) -> Any:
+def as_given(grads: Any, groups: mf.Groups) -> Any:
+    return grads
+
+
+def judged(grads: Any, groups: mf.Groups) -> Any:
+    return mf.optim.Guard(max_norm=1.0, max_value=0.5).judge(grads, groups, donate=True).grads
+
+
+def mapped(grads: Any, groups: mf.Groups) -> Any:
+    return mf.shards.map(lambda x: 2 * x, grads)
+
+
+def stepped(
+    state: Any,
+    groups: mf.Groups,
+    donate: bool = False,
+    change: Callable[[Any, mf.Groups], Any] = as_given,
+) -> Any:
     def loss_fn(shards: Any) -> Tensor:
         full = mf.gather(shards, groups.hierarchy)
         return (full["w"].sin() + full["b"]).sum() * (1 + dist.get_rank())
 
     grads = torch.func.grad(loss_fn)(state.params)
     buffers = {"mean": state.buffers["mean"] + 1}
-    state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=donate)
+    grads = change(mf.reduce_grads(grads, groups), groups)
+    state = mf.opt_step(state, grads, donate=donate)
     return mf.TrainState(state.step, state.params, state.opt, buffers, state.transform)
 
 
@@ -80,6 +99,22 @@ def test_a_step_on_new_groups_names_the_ranks_that_are_behind(ranks, layout, don
     assert [error for error, _ in found] == [text] * n
     healed = text.replace("opt_step", "same_step") if p == n else ""
     assert [error for _, error in found] == [healed] * n
+
+
+def torn_by(change: Callable[[Any, mf.Groups], Any]) -> str:
+    """The error of a step on new groups whose gradients were changed before it."""
+    with new_groups(LAYOUTS[0]) as groups:
+        old = started(groups)
+        state = stepped(old, groups)
+    with new_groups(LAYOUTS[0]) as groups, pytest.raises(mf.errors.TornStepError) as caught:
+        stepped(old if dist.get_rank() else state, groups, change=change)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("change", [judged, mapped])
+def test_gradients_that_were_changed_tell_of_new_groups_too(ranks, change):
+    for text in ranks(2).run(torn_by, change):
+        assert text.startswith("opt_step: ranks are at different steps\n")
 
 
 def test_what_no_replica_has_cannot_be_healed(ranks):

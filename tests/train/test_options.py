@@ -122,6 +122,28 @@ def test_a_loop_by_hand_compares_its_optimizer(ranks):
     assert ranks(2).run(by_hand, 0.0) == ["", ""]
 
 
+def stepped_by_hand(rates: tuple[float, float]) -> str:
+    """The error of a first step on new groups, in front of which nobody compared options."""
+    with mf.make_groups(1, timeout_s=20) as groups:
+        optimizer = optim.sgd(rates[dist.get_rank()])
+        state = mf.init_state(mf.shard({"w": torch.ones(4)}, groups), optimizer)
+        try:
+            for _ in range(2):
+                grads = mf.reduce_grads({"w": torch.ones(4)}, groups)
+                state = mf.opt_step(state, grads)
+        except mf.errors.DesyncError as error:
+            assert state.params["w"].data.tolist() == [1.0] * 4
+            return str(error)
+        return ""
+
+
+def test_a_first_step_by_hand_compares_its_optimizer(ranks):
+    for text in ranks(2).run(stepped_by_hand, (0.5, 1.0)):
+        assert text.startswith("opt_step: ranks differ in what changes numbers: lr\n")
+        assert "\n  rank 0: lr: 0.5\n  rank 1: lr: 1.0\n" in text
+    assert ranks(2).run(stepped_by_hand, (0.5, 0.5)) == ["", ""]
+
+
 def without_facts() -> list[str]:
     groups = groups_of(PAIR)
     shards = mf.shard({"w": torch.ones(4)}, groups)
