@@ -8,6 +8,7 @@ differs, and only then sums of single leaves follow, to name the first one.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from mics_fn.groups import Groups
 from mics_fn.optim.flat import FlatShards, by_leaf, unpacked
 from mics_fn.optim.runs import joined, split, whole_run
 from mics_fn.optim.steps import replaced_from, require_state
-from mics_fn.shards import Fixed, Sharded, checksum_of, homes_of, is_leaf
+from mics_fn.shards import Fixed, Nothing, Sharded, checksum_of, homes_of, is_leaf
 
 _ODD = 2862933555777941757  # multiplies a sum before the next one is added
 
@@ -45,8 +46,8 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
     Memory: to heal, a second copy of the state on ranks that differ.
 
     Raises:
-      DesyncError: on all ranks, naming the first leaf that differs, and which ranks have what; with
-        "heal" only if it is a leaf that is not trained.
+      DesyncError: on all ranks of the groups of the first leaf that differs, naming it, and which
+        ranks have what; with "heal" only if it is not trained, or leaves live on several groups.
       PlanError: `state` is not a `TrainState`, or `on_drift` is something else.
 
     Example:
@@ -76,11 +77,16 @@ class Comparison:
     ) -> None:
         self._verb, self._state, self._moments = verb, state, moments
         self._buffers = {name: state.buffers[name] for name in buffers}
-        homes = dict.fromkeys(homes_of(verb, groups, state.params))
-        # Leaves on several groups belong to jobs of their own.
-        self._home = next(iter(homes)) if len(homes) == 1 else None
+        owners = homes_of(verb, groups, state.params)
+        homes = dict.fromkeys(owners)
+        self._parts: list[Comparison] = []
+        self._home = next(iter(homes), None)
         self._pending: Pending | None = None
-        if isinstance(self._home, Groups) and self._home.num_replicas > 1:
+        if len(homes) > 1:
+            for i, home in enumerate(homes):
+                part, own = _part(state, owners, home), [] if i else buffers
+                self._parts.append(Comparison(verb, part, home, own, moments=moments))
+        elif isinstance(self._home, Groups) and self._home.num_replicas > 1:
             self._home.partition.check_open()
             comms = [self._home.partition, self._home.replicas]
             sums = [x.to(self._home.device) for x in self._sums()]
@@ -89,6 +95,8 @@ class Comparison:
     def finish(self, on_drift: Action) -> Any:
         """The state, as `same_replicas` gives it."""
         home = self._home
+        for part in self._parts:
+            part.finish("raise")  # what one rank lacks, several groups would have to give
         if self._pending is None or not isinstance(home, Groups):
             return self._state
         table = self._pending.wait().view(home.world_size, -1).tolist()
@@ -155,6 +163,22 @@ class Comparison:
         return DesyncError(
             message(f"{self._verb}: replicas have drifted apart", lines, fix)
         ), trained
+
+
+def _part(state: Any, owners: Sequence[Any], home: Any) -> Any:
+    """The state with only those leaves that live on some groups; `owners` has those of each."""
+    leaves, spec = tree.flatten(state.params, is_leaf)
+    mine = [leaf for leaf, owner in zip(leaves, owners, strict=True) if owner is home]
+    others = {x.bucket for x in leaves if isinstance(x, Sharded)}
+    others -= {x.bucket for x in mine if isinstance(x, Sharded)}
+
+    def kept(leaf: Any) -> Any:
+        return Nothing() if isinstance(leaf, Sharded) and leaf.bucket in others else leaf
+
+    params = [x if owner is home else Nothing() for x, owner in zip(leaves, owners, strict=True)]
+    moments, form = tree.flatten(by_leaf(state.opt), is_leaf)
+    opt = form.unflatten([kept(leaf) for leaf in moments])
+    return replace(state, params=spec.unflatten(params), opt=opt)
 
 
 def _differ(rows: dict[int, list[int]], ranks: Sequence[int], at: int) -> bool:

@@ -1,5 +1,6 @@
 """Replicas that drift apart are reported within K steps: which leaf, which ranks, which is odd."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,3 +162,45 @@ def test_one_replica_has_nothing_to_compare():
     with mf.make_groups(1) as groups:
         state = mf.init_state(mf.shard({"w": torch.ones(2)}, groups), mf.optim.sgd(0.1))
         assert mf.optim.same_replicas(state, groups) is state
+
+
+def with_experts(what: str) -> str:
+    """Leaves on two sets of groups, of which one has a bit that flipped on rank 2."""
+    dense, experts = groups_of(TWO), groups_of(FOUR)
+
+    def place(path: str) -> mf.Groups:
+        return experts if "experts" in path else dense
+
+    params = {"dense": torch.ones(5, 3), "experts": [torch.ones(4), torch.ones(7, 2)]}
+    state = mf.init_state(mf.shard(params, place), mf.optim.adamw(1e-2))
+    buffers = {"seen": torch.zeros(3)}
+    grads = mf.shard(params, place)
+    state = replace(mf.opt_step(state, grads), buffers=buffers)
+    assert mf.optim.same_replicas(state, place) is state
+    moments = by_leaf(state.opt.moments["exp_avg"])
+    pieces = {
+        "params['dense']": state.params["dense"].data,
+        "params['experts'][1]": state.params["experts"][1].data,
+        "opt.moments['exp_avg']['experts'][0]": moments["experts"][0].data,
+        "buffers['seen']": buffers["seen"],
+    }
+    if dist.get_rank() == 2:
+        flip(pieces[what])
+    with pytest.raises(mf.errors.DesyncError) as caught:
+        mf.optim.same_replicas(state, place, on_drift="heal")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "odd"),
+    [
+        ("params['dense']", "rank 2: other bits"),
+        ("params['experts'][1]", "rank 2: odd"),
+        ("opt.moments['exp_avg']['experts'][0]", "rank 2: odd"),
+        ("buffers['seen']", "rank 2: other bits"),
+    ],
+)
+def test_leaves_on_several_groups_are_compared_on_each(ranks, what, odd):
+    for text in ranks(4).run(with_experts, what):
+        assert f"first difference: state.{what}\n" in text
+        assert odd in text
