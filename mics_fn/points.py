@@ -4,9 +4,11 @@
 `Trainer`; `step` where `Trainer.step` begins; each collective as it is started, in the words of
 `schedules.call_text` and with the names of its communicators; each of its levels as it is issued,
 such as "all-reduce (...) over 'replicas'"; `opt_step`; `commit`, from which on the memory of a
-state is written, once its gradients have come and are accepted; and "offload: write" and "offload:
-read", with the names of leaves, where data of a scratch file are about to be moved.
-`testing.inject` makes faults there. While nobody observes, a point costs one look at an empty list.
+state is written, once its gradients have come and are accepted; "offload: write" and "offload:
+read", with the names of leaves, where data of a scratch file are about to be moved; "save" where a
+checkpoint begins, "save: write" before each rank's file, "save: commit" on the rank that commits
+it, and "load". `testing.inject` makes faults there. While nobody observes, a point costs one look
+at an empty list.
 """
 
 from collections.abc import Callable, Sequence

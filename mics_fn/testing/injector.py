@@ -82,9 +82,10 @@ def inject(
         step ends with its `opt_step`.
       operation: a part of the name of the point at which it happens, the first of that step that
         has it: "start" (`init_distributed`, `make_groups`), "build" (`shard`, `Trainer`), "step",
-        "opt_step", "commit" (the state is about to be written), or some of the text of a
-        collective, such as "fetch of bucket 0" or "reduction", or of one of its levels, such as
-        "all-reduce" or "over 'replicas'", which is hop 2; see [Note: points] in `points`.
+        "opt_step", "commit" (the state is about to be written), "save: write", "save: commit" (on
+        the first rank), "load", or some of the text of a collective, such as "fetch of bucket 0" or
+        "reduction", or of one of its levels, such as "all-reduce" or "over 'replicas'", which is
+        hop 2; see [Note: points] in `points`.
       fault: "raise" (an `InjectedError`), "exit", "interrupt" (Ctrl-C), "kill", "stop" (SIGSTOP),
         "abort" and "segfault" end, stop or leave this rank. "gil" (held by a call of C) and "slow"
         delay it. "oom" asks for 2**60 bytes. "nan" and "flip" change an element, or one bit of it,

@@ -88,6 +88,7 @@ def test_ranks_that_say_nothing_and_jobs_that_should_have_gone_on():
         ("ranks 0, 1 did not come", 2, False),
         ("waiting: rank 0 of ranks 0-3", 0, False),
         ("on rank 2; its group is ranks 0, 2", 2, False),
+        ("save: OSError\n  on rank 2", 2, True),
         ("the store at 127.0.0.1 is gone", None, True),
     ],
 )
@@ -109,7 +110,7 @@ def test_trials_are_uniform_and_the_same_for_a_seed():
     assert {trial.rank for trial in trials} == set(range(8))
     for place in PLACES.values():
         share = sum(trial.operation in place for trial in trials) / len(trials)
-        assert 0.2 < share < 0.6
+        assert 0.1 < share < 0.5
     assert all(trial.step < STEPS for trial in trials)
     assert {goal_s(trial) for trial in trials} >= {None, 1.0, 3.0}
 

@@ -26,6 +26,7 @@ from mics_fn.lab.ranks import loopback
 from mics_fn.testing import inject
 
 STEPS = 4
+SAVED = 2  # the step after which a job saves, if the fault is there
 MARK = struct.Struct("d")
 
 
@@ -159,6 +160,14 @@ class Rank:
             for step in range(1, STEPS + 1):
                 if step != trial.skips:
                     self._step(step)
+                if step == SAVED and trial.operation.startswith(("save", "load")):
+                    self._save_and_load()
+
+    def _save_and_load(self) -> None:
+        trainer: Any = self.trainer
+        folder, groups = f"{os.path.dirname(self.stacks)}/saved", trainer.groups
+        mf.checkpoint.save(folder, trainer.state, groups, step=SAVED)
+        trainer.state = mf.checkpoint.load(folder, trainer.state, groups).state
 
     def _train_again(self) -> None:
         trainer: Any = self.trainer

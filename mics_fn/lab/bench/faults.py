@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mics_fn.errors import GroupsError
-from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
+from mics_fn.lab.bench.fault_ranks import SAVED, STEPS, Told, Trial
 from mics_fn.lab.bench.fault_trials import Found, run_trial
 from mics_fn.lab.bench.stalls import Stalls
 from mics_fn.lab.report import table
@@ -32,9 +32,12 @@ PLACES = {
     "start": ("start: init_distributed", "start: make_groups"),
     "build": ("build: Trainer", "build: shard", "comparison"),
     "step": ("step", "fetch", "reduction", "over 'replicas'", "norm", "opt_step", "commit"),
+    "save": ("save", "save: write", "save: commit"),
+    "load": ("load",),
 }
+ON_DISK = (*PLACES["save"], *PLACES["load"])
 # Where an error says who tells it, and which group that is.
-OWN_PLACE = re.compile(r"on rank \d+|(waiting: rank \d+ of|its group is) ranks? [\d ,-]+")
+OWN_PLACE = re.compile(r"on rank \d+;|(waiting: rank \d+ of|its group is) ranks? [\d ,-]+")
 SOON_S, DESYNC_S = 1.0, 1.5  # what each kind of fault may take
 SLACK_S, START_S = 1.0, 1.5  # beyond a limit; at the start rank 0 keeps the store for a second
 PROBLEMS = ("hang", "death", "wrong", "alarm", "untyped", "unnamed", "late", "reset", "unreached")
@@ -77,7 +80,10 @@ class FaultsConfig:
 
 
 def trials_of(config: FaultsConfig) -> Iterator[Trial]:
-    """Trials drawn by a seed, uniform over faults, places, ranks and partition sizes."""
+    """Trials drawn by a seed, uniform over faults, places, ranks and partition sizes.
+
+    A job whose fault is in a save or a load saves after one of its steps, and loads that again.
+    """
     draw = random.Random(config.seed)
     for number in range(config.trials):
         n = draw.choice(config.ranks)
@@ -87,6 +93,8 @@ def trials_of(config: FaultsConfig) -> Iterator[Trial]:
             p = draw.choice(sizes[:-1])
         operation = _operation(draw, fault, n, p)
         step = draw.randrange(1, STEPS) if operation in PLACES["step"] else 0
+        if operation in ON_DISK:
+            step = SAVED
         yield Trial(
             number,
             n,
@@ -94,7 +102,7 @@ def trials_of(config: FaultsConfig) -> Iterator[Trial]:
             fault,
             operation,
             step,
-            draw.randrange(n),
+            0 if operation == "save: commit" else draw.randrange(n),  # one rank commits for all
             script=draw.random() < 0.5,
             apart=draw.random() < 0.5,
             heartbeat_s=config.heartbeat_s,
@@ -109,7 +117,9 @@ def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
     only["wrong_call"] = ["comparison", "reduction"]
     if fault in only:
         return draw.choice(only[fault])
-    found = PLACES[draw.choice(list(PLACES))]
+    # A full disk is no harm elsewhere, and tests of its own have it in saves.
+    places = [name for name in PLACES if fault != "disk_full" or name not in ("save", "load")]
+    found = PLACES[draw.choice(places)]
     missing = [PLACES["start"][0]] if fault in STORE else []  # there is no store yet
     missing += ["over 'replicas'"] if p == n else []
     missing += ["norm"] if p == 1 else []
