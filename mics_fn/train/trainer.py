@@ -212,7 +212,7 @@ class Trainer(Exporting):
         if self._rounds is not None:
             self._rounds.check()
         seen, self.last_step = spans.span("step", self.state.step + 1, parts=True), NOT_WATCHED
-        with self._home.life.turns.stepping(), Telling(self._home.life, self.state.step), seen:
+        with self._home.life.turns.stepping(), Telling(self._home.life, self.state.step + 1), seen:
             metrics = one_step(self, batch)
             self.checkpoint.after(self)
             if self._rounds is not None:

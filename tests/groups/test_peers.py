@@ -155,6 +155,38 @@ def test_all_others_raise_soon_and_name_the_rank(fork: Any, fault: str, odd: int
         assert "fix: " in text
 
 
+def told_by(fault: str) -> Any:
+    """All that the error of another rank says, where one rank fails in the loss of a step."""
+    groups, rank = grouped(), int(os.environ["RANK"])
+
+    def loss(model: Any, x: Any) -> Any:
+        found = model(x).square().mean()
+        if trainer.state.step == 1 and rank == 2:
+            fail(fault)
+        return found
+
+    model = torch.nn.Linear(3, 3)
+    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss, live_bytes=0)
+    try:
+        for _ in range(3):
+            trainer.step(torch.ones(2, 3))
+    except mf.errors.PeerFailed as error:
+        return vars(error)
+    return {}
+
+
+@pytest.mark.parametrize("fault", ["raised", "interrupted"])
+def test_an_error_says_all_that_the_rank_knew(fork: Any, fault: str) -> None:
+    name = {"raised": "KeyError", "interrupted": "KeyboardInterrupt"}[fault]
+    for found in fork(told_by, fault).wait({0, 1, 3}).values():
+        trace, leaf = found.pop("remote_traceback"), found.pop("leaf")
+        assert "fetch of bucket 0" in found.pop("operation")
+        assert found == {"rank": 2, "kind": fault, "step": 2}
+        assert "in loss" in trace
+        assert name in trace
+        assert "weight" in leaf
+
+
 def elsewhere() -> Any:
     """As if each rank were on a host of its own."""
     own = Process.own()
