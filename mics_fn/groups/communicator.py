@@ -79,7 +79,8 @@ class Comm:
     calls: Calls = field(default_factory=Calls, repr=False)  # compared between its ranks
     fixed_order: bool = False  # reductions add up in the order of `ranks` on every backend
     tree: tuple[int, ...] = ()  # places in the order of positions; see `placement.canonical`
-    # Of the same ranks, for the second of two collectives of which others may begin before it.
+    # Of the same ranks, for the second collective of a mean of codes; its first collective is on
+    # this communicator, so that the next mean can begin there meanwhile.
     second: "Comm | None" = field(default=None, repr=False)
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 

@@ -82,7 +82,9 @@ class Groups:
             plan=Plan(Topology(plan.level_sizes or (1,), plan.level_names), plan.partition_size),
             ranks=tuple(self.ranks[position] for position in own),
             position=own.index(self.position),
-            replicas=replace(self.replicas, ranks=(self.rank,), rank=0, group=None, queue=deque()),
+            replicas=replace(
+                self.replicas, ranks=(self.rank,), rank=0, group=None, queue=deque(), second=None
+            ),
             apart=True,
             agreed=set(),
         )
@@ -103,10 +105,12 @@ class Groups:
         is for control messages over all of it, and "replicas" for hop 2. Each has `name`, `ranks`
         (global ones in its order), `rank` (this rank's place among them) and `size`. Every rank is
         in one of each purpose. `collectives.start` runs a collective of one's own on them.
+
+        Not listed is the second communicator of hop 2, which gathers codes: it has the ranks of
+        "replicas", and `traffic` counts what it sends under that name, too.
         """
-        levels = self.hierarchy.route.levels
-        found = [comm for level in levels for comm in (level.gather, level.reduce)]
-        return {comm.name: comm for comm in (*found, self.partition, self.replicas)}
+        found = (*self.hierarchy.route.comms, self.partition, self.replicas)
+        return {comm.name: comm for comm in found}
 
     @property
     def closed(self) -> bool:

@@ -74,6 +74,11 @@ class Route:
         return self._splits[count]
 
     @property
+    def comms(self) -> list[Comm]:
+        """The two communicators of each level, in the order in which they were made."""
+        return [comm for level in self.levels for comm in (level.gather, level.reduce)]
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of ranks in each level."""
         return tuple(level.gather.size for level in self.levels)

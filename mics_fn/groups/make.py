@@ -37,7 +37,7 @@ from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import Meeting, meet_once
 from mics_fn.groups.returning import returning
 from mics_fn.groups.telling import withdraw_all
-from mics_fn.groups.topology import Plan, Topology, plan_groups
+from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
 
@@ -60,8 +60,8 @@ def make_groups(
 ) -> Groups:
     """Create the process groups of this rank. All ranks of the job call it with equal arguments.
 
-    A process that runs alone, without torch.distributed, is a world of one rank. One that takes the
-    place of a lost rank waits for nobody, and gets groups that move no data until `reset`.
+    A process without torch.distributed is a world of one rank. One that takes the place of a lost
+    rank waits for nobody, and gets groups that move no data until `reset`.
 
     Args:
       partition_size: number of ranks that share one replica. None takes the last dimension of a 2-D
@@ -96,11 +96,11 @@ def make_groups(
       Frozen `Groups`, which a `with` block closes at its end.
 
     Communication: a few small messages through the store of torch.distributed, and while the groups
-      are open two more each quarter of a second, by a thread. On an accelerator a
-      barrier on each communicator, which connects its ranks; the gathers of `Groups.flat` are
-      connected at their first use, by all ranks of a partition group. If the default group is bound
-      to a device (`device_id=`), NCCL splits it: then all ranks of the world must make their groups
-      at the same time, and use `flat` for the first time together.
+      are open two more each quarter of a second, by a thread. On an accelerator a barrier on each
+      communicator, which connects its ranks; only the gathers of `Groups.flat` are connected at
+      their first use, by all ranks of a partition group. If the default group is bound to a device
+      (`device_id=`), NCCL splits it: then all ranks of the world must make their groups at the same
+      time, and use `flat` for the first time together.
 
     Memory: the buffers of NCCL, for each communicator.
 
@@ -269,19 +269,19 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
         )
         one_level = levels
         if len(levels) > 1:
-            flat_level = _level(maker, "flat", order, late=True)
+            flat_level = _level(maker, FLAT, order, late=True)
             one_level = (replace(flat_level, reach=levels[0].name),)
         partition = maker.comm("partition", order) if len(order) == 1 else one_level[0].reduce
         partition = replace(partition, name="partition")  # in the ledger
         rows = plan.replication_group(position)
-        replicas, second = maker.comm("replicas", rows), maker.comm("gather replicas", rows)
-        replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
-    if _device.is_async(device) and not life.returning:
-        inside = [comm for level in levels for comm in (level.gather, level.reduce)]
-        maker.warm_up([*inside, *([] if one_level is levels else [partition]), replicas], device)
+        replicas, second = maker.comm("replicas", rows), maker.comm("replicas, second", rows)
     factor = 1.0 if mean_over is None else len(maker.ranks) / mean_over
     more = {"grad_factor": factor, "names": plan.topology.names}
     route = Route(levels, coords, chunk, **more)
+    if _device.is_async(device) and not life.returning:
+        flat_reduce = [] if one_level is levels else [partition]
+        maker.warm_up([*route.comms, *flat_reduce, replicas, second], device)
+    replicas = replace(replicas, second=replace(second, name="replicas"))  # in the ledger
     hierarchy = flat = Hierarchy(route, device, partition, channel)
     if one_level is not levels:
         route = Route(one_level, (chunk,), chunk, **more)

@@ -108,9 +108,8 @@ class _Again:
         home, channel = self.home, self.home.hierarchy.channel
         check_fork("reset")
         self.base = _made_again(home.life, channel, self.alone, self.meet)
-        route, flat = self.base.hierarchy.route, self.base.flat.route
-        levels = (*route.levels, *flat.levels)
-        comms = [comm for level in levels for comm in (level.gather, level.reduce)]
+        routes = self.base.hierarchy.route, self.base.flat.route
+        comms = [comm for route in routes for comm in route.comms]
         comms += [self.base.partition, self.base.replicas]
         self._comms = {comm.name: comm for comm in comms}
         self._hierarchies: dict[Hierarchy, Hierarchy] = {}

@@ -6,8 +6,7 @@ they are the global ranks. Sizes and coordinates are written outermost (slowest 
 [Note: chunk order] In a partition group, the rank with coordinates (x0, ..., xL) keeps chunk
 xL * (n0 * ... * nL-1) + ... + x1 * n0 + x0: chunks are numbered innermost level first. A gather
 that takes the outermost level first then fills one contiguous run of the output in each level, so
-every level is a plain all-gather that writes in place. A reduce-scatter takes the same steps in
-reverse.
+every level is a plain all-gather that writes in place. A reduce-scatter is the reverse.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from math import prod
 from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
 
+FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
 _NAMES = ("rack", "node", "rank")
 _SHOWN = 8  # a printed plan shortens longer lists of groups, or of members of a group
 
@@ -30,10 +30,11 @@ class Topology:
       sizes: number of ranks in a node last, of nodes in a rack before it, and so on; their product
         is the number of ranks.
       names: one per size; by default "rank", "node" and "rack" from the innermost level outwards,
-        and "level0", "level1", ... for further levels.
+        and "level0", "level1", ... for further levels. "flat" stands for all levels as one, and
+        cannot be the name of one of them.
 
     Raises:
-      PlanError: a size is not a positive int, or names do not match sizes.
+      PlanError: a size is not a positive int, names do not match sizes, or one is "flat".
 
     Example:
       >>> topology = Topology((2, 4))
@@ -53,9 +54,11 @@ class Topology:
             _check_count(size, f"Topology: sizes[{i}]")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
-        if len(names) != len(sizes) or len({x for x in names if type(x) is str}) != len(names):
+        usable = {x for x in names if type(x) is str and x != FLAT}
+        if not len(names) == len(sizes) == len(usable):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
-            raise PlanError(message(what, fix="pass one distinct name per size, or none"))
+            fix = f"pass one distinct name per size, and not {FLAT!r}, or no names"
+            raise PlanError(message(what, fix=fix))
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "names", names)
 
@@ -261,11 +264,8 @@ def fold_ranks(ranks: Sequence[int]) -> str:
 
 
 def _listed(count: int, group: Callable[[int], Sequence[int]]) -> str:
-    if count <= _SHOWN:
-        return " | ".join(fold_ranks(group(i)) for i in range(count))
-    return " | ".join(
-        [*(fold_ranks(group(i)) for i in range(3)), "...", fold_ranks(group(count - 1))]
-    )
+    shown = [fold_ranks(group(i)) for i in range(count if count <= _SHOWN else 3)]
+    return " | ".join(shown if count <= _SHOWN else [*shown, "...", fold_ranks(group(count - 1))])
 
 
 def _by_level(names: Sequence[str], sizes: Sequence[int]) -> str:

@@ -259,9 +259,9 @@ def connected(fails_on: int) -> Any:
 
 def test_communicators_are_connected_in_one_order(ranks: Pools) -> None:
     purposes = ["gather node", "reduce node", "gather rank", "reduce rank"]
-    want = [(purpose, 2) for purpose in purposes] + [("reduce flat", 4), ("replicas", 2)]
-    codes = 1  # connected by the first gather of codes in hop 2, if there is one
-    assert ranks(8).run(connected, -1) == [(want, 6 + codes)] * 8
+    hop_2 = [("replicas", 2), ("replicas, second", 2)]
+    want = [*((purpose, 2) for purpose in purposes), ("reduce flat", 4), *hop_2]
+    assert ranks(8).run(connected, -1) == [(want, 7)] * 8, "the first backward connects nothing"
 
 
 def test_a_rank_that_cannot_connect_says_so() -> None:

@@ -76,6 +76,7 @@ def look(
     return seen
 
 
+KINDS = ("gather", "reduce")
 LAYOUTS = [
     (1, (1,), 1),
     (2, (2, 1), 1),
@@ -134,14 +135,29 @@ def test_a_rank_makes_its_own_groups_in_one_order(ranks: Pools) -> None:
         ("mics_fn reduce rank", (6, 7)),
         ("mics_fn reduce flat", (4, 6, 5, 7)),
         ("mics_fn replicas", (2, 6)),
-        ("mics_fn gather replicas", (2, 6)),
+        ("mics_fn replicas, second", (2, 6)),
     ]
+
+
+def replica_of_hostile_names() -> list[Any]:
+    """Groups whose levels are called as communicators are; and a replica's hop 2, alone."""
+    topology = Topology((2, 2, 2), ("x", "replicas", "replicas, second"))
+    with make_groups(4, topology=topology, timeout_s=20) as groups:
+        second, alone = groups.replicas.second, groups.replica.replicas
+        assert second is not None
+        return [second.name, second.ranks, alone.size, alone.second, *groups.communicators]
+
+
+def test_levels_may_have_the_names_of_communicators(ranks: Pools) -> None:
+    kinds = [f"{kind} {name}" for name in ("replicas", "replicas, second") for kind in KINDS]
+    want = ["replicas", (2, 6), 1, None, *kinds, "partition", "replicas"]
+    assert ranks(8).run(replica_of_hostile_names)[6] == want
 
 
 def test_groups_of_one_make_nothing(ranks: Pools) -> None:
     assert ranks(1).run(made_groups, {}) == [[]]
     assert ranks(2).run(made_groups_alone) == [[], []]
-    only_hop_2 = [("mics_fn replicas", (0, 1)), ("mics_fn gather replicas", (0, 1))]
+    only_hop_2 = [("mics_fn replicas", (0, 1)), ("mics_fn replicas, second", (0, 1))]
     assert ranks(2).run(made_groups, {"partition_size": 1}) == [only_hop_2, only_hop_2]
 
 
@@ -317,7 +333,7 @@ def one_makes(how: str) -> Any:
 
     def last(*args: Any, **kwargs: Any) -> Any:
         group = new_group(*args, **kwargs)
-        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn gather replicas":
+        if dist.get_rank() == 1 and kwargs["purpose"] == "mics_fn replicas, second":
             time.sleep(3 if how == "too late" else 0.3)
             if how == "fails":
                 dist.destroy_process_group(group)
@@ -349,7 +365,7 @@ def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str) -
     }[how]
     want = [f"make_groups: {what}\n{fix}"] * 4
     if how == "fails":
-        failed = "rank 1 cannot make 'gather replicas' of ranks 1, 3\n  connection refused"
+        failed = "rank 1 cannot make 'replicas, second' of ranks 1, 3\n  connection refused"
         want[1] = f"make_groups: {failed}\n{fix}"
     found = ranks(4).run(one_makes, how)
     assert [text for text, *_ in found] == want

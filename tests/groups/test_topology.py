@@ -276,13 +276,19 @@ def test_refused_topologies_of_equal_nodes(args: tuple, text: str) -> None:
             (2, 2),
             ("node",),
             "Topology: names ('node',) do not name 2 sizes (2, 2)\n"
-            "  fix: pass one distinct name per size, or none",
+            "  fix: pass one distinct name per size, and not 'flat', or no names",
         ),
         (
             (2, 2),
             ("node", "node"),
             "Topology: names ('node', 'node') do not name 2 sizes (2, 2)\n"
-            "  fix: pass one distinct name per size, or none",
+            "  fix: pass one distinct name per size, and not 'flat', or no names",
+        ),
+        (
+            (2, 2),
+            ("flat", "rank"),
+            "Topology: names ('flat', 'rank') do not name 2 sizes (2, 2)\n"
+            "  fix: pass one distinct name per size, and not 'flat', or no names",
         ),
     ],
 )
