@@ -23,7 +23,7 @@ from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.collectives.pieces import KINDS, Rows
 from mics_fn.errors import LeafError, PlanError, message
 
-_FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*(\d{1,9})\s*\])?\s*")
+_FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([0-9]{1,9})\s*\])?\s*")
 _MOST = 2**16  # elements of a block
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ALLOWED = "float32, bfloat16, float16 or float64"
@@ -173,7 +173,8 @@ class Codec:
 
         Parts are added in float32 (float64 if `out` is) in the order in which they are given, after
         `own`. So ranks that give the same parts in the same order get the same bits, and a rank
-        whose own part has a place among the others puts it there, into `parts`.
+        whose own part has a place among the others puts it there, into `parts`. A sum beyond the
+        range of float32 is infinite, even if the mean is inside of it: that of two values of 3e38.
 
         Args:
           parts: codes, uint8 (*batch, nbytes(n)), or values of any float dtype here, (*batch, n).

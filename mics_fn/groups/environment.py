@@ -119,7 +119,7 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, 
     """
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([1-9]\d*)(?:\(x([1-9]\d*)\))?\s*", part)
+        found = re.fullmatch(r"\s*([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?\s*", part)
         if found is None:
             fix = "unset it, or pass node_size="
             raise GroupsError(message(f"{name}={text!r} is not of the form '4(x2),3'", fix=fix))

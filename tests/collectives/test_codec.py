@@ -279,12 +279,30 @@ def test_bytes_by_formula(codec: Codec, n: int):
 
 @pytest.mark.parametrize(
     "text",
-    ["int7", "int8[3]", "int8[0]", "int8[-2]", "int8[131072]", "int8[]", "int8[8]x", "", "f32"],
+    [
+        "int7",
+        "int8[3]",
+        "int8[0]",
+        "int8[-2]",
+        "int8[131072]",
+        "int8[]",
+        "int8[8]x",
+        "int8[２]",
+        "",
+        "f32",
+    ],
 )
 def test_what_is_no_codec_is_refused_with_a_mend(text: str):
     with pytest.raises(PlanError, match=r"(?s)Codec.*fix: ") as caught:
         Codec.parse(text)
     assert "\n" in str(caught.value)
+
+
+def test_a_sum_beyond_float32_is_infinite_although_the_mean_is_not():
+    codec, x = Codec("int8", 4), torch.full((4,), 3e38)
+    codes = codec.encode(x)
+    assert codec.decode(codes, 4, torch.float32).isfinite().all()
+    assert codec.decode_mean([codes, codes], None, torch.empty(4)).isinf().all()
 
 
 def test_wrong_arguments_are_refused_by_name():

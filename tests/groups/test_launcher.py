@@ -213,7 +213,7 @@ def test_broken_environments(env: dict[str, str], text: str) -> None:
 def test_tasks_per_node() -> None:
     assert tasks_per_node("8") == (8,)
     assert tasks_per_node("2(x3),1,4(x2)") == (2, 2, 2, 1, 4, 4)
-    for bad in ("", "4(x0)", "0", "4(x2", "-1"):
+    for bad in ("", "4(x0)", "0", "4(x2", "-1", "1２"):
         with pytest.raises(GroupsError):
             tasks_per_node(bad)
 
