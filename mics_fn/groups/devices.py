@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _device, checks
-from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.errors import GroupsError, PlanError, message, name_ranks
 
 
 class Machine:
@@ -53,10 +53,27 @@ def device_of(device: Any) -> tuple[torch.device, str]:
         wanted = torch.device(device)
     except RuntimeError:
         return torch.device("cpu"), f"device={device!r}, which torch does not know"
+    if wanted.type == "meta":
+        return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
     count = machine.count() if machine.kind() == wanted.type else 0
     if not _device.is_async(wanted) or (wanted.index or 0) < count:
         return wanted, ""
     return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+
+
+def backends_of(config: str) -> dict[str, str]:
+    """The backend of each type of device, from "cpu:gloo,cuda:nccl" or from "nccl" alone."""
+    if ":" not in config:
+        return dict.fromkeys(dist.Backend.backend_capability.get(config, ()), config)
+    return dict(part.split(":", 1) for part in config.split(","))
+
+
+def check_served(backend: str | None, device: torch.device) -> None:
+    """Raise PlanError if torch knows which devices a backend serves, and this is none of them."""
+    found = backends_of("" if backend is None else backend.lower())
+    if found and device.type not in found:
+        what = f"make_groups: backend={backend!r} serves {', '.join(found)}, not {device.type}"
+        raise PlanError(message(what, fix="pass the backend of the device, or leave it out"))
 
 
 class Spot(NamedTuple):

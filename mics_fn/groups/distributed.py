@@ -24,7 +24,14 @@ from mics_fn.errors import (
 )
 from mics_fn.groups import devices
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, bounded
-from mics_fn.groups.devices import Spot, check_distinct, device_of, spot_of
+from mics_fn.groups.devices import (
+    Spot,
+    backends_of,
+    check_distinct,
+    check_served,
+    device_of,
+    spot_of,
+)
 from mics_fn.groups.environment import Launch, launched_world_size, read_launch
 from mics_fn.groups.rendezvous import meet, until_read
 from mics_fn.groups.returning import part_of_start, returning, some_rank_lives
@@ -91,14 +98,9 @@ def init_distributed(
     if back:
         _torch_store.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
         return chosen
-    start = partial(
-        dist.init_process_group,
-        backend,
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
+    limit = timedelta(seconds=timeout_s)
+    start = partial(dist.init_process_group, backend, timeout=limit, **how)
     if own == "gloo":  # it connects the ranks, in C++
         try:
             bounded(start, deadline)
@@ -219,16 +221,9 @@ def order_launches(backend: str) -> None:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
-def _served(config: str) -> dict[str, str]:
-    """The backend of each type of device, from "cpu:gloo,cuda:nccl" or from "nccl" alone."""
-    if ":" not in config:
-        return dict.fromkeys(dist.Backend.backend_capability.get(config, ()), config)
-    return dict(part.split(":", 1) for part in config.split(","))
-
-
 def _served_kind(config: str) -> str:
     """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
-    kind, served = devices.machine.kind(), _served(config)
+    kind, served = devices.machine.kind(), backends_of(config)
     return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
 
 
@@ -256,8 +251,10 @@ def universe_of(
     Raises:
       PlanError: they are not distinct ranks of the world, or this rank is not one of them.
     """
-    checks.instance("make_groups", "mesh", mesh, DeviceMesh | None, "a DeviceMesh")
-    checks.instance("make_groups", "ranks", ranks, Iterable | None, "ranks such as range(8)")
+    fix = "pass what torch.distributed.device_mesh.init_device_mesh gave, or a part of it"
+    checks.instance("make_groups", "mesh", mesh, DeviceMesh | None, "a DeviceMesh", fix)
+    fix = "pass global ranks in the order of their positions, such as range(8)"
+    checks.instance("make_groups", "ranks", ranks, Iterable | None, "ranks in order", fix)
     if mesh is not None and ranks is not None:
         raise PlanError(message("make_groups: ranks= and mesh= are both given", fix="pass one"))
     if mesh is None and ranks is None:
@@ -285,7 +282,7 @@ def device_and_backend(
     """The device of tensors that the groups communicate, and the backend that serves it.
 
     Raises:
-      PlanError: torch does not know this backend.
+      PlanError: torch does not know this backend, or it does not serve that device.
       GroupsError: the default group has no backend for that device.
     """
     checks.instance("make_groups", "backend", backend, str | None, "its name", "pass 'gloo'")
@@ -299,6 +296,7 @@ def device_and_backend(
         if problem:
             fix = "pass device='cpu', or use a torch and a driver for this device"
             raise GroupsError(message(f"make_groups: {problem}", fix=fix))
+        check_served(backend, device)
     if not dist.is_initialized():
         own = torch.get_default_device() if device is None else device
         return devices.machine.with_index(own), ""
@@ -310,7 +308,7 @@ def device_and_backend(
         return chosen, backend
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
     # one of them keep torch from creating idle communicators for the others.
-    of_device = _served(config)
+    of_device = backends_of(config)
     if chosen.type not in of_device:
         what = f"make_groups: the default group serves {config}, not {chosen.type}"
         fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "

@@ -42,7 +42,7 @@ class StopRequest:
 
     Raises:
       GroupsError: `groups` is not `Groups`.
-      PlanError: one of `signals` is no signal that a process can handle.
+      PlanError: one of `signals` is not a signal that a process can handle.
 
     Example:
       >>> with make_groups(1) as groups, StopRequest(groups) as stop:
@@ -61,7 +61,8 @@ class StopRequest:
         checks.instance("StopRequest", "signals", signals, Iterable, "a list of signals", fix)
         signals = tuple(signals)
         for number in signals:
-            if number not in signal.valid_signals() or number in _NEVER_HANDLED:
+            known = isinstance(number, int) and not isinstance(number, bool)
+            if not known or number not in signal.valid_signals() or number in _NEVER_HANDLED:
                 checks.refuse("StopRequest", "signals", [*signals], "a list of signals", fix)
         self.stopping = False  # whether all ranks stop after the step that has ended
         self._life, self._signals = groups.life, tuple(signals)

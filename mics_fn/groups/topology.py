@@ -46,16 +46,16 @@ class Topology:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.instance("Topology", "sizes", self.sizes, Iterable, "ints such as (2, 8)")
-        checks.instance("Topology", "names", self.names, Iterable, "texts such as ('node', 'rank')")
+        fixes = "pass one per level, such as (2, 8)", "pass one per size, such as ('node', 'rank')"
+        checks.instance("Topology", "sizes", self.sizes, Iterable, "ints", fixes[0])
+        checks.instance("Topology", "names", self.names, Iterable, "texts", fixes[1])
         if not (sizes := tuple(self.sizes)):
-            raise PlanError(message("Topology: no sizes", fix="pass one per level, such as (2, 8)"))
+            raise PlanError(message("Topology: no sizes", fix=fixes[0]))
         for i, size in enumerate(sizes):
             _check_count(size, f"Topology: sizes[{i}]")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
-        usable = {x for x in names if type(x) is str and x != FLAT}
-        if not len(names) == len(sizes) == len(usable):
+        if not len(names) == len(sizes) == len({x for x in names if type(x) is str} - {FLAT}):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
             fix = f"pass one distinct name per size, and not {FLAT!r}, or no names"
             raise PlanError(message(what, fix=fix))

@@ -31,7 +31,7 @@ def plan(
       (Belady, 1966); a larger `prefetch` never has more.
 
     Raises:
-      PlanError: a bucket has no size, or a number is negative or no number.
+      PlanError: a bucket has no size, or a number is negative or not a number.
 
     Example:
       >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")

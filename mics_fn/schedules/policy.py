@@ -12,6 +12,9 @@ from mics_fn.schedules.schedule import Schedule
 
 Planner = Callable[[Schedule, Sequence[int]], Schedule]
 
+_NOTHING_AHEAD = "0 fetches nothing ahead"
+_PLANS, _SUCH_AS = "from a record and sizes to a Schedule", "pass a function such as schedules.plan"
+
 
 @dataclass(eq=False)
 class Learned:
@@ -27,10 +30,10 @@ class Learned:
     since: int = 0
     offsets: tuple[Any, Any] = (None, None)  # what they were found for, and the `Offsets`
     last: Any = None  # the last `Run`, from which `settle` has perhaps not learned yet
-    warned: bool = False  # the warning was given that the order of use changed
+    warned: bool = False  # whether the warning of a changed order of use was given
     missed: set[int] = field(default_factory=set)  # buckets that got no gradient in some pass
     recomputes: bool | None = None  # `Graph.recomputes` of a loss; None before the first one
-    said: bool = False  # the warning was given that the loss uses parameters that nobody trains
+    said: bool = False  # whether the warning of parameters that nobody trains was given
     again: set[int] = field(default_factory=set)  # buckets used after `Run.let_go` of them
 
     @property
@@ -78,14 +81,38 @@ class OnDemand:
     """A policy, and what it remembers of each tree; made by `on_demand` and `keep_all`.
 
     Keep one policy for each program: training and evaluation use parameters in different orders.
+
+    Args:
+      live_bytes: budget for buckets that stay live; None for no limit.
+      prefetch: how many buckets may be fetched ahead of their use.
+      planner: makes a schedule from a record and the sizes of buckets; None for `schedules.plan`.
+      at_once: whether a run fetches everything when it begins.
+      lets_go: whether the last pass drops a bucket once its gradients are complete.
+      learned: what runs have found out, by tree.
+
+    Raises:
+      PlanError: a number is negative or not an int, or `planner` is not a function.
+
+    Example:
+      >>> policy = OnDemand(live_bytes=8, prefetch=1)
+      >>> print(policy.plan(Schedule.parse("use 0; use 1; use 0"), sizes=[8, 8]))
+      fetch 0; fetch 1; use 0; use 1; drop 1; use 0; drop 0
+      >>> policy.describe()
+      'on_demand(live_bytes=8, prefetch=1)'
     """
 
     live_bytes: int | None
     prefetch: int
     planner: Planner | None = None
-    at_once: bool = False  # fetch everything when the run begins
-    lets_go: bool = False  # in the last pass drop a bucket once its gradients are complete
+    at_once: bool = False
+    lets_go: bool = False
     learned: dict[Hashable, Learned] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        fix = "on_demand(live_bytes=) also takes a text such as '512MiB'"
+        checks.integer("OnDemand", "live_bytes", self.live_bytes, 0, optional=True, fix=fix)
+        checks.integer("OnDemand", "prefetch", self.prefetch, 0, fix=_NOTHING_AHEAD)
+        checks.function("OnDemand", "planner", self.planner, _PLANS, _SUCH_AS)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -136,7 +163,7 @@ def on_demand(
       about a hundred bytes to the store of torch.distributed before each fetch.
 
     Raises:
-      PlanError: a number is negative or no number, or `plan` is not a function.
+      PlanError: a number is negative or not a number, or `plan` is not a function.
 
     Example:
       >>> groups = make_groups(1)
@@ -154,9 +181,8 @@ def on_demand(
       Journal, 1966.
     """
     budget = None if live_bytes is None else checks.nbytes("on_demand", "live_bytes", live_bytes)
-    checks.integer("on_demand", "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
-    fix = "pass a function such as schedules.plan"
-    checks.function("on_demand", "plan", plan, "from a record and sizes to a Schedule", fix)
+    checks.integer("on_demand", "prefetch", prefetch, 0, fix=_NOTHING_AHEAD)
+    checks.function("on_demand", "plan", plan, _PLANS, _SUCH_AS)
     return OnDemand(budget, prefetch, plan)
 
 

@@ -13,8 +13,8 @@ The record of a run is a schedule that has uses and reductions only; `plan` adds
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
-from typing import Literal, NamedTuple, cast
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, Literal, NamedTuple, cast
 
 from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
@@ -26,15 +26,37 @@ _COLLECTIVE = ("fetch", "reduce")  # ranks must issue these in the same order
 _CHANGE = {"fetch": 1, "use": 0, "drop": -1, "reduce": 0}  # times the size: of live bytes
 _TEXT = re.compile(rf"({'|'.join(_CHANGE)})\s+([0-9]+(?:\s*\+\s*[0-9]+)*)")
 _MARK = "backward"
-_EXPECTED = "expected fetch, drop or reduce and one bucket, or use and ascending buckets"
+_EXPECTED = (
+    "expected fetch, drop or reduce and one bucket, use and ascending buckets, or backward alone"
+)
+_WRITE = "write it as in 'use 1+2; drop 1'"
 _LINE_CHARS = 92  # of `str`, so that an indented text fits in 100
 
 
-class Action(NamedTuple):
-    """One step of a schedule; its `str` is its text, such as "fetch 3" or "use 1+2"."""
-
+class _Fields(NamedTuple):
     kind: Kind
-    buckets: tuple[int, ...]  # a single one; of a use one or more, ascending; of backward none
+    buckets: tuple[int, ...]
+
+
+class Action(_Fields):
+    """One step of a schedule; its `str` is its text, such as "fetch 3" or "use 1+2".
+
+    Args:
+      kind: "fetch", "use", "drop", "reduce" or "backward".
+      buckets: a single one; of a use one or more, ascending; of backward none.
+
+    Raises:
+      PlanError: there is no such kind, or it cannot have these buckets.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, kind: Kind, buckets: tuple[int, ...]) -> "Action":
+        if not _fit(kind, buckets):
+            what = f"Action: {checks.given('kind', kind)}, {checks.given('buckets', buckets)}"
+            fix = "write it as in Action('use', (1, 2)) or Action('fetch', (0,))"
+            raise PlanError(message(what, [_EXPECTED], fix))
+        return super().__new__(cls, kind, buckets)
 
     def __str__(self) -> str:
         return f"{self.kind} {'+'.join(map(str, self.buckets))}".rstrip()
@@ -45,7 +67,7 @@ class Schedule:
     """Actions in order, compared and hashed by value. `str` gives its text, and `parse` reads it.
 
     Raises:
-      PlanError: an action has an unknown kind, or buckets that its kind cannot have.
+      PlanError: these are not actions.
 
     Example:
       >>> Schedule.parse("fetch 0; fetch 1; use 0+1  # a comment")
@@ -59,25 +81,26 @@ class Schedule:
         checks.instance("Schedule", "actions", self.actions, Iterable, "actions in order", fix)
         object.__setattr__(self, "actions", tuple(self.actions))
         for i, action in enumerate(self.actions):
-            formed = isinstance(action, Action) and isinstance(action.buckets, tuple)
-            if not formed or _action(str(action)) != action:
-                raise PlanError(message(f"Schedule: actions[{i}] is {action!r}", [_EXPECTED]))
+            if not isinstance(action, Action) or not _fit(*action):
+                what = f"Schedule: actions[{i}] is {action!r}"
+                raise PlanError(message(what, [_EXPECTED], fix))
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """Read the text form; `parse(str(schedule))` equals `schedule`.
 
         Raises:
-          PlanError: a part is not an action; names its line and its number. Or it is no text.
+          PlanError: a part is not an action; names its line and its number. Or `text` is not a
+            text.
         """
-        checks.instance("Schedule.parse", "text", text, str, "a text such as 'use 0; reduce 0'")
+        checks.instance("Schedule.parse", "text", text, str, "a text", _WRITE)
         actions: list[Action] = []
         for line, whole in enumerate(text.split("\n"), 1):
             for part in filter(None, map(str.strip, whole.partition("#")[0].split(";"))):
                 action = _action(part)
                 if action is None:
                     what = f"Schedule.parse: line {line}: actions[{len(actions)}] is {part!r}"
-                    raise PlanError(message(what, [_EXPECTED], "write it as in 'use 1+2; drop 1'"))
+                    raise PlanError(message(what, [_EXPECTED], _WRITE))
                 actions.append(action)
         return cls(tuple(actions))
 
@@ -102,7 +125,8 @@ class Schedule:
         found, uses = [], 0
         for action in self.actions:
             uses += action.kind == "use"
-            found += [uses] * (action.kind == _MARK)
+            if action.kind == _MARK:
+                found.append(uses)
         return tuple(found)
 
     @property
@@ -217,9 +241,18 @@ def _action(text: str) -> Action | None:
         return Action(_MARK, ())
     if found := _TEXT.fullmatch(text):
         kind, buckets = cast(Kind, found[1]), tuple(map(int, found[2].split("+")))
-        if len(buckets) == 1 or (kind == "use" and list(buckets) == sorted(set(buckets))):
+        if _fit(kind, buckets):
             return Action(kind, buckets)
     return None
+
+
+def _fit(kind: Any, buckets: Any) -> bool:
+    """Whether an action of this kind can have these buckets."""
+    if type(buckets) is not tuple or any(type(i) is not int or i < 0 for i in buckets):
+        return False
+    if kind == "use":
+        return bool(buckets) and all(a < b for a, b in pairwise(buckets))
+    return len(buckets) == (kind != _MARK) and kind in (*_COLLECTIVE, "drop", _MARK)
 
 
 def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:

@@ -304,6 +304,15 @@ PlanError: on_demand: prefetch=-1, expected an int of at least 0
 >>> mf.on_demand(plan="plan")
 PlanError: on_demand: plan='plan', expected a function from a record and sizes to a Schedule
   fix: pass a function such as schedules.plan
+>>> schedules.OnDemand(live_bytes=-1, prefetch=4)
+PlanError: OnDemand: live_bytes=-1, expected None or an int of at least 0
+  fix: on_demand(live_bytes=) also takes a text such as '512MiB'
+>>> schedules.OnDemand(None, prefetch="a")
+PlanError: OnDemand: prefetch='a', expected an int of at least 0
+  fix: 0 fetches nothing ahead
+>>> schedules.OnDemand(None, 0, planner="plan")
+PlanError: OnDemand: planner='plan', expected a function from a record and sizes to a Schedule
+  fix: pass a function such as schedules.plan
 >>> planned(lambda record, sizes: None)
 PlanError: on_demand: plan(...)=None, expected a Schedule
   fix: let plan= return a Schedule, as schedules.plan does
@@ -323,7 +332,20 @@ PlanError: plan: prefetch=None, expected an int of at least 0
 PlanError: Schedule: actions=5, expected actions in order
   fix: give a list of Action, or read a text with Schedule.parse(text)
 >>> schedules.Schedule.parse(None)
-PlanError: Schedule.parse: text=None, expected a text such as 'use 0; reduce 0'
+PlanError: Schedule.parse: text=None, expected a text
+  fix: write it as in 'use 1+2; drop 1'
+>>> schedules.Action("fech", (0,))
+PlanError: Action: kind='fech', buckets=(0,)
+  expected fetch, drop or reduce and one bucket, use and ascending buckets, or backward alone
+  fix: write it as in Action('use', (1, 2)) or Action('fetch', (0,))
+>>> schedules.Action(None, None)
+PlanError: Action: kind=None, buckets=None
+  expected fetch, drop or reduce and one bucket, use and ascending buckets, or backward alone
+  fix: write it as in Action('use', (1, 2)) or Action('fetch', (0,))
+>>> schedules.Schedule([("use", (0,))])
+PlanError: Schedule: actions[0] is ('use', (0,))
+  expected fetch, drop or reduce and one bucket, use and ascending buckets, or backward alone
+  fix: give a list of Action, or read a text with Schedule.parse(text)
 >>> record.peak_bytes([])
 PlanError: Schedule.peak_bytes: actions[0] is 'use 0'
   bucket 0 has no size; there are 0 sizes
@@ -361,7 +383,8 @@ LeafError: GradSum.backward: the loss has float, expected one number
 
 # Groups
 >>> mf.groups.Topology(8)
-PlanError: Topology: sizes=8, expected ints such as (2, 8)
+PlanError: Topology: sizes=8, expected ints
+  fix: pass one per level, such as (2, 8)
 >>> mf.groups.Topology((2, 2.5))
 PlanError: Topology: sizes[1]=2.5 is a float, not an int
 >>> mf.groups.plan_groups("8", 2)
@@ -375,14 +398,22 @@ PlanError: partition_size='1' is a str, not an int
   fix: pass one of these as partition_size=
 >>> mf.make_groups(mesh=5)
 PlanError: make_groups: mesh=5, expected a DeviceMesh
+  fix: pass what torch.distributed.device_mesh.init_device_mesh gave, or a part of it
 >>> mf.make_groups(ranks=5)
-PlanError: make_groups: ranks=5, expected ranks such as range(8)
+PlanError: make_groups: ranks=5, expected ranks in order
+  fix: pass global ranks in the order of their positions, such as range(8)
 >>> mf.make_groups(topology=8)
 PlanError: make_groups: topology=8, expected a Topology
   fix: pass Topology((2, 8)) or the like
->>> mf.make_groups(device="cuda")
-GroupsError: make_groups: cuda is asked for, and this process sees 0 devices of its kind
+>>> mf.make_groups(device="cuda:99")
+GroupsError: make_groups: cuda:99 is asked for, and this process sees ... devices of its kind
   fix: pass device='cpu', or use a torch and a driver for this device
+>>> mf.make_groups(device="meta")
+GroupsError: make_groups: device='meta', which holds no data
+  fix: pass device='cpu', or use a torch and a driver for this device
+>>> mf.make_groups(device="cpu", backend="nccl")
+PlanError: make_groups: backend='nccl' serves cuda, not cpu
+  fix: pass the backend of the device, or leave it out
 >>> mf.make_groups(device="cpuu")
 GroupsError: make_groups: device='cpuu', which torch does not know
   fix: pass device='cpu', or use a torch and a driver for this device
@@ -422,6 +453,10 @@ TypeError: make_groups: there is no option partition_sizes=
 GroupsError: init_distributed: a rank does not have the device that was asked for
   rank 0: device=None, expected the name of a device, on ...
   fix: pass device='auto' or 'cpu', or use a torch and a driver for this device
+>>> mf.init_distributed(device="meta")
+GroupsError: init_distributed: a rank does not have the device that was asked for
+  rank 0: device='meta', which holds no data, on ...
+  fix: pass device='auto' or 'cpu', or use a torch and a driver for this device
 >>> mf.init_distributed(timeout_s=-1)
 PlanError: init_distributed: timeout_s=-1, expected a finite number above 0 and below 1e+08
 >>> mf.init_distributed(cpu_groups="no")
@@ -451,6 +486,9 @@ GroupsError: StopRequest: groups=None, expected Groups
   fix: pass what make_groups gave
 >>> mf.groups.StopRequest(groups, "TERM")
 PlanError: StopRequest: signals=['T', 'E', 'R', 'M'], expected a list of signals
+  fix: pass signals that a process can handle, such as [signal.SIGTERM]
+>>> mf.groups.StopRequest(groups, [True])
+PlanError: StopRequest: signals=[True], expected a list of signals
   fix: pass signals that a process can handle, such as [signal.SIGTERM]
 >>> mf.groups.StopRequest(groups, [9])
 PlanError: StopRequest: signals=[9], expected a list of signals
@@ -785,10 +823,11 @@ PlanError: start: name=None, expected a text
 >>> mf.collectives.start(comm, max, [x], name="mine", sent_bytes=-1)
 PlanError: start: sent_bytes=-1, expected an int of at least 0
 >>> mf.groups.Topology((2, 2), 5)
-PlanError: Topology: names=5, expected texts such as ('node', 'rank')
+PlanError: Topology: names=5, expected texts
+  fix: pass one per size, such as ('node', 'rank')
 >>> mf.groups.Topology((2, 2), (1, 2))
 PlanError: Topology: names (1, 2) do not name 2 sizes (2, 2)
-  fix: pass one distinct name per size, or none
+  fix: pass one distinct name per size, and not 'flat', or no names
 >>> mf.make_groups(ranks=x)
 PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of a world of 1
   fix: give each of 0 to 0 at most once

@@ -1,5 +1,6 @@
 """Schedules as values: text, checks, bytes; and plans, against twins that try everything."""
 
+import pickle
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -239,7 +240,21 @@ MALFORMED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("action", [("use", (1,)), *(Action(*parts) for parts in MALFORMED)])
+@pytest.mark.parametrize("parts", [*MALFORMED, (None, None), ("backward", (0,)), ("use", "0")])
+def test_an_action_is_refused_where_it_is_made(parts: Any):
+    with pytest.raises(PlanError, match=r"Action: kind=.*\n  expected.*\n  fix: "):
+        Action(*parts)
+
+
+def test_actions_are_plain_tuples():
+    action = Action("use", (1, 2))
+    assert pickle.loads(pickle.dumps(action)) == action == ("use", (1, 2))
+    kind, buckets = action
+    assert (kind, buckets, str(action)) == ("use", (1, 2), "use 1+2")
+    assert repr(action) == "Action(kind='use', buckets=(1, 2))"
+
+
+@pytest.mark.parametrize("action", [("use", (1,)), *map(Action._make, MALFORMED)])
 def test_a_schedule_takes_only_actions(action: Any):
     with pytest.raises(PlanError, match=r"Schedule: actions\[1\] is .*\n  expected"):
         Schedule((Action("fetch", (1,)), action))
