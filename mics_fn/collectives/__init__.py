@@ -19,9 +19,10 @@ A started collective is a `Pending`, which issues level after level and is waite
 
 Every rank must call the same verbs in the same order. Trees, layouts, groups and schedules are
 compared when they are new (tens of bytes per leaf, once per tree), and an error names ranks and
-paths that differ. The order of fetches is watched, as `schedules` describes; the order of calls is
-not, but with gloo, ranks that wait for each other in different collectives raise after about two
-seconds. There is one process per rank, and nothing here is safe to call from several threads.
+paths that differ. Ranks also compare all calls on each communicator before data moves: see [Note:
+the same calls] in `schedules.calls`. The order of fetches is watched as `schedules` describes.
+There is one process per rank. A second thread that uses groups at the same time is refused: see
+[Note: one thread at a time] in `groups.turns`.
 
 | | gloo, on the CPU | NCCL, on CUDA |
 |---|---|---|
@@ -77,8 +78,7 @@ runs collectives of a user's own on `Groups.communicators`:
 
 To add a collective here, write a generator that yields one `Collective` per level with the bytes
 that it sends, list its communicators in the same order, and give both to a `Pending`. To compare
-something new between ranks, use `agree` for a tree and `same_call` for a call. What each `Pending`
-does is compared as well, before it moves data: see [Note: the same calls] in `schedules.calls`.
+something new between ranks, use `agree` for a tree and `same_call` for a call.
 """
 
 from mics_fn.collectives.agreement import (

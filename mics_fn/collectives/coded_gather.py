@@ -22,9 +22,9 @@ class Codes:
         levels send codes, else as values, which the caller keeps.
       pool: has the memory, which `release` gives back.
       numel: elements of a chunk.
-      mine: the codes of this rank's chunk, which are another's memory.
-      coming: what stands for the chunk as long as it lies elsewhere, and `mine` is yet to be made
-        by the first gather, which brings it; None if `mine` has the codes.
+      mine: the codes of this rank's chunk, in memory that belongs to somebody else.
+      coming: a stand-in for the chunk while it lies elsewhere: the first gather brings it and fills
+        `mine`. None once `mine` has the codes.
 
     Memory: the codes of all chunks that are kept.
     """

@@ -1,9 +1,7 @@
 """Hierarchical collectives, one bucket at a time: level after level of those in `levels`.
 
-[Note: levels in place] Chunks are numbered innermost level first. A gather takes the outermost
-level first, and in each level the chunks that are there and those that arrive form one contiguous
-run of the output, so every level is a plain all-gather that writes in place. A reduce-scatter takes
-the same steps in reverse.
+Every level of a gather writes in place, and a reduce-scatter takes the same steps in reverse: see
+[Note: chunk order] in `groups.topology`.
 """
 
 from collections.abc import Generator

@@ -78,7 +78,7 @@ def average(comm: Comm, parts: Tensor, mean: Tensor) -> Generator[Collective, No
     if before != 1.0:  # see `mean_factors`
         parts.mul_(before)
     op = dist.ReduceOp.AVG if before == 1.0 else dist.ReduceOp.SUM
-    yield _issue(comm, _torch.reduce_scatter_single, mean, parts.view(-1), op=op)
+    yield _scattered(comm, _torch.reduce_scatter_single, mean, parts.view(-1), op=op)
     if before != 1.0:
         mean.mul_(after)
 
@@ -96,7 +96,7 @@ def exchange(
     """
     if comm.size != 2:
         received = received[: parts.numel()].view(parts.shape)
-        yield _issue(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
+        yield _scattered(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
         if comm.tree:
             mean.copy_(mean_in_tree([received[place] for place in comm.tree]))
             return
@@ -119,8 +119,10 @@ def swap_codes(comm: Comm, sent: Tensor, received: Tensor) -> Collective:
     return Collective(comm, "reduce-scatter", sent.nbytes, call)
 
 
-def _issue(comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any) -> Collective:
-    """Issue one level of a reduce-scatter: part j of `full` goes to the rank at place j."""
+def _scattered(
+    comm: Comm, fn: Callable[..., Any], out: Tensor, full: Tensor, **how: Any
+) -> Collective:
+    """One level of a reduce-scatter, to be issued: part j of `full` goes to the rank at place j."""
     nbytes = (comm.size - 1) * (full.nbytes // comm.size)
     return Collective(comm, "reduce-scatter", nbytes, partial(fn, out, full, **how))
 
@@ -251,8 +253,10 @@ def hand_over(
     own, sizes = comm.ranks[comm.rank], [0] * comm.size
     received, outgoing = list(sizes), list(sizes)
     for taker, source in pairs.items():
-        received[comm.ranks.index(source)] += numel * (taker == own)
-        outgoing[comm.ranks.index(taker)] += numel * (source == own)
+        if taker == own:
+            received[comm.ranks.index(source)] += numel
+        if source == own:
+            outgoing[comm.ranks.index(taker)] += numel
     out = torch.empty(sum(received), dtype=torch.uint8, device=device)
     sent = out.new_empty(0) if sent is None else sent
     call = partial(dist.all_to_all_single, out, sent, received, outgoing)

@@ -20,14 +20,19 @@ def mean_of(parts: Tensor, out: Tensor, in_order: bool = False) -> None:
     """
     wide = torch.promote_types(parts.dtype, torch.float32)
     if in_order:  # in `sum(0)` the order of additions depends on an element's position
-        total = parts[0].to(wide, copy=True)
-        for part in parts[1:]:
-            total.add_(part)
-        out.copy_(total.div_(len(parts)))
+        mean_by_rows(parts.unbind(), out, wide)
     elif parts.dtype.itemsize == 2 or out.dtype != parts.dtype:
         out.copy_(parts.sum(0, dtype=wide).div_(len(parts)))
     else:
         torch.sum(parts, 0, out=out).div_(len(parts))
+
+
+def mean_by_rows(rows: Sequence[Tensor], out: Tensor, wide: torch.dtype) -> Tensor:
+    """Write the mean of rows to `out`, added one after the other in a dtype."""
+    total = rows[0].to(wide, copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    return out.copy_(total.div_(len(rows)))
 
 
 def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:

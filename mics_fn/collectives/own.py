@@ -38,7 +38,8 @@ def all_gather(comm: Comm, tensor: Tensor, *, name: str = "own all-gather") -> T
     Memory: the result.
 
     Raises:
-      LeafError: `tensor` is no tensor with data, or a derivative is asked for, which it lacks.
+      LeafError: `tensor` is not a tensor with data, or a derivative of the result is needed, which
+        does not exist.
       GroupsError: `comm` is not a communicator, or its groups are closed or have failed.
       DesyncError: ranks make different calls, or give tensors of different sizes.
       CollectiveError, PeerFailed: as every collective.
@@ -90,7 +91,8 @@ def start(
     Communication: what `issue` sends.
 
     Raises:
-      LeafError: `tensors` are not tensors with data, or a derivative is asked for, which it lacks.
+      LeafError: `tensors` are not tensors with data, or a derivative of the result is needed, which
+        does not exist.
       GroupsError: `comm` is not a communicator of several ranks, or its groups are closed.
       CollectiveError: `issue` gave nothing to wait for; `wait` raises it.
       DesyncError, CollectiveTimeoutError, PeerFailed: as every collective.

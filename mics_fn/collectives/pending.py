@@ -49,9 +49,13 @@ class Pending:
       what: the verb, what it does and to what; all ranks compare it.
 
     Raises:
-      DesyncError: ranks are about to do different things; see [Note: the same calls] in
-        `schedules.calls`.
+      DesyncError: ranks are about to do different things; see `schedules.calls`.
       GroupsError: the groups were closed or have failed, or another thread uses them.
+
+    Example:
+      >>> pending = collectives.start_all_gather(make_groups(1).hierarchy.route, torch.ones(3))
+      >>> pending.wait().shape, pending.finished
+      (torch.Size([1, 3]), True)
     """
 
     def __init__(
@@ -66,9 +70,8 @@ class Pending:
         self._call = (*what, keep[0].nbytes)
         if points.observers:
             points.calling(call_text(self._call), keep[:1], comms)
+        self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
         self._numbers: list[int] = []  # of this call over each of `comms`
-        self._steps, self._comms = steps, comms
-        self._keep: list[Any] = [*keep]
         self._issued: Collective | None = None
         self._result: Tensor | None = None
         self.ready: torch.Event | None = None  # on an accelerator: over once the result is there
@@ -160,7 +163,7 @@ class Pending:
         return collective
 
     def _span(self, level: str = "", **facts: Any) -> Any:
-        """All of it, or one of its levels, for those who watch."""
+        """All of it, or one of its levels, for `inspection.watch`."""
         if not spans.seen():
             return spans.UNSEEN
         kind, about = spans.kind_of(self._call[1], level), self._call[2]
@@ -178,15 +181,12 @@ class Pending:
 
     def _fail(self, error: BaseException) -> None:
         """Give it up, after which its groups are finished; see [Note: failed groups] in `life`."""
-        self._abandon()
-        for comm in self._comms[:1]:
-            comm.life.fail(error)
-
-    def _abandon(self) -> None:
         self.finished, self._issued = True, None
         for comm in self._comms[self.level :]:
             if self in comm.queue:
                 comm.queue.remove(self)
+        for comm in self._comms[:1]:
+            comm.life.fail(error)
 
     @property
     def stuck(self) -> list[Stuck]:
@@ -225,14 +225,14 @@ class Pending:
         return self._result
 
     def waiting(self) -> Any:
-        """A wait for what it does now, for those who watch."""
+        """A wait for what it does now, for `inspection.watch`."""
         if not spans.seen():
             return spans.UNSEEN
         return spans.Span("wait", self._span(self._awaited), device=self._device)
 
     @property
     def kind(self) -> str:
-        """What it does now, for those who watch: "hop1" turns into "hop2" on the way."""
+        """What it does now, for `inspection.watch`: "hop1" turns into "hop2" on the way."""
         return spans.kind_of(self._call[1], self._awaited) if spans.seen() else ""
 
     @property
@@ -277,7 +277,7 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
       DesyncError: ranks wait for each other, or some of them left the schedule.
       PeerFailed: a rank has failed without which this cannot end.
     """
-    while True:  # for those who watch, a wait for hop 1 and then for hop 2 is two
+    while True:  # for `inspection.watch`, a wait for hop 1 and then for hop 2 is two
         kind = pending.kind
         with pending.waiting():
             _poll(life, lambda kind=kind: done() or pending.kind != kind, pending)

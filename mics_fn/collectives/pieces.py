@@ -148,14 +148,27 @@ def mean_rows(name: str, block: int, parts: Sequence[Rows | Tensor], out: Tensor
             total = scratch.like("sums", into.shape)
             for i, (values, scales) in enumerate(pieces):
                 if scales is None:
-                    total.add_(values) if i else total.copy_(values)
-                    continue
-                wide, scale = _read(name, values, scales, into.shape, scratch)
-                total.addcmul_(wide, scale) if i else torch.mul(wide, scale, out=total)
+                    wide, scale = values, None
+                else:
+                    wide, scale = _read(name, values, scales, into.shape, scratch)
+                _add(total, wide, scale, first=i == 0)
             if out.dtype.itemsize == 2:
                 narrow(total.div_(len(parts)), into, total.abs().amax())
             else:
                 torch.div(total, len(parts), out=into)
+
+
+def _add(total: Tensor, values: Tensor, scale: Tensor | None, *, first: bool) -> None:
+    """Add values, times their scale if they have one, to a sum; the first ones begin it."""
+    if scale is None:
+        if first:
+            total.copy_(values)
+        else:
+            total.add_(values)
+    elif first:
+        torch.mul(values, scale, out=total)
+    else:
+        total.addcmul_(values, scale)
 
 
 def scales_of(blocks: Tensor, top: float) -> Tensor:

@@ -16,7 +16,7 @@ from mics_fn.errors import CollectiveTimeoutError, message
 from mics_fn.groups import Comm
 from mics_fn.threads import Latch, start
 
-Parts = Callable[[Tensor], Iterator[object]]
+Work = Callable[[Tensor], Iterator[object]]  # does one part after the other on this memory
 
 
 class Task(Collective):
@@ -25,12 +25,12 @@ class Task(Collective):
     Args:
       comm: of this rank alone, whose queue and stream it uses.
       op: its name, for error texts.
-      parts: given the memory to fill, does one part of the work after the other.
+      work: given the memory to fill, does one part of the work after the other.
     """
 
-    def __init__(self, comm: Comm, op: str, parts: Parts) -> None:
-        super().__init__(comm, op, 0, parts)
-        self._parts = parts
+    def __init__(self, comm: Comm, op: str, work: Work) -> None:
+        super().__init__(comm, op, 0, work)
+        self._work = work
         self._memory: Tensor | None = None
         self._errors: list[BaseException] = []
         self._stop = Latch()
@@ -48,15 +48,15 @@ class Task(Collective):
         if memory is None:
             return
         # Without a reference to this task: a thread ends soon after nobody waits for it any more.
-        work = partial(_run, self._parts, memory, self._stop, self._errors)
+        run = partial(_run, self._work, memory, self._stop, self._errors)
         if async_op:
-            thread = threading.Thread(target=work, name=f"mics_fn {self.op}", daemon=True)
+            thread = threading.Thread(target=run, name=f"mics_fn {self.op}", daemon=True)
             try:
                 self._thread = start(thread)
                 return
             except RuntimeError:  # there is no memory for one
                 pass
-        work()
+        run()
         if not async_op:
             self.finish()
 
@@ -79,12 +79,12 @@ class Task(Collective):
         self._stop.set()
 
 
-def _run(parts: Parts, memory: Tensor, stop: Latch, errors: list[BaseException]) -> None:
+def _run(work: Work, memory: Tensor, stop: Latch, errors: list[BaseException]) -> None:
     """Do part after part until all are done, or nobody waits for them."""
     try:
         # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for _ in parts(_writable(memory)):
+            for _ in work(_writable(memory)):
                 if stop.is_set():
                     return
     except BaseException as error:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mics_fn.collectives.codec import Codec
+from mics_fn.collectives.means import mean_by_rows
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Route
 
@@ -59,11 +60,7 @@ class Rounded:
         """The mean in float32 or wider of bytes and of values (n,), added up in their order."""
         wide = torch.promote_types(self.dtype, torch.float32)
         rows = [x.view(self.dtype) if x.dtype == torch.uint8 else x for x in parts]
-        rows = rows if own is None else [own, *rows]
-        total = rows[0].to(wide, copy=True)
-        for row in rows[1:]:
-            total.add_(row)
-        return out.copy_(total.div_(len(rows)))
+        return mean_by_rows(rows if own is None else [own, *rows], out, wide)
 
     def __str__(self) -> str:
         return SHORT_NAMES.get(self.dtype, f"{self.dtype}")

@@ -31,7 +31,7 @@ leaves abandons them instead: that waits for nobody, and ranks that wait for thi
 [Note: leaving by an error] in `life`. While groups are open, a thread watches the other ranks: one
 that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all others; see
 [Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a
-rank must not leave the block by an exception that is no failure.
+rank must not leave the block by an exception that is not a failure.
 
 After a fault, `reset` gives all ranks new groups. A rank whose process is gone may be started again
 for it, on its own or as a spare, with the same environment and the same script, as long as the

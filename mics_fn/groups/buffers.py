@@ -242,7 +242,7 @@ def _gap(free: Sequence[_Part], nbytes: int) -> int | None:
 
 
 class Slot:
-    """A part of a ring: two buffers and more for one bucket, until what uses them is over."""
+    """A part of a ring: at least two buffers for one bucket, lent until their user is done."""
 
     def __init__(self, raw: Tensor, start: int, sizes: Sequence[int]) -> None:
         ends = list(accumulate(map(_aligned, sizes), initial=start))

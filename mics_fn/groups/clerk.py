@@ -27,7 +27,7 @@ class StoreLost(RuntimeError):
         self.silent = silent
 
 
-class Task:
+class Errand:
     """Something that the clerk was asked to do."""
 
     def __init__(self, call: Callable[[Any], Any]) -> None:
@@ -53,41 +53,41 @@ class Clerk:
 
     def __init__(self, store: Any) -> None:
         self._given = store
-        self._tasks = SimpleQueue[Task | None]()
+        self._errands = SimpleQueue[Errand | None]()
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
         self._thread = threading.Thread(target=self._serve, name="mics_fn store", daemon=True)
         start(self._thread)
 
-    def ask(self, call: Callable[[Any], Any]) -> Task:
+    def ask(self, call: Callable[[Any], Any]) -> Errand:
         """Hand in a call and do not wait."""
-        task = Task(call)
+        errand = Errand(call)
         if self.lost is None:
-            self._tasks.put(task)
+            self._errands.put(errand)
         else:
-            task.error = self.lost
-            task.done.set()
-        return task
+            errand.error = self.lost
+            errand.done.set()
+        return errand
 
-    def answer(self, task: Task, patience_s: float) -> Any:
-        """Wait for the end of a task; raises its error.
+    def answer(self, errand: Errand, patience_s: float) -> Any:
+        """Wait for the end of an errand; raises its error.
 
         Raises:
           StoreLost: the store does not answer within these seconds.
         """
         deadline = time.monotonic() + patience_s
-        while not task.done.wait(_WAIT_S):
-            if self.lost is not None and not task.done.is_set():
+        while not errand.done.wait(_WAIT_S):
+            if self.lost is not None and not errand.done.is_set():
                 raise self.lost
             if time.monotonic() > deadline:
                 raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
-        if task.error is not None:
-            raise task.error
-        return task.value
+        if errand.error is not None:
+            raise errand.error
+        return errand.value
 
     def end(self) -> None:
         """Let the thread end once it has done all that it was asked."""
-        self._tasks.put(None)
+        self._errands.put(None)
 
     def end_now(self, patience_s: float) -> None:
         """`end`, and wait for that; nothing is asked afterwards."""
@@ -97,22 +97,22 @@ class Clerk:
 
     def _serve(self) -> None:
         store = None
-        while (task := self._tasks.get()) is not None:
+        while (errand := self._errands.get()) is not None:
             if self.lost is not None:
-                task.error = self.lost
-                task.done.set()
+                errand.error = self.lost
+                errand.done.set()
                 continue
             try:
                 if store is None:
                     store = _connected(self._given)
                     self.connected = True
-                task.run(store)
+                errand.run(store)
             except BaseException as error:  # no connection
-                task.error = error
-            if _is_lost(task.error):
-                first = (str(task.error).strip().splitlines() or [""])[0]
-                self.lost = task.error = StoreLost(first, silent=False)
-            task.done.set()
+                errand.error = error
+            if _is_lost(errand.error):
+                first = (str(errand.error).strip().splitlines() or [""])[0]
+                self.lost = errand.error = StoreLost(first, silent=False)
+            errand.done.set()
 
 
 def _connected(store: Any) -> Any:
@@ -133,7 +133,8 @@ class Served:
 
     Args:
       clerk: makes them.
-      store: the store they go to, if it is no plain store that the clerk can connect to itself.
+      store: the store they go to, if it is not a plain store, to which the clerk connects by
+        itself.
       patience_s: how long each call may take.
       failed: makes an error of the store that is lost.
     """
@@ -184,9 +185,9 @@ class Served:
         self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
 
     def _ask(self, name: str, *args: Any) -> Any:
-        task = self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
+        errand = self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
         try:
-            return self._clerk.answer(task, self._patience_s)
+            return self._clerk.answer(errand, self._patience_s)
         except StoreLost as lost:
             raise self._failed(lost) from None
 
@@ -204,18 +205,18 @@ def bounded(
     Raises:
       TimeoutError: it has not ended by the deadline.
     """
-    task, started = Task(lambda store: call()), time.monotonic()
+    errand, started = Errand(lambda store: call()), time.monotonic()
 
     def run() -> None:
-        task.run(None)
-        task.done.set()
+        errand.run(None)
+        errand.done.set()
 
     start(threading.Thread(target=run, daemon=True))
-    while not task.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
+    while not errand.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
         now = time.monotonic()
         if now >= deadline:
             raise TimeoutError
         check(now - started)
-    if task.error is not None:
-        raise task.error
-    return task.value
+    if errand.error is not None:
+        raise errand.error
+    return errand.value

@@ -65,22 +65,40 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Comm:
-    """One communicator, as this rank sees it. With one rank it has no process group."""
+    """One communicator, as this rank sees it. With one rank it has no process group.
 
-    name: str  # its purpose, such as "gather node" or "replicas"
-    ranks: tuple[int, ...]  # global ranks, in the order of the group
-    rank: int  # this rank's place in `ranks`
-    group: Callable[[], dist.ProcessGroup] | None = field(repr=False)  # makes it at the first call
+    Args:
+      name: its purpose, such as "gather node" or "replicas".
+      ranks: global ranks, in the order of the group.
+      rank: this rank's place in `ranks`.
+      group: makes the process group at the first call; None for one rank.
+      timeout_s: bound in seconds of each wait.
+      traffic: the ledger of the groups.
+      life: the state of the groups.
+      queue: `Pending`s that will issue a collective on it, in the order in which they must do so.
+      calls: what this rank has called on it, compared between its ranks.
+      fixed_order: whether reductions add up in the order of `ranks` on every backend.
+      tree: places in the order of positions; see `placement.canonical`.
+      second: a communicator of the same ranks for the second collective of a mean of codes. The
+        first one is on this communicator, so that the next mean can begin there meanwhile.
+
+    Example:
+      >>> comm = make_groups(1).communicators["replicas"]
+      >>> comm.name, comm.ranks, comm.rank, comm.size
+      ('replicas', (0,), 0, 1)
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: Callable[[], dist.ProcessGroup] | None = field(repr=False)
     timeout_s: float
     traffic: Traffic = field(repr=False)
     life: Life = field(repr=False)
-    # `Pending`s that will issue a collective on it, in the order in which they must do so.
     queue: deque[Any] = field(default_factory=deque, repr=False)
-    calls: Calls = field(default_factory=Calls, repr=False)  # compared between its ranks
-    fixed_order: bool = False  # reductions add up in the order of `ranks` on every backend
-    tree: tuple[int, ...] = ()  # places in the order of positions; see `placement.canonical`
-    # Of the same ranks, for the second collective of a mean of codes; its first collective is on
-    # this communicator, so that the next mean can begin there meanwhile.
+    calls: Calls = field(default_factory=Calls, repr=False)
+    fixed_order: bool = False
+    tree: tuple[int, ...] = ()
     second: "Comm | None" = field(default=None, repr=False)
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 

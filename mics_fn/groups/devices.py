@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _device, checks
-from mics_fn.errors import GroupsError, PlanError, message, name_ranks
+from mics_fn.errors import GroupsError, PlanError, by_value, message, name_ranks
 
 
 class Machine:
@@ -103,16 +103,13 @@ def spot_of(device: torch.device, *, alone: bool) -> Spot:
 
 def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
     """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
-    users: dict[str, list[int]] = {}
-    for rank, spot in spots.items():
-        if spot.unit:
-            users.setdefault(spot.unit, []).append(rank)
-    shared = {unit: ranks for unit, ranks in users.items() if len(ranks) > 1}
-    if shared:
-        lines = [
-            f"{name_ranks(ranks)} on {spots[ranks[0]].host}: {spots[ranks[0]].device}, {unit}"
-            for unit, ranks in shared.items()
-        ]
+    users = by_value({rank: spot.unit for rank, spot in spots.items() if spot.unit})
+    lines = [
+        f"{name_ranks(ranks)} on {spots[ranks[0]].host}: {spots[ranks[0]].device}, {unit}"
+        for unit, ranks in users
+        if len(ranks) > 1
+    ]
+    if lines:
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
         what = f"{verb}: several ranks use one device"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mics_fn.errors import DesyncError, PlanError, message, name_ranks
+from mics_fn.errors import DesyncError, PlanError, by_value, message, name_ranks
 from mics_fn.groups.devices import Spot, check_distinct
 
 
@@ -45,11 +45,9 @@ def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
     """Raise DesyncError if a fact differs between ranks."""
     names, lines, fixes = [], [], []
     for i, fact in enumerate(facts):
-        holders: dict[str, list[int]] = {}
-        for rank, values in found.items():
-            holders.setdefault(values[i], []).append(rank)
+        holders = by_value({rank: values[i] for rank, values in found.items()})
         if len(holders) > 1:
-            held = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items()]
+            held = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders]
             names.append(fact.name)
             lines.append(f"{fact.name}: {'; '.join(held)}")
             fixes.append(fact.fix)

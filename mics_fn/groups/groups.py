@@ -23,23 +23,50 @@ class Groups:
     It is a context manager. At its end it closes the groups; left by an exception it abandons them,
     which does not wait for the other ranks, and these hear of it where they wait for this one.
     Printing and comparing never communicate.
+
+    Args:
+      plan: every group of the job, in positions.
+      ranks: global rank of each position.
+      rank: this rank, global.
+      position: of this rank in `ranks`.
+      hierarchy: the partition group of this rank, in its levels.
+      flat: the same ranks and chunk order in one level.
+      partition: control messages inside the partition group.
+      replicas: the replication group of this rank, for hop 2.
+      device: where tensors live.
+      timeout_s: bound in seconds of each wait.
+      traffic: the ledger of bytes that this rank sent.
+      life: what is in flight, and what `close` destroys.
+      mean_over: number of ranks that gradients are averaged over; None for those of the job.
+      apart: whether other replicas of the job step on their own; see `replica`.
+      agreed: digests of trees that were compared before.
+
+    Example:
+      >>> with make_groups(1) as groups:
+      ...     print(groups)
+      n = 1 in 1 partition group of p = 1, on cpu
+        this is rank 0, which keeps chunk 0 of 1
+        partition group: 0; levels outermost first: none
+        replication group: 0
+      >>> groups.closed
+      True
     """
 
-    plan: Plan  # in positions
-    ranks: tuple[int, ...]  # global rank of each position
-    rank: int  # this rank, global
-    position: int  # of this rank in `ranks`
+    plan: Plan
+    ranks: tuple[int, ...]
+    rank: int
+    position: int
     hierarchy: Hierarchy
-    flat: Hierarchy  # the same ranks and chunk order in one level
-    partition: Comm  # control messages inside the partition group
-    replicas: Comm  # hop 2
+    flat: Hierarchy
+    partition: Comm
+    replicas: Comm
     device: torch.device
     timeout_s: float
     traffic: Traffic
     life: Life
-    mean_over: int | None = None  # ranks that gradients are averaged over; None: those of the job
-    apart: bool = False  # whether other replicas of the job step on their own; see `replica`
-    agreed: set = field(default_factory=set)  # digests of trees that were compared before
+    mean_over: int | None = None
+    apart: bool = False
+    agreed: set = field(default_factory=set)
 
     @property
     def world_size(self) -> int:

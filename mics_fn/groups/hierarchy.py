@@ -127,14 +127,27 @@ class Hierarchy:
 
     It has the properties of `Groups` with a single replica, so that a verb takes either. Only hop 2
     needs `Groups`.
+
+    Args:
+      route: its levels, and this rank's place in each.
+      device: where tensors live.
+      partition: control messages inside the partition group.
+      channel: messages of its ranks through the store.
+      pools: memory that verbs use again.
+      agreed: digests of trees that were compared before.
+
+    Example:
+      >>> hierarchy = make_groups(1).hierarchy
+      >>> hierarchy, hierarchy.partition_size, hierarchy.ranks
+      (Hierarchy(one rank, chunk 0 of 1), 1, (0,))
     """
 
     route: Route
     device: torch.device
-    partition: Comm  # control messages inside the partition group
-    channel: Channel = field(default_factory=Channel)  # messages of its ranks through the store
+    partition: Comm
+    channel: Channel = field(default_factory=Channel)
     pools: Pools = field(default_factory=Pools)
-    agreed: set = field(default_factory=set)  # digests of trees that were compared before
+    agreed: set = field(default_factory=set)
 
     @classmethod
     def of_one(cls, device: torch.device) -> "Hierarchy":
@@ -168,7 +181,7 @@ class Hierarchy:
         """Number of ranks that share one replica."""
         return self.route.size
 
-    num_replicas = 1  # of others it does not know
+    num_replicas = 1  # it knows no other replicas
     apart = False
 
     @cached_property

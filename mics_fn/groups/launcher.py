@@ -69,7 +69,7 @@ launcher = Launcher()
 
 
 def _forget() -> None:
-    """A forked child has another parent, which is no launcher."""
+    """Forget the launcher in a forked child: its parent is a rank, which is not a launcher."""
     launcher._pid = None
 
 

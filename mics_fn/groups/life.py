@@ -11,7 +11,7 @@ this rank goes on after `_PATIENCE_S` in any case.
 [Note: failed groups] After a collective that failed, or that one rank gave up, ranks no longer know
 what the others have sent, and the next one might mix its bytes with theirs. So the first such error
 ends the groups: each later use of them raises at once, and says what to call. An error of the
-program is no such end, for what is in flight then can still be completed.
+program does not end them, because what is in flight can still be completed.
 """
 
 import threading
@@ -75,8 +75,8 @@ class Life:
     settle: Callable[[Failure], bool] = lambda failure: True
     retract: Callable[[], bool] = lambda: True
     listen: Callable[[], None] = lambda: None
-    left: Callable[[], None] = lambda: None  # that these groups are closed here
-    depart: Callable[[str], Callable[[], None]] = lambda how: _quiet  # `Departures.depart`
+    left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
+    depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
     again: Any = None  # makes groups like these; see `again`
     turns: Turns = field(default_factory=Turns)
     # `StopRequest`s: told by the monitor at each tick its store, and whether there is news in it.
@@ -254,8 +254,8 @@ class Life:
             end(groups[i])
         self.failed = None
         # These refer to what is to be freed.
-        self.look, self.moved, self.depart, self.job = _quiet, _quiet, lambda how: _quiet, Job()
-        self.report, self.settle, self.listen, self.left = _quiet, bool, _quiet, _quiet
+        self.look, self.moved, self.depart, self.job = quiet, quiet, lambda how: quiet, Job()
+        self.report, self.settle, self.listen, self.left = quiet, bool, quiet, quiet
         self.retract = lambda: True
         if groups:
             thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
@@ -294,8 +294,8 @@ class Life:
 OPEN: set[Life] = set()  # what owns process groups, until it is closed
 
 
-def _quiet(*told: Any) -> None:
-    pass
+def quiet(*told: Any) -> None:
+    """Do nothing, in the place of what told others."""
 
 
 def end_in_fork(error: Exception) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import PeerFailed
-from mics_fn.groups.clerk import Clerk, Served, StoreLost, Task
+from mics_fn.groups.clerk import Clerk, Errand, Served, StoreLost
 from mics_fn.groups.launcher import launcher
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Failure, Journal, of_store, said_to_all, withdrawn, without_a_word
@@ -38,8 +38,8 @@ from mics_fn.threads import Bell, Latch, start
 _TICK_S = 0.25
 _RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
-_PARTING_S = 3.0  # and one that closes its groups, else it would seem to be killed once it ends
-_GONE_S = 0.6  # a rank is gone that is silent for so long, alone, after a connection was closed
+_PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
+_GONE_S = 0.6  # after a connection was closed, the only rank that is silent for this long is gone
 
 
 class Monitor:
@@ -55,7 +55,7 @@ class Monitor:
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
-        self._task: Task | None = None  # the tick that the clerk is at
+        self._errand: Errand | None = None  # the tick that the clerk is at
         self._waited_s = 0.0  # for it
         self._said = 0.0  # when this rank has said that it failed
         self._again = False  # whether the journals are to be read, whatever the news
@@ -168,7 +168,7 @@ class Monitor:
         self._again = True
         self._wake.ring()
         silent = self._peers.silent(life.ranks, _GONE_S)
-        if len(silent) == 1 and self._peers[silent[0]].goes():
+        if len(silent) == 1 and self._peers[silent[0]].mark_gone():
             self._accuse(silent[0], "killed")
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
@@ -196,7 +196,7 @@ class Monitor:
     def _begin(self, clerk: Clerk) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
         self._peers, self._own = Peers(), Process.own()
-        self._stop, self._task, self._news = Latch(), None, ""
+        self._stop, self._errand, self._news = Latch(), None, ""
         watch = partial(self._watch, self._stop, clerk)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
@@ -218,8 +218,8 @@ class Monitor:
     def _tick(self, clerk: Clerk, passed_s: float) -> None:
         """One look at all that may have failed."""
         launcher.look(list(self._lives))
-        task, self._waited_s = self._task, self._waited_s + passed_s
-        if task is not None and not task.done.is_set():
+        errand, self._waited_s = self._errand, self._waited_s + passed_s
+        if errand is not None and not errand.done.is_set():
             limit_s = min((life.heartbeat_s for life in list(self._lives)), default=60.0)
             if clerk.lost is None and clerk.connected and self._waited_s > limit_s:
                 clerk.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
@@ -227,13 +227,13 @@ class Monitor:
             life.end_blocked_waits(passed_s)
         if clerk.lost is not None:
             self._all_fail(of_store(*self._host, clerk.lost))
-        elif task is None or task.done.is_set():
-            if task is not None and task.error is None:
-                self._judge(task.value, passed_s)
+        elif errand is None or errand.done.is_set():
+            if errand is not None and errand.error is None:
+                self._judge(errand.value, passed_s)
             self._waited_s = 0.0
-            self._task = clerk.ask(self._exchange)
+            self._errand = clerk.ask(self._exchange)
         for rank in self._peers.near.ended():
-            if self._peers[rank].goes():
+            if self._peers[rank].mark_gone():
                 clerk.ask(partial(self._ended, rank, self._peers[rank]))
 
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
@@ -243,7 +243,7 @@ class Monitor:
             if before:  # another process has taken its place
                 self._accuse(rank, "killed", before)
             limits = [life.heartbeat_s for life in list(self._lives) if rank in life.ranks]
-            if limits and not peer.parked and peer.is_silent(min(limits)) and peer.goes():
+            if limits and not peer.parked and peer.is_silent(min(limits)) and peer.mark_gone():
                 self._accuse(rank, "silent")
 
     def _accuse(self, rank: int, kind: str, process: str = "") -> None:

@@ -80,7 +80,7 @@ def replaced(homes: Iterable[Groups], meet: Meet | None = None) -> Mapping[Group
     Those that share process groups, such as placements of the same groups, share the new ones.
 
     Args:
-      homes: they.
+      homes: the groups to replace.
       meet: makes groups of other ranks than these, as `Rounds` do; None for the same ranks.
     """
     homes = list(dict.fromkeys(homes))

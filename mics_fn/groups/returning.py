@@ -33,7 +33,7 @@ from mics_fn.groups.signs import Process, beat_of
 from mics_fn.store import poll
 
 _SIGN_S = 3.0  # in which a rank that lives writes signs of life, in a job of up to 256
-_LOOKED_AT = 64  # ranks, at least
+_LOOKED_AT = 64  # how many ranks are looked at, at least
 
 
 class Returning:

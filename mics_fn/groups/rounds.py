@@ -35,7 +35,7 @@ from mics_fn.groups.again import alike
 from mics_fn.groups.choosing import Far
 from mics_fn.groups.deciding import Decider, ended_of, going_on, groups_of, tickets_of, void
 from mics_fn.groups.groups import Groups
-from mics_fn.groups.life import Life
+from mics_fn.groups.life import Life, quiet
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import Judge
 from mics_fn.groups.stopping import StopRequest
@@ -63,13 +63,15 @@ class Rounds:
         # Not below the key of any groups: what is there is deleted once all ranks have left them.
         self._key = f"mics_fn/rounds/{first}/{_numbers[first]}"
         self.number = 0  # of the last round that is known to be decided
-        self.newest = 0  # that had begun when it was
+        self.newest = 0  # the newest round that had begun when that one was decided
         self._members = home.ranks  # of the last round
         self._stop: StopRequest | None = None
         self._from = 0  # the number of calls before the first step of this round
         self._asked = False
-        self._look = True  # for those that wait without news of them, as at the first time
-        self._at_exit: Callable[[], None] = _nothing  # tells those that wait that all is done
+        self._look = (
+            True  # whether to look for waiting ranks although there is no news, as at first
+        )
+        self._at_exit: Callable[[], None] = quiet  # tells those that wait that all is done
 
     def __call__(
         self, mine: Any, judge: Judge, ready: Callable[[], None], *, far: Far
@@ -186,7 +188,7 @@ class Rounds:
                 decider.leave()
                 raise
             ready()
-            ready = _nothing
+            ready = quiet
             tickets = self._take(store)
             if tickets.get(self._rank, [""])[0] == ticket[0]:
                 return tickets
@@ -230,11 +232,7 @@ class Rounds:
             self._stop.ask()
 
 
-def _nothing() -> None:
-    """In the place of what was done before."""
-
-
 def _say_that_it_ended(life: Life, say: Callable[[str], None]) -> None:
-    """At the end of a rank that went on, unless an error ends it: nobody needs to wait for it."""
+    """Say that this rank ended in order, so that nobody waits for it; nothing after an error."""
     if life.failed is None and getattr(sys, "last_value", None) is None:
         say("")

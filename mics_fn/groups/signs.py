@@ -122,7 +122,7 @@ def name_in(beat: str) -> str:
 
 
 def replaced(processes: Mapping[int, str], beats: Mapping[int, str]) -> list[int]:
-    """The ranks of which another process writes now than these, that wrote before they agreed.
+    """The ranks whose signs of life now come from another process than the one given.
 
     >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
     [1]
@@ -168,8 +168,8 @@ class Peer:
         waits = self.process is not None and self.process.is_ready()
         return self.silent_s > limit_s * (2 if waits else 1)
 
-    def goes(self) -> bool:
-        """Note that it is gone; False if that was known."""
+    def mark_gone(self) -> bool:
+        """Mark it as gone; returns False if it was marked before."""
         known, self.gone = self.gone, True
         return not known
 

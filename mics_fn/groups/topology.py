@@ -16,6 +16,7 @@ from math import prod
 
 from mics_fn import checks
 from mics_fn.errors import PlanError, message, name_ranks
+from mics_fn.groups.sizes import check_count, divisors, misfits, parts
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
 _NAMES = ("rack", "node", "rank")
@@ -52,7 +53,7 @@ class Topology:
         if not (sizes := tuple(self.sizes)):
             raise PlanError(message("Topology: no sizes", fix=fixes[0]))
         for i, size in enumerate(sizes):
-            _check_count(size, f"Topology: sizes[{i}]")
+            check_count(size, f"Topology: sizes[{i}]")
         extra = tuple(f"level{i}" for i in range(len(sizes) - len(_NAMES)))
         names = tuple(self.names) or (extra + _NAMES)[-len(sizes) :]
         if not len(names) == len(sizes) == len({x for x in names if type(x) is str} - {FLAT}):
@@ -75,16 +76,16 @@ class Topology:
           >>> print(Topology.of(24, node_size=4, nodes_per_rack=3))
           rack 2 x node 3 x rank 4
         """
-        _check_count(world_size, "world_size")
+        check_count(world_size, "world_size")
         if node_size is None and nodes_per_rack is None:
             return cls((world_size,))
         if node_size is None:
             what = f"nodes_per_rack={nodes_per_rack} is given without node_size"
             raise PlanError(message(what, fix="pass node_size= too"))
-        nodes = _parts(world_size, node_size, "node_size", f"the world of {world_size} ranks")
+        nodes = parts(world_size, node_size, "node_size", f"the world of {world_size} ranks")
         if nodes_per_rack is None:
             return cls((nodes, node_size))
-        racks = _parts(nodes, nodes_per_rack, "nodes_per_rack", f"the {nodes} nodes")
+        racks = parts(nodes, nodes_per_rack, "nodes_per_rack", f"the {nodes} nodes")
         return cls((racks, nodes_per_rack, node_size))
 
     @property
@@ -98,7 +99,20 @@ class Topology:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every group of a world, as positions, computed on demand; made by `plan_groups`."""
+    """Every group of a world, as positions, computed on demand; made by `plan_groups`.
+
+    Args:
+      topology: how ranks are wired.
+      partition_size: number of ranks that share one replica.
+
+    Raises:
+      PlanError: the size does not fit; the text lists sizes that would.
+
+    Example:
+      >>> plan = plan_groups(Topology((2, 4)), 4)
+      >>> plan.num_replicas, plan.partition_group(5), plan.replication_group(5)
+      (2, (4, 5, 6, 7), (1, 5))
+    """
 
     topology: Topology
     partition_size: int
@@ -107,7 +121,7 @@ class Plan:
         if reason := _misfit(self.topology, self.partition_size):
             lines = [f"world: {self.world_size} ranks = {self.topology}"]
             sizes = valid_partition_sizes(self.topology)
-            raise _misfits(f"partition_size={self.partition_size!r} {reason}", lines, sizes)
+            raise misfits(f"partition_size={self.partition_size!r} {reason}", lines, sizes)
 
     @property
     def world_size(self) -> int:
@@ -248,7 +262,7 @@ def valid_partition_sizes(topology: Topology) -> tuple[int, ...]:
     """
     fits, unit = set(), 1
     for size in reversed(topology.sizes):
-        fits.update(unit * d for d in _divisors(size))
+        fits.update(unit * d for d in divisors(size))
         unit *= size
     return tuple(sorted(fits))
 
@@ -270,30 +284,6 @@ def _listed(count: int, group: Callable[[int], Sequence[int]]) -> str:
 
 def _by_level(names: Sequence[str], sizes: Sequence[int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _check_count(value: object, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{what}={value!r} is a {type(value).__name__}, not an int")
-    if value < 1:
-        raise PlanError(f"{what}={value} is less than 1")
-
-
-def _parts(total: int, size: int, what: str, whole: str) -> int:
-    """How many groups of `size` there are in `total`; PlanError unless it divides."""
-    _check_count(size, what)
-    if total % size:
-        raise _misfits(f"{what}={size} does not divide {whole}", [], _divisors(total))
-    return total // size
-
-
-def _misfits(what: str, lines: list[str], sizes: Sequence[int]) -> PlanError:
-    lines = [*lines, f"sizes that work: {', '.join(map(str, sizes))}"]
-    return PlanError(message(what, lines, f"pass one of these as {what.partition('=')[0]}="))
 
 
 def _misfit(topology: Topology, p: object) -> str:

@@ -86,10 +86,10 @@ __all__ = [
     "call_text",
     "first_difference",
     "issued",
+    "joined",
     "keep_all",
     "made",
     "offsets",
     "on_demand",
     "plan",
-    "joined",
 ]

@@ -79,9 +79,8 @@ class Calls:
         self._habit = Habit()
         self.number = 0  # of calls so far
         self.issued = 0  # those of them whose collective was issued
-        self._doubt = self._owed = (
-            0  # calls to compare after a habit was left, and still to compare
-        )
+        self._doubt = 0  # calls to compare after a habit was left
+        self._owed = 0  # those of them that are still to be compared
         self._quiet = 0  # calls in a row about which nothing was sent
         self._due = -1  # the call, still to be made, at which another rank left its habit
         self._heard = deque[int](maxlen=8)  # the last calls at which ranks left, this one perhaps
@@ -227,7 +226,7 @@ def made(key: str = "") -> dict[str, int]:
     """How many calls this rank has made over each communicator, by the key of its `Calls`.
 
     Args:
-      key: with which theirs begin; that of some groups.
+      key: prefix of their keys, such as the key of some groups; by default all.
     """
     return {calls.key: calls.number for calls in _ALL if calls.key.startswith(key)}
 

@@ -111,11 +111,6 @@ class Channel:
         self._events = 0
         self._written: deque[list[str]] = deque([[]], maxlen=_RUNS_KEPT)
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank in the partition group."""
-        return self._store is None
-
     def begin_run(self, progress: Progress, number: int | None = None) -> int:
         """Begin a run and return its number; the n-th run is the same on all ranks."""
         self.runs = self.runs + 1 if number is None else number
@@ -124,7 +119,8 @@ class Channel:
             del self._left[old]
         if self._shared is not None:
             # Nobody reads the messages of old runs, but the store would keep them in memory.
-            for key in self._written[0] if len(self._written) == _RUNS_KEPT else []:
+            oldest = self._written[0] if len(self._written) == _RUNS_KEPT else []
+            for key in oldest:
                 later(self._shared, "delete_key", key)
             self._written.append([])
         return self.runs
@@ -312,6 +308,7 @@ class Channel:
                     self.refuse({other: text, self._rank: mine})
 
     def _read_left(self) -> None:
-        """Take note of the ranks that left a schedule, also in runs that come later here."""
-        for number, rank, (k, reduced), text in self._log.unread() if self._log else ():
+        """Note the ranks that left a schedule, including runs that this rank has not begun yet."""
+        new = self._log.unread() if self._log else ()
+        for number, rank, (k, reduced), text in new:
             self._left.setdefault(number, {})[rank] = (k, reduced), text

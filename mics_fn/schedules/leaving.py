@@ -17,7 +17,7 @@ from mics_fn.schedules.stalled import Stuck
 from mics_fn.schedules.telling import Job
 from mics_fn.store import later
 
-LEFT = "left its groups by an error"  # of which it has told the others itself
+LEFT = "left its groups by an error"  # an error that it has already told the others
 _RESET = "called reset"
 
 
@@ -33,7 +33,7 @@ class Departures:
         self._job, self._size = job, size
         self._key = f"{job.key}/gone"
         self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # what others wrote, by rank
-        self._tidy: Callable[[], None] = _nothing
+        self._tidy: Callable[[], None] = lambda: None
         self.kept = ""  # a key that outlives the groups
         self._any = self._left = False  # whether any rank has left, and whether this one has
 
@@ -110,7 +110,3 @@ class Departures:
             how, issued = json.loads(store.get(key))
             self._notes[rank] = how, issued
         return self._notes[rank]
-
-
-def _nothing() -> None:
-    pass

@@ -51,7 +51,7 @@ class Run:
         self._backwards: list[int] = []  # how many events came before each backward pass
         self._reduced: list[int] = []  # buckets whose reductions have started, over all passes
         # Of each use that fetches: its number, and how many reductions have started before it.
-        self._before: list[tuple[int, int]] = []
+        self.before: list[tuple[int, int]] = []
         self.slack = 0  # a reduction waits at most for the one so many places before it
         self.live: dict[int, None] = {}  # least recently used first
         self.live_bytes = self.peak_bytes = 0
@@ -128,7 +128,7 @@ class Run:
         """A bucket's reduction is about to start; see [Note: reductions between fetches]."""
         n = len(self._reduced)
         self._reduced.append(index)
-        known, at = self.learned.before or (), len(self._before)
+        known, at = self.learned.before or (), len(self.before)
         if self.following and not self.ended and at < len(known):
             k, most = known[at]
             text = self._reduction_text(k, n)
@@ -137,8 +137,8 @@ class Run:
 
     def _fetch_is_near(self, k: int) -> bool:
         """Whether about as many reductions have come before these fetches as on other ranks."""
-        known, at, now = self.learned.before, len(self._before), (k, len(self._reduced))
-        self._before.append(now)
+        known, at, now = self.learned.before, len(self.before), (k, len(self._reduced))
+        self.before.append(now)
         if known is None:
             self._compare_reductions(k)
             return True
@@ -158,7 +158,7 @@ class Run:
 
     def _fetch_text(self, k: int) -> str:
         """Use k, which fetches, as text with the reductions that have started before it."""
-        n = dict(self._before).get(k, len(self._reduced))
+        n = dict(self.before).get(k, len(self._reduced))
         last = f", the last of {self.name(self._reduced[n - 1])}" if n else ""
         return f"{self.use_text(k)}; reductions before it: {n}{last}"
 
@@ -297,7 +297,7 @@ class Run:
     def look(self) -> None:
         """Look for what other ranks told, at most once per second; `keep_all` never needs to.
 
-        Whether one has failed this rank knows by itself.
+        Whether a rank has failed is known here without a message.
         """
         self._channel.check()
         if not self.policy.at_once:

@@ -18,7 +18,7 @@ def settle(learned: Learned, policy: OnDemand, sizes: Sequence[int], channel: Ch
     if last.following:
         learned.passes = learned.passes or last.passes or None
         learned.since = last.number if learned.before is None else learned.since
-        learned.before = tuple(last._before)
+        learned.before = tuple(last.before)
         return
     channel.forget(f"{learned.since}/{k}" for k, _ in learned.before or ())
     learned.before = None

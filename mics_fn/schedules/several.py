@@ -16,18 +16,13 @@ class Channels(Channel):
         self._parts = parts
         self._widest = max(parts, key=lambda part: part.job_size)
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank in any of the partition groups."""
-        return all(part.alone for part in self._parts)
-
     def begin_run(self, progress: Progress, number: int | None = None) -> int:
         """Begin a run with the same number in every group."""
         number = number or 1 + max(part.runs for part in self._parts)
         return max(part.begin_run(progress, number) for part in self._parts)
 
     def remember(self, learned: Learned) -> None:
-        """Note it in every group."""
+        """Note in every group what a run begins with."""
         self._in_each(lambda part: part.remember(learned))
 
     def compare(self, text: str) -> None:

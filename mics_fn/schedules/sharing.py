@@ -21,11 +21,11 @@ class Offsets(NamedTuple):
 def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable]) -> Offsets:
     """Choose where each fetch of a schedule lies, beside those that are live at the same time.
 
-    One after the other takes the lowest place that is free as long as its bucket is live: the
-    largest first. While some end above the most bytes that are live at once, a local search tries
-    other orders, the same ones each time. It takes no more than is live at once if all buckets have
-    one size, or all are live then. Of other plans few take more, as one piece of memory cannot
-    always do.
+    Fetches choose in turn, the largest first. Each takes the lowest place that is free for as long
+    as its bucket is live. While some end above the most bytes that are live at once, a local search
+    tries other orders, the same ones each time. The result takes no more than is live at once if
+    all buckets have one size, or if all are live at once. Few other plans take more; for some no
+    arrangement reaches the peak.
 
     If the sizes are multiples of some number of bytes, so are all places.
 

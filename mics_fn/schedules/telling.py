@@ -5,7 +5,7 @@ wait for these sooner or later. A rank that cannot go on writes its error as the
 groups, which are finished then. But ranks that compare something by collectives raise together, and
 may go on if their program catches the error. If they are only a part of the groups, they tell the
 others what they refused, and withdraw it with their next call. Until then the others raise it when
-they look, but for those that refuse something themselves at that time.
+they look, except those that refuse something themselves at that time.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,8 @@ class Job:
         self.store, self.key, self.rank = store, key, rank
         self.news = None if store is None else News(store)
         self.calls: list[Any] = []  # the `Calls` of each communicator that this rank is in
-        # Whether this rank raised an error with some others, and no call since; or one of its own.
+        # `refusing`: this rank raised an error together with others, and has made no call since.
+        # `raised`: the same, or an error of its own.
         self.refusing = self.raised = False
         self.withdraw: Callable[[], None] = lambda: None  # what it told of an error of its own
         # Raises if a rank has failed without which a wait cannot end, and notes why groups failed;
