@@ -65,11 +65,13 @@ on hop 1 alone at + 0.02 %. A run beside float32 (the mean over ranks, `--partit
 for codes in gathers and hop 1): `python -m mics_fn demo --precision "hop2=int4[64]" --lr 3e-4`.
 
 Start reading at `pending.py`, with its two notes, then `hierarchical.py`, and `levels.py`, the only
-file that calls what moves data; `means.py` has the arithmetic, `agreement.py` what ranks compare,
-`coded.py` sends codes, `derivatives.py` says where a verb must refuse a derivative, and
-`sources.py` which memory must not be overwritten yet. `tasks.py` is for what a rank does by itself
-before it sends, and `parts.py` for long work that all ranks leave if one of them fails. `own.py`
-runs collectives of a user's own on `Groups.communicators`:
+file that calls what moves data; `replicated.py` has hop 2, `means.py` the arithmetic of means, and
+`agreement.py` what ranks compare. `codec.py` makes codes, with `pieces.py` on the CPU and
+`fused.py` on CUDA; `wire.py` says where they travel, and `coded.py` and `coded_gather.py` send
+them. `derivatives.py` says where a verb must refuse a derivative, and `sources.py` which memory
+must not be overwritten yet. `tasks.py` is for what a rank does by itself before it sends, and
+`parts.py` for long work that all ranks leave if one of them fails. `own.py` runs collectives of a
+user's own on `Groups.communicators`:
 
   >>> for name, comm in groups.communicators.items():
   ...     print(name, comm.ranks, all_gather(comm, torch.ones(1)).shape)

@@ -35,7 +35,7 @@ def agree(
       groups: their ranks must agree; for a `Hierarchy`, those of the partition group.
       what: the verb and the tree, for errors.
       facts: one pair per leaf, in tree order.
-      fixes: what to do where ranks differ in something else than a leaf, by its name.
+      fixes: what to do if ranks differ in something other than a leaf, by the name of that.
 
     Raises:
       DesyncError: on every rank, naming ranks and the first path at which they differ; on ranks of

@@ -1,7 +1,8 @@
-"""Collectives of one's own on the communicators of groups, with all that those here have.
+"""Collectives of a user's own on the communicators of groups, as safe as those of this library.
 
-That is: bounded waits, in which Ctrl-C works; a failed rank is named; ranks compare the name and
-the size of a call before it moves data; its place in the order of its communicator, and its stream.
+Waits for them are bounded, and Ctrl-C works there. A rank that fails is named. Ranks compare the
+name and the size of a call before it moves data. It has its place in the order of its communicator,
+and runs on its stream.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -73,7 +73,7 @@ class Parts:
                 watch.tell()
 
     def end(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for watch in self._watches:
             watch.end()
 
@@ -88,7 +88,7 @@ class _Left(MicsError):
 
 
 class _Watch:
-    """Tells the ranks of one `Life` that this one has failed, and hears it of the others."""
+    """Tells the ranks of one `Life` that this one has failed, and hears whether others have."""
 
     def __init__(self, parts: Parts, life: Life) -> None:
         self._parts, self._life = parts, life

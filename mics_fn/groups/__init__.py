@@ -70,14 +70,16 @@ says over how many ranks of it parameters and gradients stay sharded; see `place
 
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
 `communicator.py`, `life.py` and `buffers.py` are the values; `peers.py`, `signs.py`, `clerk.py`,
-`monitor.py` and `uncaught.py` are about ranks that fail, `resetting.py`, `again.py` and
-`returning.py` about those that go on or come back, `rounds.py` with `deciding.py` and
-`choosing.py` about replicas that go on without others, `stopping.py` and `launcher.py` about how
-jobs end; `make.py` makes groups, with `distributed.py` (device and backend), `devices.py` (which
-GPU), `environment.py` (launchers), `rendezvous.py` (ranks meet before any group exists) and
-`facts.py` (what they compare). To add a launcher, add a row to `_MPI` in `environment.py`, or a
-reader beside `_slurm`, and its cases to `tests/groups/test_launcher.py`. To add a placement, add a
-row to `PLACEMENTS` in `placement.py`, and its formula to `tests/deferred/test_placement.py`.
+`monitor.py`, `telling.py` and `uncaught.py` are about ranks that fail, `resetting.py`, `again.py`,
+`retiring.py` and `returning.py` about those that go on or come back, `rounds.py` with `deciding.py`
+and `choosing.py` about replicas that go on without others, `stopping.py` and `launcher.py` about
+how jobs end, `turns.py` and `forks.py` about threads and processes that must not use groups.
+`make.py` makes groups, with `distributed.py` (device and backend), `devices.py` (which GPU),
+`environment.py` (launchers), `rendezvous.py` (ranks meet before any group exists), `facts.py` (what
+they compare) and `sizes.py` (errors of sizes that do not fit). To add a launcher, add a row to
+`_MPI` in `environment.py`, or a reader beside `_slurm`, and its cases to
+`tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,
+and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement

@@ -30,7 +30,7 @@ class Again:
       like: a maker of such groups.
       plan: theirs.
       create: makes groups of a plan.
-      first: the key of the first groups of all, which one that comes back knows, too.
+      first: the key of the first of all these groups, which a rank that comes back also knows.
     """
 
     like: Maker

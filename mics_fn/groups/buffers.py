@@ -83,7 +83,7 @@ class Buffers:
         return raw
 
     def _pop(self, at: int) -> Tensor:
-        """Take the free buffer that waits longest, of the size at this place."""
+        """Take the free buffer, of the size at this place, that was given back first."""
         size = self._sizes[at]
         raw, event = self._free[size].popleft()
         if not self._free[size]:
@@ -141,7 +141,7 @@ class Buffers:
 
 
 def _follow(stream: torch.Stream | None, device: torch.device) -> None:
-    """Before memory goes back to the stream it was made on: that waits for the current one."""
+    """Let the stream on which memory was made wait for the current one, before it goes back."""
     if stream is not None and stream != (current := _device.current_stream(device)):
         stream.wait_stream(current)
 
@@ -149,8 +149,8 @@ def _follow(stream: torch.Stream | None, device: torch.device) -> None:
 class Arena:
     """The memory of one run: a buffer of a pool, in which a plan says where each tensor lies.
 
-    It is taken with the first tensor and given back with the last one, so that runs which take
-    turns have the same, and those at one time each their own. What has no place in the plan lies in
+    It is taken with the first tensor and given back with the last one, so that runs that take turns
+    share one buffer, and runs at the same time have one each. What has no place in the plan lies in
     the first gap that is large enough, or in a buffer of its own. On an accelerator the taker of a
     part waits, on its stream, for the work that was queued when what lay there was given back.
 

@@ -116,7 +116,7 @@ class Clerk:
 
 
 def _connected(store: Any) -> Any:
-    """Another connection to the same store; the store itself where there is no such thing."""
+    """Another connection to the same store; the store itself if it cannot be cloned."""
     try:
         return store.clone()
     except (AttributeError, NotImplementedError):

@@ -50,7 +50,8 @@ class Decider:
     last: str
     _looked_s: float = -1.0
     _said: bool = False
-    _beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # and since when
+    # The last sign of life of each rank, and when it was first seen.
+    _beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
 
     def __call__(self, idle_s: float) -> None:
         """Look, a few times per second; called with the seconds waited so far.
@@ -183,7 +184,7 @@ def going_on(ranks: Sequence[int], plan: Plan, far: Mapping[int, Far]) -> list[i
 
 
 def void(store: Any, key: str, rank: int) -> None:
-    """Let those hear that make groups of this round that a rank will not make its own."""
+    """Tell the ranks that make groups of this round that one of them will not make its own."""
     text = f"rank {rank} could not make its groups"
     later(store, "compare_set", f"{groups_of(key)}/not made", "", text)
 

@@ -89,7 +89,7 @@ def spot_of(device: torch.device, *, alone: bool) -> Spot:
 
     Args:
       device: its device.
-      alone: whether the other ranks must use others, which only gloo does not ask for.
+      alone: whether the other ranks must use other devices, as every backend but gloo requires.
     """
     host, unit = socket.gethostname(), ""
     if _device.is_async(device) and alone:

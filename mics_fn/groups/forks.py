@@ -1,4 +1,4 @@
-"""What a process may do that is forked from a rank, as the workers of a loader are.
+"""What a process that was forked from a rank may do, such as a worker of a loader.
 
 [Note: forks] A process that is forked from a rank has its connections, but none of the threads that
 serve them, and what it sent to the store would be taken for words of the rank. So at a fork all

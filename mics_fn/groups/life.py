@@ -54,12 +54,12 @@ class Life:
     processes: Mapping[int, str] = field(default_factory=dict)  # by rank, if the ranks compared it
     failed: str | None = None  # why they are finished; see [Note: failed groups]
     owned: list[dist.ProcessGroup] = field(default_factory=list)  # in the order of creation
-    # What lets go of all other references to them that are kept.
+    # Calls that drop all other references to them.
     forgets: list[Callable[[], None]] = field(default_factory=list)
     active: list[Any] = field(default_factory=list)  # `Pending`s in flight, oldest first
     step: int | None = None  # the optimizer step under way, for errors
     call: Any = None  # the last call, as `Calls` describes it
-    _failed_s: float = 0.0  # since a rank failed, on an accelerator
+    _failed_s: float = 0.0  # seconds since a rank failed; counted only on an accelerator
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, Failure] = field(default_factory=dict)
     told: Failure | None = None  # what this rank said of itself last
@@ -69,8 +69,8 @@ class Life:
     look: Callable[[Sequence[Stuck], Mapping[str, int]], None] = lambda stuck, issued: None
     moved: Callable[[], None] = lambda: None
     job: Job = field(default_factory=Job)
-    # Of the monitor: say a failure, make one final (False if it was withdrawn), withdraw that of
-    # this rank (False if another one has given up), look at once.
+    # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
+    # this rank (False if another rank has given up because of it); look at once.
     report: Callable[[Failure], None] = lambda failure: None
     settle: Callable[[Failure], bool] = lambda failure: True
     retract: Callable[[], bool] = lambda: True
@@ -79,7 +79,7 @@ class Life:
     depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
     again: Any = None  # makes groups like these; see `again`
     turns: Turns = field(default_factory=Turns)
-    # `StopRequest`s: told by the monitor at each tick its store, and whether there is news in it.
+    # Called by the monitor at each tick, with its store and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
     saves: int = 0  # number of checkpoints that were begun on these groups

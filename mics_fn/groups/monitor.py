@@ -56,8 +56,8 @@ class Monitor:
         self._own = Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
         self._errand: Errand | None = None  # the tick that the clerk is at
-        self._waited_s = 0.0  # for it
-        self._said = 0.0  # when this rank has said that it failed
+        self._waited_s = 0.0  # how long it has been at it
+        self._said = 0.0  # when this rank last said that it failed
         self._again = False  # whether the journals are to be read, whatever the news
 
     # What groups call.
@@ -110,7 +110,7 @@ class Monitor:
         return self._peers.gone(ranks)
 
     def name(self, life: Life, key: str, processes: Mapping[int, str] | None = None) -> None:
-        """Give groups the key that all ranks agreed on; with their processes, where known."""
+        """Give groups the key that all ranks agreed on, and their processes if these are known."""
         if processes is not None:  # they have met again, whatever was known of them before
             gone = self._peers.gone_of(processes)
             life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
@@ -121,7 +121,7 @@ class Monitor:
         self._wake.ring()
 
     def leave(self, life: Life) -> None:
-        """Watch no more for these groups, which this rank has closed."""
+        """Stop watching for these groups, which this rank has closed."""
         if self._lives.pop(life, None) is None or self._lives:
             return
         self._stop.set()
@@ -157,7 +157,7 @@ class Monitor:
         return True
 
     def _settle(self, life: Life, failure: Failure) -> bool:
-        """Whether a failure is final now."""
+        """Make a failure final; returns False if it was withdrawn before."""
         journal = self._lives.get(life)
         if journal is None:
             return True
@@ -312,7 +312,7 @@ monitor = Monitor()  # of this process
 
 
 def _forget() -> None:
-    """In a forked child there are no threads, and the groups are those of the parent."""
+    """Begin anew in a forked child, which has no threads; the groups are those of its parent."""
     monitor.__init__()
 
 

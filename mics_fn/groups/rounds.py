@@ -68,9 +68,8 @@ class Rounds:
         self._stop: StopRequest | None = None
         self._from = 0  # the number of calls before the first step of this round
         self._asked = False
-        self._look = (
-            True  # whether to look for waiting ranks although there is no news, as at first
-        )
+        # Whether to look for ranks that wait although there is no news of them, as at first.
+        self._look = True
         self._at_exit: Callable[[], None] = quiet  # tells those that wait that all is done
 
     def __call__(

@@ -80,7 +80,7 @@ class Near:
         self._others: dict[int, Process] = {}
 
     def add(self, rank: int, process: Process) -> None:
-        """Watch the process of a rank, in the place of one that it had before."""
+        """Watch the process of a rank, instead of the one that it had before."""
         self._others.pop(rank, None)
         if self._poll is not None and rank in self._files:
             with suppress(KeyError):
@@ -159,7 +159,7 @@ class Peer:
         return found
 
     def parts(self, beat: str) -> None:
-        """Take note of the last that it wrote, once its process has ended."""
+        """Take note of what it wrote last, once its process has ended."""
         if name_in(beat) == self.name:
             self.parked = beat.split(" ", 2)[1] == PARKED
 

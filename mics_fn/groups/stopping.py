@@ -35,7 +35,7 @@ class StopRequest:
     Args:
       groups: their ranks stop together.
       signals: those that ask to stop; SIGTERM and SIGUSR1 by default. Outside of the main thread
-        pass none. Their handlers of before are back after the block.
+        pass none. After the block, their previous handlers are back.
 
     Communication: none in a step, until some rank is asked to stop. Then each rank writes a few
       bytes to the store, and reads those of the others.
@@ -89,7 +89,7 @@ class StopRequest:
           ended: the number of the step that has ended, from 1; None counts the calls.
 
         Returns:
-          True on all ranks after the same step, and from then on; `stopping` says it, too.
+          True on all ranks after the same step, and from then on; `stopping` says the same.
 
         Communication: none until some rank is asked to stop; then once, through the store.
 

@@ -42,7 +42,7 @@ def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> No
 
 @contextmanager
 def errors_told(kind: type[Exception]) -> Iterator[None]:
-    """A block of which the other ranks hear errors of a kind, also if the program catches them."""
+    """A block of whose errors of a kind the other ranks hear, even if the program catches them."""
     try:
         yield
     except kind as error:
@@ -54,7 +54,7 @@ def withdraw_all(goes_on: Life | None = None) -> None:
     """Withdraw what `tell_all` told, as this rank goes on.
 
     Args:
-      goes_on: of the groups that it calls on next; None if it calls on none.
+      goes_on: the life of the groups on which it makes its next call; None if there are none.
 
     Raises:
       PeerFailed: another rank of these groups has given up because of it.

@@ -1,6 +1,6 @@
 """`Turns`: which thread uses the communicators of some groups.
 
-[Note: one thread at a time] A second thread that used communicators while a first one is at them
+[Note: one thread at a time] A second thread that used communicators while a first one uses them
 would issue collectives in between, in an order that other ranks do not have. It is refused. But
 threads may take turns, as those do in which autograd runs backward on an accelerator, while the
 first one waits for them. So a whole step keeps others from steps of their own, and only what issues

@@ -83,7 +83,7 @@ class Calls:
         self._owed = 0  # those of them that are still to be compared
         self._quiet = 0  # calls in a row about which nothing was sent
         self._due = -1  # the call, still to be made, at which another rank left its habit
-        self._heard = deque[int](maxlen=8)  # the last calls at which ranks left, this one perhaps
+        self._heard = deque[int](maxlen=8)  # the last calls at which some rank left
         self._left = ""  # what this rank has read last of a rank that left its habit
         self._written = deque[tuple[int, str]]()
         if self._store is not None:

@@ -71,7 +71,7 @@ class Progress(Protocol):
 
 
 class Channel:
-    """Messages between the ranks of a partition group; without a store, that of a single rank.
+    """Messages between the ranks of a partition group; without a store, of a single rank.
 
     Args:
       store: shared by all ranks.

@@ -22,7 +22,7 @@ _RESET = "called reset"
 
 
 class Departures:
-    """See [Note: ranks that have left].
+    """Which ranks have left their groups; see [Note: ranks that have left].
 
     Args:
       job: what all ranks of the groups tell each other.

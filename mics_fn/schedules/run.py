@@ -125,7 +125,7 @@ class Run:
         self.events.append(Action("reduce", (index,)))
 
     def reduce(self, index: int) -> None:
-        """A bucket's reduction is about to start; see [Note: reductions between fetches]."""
+        """Note that a bucket's reduction starts next; see [Note: reductions between fetches]."""
         n = len(self._reduced)
         self._reduced.append(index)
         known, at = self.learned.before or (), len(self.before)

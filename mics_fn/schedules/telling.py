@@ -32,12 +32,13 @@ class Job:
         # `refusing`: this rank raised an error together with others, and has made no call since.
         # `raised`: the same, or an error of its own.
         self.refusing = self.raised = False
-        self.withdraw: Callable[[], None] = lambda: None  # what it told of an error of its own
+        self.withdraw: Callable[[], None] = lambda: None  # takes back an error of its own
         # Raises if a rank has failed without which a wait cannot end, and notes why groups failed;
         # both of the groups' `Life`.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
         self.fail: Callable[[BaseException], None] = lambda error: None
-        # `Departures.closed` and `check`: of ranks that closed groups without a part in a call.
+        # `Departures.closed` and `Departures.check`, about ranks that closed their groups without
+        # their part in a call.
         self.gone: Callable[[Any], Exception | None] = lambda call: None
         self.await_call: Callable[[Any], None] = lambda call: None
         # What to raise instead, if some rank has failed and that was the cause.
