@@ -129,8 +129,8 @@ def test_another_process_of_a_rank_is_told() -> None:
     peers, own = Peers(), Process("elsewhere", 1, "1")
     peer, before = peers.hear(2, "1 open host 10 5", own, 0.25)
     assert (before, peer.name, peers.gone([2])) == ("", "host 10 5", [])
-    assert peer.goes()
-    assert not peer.goes()
+    assert peer.mark_gone()
+    assert not peer.mark_gone()
     assert peers.gone([1, 2]) == [2]
     assert peers.hear(2, "2 open host 10 5", own, 0.25)[1] == ""  # it was late
     assert peers.hear(2, "1 open host 11 6", own, 0.25)[1] == "host 10 5"
