@@ -16,7 +16,7 @@ from mics_fn.checkpoint.layout import (
     places_in_bytes,
     within,
 )
-from mics_fn.collectives import checksum
+from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init import DTYPES
@@ -42,6 +42,29 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
+class Held:
+    """A leaf on a line, as this rank holds it; see [Note: other codes] in `converting`.
+
+    Args:
+      name: its path.
+      image: which replica's it is, as the names in a checkpoint end; "" for the first one.
+      data: this rank's piece, values or a `Coded`; None for a leaf of another replica.
+      origin: which element of the flattened leaf it begins with.
+      shape: of the leaf, in full.
+      codec: of the codes that it is kept as; None for values.
+      parts: the names of what it is saved as.
+    """
+
+    name: str
+    image: str
+    data: Tensor | None
+    origin: int
+    shape: tuple[int, ...]
+    codec: Codec | None
+    parts: list[str]
+
+
+@dataclass(frozen=True, eq=False)
 class Contents:
     """A state as a checkpoint has it.
 
@@ -53,6 +76,7 @@ class Contents:
       held: what this rank has of the tensors in `cut`, by name.
       values: numbers and texts, by name.
       ties: the name of the tensor that another name means.
+      leaves: those that lie on lines; while replicas are apart once for each replica.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -63,6 +87,7 @@ class Contents:
     values: dict[str, Any] = field(default_factory=dict)
     homes: list[Groups] = field(default_factory=list)  # of the lines, by number
     ties: dict[str, str] = field(default_factory=dict)
+    leaves: list[Held] = field(default_factory=list)
 
     def facts(self) -> list[tuple[str, str]]:
         """What must be equal on all ranks, as pairs for `agree`."""
@@ -139,15 +164,26 @@ def parts_of(name: str, data: Any, leaf: Any) -> list[Part]:
     Codes are saved as they are kept, under names that say which they are, so that no state takes
     them for codes of another kind. Their blocks do not depend on the ranks that hold them.
     """
-    codec = leaf.bucket.codes
-    if codec is None or not is_coded(data):
+    codec = codec_of(leaf)
+    if codec is None:
         return [Part(name, data, leaf.shape)]
     codes, scales = data.part_codes()
+    first, second = names_of_codes(name, codec)
     blocks, nbytes = -(-leaf.bucket.numels[leaf.slot] // codec.block), data.codes.elements.shape[1]
     return [
-        Part(f"{name} as {codec}", codes, (blocks * nbytes,), (nbytes, codec.block)),
-        Part(f"{name} as {codec}, scales", scales, (blocks,), (1, codec.block)),
+        Part(first, codes, (blocks * nbytes,), (nbytes, codec.block)),
+        Part(second, scales, (blocks,), (1, codec.block)),
     ]
+
+
+def names_of_codes(name: str, codec: Codec, image: str = "") -> tuple[str, str]:
+    """The names of the codes and the scales of a leaf; `image` tells of which replica."""
+    return f"{name} as {codec}{image}", f"{name} as {codec}, scales{image}"
+
+
+def codec_of(leaf: Any) -> Any:
+    """The codes that a leaf of a bucket is kept as; None for values."""
+    return leaf.bucket.codes if is_coded(leaf.data) else None
 
 
 class _Reader:
@@ -199,14 +235,20 @@ class _Reader:
             raise PlanError(message(f"{text}; its groups have {route.size} ranks", fix=fix))
         images = home.num_replicas if self.apart else 1
         image = home.replicas.rank if self.apart else 0
-        for part in parts_of(name, data, leaf):
-            number, length = self._line(bucket, home, part), part.of(bucket.numel)
-            for i in range(images):
-                own = part.name if i == 0 else f"{part.name} of replica {i}"
+        parts = parts_of(name, data, leaf)
+        for i in range(images):
+            whose = f" of replica {i}" if i else ""
+            for part in parts:
+                number, length = self._line(bucket, home, part), part.of(bucket.numel)
                 offset = i * length + part.of(bucket.offsets[leaf.slot])
+                own = f"{part.name}{whose}"
                 self.found.cut.append(Stored(own, part.data.dtype, part.shape, number, offset))
                 if i == image:
                     self.found.held[own] = Piece(part.data, part.of(piece.origin))
+            mine = data if i == image else None
+            names = [f"{part.name}{whose}" for part in parts]
+            held = Held(name, whose, mine, piece.origin, leaf.shape, codec_of(leaf), names)
+            self.found.leaves.append(held)
 
     def _line(self, bucket: Bucket, home: Groups, part: "Part") -> int:
         """The number of the line that a bucket is; one of codes is a line for each of its parts."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mics_fn.checkpoint.agreeing import EXTRA
 from mics_fn.checkpoint.contents import Contents, Replicas
+from mics_fn.checkpoint.converting import as_saved
 from mics_fn.checkpoint.extras import decoded
 from mics_fn.checkpoint.layout import Stored, covering
 from mics_fn.checkpoint.manifest import Manifest
@@ -41,6 +42,7 @@ class Sources:
 
     def check(self, target: Contents, replicas: Replicas) -> None:
         """Raise CheckpointMismatch unless everything in the target is here, and nothing else."""
+        target, _ = as_saved(target, self.tensors)
         wrong, cells, writers = [], target.cells_of_homes(), self.manifest.writers
         sizes = [[each.partition_size, each.num_replicas] for each in target.homes]
         # Whether this rank has the place of the one that had its number.
@@ -92,6 +94,7 @@ class Sources:
 
     def fill(self, target: Contents) -> Any:
         """Read all that the target has on this rank; returns what this rank gave as extra."""
+        target, conversions = as_saved(target, self.tensors)
         found = list[Wanted]()
         for name, piece in target.held.items():
             found += self._wanted(name, piece.data, piece.origin)
@@ -101,11 +104,20 @@ class Sources:
         if self.manifest.extra == "own":  # on fewer or more ranks that of another one
             own = self.home.position % len(self.manifest.writers)
         with ExitStack() as closing:
-            files = {
-                i: closing.enter_context(self._open(i))
-                for i in sorted({own, *(each.writer for each in found)})
-            }
-            each(lambda want: want.read(files[want.writer]), found, _READERS, "mics_fn load")
+            files = dict[int, Part]()
+
+            def read(wanted: list[Wanted]) -> None:
+                for i in sorted({x.writer for x in wanted}.difference(files)):
+                    files[i] = closing.enter_context(self._open(i))
+                each(lambda want: want.read(files[want.writer]), wanted, _READERS, "mics_fn load")
+
+            read(found)
+            for conversion in conversions:
+                memory = conversion.memory()
+                read([want for name, x, low in memory for want in self._wanted(name, x, low)])
+                conversion.put([x for _, x, _ in memory])
+            if own not in files:
+                files[own] = closing.enter_context(self._open(own))
             return _extra_in(files[own])
 
     def _wanted(self, name: str, x: Tensor, origin: int) -> list["Wanted"]:
