@@ -84,7 +84,7 @@ class Precision:
 
     Codes are sent only between ranks. Derivatives of derivatives, forward-mode tangents, values
     under `vmap`, and what `unshard`, `get`, `checkpoint` and `sync_replicas(exact=True)` send are
-    never coded.
+    never coded; nor are the parameters that `replicas.local_sgd` averages.
 
     Raises:
       PlanError: a dtype is not float32, bfloat16, float16 or float64; an override sets no field, or

@@ -1,5 +1,6 @@
 """The arguments of a `Trainer`, checked before anything trains; parameters become shards."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, tree
-from mics_fn.collectives import SHORT_NAMES
+from mics_fn.collectives import SHORT_NAMES, Wire
 from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, message
 from mics_fn.groups import Groups, placement
 from mics_fn.offload import where_of
@@ -158,6 +159,18 @@ def _check_trained(leaves: Sequence[Any]) -> None:
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         fix = "leave requires_grad=True on some, and out of frozen="
         raise LeafError(message(text, fix=fix))
+
+
+def warn_of_hop2(params: Tree, sync: ReplicaSync) -> None:
+    """Warn if hop 2 is to send codes of gradients, and replicas never send gradients."""
+    leaves = [x for x in tree.flatten(params, is_leaf)[0] if isinstance(x, Sharded)]
+    sent = [x.bucket.hop2 for x in leaves if isinstance(x.bucket.hop2, Wire)]
+    found = dict.fromkeys(f"hop2={wire}" for wire in sent)
+    if found and sync.exact:
+        text = f"Trainer: {' and '.join(found)} of precision= has no effect with {sync.name}"
+        why = "its merges average parameters, which are sent in their own dtype"
+        fix = "leave hop2= out, or merge with diloco(...), which sends differences"
+        warnings.warn(message(text, [why], fix), stacklevel=5)
 
 
 def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:

@@ -2,6 +2,10 @@
 
 Hop 2 in every step needs a fast link between replicas. If there is none, as between regions, each
 replica steps on its own gradients for a while, and then all of them are merged.
+
+What `hop2` of a `Precision` says, such as `hop2=int8`, holds for gradients in `every_step` and for
+the outer gradients of `diloco`. `local_sgd` sends parameters, which are never coded, since rounding
+them would be an error in the model itself: there it has no effect, and `Trainer` warns of it.
 """
 
 from collections.abc import Callable
@@ -49,7 +53,8 @@ def local_sgd(every: int) -> ReplicaSync:
     """Replicas step on their own gradients; every H steps their parameters are averaged.
 
     The state of the optimizer stays with its replica. Between merges parameters differ. To get one
-    model then, average them with `sync_replicas(params, groups)`.
+    model then, average them with `sync_replicas(params, groups, exact=True)`. Parameters are sent in
+    their own dtype, so `hop2` of a `Precision` has no effect.
 
     Args:
       every: H, the number of steps from one average to the next.
@@ -75,7 +80,7 @@ def local_sgd(every: int) -> ReplicaSync:
         # Parameters, unlike differences of them, must be sent in full precision.
         return sync_replicas(_own(params, donate), groups, donate=True, exact=True), outer
 
-    return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge)
+    return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge, exact=True)
 
 
 def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:

@@ -46,6 +46,7 @@ class ReplicaSync:
         hold the same bits.
       facts: those of the outer optimizer, as for a `Transform`.
       reduce: `reduce(grads, outer, groups) -> (grads, outer)`, in place of hop 2; None does hop 2.
+      exact: whether `merge` sends values as they are, so that `hop2` of a `Precision` has no effect.
 
     Example:
       >>> from mics_fn.optim import sgd
@@ -69,6 +70,7 @@ class ReplicaSync:
     merge: Callable[[Tree, Any, Any, bool], tuple[Tree, Any]]
     facts: Callable[[Sequence[str]], Mapping[str, str]] | None = None
     reduce: Callable[[Tree, Any, Any], tuple[Tree, Any]] | None = None
+    exact: bool = False
 
     def groups(self, groups: Any) -> Any:
         """The groups for the steps: one replica's if these do no hop 2, else those given.

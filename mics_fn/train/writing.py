@@ -36,6 +36,7 @@ from mics_fn.optim import (
 )
 from mics_fn.shards import is_given_away
 from mics_fn.train.buffers import Values
+from mics_fn.train.given import warn_of_hop2
 from mics_fn.train.options import compare_options
 from mics_fn.train.syncing import SyncState
 from mics_fn.tree import Tree
@@ -54,6 +55,7 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
 
     Communication: that of `compare_options`, and of the policy that merges replicas.
     """
+    warn_of_hop2(params, trainer.replica_sync)
     params = move(params, trainer.where, device=trainer._home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
     compare_options(trainer, params, trainer.groups, trainer.guard)

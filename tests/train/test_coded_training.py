@@ -1,6 +1,7 @@
 """Training in which parameters and gradients travel as codes."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -142,7 +143,9 @@ def merged(layout, policy):
         "local_sgd": lambda: mf.replicas.local_sgd(2),
         "diloco": lambda: mf.replicas.diloco(2, mf.optim.sgd(0.7)),
     }[policy]()
-    trainer = trainer_of(groups, "hop2=int8[64]", replica_sync=sync)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that local_sgd sends no codes
+        trainer = trainer_of(groups, "hop2=int8[64]", replica_sync=sync)
     for step in range(3):
         trainer.step(batch(step, groups.rank))
     groups.traffic.clear()
@@ -158,6 +161,26 @@ def test_merges_send_parameters_as_they_are_and_differences_as_codes(ranks):
         for params, _ in found[1:]:
             same_bits(params, found[0][0])
     assert 3 * diloco[0][1][1] < local[0][1][1]
+
+
+NO_EFFECT = """
+Trainer: hop2=int8[64] of precision= has no effect with local_sgd(4)
+  its merges average parameters, which are sent in their own dtype
+  fix: leave hop2= out, or merge with diloco(...), which sends differences
+"""
+
+
+def test_codes_that_merges_never_send_are_named():
+    groups, local = mf.make_groups(1), mf.replicas.local_sgd(4)
+    with pytest.warns(UserWarning) as found:
+        trainer_of(groups, "hop2=int8[64]", replica_sync=local)
+    assert [str(each.message) for each in found] == [NO_EFFECT.strip()]
+    assert found[0].filename == __file__
+    # What has an effect, or is a dtype that hop 2 has anyway, says nothing.
+    trainer_of(groups, "hop1=bf16", replica_sync=local)
+    trainer_of(groups, "gather=int8[64]", replica_sync=local)
+    trainer_of(groups, "hop2=int8[64]", replica_sync=mf.replicas.diloco(4))
+    trainer_of(groups, "hop2=int8[64]")
 
 
 # What is never coded, and what is refused.
