@@ -71,7 +71,7 @@ from mics_fn.checkpoint.loading import Loaded, load
 from mics_fn.checkpoint.manifest import Manifest, Writer
 from mics_fn.checkpoint.parts import check_writable
 from mics_fn.checkpoint.pretrained import save_pretrained
-from mics_fn.checkpoint.saving import save, start_save
+from mics_fn.checkpoint.saving import check_folder, save, start_save
 from mics_fn.checkpoint.under_way import PendingSave
 from mics_fn.checkpoint.verifying import Verified, latest, steps, verify
 
@@ -83,6 +83,7 @@ __all__ = [
     "Stored",
     "Verified",
     "Writer",
+    "check_folder",
     "check_writable",
     "latest",
     "load",

@@ -25,7 +25,7 @@ from mics_fn.checkpoint.manifest import Manifest, Writer
 from mics_fn.checkpoint.parts import slice_name
 from mics_fn.checkpoint.together import together
 from mics_fn.collectives import agree
-from mics_fn.errors import CheckpointError, PlanError, disagreement
+from mics_fn.errors import CheckpointError, PlanError, TreeError, disagreement, message
 from mics_fn.groups import Groups
 from mics_fn.tree import Tree
 
@@ -129,6 +129,9 @@ def agree_on(
             options.check()
             settle(folder.path)
             found = contents_of("save", state, groups, options.replicas)
+            if not (found.cut or found.plain):
+                fix = "pass a TrainState, or a tree with shards or tensors"
+                raise TreeError(message("save: the state has no tensor to save", fix=fix))
             text, tensors = encoded(extra, EXTRA)
             extras = {EXTRA: torch.tensor(list(text.encode()), dtype=torch.uint8), **tensors}
             said = [f"step {options.step} in {folder.path}, {options}", _values(found)]

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 from mics_fn import checks, points
@@ -10,8 +11,10 @@ from mics_fn.checkpoint.contents import Replicas
 from mics_fn.checkpoint.directory import Commit, Folder, Overwrite
 from mics_fn.checkpoint.parts import Record, cannot_write, write_part
 from mics_fn.checkpoint.snapshot import Snapshot
+from mics_fn.checkpoint.together import together
 from mics_fn.checkpoint.under_way import PendingSave, settle
-from mics_fn.errors import TreeError, message
+from mics_fn.errors import CheckpointWriteError, TreeError, message
+from mics_fn.groups import Groups
 from mics_fn.shards import refuse_derivative, require_groups
 from mics_fn.tree import Tree
 
@@ -61,7 +64,7 @@ def save(
       CheckpointExists: the step would not be the newest, or another job saves there.
       CheckpointWriteError: some rank cannot write; on all of them. Nothing has changed.
       DesyncError: ranks save other steps or states.
-      PlanError, LeafError: the state cannot be saved like this.
+      PlanError, LeafError, TreeError: the state cannot be saved like this, or has no tensor.
 
     Example:
       >>> import tempfile
@@ -149,6 +152,31 @@ def start_save(
     if failed is not None and not isinstance(failed, Exception):
         raise failed  # Ctrl-C; the other ranks hear of it
     return pending
+
+
+def check_folder(path: str | os.PathLike[str], home: Groups) -> None:
+    """Make a folder for checkpoints if it is missing, and try whether every rank can write there.
+
+    Args:
+      path: the folder that steps will be saved in.
+      home: the groups whose ranks will save.
+
+    Communication: two small all-gathers over the partition group and the replication group.
+
+    Raises:
+      CheckpointWriteError: some rank cannot; on all of them.
+    """
+    folder = Folder(path).path
+    with together(home):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or f"{error}"
+            text = f"Checkpoints: {folder} cannot be written"
+            fix = "pass a folder that all ranks share and may write to"
+            raise CheckpointWriteError(message(text, [why], fix), str(folder)) from error
 
 
 def _begun(verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options) -> Agreed:

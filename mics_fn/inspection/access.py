@@ -11,7 +11,7 @@ from mics_fn.collectives import checksum, start_all_gather
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, require_replicas
 from mics_fn.inspection.paths import Leaves, leaves_of
-from mics_fn.offload import laid_like
+from mics_fn.offload import is_coded, laid_like
 from mics_fn.optim import replaced
 from mics_fn.shards import (
     Bucket,
@@ -110,7 +110,8 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
 
     Raises:
       LeafError: the value has another shape, its numbers do not fit the leaf's dtype (fractions for
-        integers, numbers out of range), or the leaf holds no data.
+        integers, numbers out of range, True for a number) or its codes (what is not finite, or is
+        negative in a second moment), or the leaf holds no data.
       DesyncError: the ranks give different values or paths, or another rank has such an error.
       GroupsError: a hierarchy was given, which does not reach the replicas.
       TreeError, PlanError, DonatedError: as `get`.
@@ -192,6 +193,9 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     """The value that the full leaf will have: a tensor of its shape and dtype, or a number."""
     held = leaf.data if is_leaf(leaf) else leaf
     is_number = isinstance(value, int | float)
+    if isinstance(value, bool) and isinstance(held, Tensor) and held.dtype != torch.bool:
+        text = f"{where}: the value is {value}, and the leaf has dtype {dtype_name(held.dtype)}"
+        raise LeafError(message(text, fix=f"pass {int(value)} to fill the leaf with that number"))
     if isinstance(held, int | float) and is_number:
         if not isinstance(value, (int, float) if type(held) is float else type(held)):
             raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
@@ -212,12 +216,25 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     moved = value.detach().to(held.device)
     if has_codes(held):
         check_finite(where, leaf.bucket.codes, moved)
+    elif is_coded(held):
+        _check_moment(where, held, moved)
     cast = moved.to(held.dtype) if torch.can_cast(moved.dtype, held.dtype) else None
     if cast is None or not _survives(moved, cast):
         lines = [f"expected {dtype_name(held.dtype)}", f"got {dtype_name(value.dtype)}"]
         fix = "pass values that the leaf's dtype can hold"
         raise LeafError(message(f"{where}: the value does not fit its dtype", lines, fix))
     return cast
+
+
+def _check_moment(where: str, held: Any, values: Tensor) -> None:
+    """Raise LeafError if the codes of a moment cannot hold these values: its block would be NaN."""
+    codec, root = held.codes.codec, held.codes.root
+    good = values.isfinite() & (values >= 0) if root else values.isfinite()
+    if not bool(good.all()):
+        what = "negative or not finite" if root else "not finite"
+        fix = "pass finite numbers of at least 0" if root else "pass finite numbers"
+        text = f"{where} has a value that is {what}, which state={codec} cannot hold"
+        raise LeafError(message(text, fix=fix))
 
 
 def _number(where: str, value: int | float) -> Tensor:

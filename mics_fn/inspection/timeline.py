@@ -89,15 +89,17 @@ class Timeline:
 
         Raises:
           ImportError: matplotlib is not installed.
-          PlanError: `path` is not that of a file.
+          PlanError: `path` is not that of an image in a folder that exists.
         """
         if path is not None:
             checks.path("Timeline.picture", "path", path)
         try:
-            from mics_fn.inspection.picture import draw
+            from mics_fn.inspection.picture import check_file, draw
         except ImportError as error:
             text, fix = "Timeline.picture: it draws with matplotlib", "pip install matplotlib"
             raise ImportError(message(text, [str(error)], fix)) from error
+        if path is not None:
+            check_file("Timeline.picture", path)
         return draw(self, path)
 
     def __str__(self) -> str:

@@ -166,7 +166,7 @@ class Cluster:
         self._check_open()
         self._machines.kill(range(self.size))
         self._busy.clear()
-        self._begin()
+        self.begin()
         print("all ranks are new: what cells had defined is gone, so run those cells again")
 
     def stop(self) -> None:
@@ -207,8 +207,8 @@ class Cluster:
 
     # How ranks begin
 
-    def _begin(self, timeout_s: float = 60.0) -> None:
-        """Start all ranks, and torch.distributed on them, in a new store.
+    def begin(self, timeout_s: float = 60.0) -> None:
+        """Start all ranks, and torch.distributed on them, in a new store; `start` calls it.
 
         Args:
           timeout_s: for all of it.

@@ -72,6 +72,7 @@ def start(
     """
     each = _ranks_here() if n is None else n
     checks.number("notebook.start", "timeout_s", timeout_s, above=0)
+    _check_kinds(device, listen, topology)
     _check_sizes(each, hosts, listen, nodes, topology)
     if partition_size is not None:  # as each rank would find, but at once
         plan_groups(topology or Topology.of(each * hosts), partition_size)
@@ -93,7 +94,7 @@ def start(
         told = partial(_places, each, hosts, node_size, listen, json.dumps(options))
         client = client_of(file)
         cluster = Cluster(each * hosts, machines, client, connection, told, folder)
-        cluster._begin(deadline - time.monotonic())
+        cluster.begin(deadline - time.monotonic())
     except BaseException:
         (cluster or machines).stop()
         raise
@@ -114,11 +115,28 @@ def _ranks_here() -> int:
     return count or RANKS_ON_CPU
 
 
+def _check_kinds(device: Any, listen: Any, topology: Any) -> None:
+    """Raise PlanError unless these are what they should be; ranks would find it much later."""
+    verb, fix = "notebook.start", "pass mf.groups.Topology(sizes, names), or nodes="
+    checks.instance(verb, "topology", topology, Topology | None, "a Topology", fix)
+    fix = "pass an address of this machine, such as '10.0.0.1'"
+    if not isinstance(listen, str) or not listen.strip():
+        checks.refuse(verb, "listen", listen, "an address", fix)
+    fix = "pass 'auto', 'cpu', or the kind of this machine's accelerators"
+    checks.instance(verb, "device", device, str, "the name of a device", fix)
+    try:
+        if device != "auto":
+            torch.device(device)
+    except RuntimeError:
+        text = f"{verb}: device={device!r}, which torch does not know"
+        raise PlanError(message(text, fix=fix)) from None
+
+
 def _check_sizes(each: int, hosts: int, listen: str, nodes: int | None, topology: Any) -> None:
     """Raise PlanError for numbers that do not fit together."""
-    for name, value in (("n", each), ("hosts", hosts), ("nodes", nodes or 1)):
-        if type(value) is not int or value < 1:
-            raise PlanError(message(f"notebook.start: {name}={value!r}", fix="give 1 or more"))
+    for name, value in (("n", each), ("hosts", hosts), ("nodes", nodes)):
+        optional = name == "nodes"
+        checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
     if nodes is not None and topology is not None:
         fix = "pass one of them"
         raise PlanError(message("notebook.start: nodes= and topology= are both given", fix=fix))

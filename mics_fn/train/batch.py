@@ -1,9 +1,13 @@
 """Batches: moved to the device, cut into micro-batches, counted."""
 
+from collections.abc import Iterator
+from functools import partial
+from inspect import isroutine
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from mics_fn.errors import TreeError, message
 from mics_fn.shards import PLAIN, leaves_of, map_contents
@@ -15,12 +19,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device.
 
     Raises:
-      TreeError: it is None, or holds no sample, whose mean would be NaN.
+      TreeError: it is None, or something that gives batches; or it holds no sample, whose mean would
+        be NaN.
       TreeError: it holds an object that cannot be opened and has no `.to` of its own.
     """
     if batch is None:
         fix = "return a batch from what makes them, such as the collate_fn of a DataLoader"
         raise TreeError(message("Trainer: the batch is None", fix=fix))
+    _refuse_makers(batch)
     rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
     if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
         fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
@@ -37,6 +43,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return x.to(device)
 
     return map_contents(moved, batch, "batch")
+
+
+def _refuse_makers(batch: Any) -> None:
+    """Raise TreeError for what gives batches in the place of a batch."""
+    if isinstance(batch, DataLoader | Iterator):
+        text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
+        fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
+        raise TreeError(message(text, fix=fix))
+    if isinstance(batch, type | partial) or isroutine(batch):
+        text = "Trainer: the batch is a function"
+        fix = (
+            "pass what it returns; Trainer(elastic=) takes a function from a position to its batch"
+        )
+        raise TreeError(message(text, fix=fix))
 
 
 def cut(batch: Any, parts: int) -> list[Any]:

@@ -4,7 +4,7 @@ import os
 from typing import Any, Literal
 
 from mics_fn import checks
-from mics_fn.checkpoint import PendingSave, check_writable, load, save, start_save
+from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, save, start_save
 from mics_fn.errors import CheckpointNotFound
 from mics_fn.log import LOG
 from mics_fn.train.carried import OnChange, carried, take_back
@@ -101,8 +101,12 @@ class Checkpoints:
 
         Returns:
           Whether there was one.
+
+        Raises:
+          CheckpointWriteError: some rank cannot write to the folder; on all of them.
         """
         self._pending = None
+        check_folder(self.folder, trainer._home)
         if not self.resume:
             return False
         like, _ = carried(trainer)

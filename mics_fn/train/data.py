@@ -14,6 +14,9 @@ from mics_fn.groups import Groups
 from mics_fn.shards import require_groups
 
 
+_LARGEST_SEED = 2**63 - 1  # torch takes a sum of seed and epoch that is below 2**64
+
+
 def sampler(
     dataset: Sized, groups: Groups, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler:
@@ -46,7 +49,7 @@ def sampler(
     Memory: the order of an epoch (8 bytes per sample) during its pass.
 
     Raises:
-      PlanError: `seed` is not an int of at least 0, or another option is not a bool.
+      PlanError: `seed` is not an int from 0 to 2**63 - 1, or another option is not a bool.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: the dataset has no length.
       TreeError: there is not one sample for each rank.
@@ -64,6 +67,9 @@ def sampler(
     checks.flag("sampler", "shuffle", shuffle)
     checks.flag("sampler", "drop_last", drop_last)
     checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
+    if seed > _LARGEST_SEED:
+        expected, fix = "an int of at most 2**63 - 1", "pass a smaller number, such as 0"
+        checks.refuse("sampler", "seed", seed, expected, fix)
     groups.partition.check_open()
     ranks, size = groups.world_size, len(dataset) if isinstance(dataset, Sized) else -1
     error: MicsError | None = None

@@ -29,9 +29,11 @@ def rounds_for(trainer: Any, elastic: bool | float) -> Rounds | None:
     if elastic is False:
         return None
     patience_s = PATIENCE_S if elastic is True else elastic
-    if not isinstance(patience_s, int | float) or not 0 <= patience_s < 1e8:
-        text = f"Trainer: elastic={elastic!r}"
-        raise PlanError(message(text, fix="pass True, False, or the seconds to wait for ranks"))
+    if not isinstance(patience_s, int | float) or not 0 < patience_s < 1e8:
+        text = f"Trainer: elastic={elastic!r}, expected True, False or a number above 0"
+        raise PlanError(
+            message(text, fix="pass the seconds to wait for lost ranks, or True for 15")
+        )
     home, text, fix = trainer._home, "", ""
     if trainer.replica_sync.apart:
         text = f"replica_sync={trainer.replica_sync.name} lets replicas be apart"

@@ -25,10 +25,12 @@ from mics_fn.shards import (
     owners_of,
     shard,
 )
+from mics_fn.train.callbacks import check_call
 from mics_fn.train.defaults import bucket_bytes_for
 from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
 
+_NUMBER = "return one number from it"
 _SAME = "pass the shards that init_model or load_shards made for this model"
 
 
@@ -58,7 +60,10 @@ def check_model(
         expected = "an nn.Module or a function loss_fn(params, batch)"
         if not callable(model):
             checks.refuse("Trainer", "model", model, expected, fix)
-    checks.function("Trainer", "loss", loss, "loss(model, batch)", "return one number from it")
+        check_call("Trainer", "model", model, "loss_fn(params, batch)", _NUMBER)
+    checks.function("Trainer", "loss", loss, "loss(model, batch)", _NUMBER)
+    if loss is not None:
+        check_call("Trainer", "loss", loss, "loss(model, batch)", _NUMBER)
     if groups is None or isinstance(groups, nn.Module | Transform):
         checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
     as_transform(optimizer)

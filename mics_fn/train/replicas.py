@@ -25,6 +25,7 @@ from mics_fn.optim import (
 )
 from mics_fn.shards import donate as mark_donated
 from mics_fn.shards import is_leaf, sync_replicas
+from mics_fn.train.callbacks import check_call
 from mics_fn.train.syncing import ReplicaSync, SyncState
 from mics_fn.tree import Tree
 
@@ -166,7 +167,7 @@ def reduced_by(
     Memory: with `init` its state, and two copies of the gradients' shards.
 
     Raises:
-      PlanError: one of them is not a function.
+      PlanError: one of them is not a function of these arguments.
 
     Example:
       >>> groups, loss = make_groups(1), lambda model, x: model(x).sum()
@@ -181,6 +182,12 @@ def reduced_by(
         if not callable(given) and (name == "hop2" or given is not None):
             text = f"reduced_by: {name}={given!r:.60} is not a function"
             raise PlanError(message(text, fix="pass hop2(grads, groups), which gives gradients"))
+
+    fix = "it is given gradients of this replica, and returns their mean over all"
+    form = "hop2(grads, groups)" if init is None else "hop2(grads, state, groups)"
+    check_call("reduced_by", "hop2", hop2, form, fix)
+    if init is not None:
+        check_call("reduced_by", "init", init, "init(params)", "it returns the first state")
 
     def with_state(grads: Tree, outer: Any, groups: Any) -> Any:
         return hop2(grads, outer, groups)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader  # noqa: F401 - the calls below name it
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim, placement, replicas, schedules, testing, tree  # noqa: F401
@@ -660,6 +661,41 @@ TreeError: Trainer: the batch has no sample
 >>> trainer().eval(x[:0])
 TreeError: Trainer: the batch has no sample
   fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
+>>> trainer().step(DataLoader([1.0]))
+TreeError: Trainer: the batch is a DataLoader, which gives batches
+  fix: pass it to trainer.fit(loader, steps), or pass one of its batches
+>>> trainer().step(iter([x]))
+TreeError: Trainer: the batch is a list_iterator, which gives batches
+  fix: pass it to trainer.fit(loader, steps), or pass one of its batches
+>>> trainer().eval(x for _ in range(2))
+TreeError: Trainer: the batch is a generator, which gives batches
+  fix: pass it to trainer.fit(loader, steps), or pass one of its batches
+>>> trainer().step(lambda position: x)
+TreeError: Trainer: the batch is a function
+  fix: pass what it returns; Trainer(elastic=) takes a function from a position to its batch
+>>> trainer(elastic=0)
+PlanError: Trainer: elastic=0, expected True, False or a number above 0
+  fix: pass the seconds to wait for lost ranks, or True for 15
+>>> trainer(loss=lambda model: model(x).sum())
+PlanError: Trainer: loss cannot be called as loss(model, batch)
+  it takes (model): too many positional arguments
+  fix: return one number from it
+>>> mf.Trainer(lambda params: params["w"].sum(), optim.sgd(0.1), groups, params={"w": x})
+PlanError: Trainer: model cannot be called as loss_fn(params, batch)
+  it takes (params): too many positional arguments
+  fix: return one number from it
+>>> trainer(hop2=lambda grads: grads)
+PlanError: reduced_by: hop2 cannot be called as hop2(grads, groups)
+  it takes (grads): too many positional arguments
+  fix: it is given gradients of this replica, and returns their mean over all
+>>> replicas.reduced_by(lambda grads, groups: grads, init=lambda params: 0)
+PlanError: reduced_by: hop2 cannot be called as hop2(grads, state, groups)
+  it takes (grads, groups): too many positional arguments
+  fix: it is given gradients of this replica, and returns their mean over all
+>>> replicas.reduced_by(lambda grads, state, groups: grads, init=lambda: 0)
+PlanError: reduced_by: init cannot be called as init(params)
+  it takes (): too many positional arguments
+  fix: it returns the first state
 >>> trainer(loss=lambda model, x: None).step(x)
 LeafError: Trainer: the loss has NoneType, expected one number
   fix: return a scalar tensor
@@ -701,6 +737,9 @@ GroupsError: sampler: groups is range
 >>> mf.sampler(range(4), groups, seed=None)
 PlanError: sampler: seed=None, expected an int of at least 0
   fix: pass the same number on all ranks
+>>> mf.sampler(range(4), groups, seed=2**63)
+PlanError: sampler: seed=9223372036854775808, expected an int of at most 2**63 - 1
+  fix: pass a smaller number, such as 0
 >>> mf.sampler(range(4), groups, shuffle="no")
 PlanError: sampler: shuffle='no', expected True or False
 >>> mf.Checkpoints(None)
@@ -715,6 +754,10 @@ PlanError: Checkpoints: keep=True, expected None or an int of at least 1
 PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
 PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
+>>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
+CheckpointWriteError: Checkpoints: /proc/nope cannot be written
+  No such file or directory
+  fix: pass a folder that all ranks share and may write to
 >>> replicas.local_sgd(None)
 PlanError: local_sgd: every=None, expected an int of at least 1
   fix: give the steps from one merge to the next
@@ -735,6 +778,12 @@ PlanError: save: path is of type TrainState, expected a str or os.PathLike that 
 >>> checkpoint.save("a", None, groups, step=1)
 TreeError: save: state is None
   fix: pass a TrainState or a tree
+>>> checkpoint.save("a", 5, groups, step=2)
+TreeError: save: the state has no tensor to save
+  fix: pass a TrainState, or a tree with shards or tensors
+>>> checkpoint.save("a", {"w": "a"}, groups, step=2)
+TreeError: save: the state has no tensor to save
+  fix: pass a TrainState, or a tree with shards or tensors
 >>> checkpoint.save("a", state(), None, step=1)
 GroupsError: save: groups is None
   fix: make groups first: groups = mics_fn.make_groups(partition_size)
@@ -837,6 +886,12 @@ PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of 
 PlanError: Timeline.picture: path=5, expected a str or os.PathLike that is not empty
 >>> timeline.picture("")
 PlanError: Timeline.picture: path='', expected a str or os.PathLike that is not empty
+>>> timeline.picture("nofolder/x.png")
+PlanError: Timeline.picture: path='nofolder/x.png', expected a file in a folder that exists, and 'nofolder' does not
+  fix: make the folder first
+>>> timeline.picture("x.nope")
+PlanError: Timeline.picture: path='x.nope', expected the name of an image
+  fix: let it end in one of ..., .png, ...
 >>> mf.get(shards(), None, groups)
 TreeError: get: the path is NoneType, expected str
 >>> mf.get(shards(), groups, "w")
@@ -845,6 +900,36 @@ TreeError: groups['b']: got str, which is no groups
 >>> mf.set(shards(), "w", "1", groups)
 LeafError: set: ['w']: the value is str
   fix: pass a plain tensor of the full shape, or a number to fill the leaf with
+>>> mf.set(shards(), "w", True, groups)
+LeafError: set: ['w']: the value is True, and the leaf has dtype float32
+  fix: pass 1 to fill the leaf with that number
+>>> mf.set(roots(), "opt.moments['exp_avg_sq']['w']", -1.0, groups)
+LeafError: set: opt.moments['exp_avg_sq']['w'] has a value that is negative or not finite, which state=int8[256] cannot hold
+  fix: pass finite numbers of at least 0
+>>> mf.set(roots(), "opt.moments['exp_avg_sq']['w']", nan, groups)
+LeafError: set: opt.moments['exp_avg_sq']['w'] has a value that is negative or not finite, which state=int8[256] cannot hold
+  fix: pass finite numbers of at least 0
+>>> mf.set(roots(), "opt.moments['exp_avg']['w']", math.inf, groups)
+LeafError: set: opt.moments['exp_avg']['w'] has a value that is not finite, which state=int8[256] cannot hold
+  fix: pass finite numbers
+>>> mf.notebook.start(2, nodes=0)
+PlanError: notebook.start: nodes=0, expected None or an int of at least 1
+  fix: give 1 or more
+>>> mf.notebook.start(2, topology=(2,))
+PlanError: notebook.start: topology=(2,), expected a Topology
+  fix: pass mf.groups.Topology(sizes, names), or nodes=
+>>> mf.notebook.start(2, topology=5)
+PlanError: notebook.start: topology=5, expected a Topology
+  fix: pass mf.groups.Topology(sizes, names), or nodes=
+>>> mf.notebook.start(2, device=5)
+PlanError: notebook.start: device=5, expected the name of a device
+  fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
+>>> mf.notebook.start(2, device="gpu")
+PlanError: notebook.start: device='gpu', which torch does not know
+  fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
+>>> mf.notebook.start(2, listen=None)
+PlanError: notebook.start: listen=None, expected an address
+  fix: pass an address of this machine, such as '10.0.0.1'
 >>> mf.summary(None)
 TreeError: summary: shards=None, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
@@ -883,6 +968,10 @@ def names() -> dict[str, Any]:
 
     def state(optimizer: Any = None) -> Any:
         return mf.init_state(shards(), optimizer or optim.adam(0.1))
+
+    def roots() -> Any:
+        full = {"w": torch.zeros(4096)}
+        return mf.init_state(mf.shard(full, groups, precision="state=int8"), optim.adam(0.1))
 
     def trainer(*given: Any, **options: Any) -> Any:
         usual: list[Any] = [nn.Linear(2, 1), optim.sgd(0.1), groups]
