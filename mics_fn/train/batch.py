@@ -19,8 +19,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device.
 
     Raises:
-      TreeError: it is None, or something that gives batches; or it holds no sample, whose mean would
-        be NaN.
+      TreeError: it is None, or what gives batches; or it holds no sample, whose mean would be NaN.
       TreeError: it holds an object that cannot be opened and has no `.to` of its own.
     """
     if batch is None:

@@ -13,7 +13,6 @@ from mics_fn.errors import GroupsError, LeafError, MicsError, TreeError, message
 from mics_fn.groups import Groups
 from mics_fn.shards import require_groups
 
-
 _LARGEST_SEED = 2**63 - 1  # torch takes a sum of seed and epoch that is below 2**64
 
 

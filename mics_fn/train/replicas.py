@@ -54,7 +54,7 @@ def local_sgd(every: int) -> ReplicaSync:
     """Replicas step on their own gradients; every H steps their parameters are averaged.
 
     The state of the optimizer stays with its replica. Between merges parameters differ. To get one
-    model then, average them with `sync_replicas(params, groups, exact=True)`. Parameters are sent in
+    model then, average them with `sync_replicas(params, groups, exact=True)`. They are sent in
     their own dtype, so `hop2` of a `Precision` has no effect.
 
     Args:

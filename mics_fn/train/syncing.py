@@ -46,7 +46,7 @@ class ReplicaSync:
         hold the same bits.
       facts: those of the outer optimizer, as for a `Transform`.
       reduce: `reduce(grads, outer, groups) -> (grads, outer)`, in place of hop 2; None does hop 2.
-      exact: whether `merge` sends values as they are, so that `hop2` of a `Precision` has no effect.
+      exact: whether `merge` sends values as they are, so that no codes of hop 2 are sent.
 
     Example:
       >>> from mics_fn.optim import sgd

@@ -172,7 +172,7 @@ Trainer: hop2=int8[64] of precision= has no effect with local_sgd(4)
 
 def test_codes_that_merges_never_send_are_named():
     groups, local = mf.make_groups(1), mf.replicas.local_sgd(4)
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning, match="has no effect") as found:
         trainer_of(groups, "hop2=int8[64]", replica_sync=local)
     assert [str(each.message) for each in found] == [NO_EFFECT.strip()]
     assert found[0].filename == __file__
