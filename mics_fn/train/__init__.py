@@ -46,9 +46,10 @@ every item of the data is a whole micro-batch and the loader has `batch_size=acc
 are averaged in one tree (`placement.canonical`), their norm is exact (`optim.global_norm`), the
 optimizer runs without fused kernels (`optim.unfused`), micro-batches are copied to memory of their
 own, and every micro-step begins with the same buffers, so that losses and buffers are means over
-all micro-batches. It is meant for audits: hop 2 is done in every micro-step, so a step sends
-accumulate * 2(r - 1)/r of the shards' bytes over replicas instead of 2(r - 1)/r. `local_sgd`,
-`diloco`, `mean_over=`, `grad_dtype=` and gradients that travel in 16 bits are refused by name.
+all micro-batches. It is meant for comparisons, not for speed: hop 2 is done in every micro-step, so
+a step sends accumulate * 2(r - 1)/r of the shards' bytes over replicas instead of 2(r - 1)/r.
+`local_sgd`, `diloco`, `mean_over=`, `grad_dtype=` and gradients that travel in 16 bits are refused
+by name.
 
 Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together, and
 `KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
@@ -109,23 +110,23 @@ is `carried`, a value, and `take_back` puts it into another trainer; see [Note: 
 in `position` for the place in the data. With the same options on as many ranks it has the bits of a
 run that was not cut.
 
-Going on: all that a `Trainer` carries is a value. `carried(trainer)` gives a tree of shards and
-numbers, and what belongs to this rank: random states, the place in its data, what the guard found.
-`take_back` lets another trainer go on from them, to the same bits, in the middle of a pass too. It
-checks all of it first, and refuses options that would change numbers. An object that saves steps,
-`Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `saving`.
+What is carried: all that a `Trainer` carries is a value. `carried(trainer)` gives a tree of shards
+and numbers, and what belongs to this rank: random states, the place in its data, what the guard
+found. `take_back` lets another trainer go on from them, to the same bits, in the middle of a pass
+too. It checks all of it first, and refuses options that would change numbers. An object that saves
+steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `saving`.
 
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but
 the guard. On NCCL the host does not wait for collectives, so it notices a rank that left a schedule
 only when a run ends.
 
-Where to start reading: `Trainer.step` in `trainer`, then `program`, `given` (arguments and their
-checks), `batch`, `buffers` and `writing`. `resetting` and `rejoining` are about what follows a
-fault, `syncing` and `replicas` about merges, `data` about samples, and `passes` and `position`
-about going through them. `elastic` and `shares` are about fewer replicas. `carried` is about going
-on, with `plain` for the form of what is saved, and `checkpoints` saves it; `exporting` gives full
-parameters and a state dict.
+Start reading at `Trainer.step` in `trainer`, then `program`, `given` (arguments and their checks),
+`member` (what a rank knows of its job), `batch`, `buffers` and `writing`. `resetting` and
+`rejoining` are about what follows a fault, `syncing` and `replicas` about merges, `data` about
+samples, and `passes` and `position` about going through them. `elastic` and `shares` are about
+fewer replicas. `carried` is about going on, with `plain` for the form of what is saved, and
+`checkpoints` saves it; `exporting` gives full parameters and a state dict.
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
 loops written by hand have it too.

@@ -67,7 +67,7 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
       LeafError: the state of the loader, or of numpy's generator, holds what cannot be saved.
     """
-    home, (scale, norms) = trainer._home, guard_numbers(trainer.guard)
+    home, (scale, norms) = trainer.member.home, guard_numbers(trainer.guard)
     own = _own_buffers(trainer)
     extra = {
         "format": FORMAT,
@@ -75,7 +75,7 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "ranks": [home.position, home.world_size],
         "guard": {"scale": scale, "norms": norms},
         "buffers": {name: x for name, x in trainer.state.buffers.items() if name in own},
-        "data": trainer._epochs.kept(),
+        "data": trainer.epochs.kept(),
         "random": Randoms.now(home.device).plain(),
     }
     return _state_of(trainer, own), extra
@@ -84,7 +84,7 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _own_buffers(trainer: Any) -> set[str]:
     """The names of the buffers that are not known to be equal on all ranks."""
     buffers, apart = trainer.state.buffers, trainer.replica_sync.apart
-    return set(buffers) - set(() if apart else trainer._program.buffers.averaged)
+    return set(buffers) - set(() if apart else trainer.program.buffers.averaged)
 
 
 def _state_of(trainer: Any, own: set[str]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def take_back(
         why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
         error = TreeError(message("take_back: this is not what was saved", [why], _ASK))
     about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
-    same_call("take_back", [trainer._home], about, error)
+    same_call("take_back", [trainer.member.home], about, error)
     if error is not None or taken is None:
         raise error or RuntimeError(about)
     with Commit() as commit:
@@ -150,10 +150,10 @@ def take_back(
         state = _written(_state_of(trainer, _own_buffers(trainer)), taken.state)
         trainer.state = replace(state["train"], buffers=taken.buffers)
         trainer.sync_state, trainer.guard = state["sync"], taken.guard
-        trainer._compared = trainer.replica_sync.apart
-        trainer._epochs.go_on(taken.resume)
+        trainer.member.compared = trainer.replica_sync.apart
+        trainer.epochs.go_on(taken.resume)
         if taken.randoms is not None:
-            taken.randoms.put_back(trainer._home.device)
+            taken.randoms.put_back(trainer.member.home.device)
 
 
 def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> _Taken:
@@ -162,7 +162,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         text = f"take_back: other_options={other_options!r}"
         raise OptimizerError(f"{text}, expected 'raise' or 'warn'")
     _check_extra(extra)
-    strict, home = other_options == "raise", trainer._home
+    strict, home = other_options == "raise", trainer.member.home
     saved, now = dict(extra["options"]), dict(lasting_options(trainer))
     if extra["ranks"][1:] != [home.world_size] and trainer.deterministic != "canonical":
         saved.pop("accumulate", None)  # so that the batch can stay as it was
@@ -187,7 +187,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     resume, data = None, extra["data"]
     if data is not None:
         at = Position.from_plain(data, "extra['data']")
-        resume = Resume(at, data, randoms, exact and at.ranks == trainer._positions, strict)
+        resume = Resume(at, data, randoms, exact and at.ranks == trainer.member.positions, strict)
     return _Taken(state, buffers, guard, randoms if exact else None, resume)
 
 

@@ -106,7 +106,7 @@ class Checkpoints:
           CheckpointWriteError: some rank cannot write to the folder; on all of them.
         """
         self._pending = None
-        check_folder(self.folder, trainer._home)
+        check_folder(self.folder, trainer.member.home)
         if not self.resume:
             return False
         like, _ = carried(trainer)
@@ -123,7 +123,7 @@ class Checkpoints:
         trainer.sync_state = found.state["sync"]
         take_back(trainer, found.state, found.extra, other_options=self.other_options)
         self._saved = found.step
-        if trainer._home.position == 0:
+        if trainer.member.home.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
 

@@ -11,6 +11,7 @@ from typing import Any
 from mics_fn.errors import MicsError, PlanError, message
 from mics_fn.groups import Groups, Rounds
 from mics_fn.schedules import Schedule
+from mics_fn.train.member import Member
 
 _log = logging.getLogger("mics_fn")
 PATIENCE_S = 15.0  # for which lost ranks are waited for: some launchers take as long
@@ -34,7 +35,7 @@ def rounds_for(trainer: Any, elastic: bool | float) -> Rounds | None:
         raise PlanError(
             message(text, fix="pass the seconds to wait for lost ranks, or True for 15")
         )
-    home, text, fix = trainer._home, "", ""
+    home, text, fix = trainer.member.home, "", ""
     if trainer.replica_sync.apart:
         text = f"replica_sync={trainer.replica_sync.name} lets replicas be apart"
         fix = "leave replica_sync out: replicas then hold the same state"
@@ -56,7 +57,7 @@ def rounds_for(trainer: Any, elastic: bool | float) -> Rounds | None:
 
 def end_saves(trainer: Any) -> None:
     """Wait for a save under way, as another rank may be the one that commits the next one."""
-    if trainer._rounds is None or trainer._lost:
+    if trainer.member.rounds is None or trainer.member.lost:
         return
     try:
         trainer.checkpoint.close()
@@ -65,26 +66,29 @@ def end_saves(trainer: Any) -> None:
         _log.warning("reset: a save under way has failed: %s", first)
 
 
-def meet_for(trainer: Any) -> Any:
-    """What makes groups of those that go on, as for `replaced`; None for those of all ranks."""
-    if trainer._rounds is None:
+def meet_for(member: Member, calls: int) -> Any:
+    """What makes groups of those that go on, as for `replaced`; None for those of all ranks.
+
+    Args:
+      member: this rank.
+      calls: the number of steps that it has done, including those that were refused.
+    """
+    if member.rounds is None:
         return None
-    far = (-1, 0)
-    if not trainer._lost:
-        far = (trainer._round, trainer.sync_state.step + (trainer._ready is not None))
-    return partial(trainer._rounds, far=far)
+    far = (-1, 0) if member.lost else (member.round, calls + (member.ready is not None))
+    return partial(member.rounds, far=far)
 
 
 def check_newest(trainer: Any) -> None:
     """A rank that others went on without holds nothing: see [Note: the newest round]."""
-    rounds = trainer._rounds
-    if rounds is not None and trainer._round < rounds.newest and not trainer._lost:
-        trainer._lost, trainer._ready = True, None
-        trainer._epochs.go_on(None)
+    member = trainer.member
+    if member.rounds is not None and member.round < member.rounds.newest and not member.lost:
+        member.lost, member.ready = True, None
+        trainer.epochs.go_on(None)
 
 
-def begun(trainer: Any) -> None:
-    """All ranks of a round are at one step, or know that its state is lost."""
-    if trainer._rounds is not None:
-        trainer._rounds.begun(trainer._home, trainer.sync_state.step)
-        trainer._round = trainer._rounds.number
+def begun(member: Member, calls: int) -> None:
+    """All ranks of a round are at one step, that of so many calls, or know that it is lost."""
+    if member.rounds is not None:
+        member.rounds.begun(member.home, calls)
+        member.round = member.rounds.number

@@ -14,7 +14,7 @@ class Exporting:
 
     state: TrainState
     groups: Any
-    _program: Any
+    program: Any
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.
@@ -60,4 +60,4 @@ class Exporting:
           >>> model.load_state_dict(trainer.state_dict())
           <All keys matched successfully>
         """
-        return self._program.state_dict(self.params, self.state.buffers)
+        return self.program.state_dict(self.params, self.state.buffers)

@@ -110,12 +110,14 @@ def train_for(
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one."""
     metrics: list[StepMetrics] = []
-    home, positions, shares = trainer._home, trainer._positions, trainer.shares
+    member = trainer.member
+    home, positions = member.home, member.positions
     if trainer.elastic:
         check_loader(loader, home, positions)
-        loader = loader if len(shares) == 1 else Dealt(loader, shares, positions)
+        alone = len(member.shares) == 1
+        loader = loader if alone else Dealt(loader, member.shares, positions)
     try:
-        with closing(trainer._epochs.batches(loader, home, positions)) as batches:
+        with closing(trainer.epochs.batches(loader, home, positions)) as batches:
             for _ in range(steps):
                 metrics.append(trainer.step(next(batches)))
                 bar.update(metrics)

@@ -36,7 +36,7 @@ class MicroSteps:
     """
 
     def __init__(self, trainer: Any, total: GradSum) -> None:
-        self._program, self._before = trainer._program, trainer.state.buffers
+        self._program, self._before = trainer.program, trainer.state.buffers
         self._total, self._scale, self._kind = total, trainer.guard.scale, self._program.buffers
         self._losses: list[Tensor] = []
         self._buffers = self._kind.copies(self._before)  # for the next one to write to

@@ -66,17 +66,17 @@ def told_by_all(trainer: Any) -> dict[int, Said]:
 
     Communication: two small all-gathers over each of the two groups.
     """
-    policies = trainer.schedule, trainer._eval_schedule
+    policies = trainer.schedule, trainer.eval_schedule
     mine = [
         trainer.sync_state.step,
         trainer.state.step,
         *guard_numbers(trainer.guard),
-        trainer._lost,
-        trainer._ready is not None,
-        trainer._epochs.epoch,
+        trainer.member.lost,
+        trainer.member.ready is not None,
+        trainer.epochs.epoch,
         [_limits(policy) for policy in policies],
     ]
-    said = collect_bytes(trainer._home, json.dumps(mine).encode())
+    said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
     return {rank: Said(*json.loads(text)) for rank, text in said.items()}
 
 
@@ -98,15 +98,16 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     Raises:
       LostStateError, TornStepError, DesyncError: on all ranks; see `Trainer.reset`.
     """
-    home, whole = trainer._home, [rank for rank in found if not found[rank].lost]
+    member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
+    home = member.home
     if not whole:
         raise _no_replica(home, found, [], "all ranks have just begun")
     newest = max(found[rank].at for rank in whole)
     ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
     if home.rank in ready:
-        write(trainer, trainer._ready)
-        trainer._epochs.took()
-    trainer._ready = None
+        write(trainer, member.ready)
+        trainer.epochs.took()
+    member.ready = None
     have = [rank for rank in whole if rank in ready or found[rank].at == newest]
     needy = [rank for rank in home.ranks if rank not in have]
     if needy:
@@ -118,8 +119,9 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
 
 def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: list[int]) -> None:
     """Let some ranks take state, guard and position in the data from those that have them."""
-    home, lost = trainer._home, [rank for rank in needy if found[rank].lost]
-    _check_one_home(trainer, found, lost)
+    member, lost = trainer.member, [rank for rank in needy if found[rank].lost]
+    home = member.home
+    _check_one_home(trainer.groups, home, found, lost)
     sources: dict[int, int] = {}
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
@@ -129,7 +131,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
             raise _no_replica(home, found, have, "no replica holds all of the newest state")
         sources |= {rank: holders[i % len(holders)] for i, rank in enumerate(takers)}
     guide = max((found[rank] for rank in have), key=lambda said: said.at)
-    behind = trainer.sync_state.step < guide.calls or trainer._lost
+    behind = trainer.sync_state.step < guide.calls or member.lost
     guard = trainer.guard
     if behind:
         guard = with_numbers(guard, guide.scale, guide.norms)
@@ -139,25 +141,26 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
         came = f"{name_ranks(lost)} came back; " if lost else ""
         LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
-    state = handed_over(trainer.state, home, sources, in_place=trainer._lost)
+    state = handed_over(trainer.state, home, sources, in_place=member.lost)
     if home.rank in sources:
         trainer.state, trainer.guard = state, guard
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
-        trainer._epochs.took()  # the batch of a step that failed here is used, after all
-    if trainer._lost:
-        trainer._epochs.begin_after(guide.epoch)
+        trainer.epochs.took()  # the batch of a step that failed here is used, after all
+    if member.lost:
+        trainer.epochs.begin_after(guide.epoch)
         trainer.schedule = _limited(trainer.schedule, guide.policies[0])
-        trainer._eval_schedule = _limited(trainer._eval_schedule, guide.policies[1])
-        trainer._lost = False
+        trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
+        member.lost = False
     if lost:
         with errors_told(OffloadError):  # leaves may lie in files
             compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
         compared.finish("raise")
 
 
-def _check_one_home(trainer: Any, found: Mapping[int, Said], lost: Sequence[int]) -> None:
+def _check_one_home(
+    groups: Any, home: Groups, found: Mapping[int, Said], lost: Sequence[int]
+) -> None:
     """Raise unless all leaves live on the same groups, which have all replicas."""
-    groups, home = trainer.groups, trainer._home
     homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
     if list(homes) != [home]:
         why = "leaves live on several groups, whose replicas are other ranks"
@@ -179,12 +182,12 @@ def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
         raise _no_replica(home, found, [], why)
 
 
-def refuse_own_state(trainer: Any, found: Mapping[int, Said]) -> None:
+def refuse_own_state(home: Groups, found: Mapping[int, Said], name: str) -> None:
     """Raise LostStateError if a rank lacks what hop 2 keeps on that rank alone."""
     newest = max(said.at for said in found.values())
     if any(said.lost or (said.at != newest and not said.ready) for said in found.values()):
-        why = f"{trainer.replica_sync.name} keeps a state on each rank that no other one has"
-        raise _no_replica(trainer._home, found, [], why)
+        why = f"{name} keeps a state on each rank that no other one has"
+        raise _no_replica(home, found, [], why)
 
 
 def _no_replica(

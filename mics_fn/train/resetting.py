@@ -47,12 +47,11 @@ def renew(trainer: Any, *, heal: bool) -> None:
     """
     checks.flag("Trainer.reset", "heal", heal)
     end_saves(trainer)
+    member, params = trainer.member, trainer.state.params
     for attempt in reversed(range(_ATTEMPTS)):
-        trainer.groups, trainer._home = on_new_groups(
-            trainer.groups, trainer.state.params, trainer._home, meet_for(trainer)
-        )
-        trainer._step_groups = trainer.replica_sync.groups(trainer.groups)
-        trainer._compared = False
+        meet = meet_for(member, trainer.sync_state.step)
+        trainer.groups, member.home = on_new_groups(trainer.groups, params, member.home, meet)
+        member.compared = False
         check_newest(trainer)
         try:
             at_one_step(trainer, heal=heal)
@@ -60,19 +59,19 @@ def renew(trainer: Any, *, heal: bool) -> None:
             if not attempt:
                 raise
         except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
-            trainer._lost, trainer._ready = False, None
+            member.lost, member.ready = False, None
             found = trainer.checkpoint.begin(trainer)
-            begun(trainer)
+            begun(member, trainer.sync_state.step)
             if found:
                 return
             raise
         except TornStepError:
-            begun(trainer)
+            begun(member, trainer.sync_state.step)
             raise
         else:
-            trainer._compared = True
+            member.compared = True
             trainer.checkpoint.reset(trainer)
-            begun(trainer)
+            begun(member, trainer.sync_state.step)
             return
 
 
@@ -107,13 +106,13 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     Raises:
       TornStepError: see `Trainer.reset`.
     """
-    home, found = trainer._home, told_by_all(trainer)
+    home, found = trainer.member.home, told_by_all(trainer)
     if trainer.replica_sync.apart:
         refuse_apart(home, found)
         _check_apart(found, home)
         return
     if has_own_state(trainer.replica_sync, trainer.sync_state):
-        refuse_own_state(trainer, found)
+        refuse_own_state(home, found, trainer.replica_sync.name)
     if any(said.lost or said.ready for said in found.values()):
         rejoin(trainer, found, heal=heal)
         return
@@ -123,7 +122,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
             raise torn(found)
         last = max(found.values(), key=lambda said: said.at)
         if trainer.sync_state.step < last.calls:
-            trainer._epochs.took()  # the batch of the step that failed here is used, after all
+            trainer.epochs.took()  # the batch of the step that failed here is used, after all
             trainer.sync_state = replace(trainer.sync_state, step=last.calls)
             trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
 

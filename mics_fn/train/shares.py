@@ -36,16 +36,6 @@ class Given:
     batches: tuple[Any, ...]
 
 
-def shares_of(home: Groups, positions: int) -> tuple[int, ...]:
-    """The positions of the whole job whose samples this rank gives.
-
-    Args:
-      home: the groups of those that go on.
-      positions: how many ranks the whole job has.
-    """
-    return tuple(range(home.position, positions, home.world_size))
-
-
 def given(batch: Any, shares: Sequence[int], *, elastic: bool) -> Given:
     """The batches of all shares.
 

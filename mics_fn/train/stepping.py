@@ -17,23 +17,24 @@ from mics_fn.train.writing import comes, overlaps, reduced, update, update_early
 
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
     """Take a step on a batch, on all ranks together; see `Trainer.step`."""
-    if not trainer._compared:  # a state may have been put in its place since
+    member = trainer.member
+    if not member.compared:  # a state may have been put in its place since
         same_step(trainer.state, trainer.groups)
-        trainer._compared = True
-    started, guard, trainer._ready = time.perf_counter(), trainer.guard, None
-    home, shares = trainer._home, trainer.shares
-    batches = given(batch, shares, elastic=trainer.elastic).batches
+        member.compared = True
+    started, guard, member.ready = time.perf_counter(), trainer.guard, None
+    home, groups = member.home, trainer.replica_sync.groups(trainer.groups)
+    batches = given(batch, member.shares, elastic=trainer.elastic).batches
     batches = [to_device(each, home.device) for each in batches]
     parts = interleaved([cut(each, trainer.accumulate) for each in batches])
     state = trainer.state
-    counts = [trainer._epochs.using(batches[0]), *map(count, batches[1:])]
-    drift = start_comparison(trainer, trainer._program.buffers.averaged)
+    counts = [trainer.epochs.using(batches[0]), *map(count, batches[1:])]
+    drift = start_comparison(trainer, trainer.program.buffers.averaged)
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=trainer.where)
     commit = Commit()
     done = micro_steps(trainer, total)
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic):
-        with defer(state.params, trainer._step_groups, trainer.schedule, into=total) as full:
+        with defer(state.params, groups, trainer.schedule, into=total) as full:
             for part in parts:
                 done.run(full, part)
         del full  # else the update would copy shards that parameters share
@@ -49,7 +50,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
             verdict = update_late(trainer, total, buffers, commit)
         else:
             verdict = update(trainer, grads, buffers, commit)
-        trainer._epochs.took()
+        trainer.epochs.took()
         total.release()
     seconds = time.perf_counter() - started
     samples, tokens = (sum(column) * home.world_size for column in zip(*counts, strict=True))

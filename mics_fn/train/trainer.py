@@ -21,6 +21,7 @@ from mics_fn.train.elastic import rounds_for
 from mics_fn.train.exporting import Exporting
 from mics_fn.train.given import as_shards, check_buffers, check_model, check_options, homes_for
 from mics_fn.train.loop import Progress, check_fit, train_for
+from mics_fn.train.member import Member
 from mics_fn.train.metrics import StepMetrics, averaged
 from mics_fn.train.micro_steps import canonical_optimizer
 from mics_fn.train.passes import Epochs
@@ -28,10 +29,9 @@ from mics_fn.train.program import program_of
 from mics_fn.train.replicas import policy_of
 from mics_fn.train.resetting import renew
 from mics_fn.train.saving import Checkpoint, NothingSaved
-from mics_fn.train.shares import shares_of
 from mics_fn.train.stepping import one_step
 from mics_fn.train.syncing import ReplicaSync, SyncState
-from mics_fn.train.writing import Ready, begin
+from mics_fn.train.writing import begin
 from mics_fn.tree import Tree
 
 
@@ -112,10 +112,6 @@ class Trainer(Exporting):
     state: TrainState
     sync_state: SyncState
     on_drift: Literal["raise", "heal"]
-    _positions: int  # of the whole job, whoever is there
-    _compared: bool  # whether all ranks are known to be at one step; those apart need not be
-    _ready: Ready | None  # what is left to do of a step that all ranks can write
-    _lost: bool  # whether this rank is to take its state from others
 
     @checks.named_options("Trainer")
     def __init__(
@@ -157,26 +153,25 @@ class Trainer(Exporting):
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         check_options(self, prefetch, schedule, checkpoint)
-        self._program = program_of(model, loss, params, self.precision)
-        own, buffers = self._program.take()
-        groups, self._home = homes_for(groups, own if params is None else params, deterministic)
-        self.groups, self._step_groups = cast(Any, groups), self.replica_sync.groups(groups)
-        self._positions, self._compared = self._home.world_size, self.replica_sync.apart
-        check_buffers(buffers, self._home)
+        self.program, self.epochs = program_of(model, loss, params, self.precision), Epochs()
+        own, buffers = self.program.take()
+        groups, home = homes_for(groups, own if params is None else params, deterministic)
+        self.groups, apart = cast(Any, groups), self.replica_sync.apart
+        self.member = Member(home, home.world_size, compared=apart, lost=home.life.returning)
+        check_buffers(buffers, home)
         optimizer = canonical_optimizer(self, optimizer)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision
-        params = as_shards(own, params, groups, self._home, wanted, options)
+        params = as_shards(own, params, groups, home, wanted, options)
         self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
-        chosen, self._eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, self._home)
+        chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
-        self.elastic, self._rounds, self._round = elastic is not False, rounds_for(self, elastic), 0
+        self.elastic, self.member.rounds = elastic is not False, rounds_for(self, elastic)
         begin(self, params, optimizer, buffers)
-        self._epochs, self._ready, self.last_step = Epochs(), None, NOT_WATCHED
-        self._lost, self.checkpoint = self._home.life.returning, checkpoint or NothingSaved()
-        if not self._lost:
+        self.last_step, self.checkpoint = NOT_WATCHED, checkpoint or NothingSaved()
+        if not self.member.lost:
             self.checkpoint.begin(self)
 
     def step(self, batch: Any) -> StepMetrics:
@@ -207,16 +202,17 @@ class Trainer(Exporting):
           NonFiniteError: the guard raises it; the step was not taken.
         """
         refuse_derivative("Trainer.step", (), "call it outside of torch.func")
-        if self._lost:  # the batch is that of the first step, and the others have come further
-            raise came_back("Trainer.step", self._home.rank)
-        if self._rounds is not None:
-            self._rounds.check()
+        member, home = self.member, self.member.home
+        if member.lost:  # the batch is that of the first step, and the others have come further
+            raise came_back("Trainer.step", home.rank)
+        if member.rounds is not None:
+            member.rounds.check()
         seen, self.last_step = spans.span("step", self.state.step + 1, parts=True), NOT_WATCHED
-        with self._home.life.turns.stepping(), Telling(self._home.life, self.state.step + 1), seen:
+        with home.life.turns.stepping(), Telling(home.life, self.state.step + 1), seen:
             metrics = one_step(self, batch)
             self.checkpoint.after(self)
-            if self._rounds is not None:
-                self._rounds.due(self.sync_state.step)
+            if member.rounds is not None:
+                member.rounds.due(self.sync_state.step)
         self.last_step = seen.result or NOT_WATCHED
         return metrics
 
@@ -226,7 +222,7 @@ class Trainer(Exporting):
 
         Positions are those of the ranks of the whole job.
         """
-        return shares_of(self._home, self._positions)
+        return self.member.shares
 
     def eval(self, batch: Any) -> Tensor:
         """The loss of a batch in evaluation mode, averaged over all ranks; no state changes.
@@ -244,16 +240,17 @@ class Trainer(Exporting):
           LeafError: it is called inside torch.func, where the result has no derivative.
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
-        batch = to_device(batch, self._home.device)
+        home = self.member.home
+        batch = to_device(batch, home.device)
         with (
-            self._home.life.turns.alone(),
+            home.life.turns.alone(),
             torch.no_grad(),
-            self._program.evaluating(),
-            defer(self.state.params, self.groups, self._eval_schedule) as full,
+            self.program.evaluating(),
+            defer(self.state.params, self.groups, self.eval_schedule) as full,
         ):
-            before = self._program.buffers.copies(self.state.buffers)
-            loss = self._program(full, before, batch).loss
-        return mean_over_ranks(self._home, loss.clone())
+            before = self.program.buffers.copies(self.state.buffers)
+            loss = self.program(full, before, batch).loss
+        return mean_over_ranks(home, loss.clone())
 
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
@@ -316,5 +313,5 @@ class Trainer(Exporting):
             cannot give the samples of other positions.
         """
         check_fit(loader, steps, log_every, progress, stop)
-        bar = Progress(steps, log_every, shown=progress and self._home.position == 0)
-        return averaged(train_for(self, loader, steps, bar, stop), self._home)
+        bar = Progress(steps, log_every, shown=progress and self.member.home.position == 0)
+        return averaged(train_for(self, loader, steps, bar, stop), self.member.home)

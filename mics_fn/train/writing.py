@@ -14,7 +14,7 @@ it takes from a replica, too.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,17 +37,9 @@ from mics_fn.optim import (
 from mics_fn.shards import is_given_away
 from mics_fn.train.buffers import Values
 from mics_fn.train.given import warn_of_hop2
+from mics_fn.train.member import Ready
 from mics_fn.train.options import compare_options
-from mics_fn.train.syncing import SyncState
 from mics_fn.tree import Tree
-
-
-class Ready(NamedTuple):
-    """All that a rank needs to write a step without any other rank."""
-
-    verdict: Verdict
-    buffers: Values  # those after the step
-    sync: SyncState  # if it is taken
 
 
 def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
@@ -56,7 +48,7 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
     Communication: that of `compare_options`, and of the policy that merges replicas.
     """
     warn_of_hop2(params, trainer.replica_sync)
-    params = move(params, trainer.where, device=trainer._home.device)
+    params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
     compare_options(trainer, params, trainer.groups, trainer.guard)
     trainer.sync_state = trainer.replica_sync.init(params, trainer.groups)
@@ -67,9 +59,9 @@ def overlaps(trainer: Any) -> bool:
 
     The mean of buffers comes before the step, and on the wire behind every hop 2.
     """
-    guard, home = trainer.guard, trainer._home
+    guard, ranks = trainer.guard, trainer.member.home.world_size
     limits = guard.max_norm is not None or guard.max_value is not None
-    means = bool(trainer._program.buffers.averaged) and home.world_size > 1
+    means = bool(trainer.program.buffers.averaged) and ranks > 1
     waits = guard.decides or limits or means or trainer.replica_sync.reduce is not None
     return trainer.overlap_step and not waits
 
@@ -94,7 +86,7 @@ def _or_lost(trainer: Any) -> Iterator[None]:
     except BaseException as error:
         unread = type(error) is OffloadError and not _can_be_read(leaves)
         if unread or is_given_away(trainer.state.params):
-            trainer.state, trainer._lost = spec.unflatten(leaves), True
+            trainer.state, trainer.member.lost = spec.unflatten(leaves), True
         raise
 
 
@@ -152,7 +144,7 @@ def update_late(trainer: Any, total: GradSum, buffers: Values, commit: Commit) -
         found.append(_judged(trainer, reduced(trainer, total), buffers, commit))
         if not found[0].verdict.accept:
             raise Refused
-        trainer._ready = None  # from here on a part of it may be written
+        trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
     with _or_lost(trainer):
@@ -165,15 +157,15 @@ def update_late(trainer: Any, total: GradSum, buffers: Values, commit: Commit) -
 
 def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Ready:
     """All that is left to know of a step before it is written, and signals held from then on."""
-    sync, home = trainer.replica_sync, trainer._home
+    sync, home = trainer.replica_sync, trainer.member.home
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
     verdict = trainer.guard.judge(grads, trainer.groups, donate=True)
     if verdict.accept:
         over = home if sync.due(trainer.sync_state) else sync.groups(home)
-        buffers = trainer._program.buffers.average(buffers, over)
+        buffers = trainer.program.buffers.average(buffers, over)
     ready = Ready(verdict, buffers, kept)
     if trainer.recoverable:  # see [Note: steps written together] in `rejoining`
-        trainer._ready = ready
+        trainer.member.ready = ready
         collect_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
     commit.write()  # no collective is left, but those of a merge
     return ready
@@ -189,7 +181,7 @@ def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None
       stepped: the state after the optimizer's step, if that is done.
     """
     (verdict, buffers, kept), state, sync = ready, trainer.state, trainer.replica_sync
-    trainer._ready = None
+    trainer.member.ready = None
     if verdict.accept:
         after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
         state = replace(after, buffers=buffers)

@@ -266,7 +266,7 @@ def test_batches_that_optree_does_not_know_train_as_tuples_do():
             trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss, accumulate=3)
             metrics = trainer.step(batch)
             found.append((metrics.loss, trainer.params()))
-            sizes.append((metrics.samples, trainer._program.skeleton.sizes))  # pyright: ignore
+            sizes.append((metrics.samples, trainer.program.skeleton.sizes))  # pyright: ignore
     assert sizes == [(6, [2, 2, 2])] * len(ways)
     for loss, params in found[1:]:
         assert torch.equal(loss, found[0][0])

@@ -248,7 +248,7 @@ class Fits(Rank):
                 self.resets += 1
                 trainer.reset()
         # Passes begin anew after each fault, alike on all ranks.
-        self.digests[whole] = f"{trainer._epochs.epoch}"
+        self.digests[whole] = f"{trainer.epochs.epoch}"
 
 
 def test_fit_goes_on_with_the_data_of_all() -> None:
@@ -303,7 +303,7 @@ def steps_of(positions: int, p: int, accumulate: int, steps: int) -> list[Any]:
     with mf.make_groups(p) as groups:
         how: dict[str, Any] = {"guard": guard, "accumulate": accumulate, "elastic": 1.0}
         trainer = mf.Trainer(Normed(), mf.optim.sgd(0.1, momentum=0.9), groups, **how)
-        trainer._positions = positions
+        trainer.member.positions = positions
         found = [trainer.step(lambda position, k=k: more_of(position, k)) for k in range(steps)]
         losses = [float(mean_over_ranks(groups, each.loss)) for each in found]
         buffers = {name: x.double() for name, x in trainer.state.buffers.items()}
@@ -363,7 +363,7 @@ def saved_and_back(folder: str, positions: int, steps: int, saves: bool) -> str:
         how: dict[str, Any] = {"deterministic": "canonical", "elastic": 1.0}
         how |= {"guard": mf.optim.Guard(mf.optim.dynamic_scale(8.0, interval=3))}
         trainer = mf.Trainer(Normed(), mf.optim.adamw(1e-2), groups, **how)
-        trainer._positions = positions
+        trainer.member.positions = positions
         if saves:
             trainer.checkpoint = saved
             with warnings.catch_warnings():
@@ -409,7 +409,7 @@ def test_a_batch_is_not_enough_for_several_shares() -> None:
         loss = lambda model, x: model(x).mean()  # noqa: E731
         trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=loss, elastic=True)
         assert trainer.step(torch.ones(3, 2)).samples == 3
-        trainer._positions = 4
+        trainer.member.positions = 4
         assert trainer.shares == (0, 1, 2, 3)
         with pytest.raises(TreeError, match="the samples of positions 0-3 now"):
             trainer.step(torch.ones(3, 2))

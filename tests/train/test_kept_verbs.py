@@ -119,7 +119,7 @@ def lose(layout: Layout, lost: int, plain: bool, differs: bool) -> Any:
         for x in tree.flatten(trainer.state)[0]:
             x.fill_(0) if isinstance(x, Tensor) else None
         trainer.sync_state = replace(trainer.sync_state, step=0)
-        trainer.state, trainer._lost = replace(trainer.state, step=0), True
+        trainer.state, trainer.member.lost = replace(trainer.state, step=0), True
         base: Any = trainer.state.params["1.base.bias"].data
         if differs:
             (base if plain else base.part_codes()[0])[:1] += 1

@@ -33,7 +33,7 @@ def trainer_of(groups: mf.Groups, **options: Any) -> mf.Trainer:
 
 def trained(trainer: mf.Trainer, steps: int) -> mf.Trainer:
     for step in range(steps):
-        trainer.step(batch(step, trainer._home))
+        trainer.step(batch(step, trainer.member.home))
     return trainer
 
 

@@ -276,7 +276,7 @@ def lose(p: int, lost: tuple[int, ...]) -> tuple[int, int, list[str]]:
         for each in (trainer, other):
             each.step(batch(k))
     if dist.get_rank() in lost:
-        trainer.guard, trainer._lost = guard(), True
+        trainer.guard, trainer.member.lost = guard(), True
         trainer.sync_state = replace(trainer.sync_state, step=0)
         for x in tensors(trainer):
             x.fill_(0)
@@ -341,7 +341,7 @@ def told_late(late: tuple[int, ...]) -> str:
     finally:
         writing.collect_all = collect
     other.step(batch(2))
-    assert (trainer._ready is not None) == (dist.get_rank() in late)
+    assert (trainer.member.ready is not None) == (dist.get_rank() in late)
     trainer.reset()
     same_bits(tensors(trainer), tensors(other))
     assert trainer.guard == other.guard

@@ -157,7 +157,7 @@ def test_evaluation_mode_is_left_again():
     assert not torch.equal(trainer.state.buffers["2.running_mean"], means), "step did not train"
     modes = {
         name: m.training
-        for name, m in trainer._program.skeleton.named_modules()  # pyright: ignore
+        for name, m in trainer.program.skeleton.named_modules()  # pyright: ignore
     }
     assert modes == {"": True, "0": True, "1": False, "2": True}
 

@@ -137,7 +137,7 @@ def overflowing(layout: Layout, precision: str, compute: torch.dtype) -> None:
             same_state(before, state_of(trainer))
     assert expected.value == 2.0**10  # down at the second overflow, up again, and spared once
     assert {piece.dtype for piece in tree.flatten(trainer.state.params)[0]} == {torch.float32}
-    assert set(trainer._program.skeleton.seen) == {compute}  # pyright: ignore
+    assert set(trainer.program.skeleton.seen) == {compute}  # pyright: ignore
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -230,7 +230,7 @@ def half(layout: Layout, as_function: bool) -> None:
     b, f = torch.bfloat16, torch.float32
     assert set(seen) == {(b, b, f) if as_function else (f, f, b, f)}
     if not as_function:
-        assert set(trainer._program.skeleton.seen) == {b}  # pyright: ignore
+        assert set(trainer.program.skeleton.seen) == {b}  # pyright: ignore
     assert {value.dtype for value in trainer.params().values()} == {f}
     assert {x.dtype for x in tree.flatten(trainer.state.opt.moments)[0]} == {f}
 

@@ -184,7 +184,7 @@ class Rank:
 
     def _wait_for_all(self, trainer: mf.Trainer) -> None:
         """Before the last steps: wait until those that were killed ask to go on with the others."""
-        rounds, limit = trainer._rounds, time.monotonic() + self.trial.timeout_s
+        rounds, limit = trainer.member.rounds, time.monotonic() + self.trial.timeout_s
         while trainer.state.step > self.trial.steps - 4 and time.monotonic() < limit:
             if rounds is None or rounds._stop is None or rounds._stop._said is not None:
                 return
