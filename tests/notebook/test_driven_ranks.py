@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.notebook import cells, magic
+from mics_fn.notebook import cells, magic, starting
 from mics_fn.notebook.magic import ranks_in
 
 ROOT = Path(__file__).parents[2]
@@ -264,8 +265,64 @@ def test_a_rank_that_is_stuck_inside_torch_does_not_hold_the_notebook(cluster, m
     assert gathers(cluster)
 
 
+BAR = """
+import torch
+model, loss = torch.nn.Linear(1, 1), lambda model, x: model(x).sum()
+trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss)
+found = trainer.fit([torch.ones(2, 1)], 3, log_every=3)
+"""
+
+
+def test_a_bar_of_fit_is_shown_once(cluster, capsys):
+    """That of the first rank, which writes it to the standard error output."""
+    pytest.importorskip("tqdm")
+    cluster.cell(BAR)
+    found = capsys.readouterr()
+    assert found.out == ""
+    last = found.err.rstrip().rpartition("\r")[2]
+    assert last.startswith("100%|"), found.err
+    assert found.err.count("3/3 [") == found.err.count("loss ") == 1
+
+
+def processes_of(cluster: mf.notebook.Cluster) -> list[int]:
+    """The processes that were started for a cluster here, and all that they have started."""
+    own = {str(process.pid) for process in cluster._machines._started}
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if fields[3] in own and fields[0] != "Z":  # its session
+            found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not HAS_LIST, reason="needs /proc/net/tcp")
+def test_a_cluster_listens_on_loopback_alone(cluster):
+    pids = [os.getpid(), *processes_of(cluster)]
+    assert set(cluster.run(os.getpid)) <= set(pids)
+    assert {address for pid in pids for address in listening(pid)} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("available", "count", "ranks"), [(False, 0, 4), (True, 0, 4), (True, 3, 3)]
+)
+def test_there_is_a_rank_for_each_accelerator(monkeypatch, available, count, ranks):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert starting._ranks_here() == ranks
+
+
 def test_a_cluster_that_was_stopped_says_so(cluster):  # the last one that uses it
+    pids = [*cluster.run(os.getpid), *processes_of(cluster)]
+    assert len(set(pids)) >= 4
+    assert all(is_there(pid) for pid in pids)
     cluster.stop()
+    deadline = time.monotonic() + LONGEST_S
+    while time.monotonic() < deadline and any(is_there(pid) for pid in pids):
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_there(pid)]
     cluster.stop()
     assert repr(cluster) == "Cluster(2 ranks, stopped)"
     with pytest.raises(mf.errors.GroupsError, match="was stopped"):
