@@ -13,8 +13,8 @@ number of ranks, with any levels and placement, bit for bit:
   >>> found.step, found.extra, checkpoint.verify(folder).tensors
   (10, {'epoch': 1}, 4)
 
-`start_save` copies what it writes, but for what lies in files, which steps then leave as it is, and
-returns; a thread writes while training goes on.
+`start_save` copies what it writes and returns; a thread writes while training goes on. What lies in
+files is not copied: steps leave it as it is until it is saved.
 `Trainer(checkpoint=Checkpoints(folder, every=100))` does all of it, and a new `Trainer` goes on
 from the newest step: with random states, the place in the data and the guard, to the bit.
 `python -m mics_fn verify FOLDER` needs neither ranks nor a GPU.
@@ -31,7 +31,9 @@ Its words:
 - The *manifest* says what lies where: one line of JSON per tensor and per file, and a digest of
   itself. Each file has a checksum for each 16 KiB of each tensor, and the manifest has the digest
   of these. A reader compares what it reads, and takes a checksum that is missing for an error.
-- The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*.
+- The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*. Leaves
+  that are not trained, and are kept as codes, are saved as these codes; see [Note: other codes] in
+  `converting` for a state that keeps them in another form.
 
 What it promises: a committed step is never lost or changed by a save that fails, and at least two
 are kept. All ranks come to one end: if one of them cannot write, or finds damage, all raise the
@@ -56,13 +58,14 @@ so it needs no trust. `trust=True` only allows names that lead out of the direct
 
 Start reading at `layout` (arithmetic) and `contents` (what a state holds); then `saving`,
 `agreeing` and `under_way` for a save, in this order, `directory` for what is on the disk, and
-`loading` and `sources`. `manifest` and `parts` are the two kinds of files, and `sums` has their
-checksums. Of the directories of others `exported` deals leaves to files and files to ranks,
-`new_directory` has [Note: all or nothing], `pretrained` and `dcp` are the verbs, and
-`init/dcp_files.py` reads; to write another format, take `saved_leaves`, `in_files` and `rounds`
-inside of `new_directory`. To keep more with a `Trainer`, add it to `carried` in the wing `train`.
-To change the format, raise `MINOR` in `manifest`, or `MAJOR` if older versions would read it
-wrongly; files in `tests/checkpoint/golden` of all versions have to load for ever.
+`loading`, `sources` and `converting` for what is read. `manifest` and `parts` are the two kinds of
+files, and `sums` has their checksums. Of the directories of others `exported` deals leaves to files
+and files to ranks, `new_directory` has [Note: all or nothing], `pretrained` and `dcp` are the
+verbs, and `init/dcp_files.py` reads. To add another format to write, take `saved_leaves`,
+`in_files` and `rounds` inside of `new_directory`. To add what is kept with a `Trainer`, add it to
+`carried` in the wing `train`. To change the format, raise `MINOR` in `manifest`, or `MAJOR` if
+older versions would read it wrongly; files in `tests/checkpoint/golden` of all versions have to
+load for ever.
 """
 
 from mics_fn.checkpoint.dcp import load_dcp, save_dcp

@@ -34,7 +34,7 @@ EXTRA = "$extra"  # the name of what a rank gave besides the state, as JSON, in 
 
 @dataclass(frozen=True)
 class Options:
-    """How to save; see `save`."""
+    """The options of a save; see `save`."""
 
     step: int
     overwrite: Overwrite
@@ -44,7 +44,7 @@ class Options:
     keep_every: int | None
 
     def check(self) -> None:
-        """Raise PlanError unless they make sense."""
+        """Raise PlanError unless they are what they should be."""
         counts = {
             "step": (self.step, 0),
             "keep": (self.keep, 1),
@@ -70,11 +70,11 @@ class Agreed:
 
     Args:
       home: the groups whose ranks save.
-      folder: of the job.
+      folder: the folder of the job.
       path: the folder that files are written into.
-      options: as given.
-      tensors: of this rank's file, by name.
-      cells: of this rank, for each set of groups: number of the chunk, and of the replica.
+      options: how to save.
+      tensors: the tensors of this rank's file, by name.
+      cells: for each set of groups the numbers of this rank's chunk and replica.
       manifest: made from the records of all files.
     """
 
@@ -93,11 +93,11 @@ class Agreed:
 
     @property
     def file(self) -> Path:
-        """Of this rank."""
+        """The file of this rank."""
         return self.path / f"rank-{self.home.position:05d}.safetensors"
 
     def emptied(self) -> "Agreed":
-        """The same without anything of the state."""
+        """This save without anything of the state."""
         return replace(self, tensors={}, manifest=_no_manifest)
 
 

@@ -69,14 +69,14 @@ class Contents:
     """A state as a checkpoint has it.
 
     Args:
-      lines: those of buckets.
+      lines: the lines of buckets.
       cells: the cell of this rank on each of these lines.
       cut: tensors that lie on them.
       plain: tensors that a rank holds in full, by name.
       held: what this rank has of the tensors in `cut`, by name.
       values: numbers and texts, by name.
       ties: the name of the tensor that another name means.
-      leaves: those that lie on lines; while replicas are apart once for each replica.
+      leaves: the leaves that lie on lines; while replicas are apart once for each replica.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -124,8 +124,8 @@ def on_bytes(
     Args:
       plain: the tensors by name.
       ranks: number of ranks that share the work.
-      number: of the line.
-      place: of this rank.
+      number: the number of the line.
+      place: the number of this rank among them.
     """
     facts = [(name, x.dtype, tuple(x.shape)) for name, x in plain.items()]
     line, found = line_of_bytes(facts, ranks), {}
@@ -142,9 +142,9 @@ class Part(NamedTuple):
     """What a piece is saved as: its values; or its codes, and the scales of their blocks.
 
     Args:
-      name: in the checkpoint.
+      name: the name in the checkpoint.
       data: 1D, what this rank has.
-      shape: in full.
+      shape: the shape in full.
       unit: so many of its elements stand for so many elements of the leaf.
     """
 

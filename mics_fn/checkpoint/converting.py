@@ -82,7 +82,7 @@ def as_saved(target: Contents, saved: Mapping[str, Stored]) -> tuple[Contents, l
     """The contents of a state in the form in which they were saved, and what has to be converted.
 
     Args:
-      target: of the state that is loaded into.
+      target: the contents of the state that is loaded into.
       saved: what the checkpoint holds, by name.
     """
     codecs, found, gone = _codecs_in(saved), list[Conversion](), set[str]()

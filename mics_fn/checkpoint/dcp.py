@@ -59,10 +59,10 @@ def load_dcp(
     description, and nothing that it names is imported or called.
 
     Args:
-      path: of the directory, as FSDP2 and torchtitan save it.
+      path: the directory, as FSDP2 and torchtitan save it.
       groups: as for `shard`.
       like: as for `load_shards`.
-      prefix: of the names in the directory that are meant, without which they are names of
+      prefix: what the names begin with that are meant; behind it they are the names of
         parameters: "model." for `dcp.save({"model": ...})`, "" for torchtitan. Tensors whose names
         begin otherwise are ignored.
       names: gives the parameter's name for a name in the directory without its prefix, or None to
@@ -71,8 +71,8 @@ def load_dcp(
       dtype: as for `load_shards`.
       trust: whether a file that `.metadata` names may be a symbolic link or lie elsewhere. Nothing
         is run in any case.
-      max_header_bytes: of `.metadata`.
-      max_leaves: of the directory, with all that is ignored.
+      max_header_bytes: the most bytes that `.metadata` may have.
+      max_leaves: the most tensors that the directory may have, with those that are ignored.
       options: as for `load_shards`.
 
     Returns:
@@ -134,15 +134,15 @@ def save_dcp(
         what its optimizer keeps for each of them: `optimizer.state.<parameter>.exp_avg` and so on,
         as `get_optimizer_state_dict` of torch names them, flattened, under "optimizer".
       groups: as for `gather`, one `Groups` for all leaves.
-      prefix: of the names of parameters: "model." for `dcp.load({"model": ...})`, "" for
-        torchtitan, which has these names at the top.
+      prefix: what the names of parameters begin with: "model." for `dcp.load({"model": ...})`, and
+        "" for torchtitan, which has these names at the top.
       names: as for `save_pretrained`; without the prefix.
-      dtype: of floating-point parameters in the files; by default that of the shards.
+      dtype: the dtype of floating-point parameters in the files; default that of the shards.
       param_group: with a `TrainState`, the options that an optimizer of torch keeps beside its
         tensors, such as `torch.optim.AdamW(...).param_groups[0]`: `lr`, `betas` and all others. If
         they are missing, torch loads the optimizer only with `allow_partial_load`. Those of the
         first rank are written.
-      max_file_bytes: of a file. A leaf that is larger has a file of its own.
+      max_file_bytes: the most bytes of a file. A leaf that is larger has a file of its own.
 
     A tensor with several names is written once, and can be loaded by each of them.
 

@@ -49,6 +49,6 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def step_back() -> None:
-    """Let this thread run behind those that compute, where threads have priorities of their own."""
+    """Give this thread a low priority, so that those that compute come first, if the system can."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)

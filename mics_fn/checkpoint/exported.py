@@ -69,7 +69,7 @@ def saved_leaves(
       params: shards by name; and tensors that every rank has in full, such as buffers.
       groups: as for `gather`.
       names: gives the name in the file for a name of a parameter, or None to leave it out.
-      dtype: of the floating-point tensors in the file; None for that of the shards.
+      dtype: the dtype of floating-point tensors in the file; None for that of the shards.
 
     Raises:
       TreeError: these are not shards by name, none is left, or two get the same name.

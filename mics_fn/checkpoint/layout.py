@@ -24,7 +24,7 @@ class Line:
     """A buffer that ranks write together.
 
     Args:
-      length: in elements, or in bytes for tensors that ranks hold in full; a multiple of `parts`.
+      length: its elements, or its bytes for tensors that ranks hold in full; a multiple of `parts`.
       parts: equal chunks.
       copies: ranks that share a chunk.
       home: number of the groups whose ranks these are; see `Manifest`.
@@ -68,8 +68,8 @@ class Stored:
 
     Args:
       name: its path in the state.
-      dtype: of its elements.
-      shape: in full.
+      dtype: the dtype of its elements.
+      shape: its full shape.
       line: number of its line; -1 if each rank keeps its own value in full.
       offset: where it begins on the line.
       unit: how much of the line an element takes: 1, or its size on the line of bytes.

@@ -28,7 +28,7 @@ class Loaded(NamedTuple):
 
     Args:
       state: as it was saved, in the structure of `like`.
-      step: its number.
+      step: the number of the step.
       extra: what this rank gave when it saved.
     """
 

@@ -30,10 +30,10 @@ class Writer(NamedTuple):
     """One file of a checkpoint.
 
     Args:
-      file: its name; "" of a rank that had nothing to write.
+      file: its name; "" for a rank that had nothing to write.
       nbytes: its size.
       header: sha256 of its header, in which the checksums of its values are.
-      cells: its cell on the lines of each home: number of the chunk, and of the replica.
+      cells: its cell on the lines of each home: the numbers of the chunk and of the replica.
     """
 
     file: str
@@ -47,8 +47,8 @@ class Manifest:
     """What a checkpoint holds.
 
     Args:
-      step: its number.
-      versions: of what wrote it.
+      step: the number of the step.
+      versions: the versions of this library and of torch that wrote it.
       replicas: "apart" if each replica has values of its own, else "equal".
       homes: partition size and number of replicas of each set of groups.
       lines: see [Note: lines and cells] in `layout`; the last one is that of bytes.

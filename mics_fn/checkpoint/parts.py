@@ -132,8 +132,8 @@ class Part:
     """A file of a checkpoint, open for reading.
 
     Args:
-      folder: of the step.
-      name: of the file.
+      folder: the folder of the step.
+      name: the name of the file.
       record: what the manifest says of it.
 
     Raises:
@@ -163,7 +163,7 @@ class Part:
         self._entries, self._sums = with_texts(file)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
 
     def names(self) -> list[str]:
@@ -174,7 +174,7 @@ class Part:
         """Fill a tensor with elements of a tensor of the file, once they are checked.
 
         Args:
-          name: in the file.
+          name: the name of that tensor in the file.
           start: the first element.
           out: 1D, dense, on the CPU.
 

@@ -43,18 +43,18 @@ def save_pretrained(
     the first rank renames them when all of them are complete. `load_shards` reads it, too.
 
     Args:
-      path: of the directory, the same on all ranks and on a file system that they share. Nothing
-        may be there but an empty directory.
+      path: the directory, the same on all ranks and on a file system that they share. Nothing may
+        be there, except an empty directory.
       params: shards by name, as `init_model` and `load_shards` give them. It may also hold plain
         tensors that every rank has in full, such as buffers.
       groups: as for `gather`, one `Groups` for all leaves.
       config: what else belongs there: an object with `save_pretrained(path)`, such as the `config`
         of a model, or a dict that becomes config.json. Its `dtype`, if it has one, becomes that of
         the files.
-      max_file_bytes: of a file. More than one are named by `model.safetensors.index.json`. A leaf
-        that is larger has a file of its own.
+      max_file_bytes: the most bytes of a file. If there are several files, they are listed in
+        `model.safetensors.index.json`. A leaf that is larger has a file of its own.
       names: gives the name in the file for the name of a parameter, or None to leave it out.
-      dtype: of the floating-point tensors in the files; by default that of the shards.
+      dtype: the dtype of floating-point tensors in the files; default that of the shards.
 
     A tensor with several names is written once, under the one that comes first in `params`: that is
     the embedding, as in transformers, if the names have the order of the module.
@@ -113,7 +113,7 @@ def _library() -> Callable[..., None]:
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        fix = 'pip install "mics_fn[checkpoint]"'
+        fix = "pip install 'mics-fn[checkpoint]'"
         raise MicsError(message(f"{_VERB}: the library safetensors is missing", fix=fix)) from error
     return save_file
 
@@ -130,7 +130,7 @@ def _saves_itself(config: Any) -> bool:
 
 
 def _file_name(number: int, count: int) -> str:
-    """As transformers names them, from 0 up.
+    """The name of a file, counted from 0, as transformers names it.
 
     >>> _file_name(0, 1), _file_name(0, 2)
     ('model.safetensors', 'model-00001-of-00002.safetensors')

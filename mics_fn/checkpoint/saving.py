@@ -40,7 +40,7 @@ def save(
         on all ranks. A tensor that is not sharded is written once if it is equal on all ranks, and
         else once per rank.
       groups: as for `shard`; for a `TrainState` those of its parameters.
-      step: its number, from 0 on.
+      step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
         between ranks.
       overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it,

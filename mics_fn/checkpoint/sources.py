@@ -30,8 +30,8 @@ class Sources:
 
     Args:
       path: the folder of the step.
-      manifest: of it.
-      home: the groups that load.
+      manifest: the manifest of the step.
+      home: the groups whose ranks load it.
     """
 
     def __init__(self, path: Path, manifest: Manifest, home: Groups) -> None:
@@ -158,7 +158,7 @@ class Wanted(NamedTuple):
     high: int
 
     def read(self, part: Part) -> None:
-        """Read them."""
+        """Read these elements into the target."""
         x: Any = self.target
         direct = x.is_cpu and x.is_contiguous() and not is_apart(x)
         out = x.view(-1)[self.low : self.high] if direct else torch.empty(0, dtype=x.dtype)

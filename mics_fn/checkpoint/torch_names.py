@@ -24,7 +24,7 @@ def optimizer_leaves(
 
     Args:
       verb: for errors.
-      opt: of a `TrainState`.
+      opt: the field `opt` of a `TrainState`.
       params: the parameters that are written; others are left out.
 
     Raises:

@@ -228,8 +228,8 @@ class PendingSave:
 
         Args:
           done: whether what is waited for is there.
-          what: that is.
-          missing: ranks that are waited for; if one of them is gone, so is all hope.
+          what: what is waited for, in words, for errors.
+          missing: the ranks that are waited for; if one of them is gone, waiting is of no use.
           grace_s: how long to wait if another rank has failed, which may still write its file.
         """
         home, failed_s = self._agreed.home, list[float]()
@@ -261,7 +261,7 @@ class PendingSave:
         later(self._store, "delete_key", f"{self._key_of(self._number - 1)}/end")
 
     def _key_of(self, number: int) -> str:
-        """Of the messages of a save; groups of one replica share the life of all."""
+        """The key of the messages of a save; groups of one replica share the life of all."""
         return f"{self._life.key}/save/{self._agreed.home.ranks[0]}/{number}"
 
 

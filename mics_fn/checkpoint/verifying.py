@@ -62,12 +62,12 @@ class Verified:
     """A step whose files are as they were saved.
 
     Args:
-      step: its number.
-      path: its folder.
+      step: the number of the step.
+      path: the folder of the step.
       files: number of files of values.
       tensors: number of tensors.
-      nbytes: of all files.
-      seconds: that it took.
+      nbytes: bytes of all files together.
+      seconds: how long the comparison took.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""For people at a prompt: one leaf by its path, a table of all leaves, and what a step does when.
+"""What a person asks at a prompt: one leaf by its path, all leaves, and what a step does when.
 
 `summary` shows what a tree of shards or a `TrainState` holds on this rank, and communicates
 nothing. `get` gives one leaf in full on every rank: after small messages, each rank receives p - 1
@@ -64,13 +64,13 @@ with `info` only resets and saves. Programs configure the logger `mics_fn` as an
 While nobody profiles, watches or logs, each of these places costs a look, 0.1 to 0.3 us of host
 time: 231 of them in a step of 20 buckets and two micro-steps.
 
-Start reading at `access.py`: it has both verbs, and the helpers below them in the order in which
+Start reading at `access.py`: it has both verbs, and the functions below them in the order in which
 they are called. `paths.py` lists the leaves of a value, finds the one that a path means, and lets
-the ranks agree; `table.py` draws the table as text and as HTML. `watching.py`
-collects what [Note: spans] in `mics_fn.spans` describes, `timeline.py` and `memory.py` are what it
-gives, and `picture.py` draws. To show one more fact of each leaf,
-add a field to `SummaryRow`, its column to `_HEAD`, and its value to `_row`. For a new verb about a
-leaf, take `leaves_of` and `Leaves.agreed`, so that ranks which differ raise instead of hanging.
+the ranks agree; `table.py` draws the table as text and as HTML. `watching.py` collects what [Note:
+spans] in `mics_fn.spans` describes, `timeline.py` and `memory.py` are what it gives, and
+`picture.py` draws. To add a fact of each leaf to the table, add a field to `SummaryRow`, its column
+to `_HEAD`, and its value to `_row`. To add a verb about a leaf, take `leaves_of` and
+`Leaves.agreed`, so that ranks which differ raise instead of hanging.
 """
 
 from mics_fn.inspection.access import get, set

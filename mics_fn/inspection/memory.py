@@ -27,14 +27,14 @@ class StepMemory(NamedTuple):
     Args:
       shards: this rank's parameters; frozen and replicated ones too.
       moments: the state of the optimizer.
-      buffers: those of the model.
+      buffers: the buffers of the model.
       gathered: buckets in full, and the copies that a placement keeps; in the last pass also their
         memory that gradients took over.
       gradients_in_full: gradients that wait to be packed.
       gradients_in_reductions: the memory in which a few buckets are reduced.
       gradient_shards: this rank's part of the gradients.
-      total: all of these. The groups keep memory for the next step, so this is what a step takes,
-        but for activations.
+      total: the sum of all of these. The groups keep memory for the next step, so this is what a
+        step takes, without activations.
     """
 
     shards: int

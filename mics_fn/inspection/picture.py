@@ -32,8 +32,8 @@ def draw(timeline: Any, path: str | Path | None) -> Figure:
     """One lane per communicator and per kind of work, and the memory held below them.
 
     Args:
-      timeline: it.
-      path: of an image to write, if any.
+      timeline: the `Timeline` to draw.
+      path: the image to write, if any.
     """
     levels = list(dict.fromkeys(event.level for event in timeline.events if event.level))
     there = {event.kind for event in timeline.events if not event.level}
@@ -70,7 +70,7 @@ def check_file(verb: str, path: str | Path) -> None:
 
     Args:
       verb: for errors.
-      path: of the image; its ending says the kind, and none means PNG.
+      path: the image; its ending says the kind, and none means PNG.
     """
     file, kinds = Path(path), sorted(FigureCanvasAgg.get_supported_filetypes())
     if file.suffix and file.suffix[1:].lower() not in kinds:

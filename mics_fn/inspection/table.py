@@ -26,8 +26,8 @@ class SummaryRow(NamedTuple):
 
     Args:
       path: as `get` takes it.
-      shape: that of the full tensor.
-      dtype: that of the stored elements.
+      shape: the shape of the full tensor.
+      dtype: the dtype of the stored elements, or the codec of codes.
       kind: "trained" or "frozen" for pieces, "replicated" or "full" for leaves that are whole on
         this rank, "tied" for leaves without memory of their own.
       bucket: the number of its bucket, or None.

@@ -25,8 +25,8 @@ class Event(NamedTuple):
       buckets: the numbers of the buckets.
       level: the communicator of a transfer, such as "gather node"; "" for anything else.
       sent_bytes: what this rank sent.
-      start_s, end_s: in seconds since the step began. On the CPU a transfer ends when this rank
-        notices it, which is at its next use of a bucket or in a wait.
+      start_s, end_s: when it began and ended, in seconds since the step began. On the CPU a
+        transfer ends when this rank notices it, which is at its next use of a bucket or in a wait.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Timeline:
 
     Args:
       name: "step 12"; empty for a block that is no step.
-      events: in order.
+      events: the events in this order.
       seconds: the length of the step.
       memory: times in seconds, each with the bytes held from then on by kind; for `picture`.
       shown: the most rows that a chart has; None for all.
@@ -79,10 +79,10 @@ class Timeline:
         return found
 
     def picture(self, path: str | Path | None = None) -> Any:
-        """The same as a figure: one lane per communicator, and the memory below them.
+        """Draw it: one lane per communicator and per kind of work, and the memory below them.
 
         Args:
-          path: of an image to write, if any.
+          path: the image to write, if any.
 
         Returns:
           A figure of matplotlib.

@@ -76,7 +76,7 @@ class Watched:
 
 
 class _NotWatched(Watched):
-    """In the place of what nobody has watched."""
+    """Stands for a step that nobody has watched."""
 
     def timeline(self) -> Timeline:
         """Raises MicsError, which says how to watch."""
@@ -139,7 +139,7 @@ def watch() -> Iterator[Watched]:
       took by kind. The steps of a `Trainer` in the block are there one by one, too: the last one is
       `trainer.last_step`.
 
-    Memory: some hundred bytes per event.
+    Memory: a few hundred bytes per event.
 
     Example:
       >>> groups = make_groups(1)

@@ -32,7 +32,9 @@ ranks trust the network, as with any launcher.
 
 Start reading at `cluster.py`. `starting.py` has `start`; `machines.py` is the kernel's side of
 `node.py`; `cells.py` waits for a cell, `folding.py` makes one text of many, and `magic.py` is
-`%%ranks`.
+`%%ranks`. To add something that a person asks of ranks, write a function for `engine.py`, which
+runs on each of them, and a method of `Cluster` that sends it by `_run` and ends with `_done`. To
+add a message to the process that forks ranks, send it in `machines.py` and read it in `node.py`.
 """
 
 from mics_fn.notebook import magic

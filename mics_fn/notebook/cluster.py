@@ -37,10 +37,10 @@ class Cluster:
     Args:
       size: number of ranks.
       machines: their machines.
-      client: of ipyparallel.
-      connection: for engines.
+      client: the client of ipyparallel.
+      connection: what engines need to reach ipyparallel's controller.
       places: makes what ranks are told at a start, and the store that they meet in.
-      folder: for files of this cluster.
+      folder: the folder for files of this cluster.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ def serve(connection: Mapping[str, Any], folder: str, rank: int, engine: int) ->
     """Be the engine of a rank until the process ends.
 
     Args:
-      connection: ipyparallel's facts of the controller.
-      folder: for its files.
+      connection: what ipyparallel says of its controller.
+      folder: the folder for files of the engine.
       rank: this rank.
       engine: the number that the engine asks for.
     """

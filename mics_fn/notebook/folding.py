@@ -27,7 +27,7 @@ class Failed(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Its type and the first line of its text."""
+        """The type of the error and the first line of its text."""
         return f"{self.kind}: {self.text}".strip().partition("\n")[0].removesuffix(":")
 
 
@@ -140,7 +140,7 @@ def is_inside(file: str) -> bool:
 
 
 def own_frames(failed: Failed) -> Failed:
-    """The same without the frames that are not the user's, where the error explains itself.
+    """A failure without the frames that are not the user's, where the error explains itself.
 
     >>> frame, code = "File /lib/mics_fn/shards/leaf.py:7, in f", "Cell In[1], line 1"
     >>> trace = ("LeafError  Traceback", code, "-> 1 f()", "", frame, "-> 7 raise", "", "LeafError")

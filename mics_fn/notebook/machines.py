@@ -26,7 +26,7 @@ class Machine:
 
     Args:
       connection: to the process that forks ranks.
-      process: itself, if it was started from here.
+      process: that process, if it was started from here.
       place: a folder of that machine for files; "" lets it make one.
     """
 
@@ -57,7 +57,7 @@ class Machines:
     """All machines of a cluster, this one first; their ranks are numbered in this order.
 
     Args:
-      folder: of the cluster, on this machine, for nobody else to read.
+      folder: the folder of the cluster on this machine, which nobody else can read.
       each: number of ranks on each machine.
     """
 
@@ -78,7 +78,7 @@ class Machines:
         self._add(Machine(ours, process, self._folder))
 
     def _boot(self, work: str, pass_fds: Sequence[int] = (), **told: Any) -> subprocess.Popen:
-        """Start a process of this machine, in a session of its own: it gets no Ctrl-C."""
+        """Start a process of this machine, which the Ctrl-C of a terminal does not reach."""
         told |= {"work": work, "parent": os.getpid(), "path": sys.path, "folder": self._folder}
         with open(f"{self._folder}/{work}.txt", "wb") as output:
             process = subprocess.Popen(
@@ -147,7 +147,7 @@ class Machines:
         Args:
           ranks: which.
           told: what a rank needs, by rank and its number on its machine.
-          connection: for engines.
+          connection: what engines need to reach ipyparallel's controller.
         """
         for machine in self._all:
             mine = {

@@ -35,8 +35,8 @@ def serve(kernel: Any, folder: str = "") -> None:
     """Do what the kernel says, and tell it which ranks end; ends with the connection.
 
     Args:
-      kernel: a connection to it.
-      folder: for files; "" if the kernel names one.
+      kernel: a connection to the kernel.
+      folder: the folder for files; "" if the kernel names one.
     """
     for name in ("mics_fn.notebook.engine", "ipyparallel.engine.app", "torch._dynamo"):
         importlib.import_module(name)  # torch.func imports the last one, in each rank

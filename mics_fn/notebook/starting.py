@@ -152,7 +152,7 @@ def _check_sizes(each: int, hosts: int, listen: str, nodes: int | None, topology
 
 
 def _ipyparallel() -> Any:
-    """Its `Client`.
+    """The class `Client` of ipyparallel.
 
     Raises:
       GroupsError: it is not installed.

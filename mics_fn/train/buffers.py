@@ -25,8 +25,8 @@ class ModuleBuffers:
 
     Args:
       params: the module's parameters by name.
-      buffers: its buffers by name.
-      saved: its state dict, whose names tell which buffers are persistent.
+      buffers: the module's buffers by name.
+      saved: the module's state dict, whose names tell which buffers are persistent.
 
     Raises:
       LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype.
@@ -80,7 +80,7 @@ class ModuleBuffers:
     def average(self, values: Values, home: Groups) -> Values:
         """The values with persistent float buffers averaged over ranks.
 
-        Communication: per dtype one mean of all of them, over each of the two groups.
+        Communication: for each dtype one mean of all of them, over each of the two groups.
         """
         if home.world_size == 1:
             return values

@@ -12,8 +12,8 @@ def check_call(verb: str, name: str, fn: Callable[..., Any], form: str, fix: str
 
     Args:
       verb: for errors.
-      name: of the argument.
-      fn: the function; one that Python cannot look into may be anything.
+      name: the name of the argument.
+      fn: the function; one whose arguments Python does not know is accepted.
       form: the call, such as "loss(model, batch)".
       fix: for errors.
     """

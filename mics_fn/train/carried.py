@@ -53,14 +53,14 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     so copy or save it before that.
 
     Args:
-      trainer: it.
+      trainer: the `Trainer`.
 
     Returns:
       `(state, extra)`. `state` is `{"train": TrainState, "sync": SyncState}`, whose plain tensors
       are equal on all ranks (or, while replicas are apart, on all ranks of a replica). `extra` is
       of dicts with names, lists, numbers, strings, None and tensors; without its tensors it is
       JSON. It has this rank's random states, its position in the data of the last `fit`, what the
-      guard has found, and buffers that ranks do not average: 30 kB and these buffers.
+      guard has found, and buffers that ranks do not average: these buffers and about 30 kB.
 
     Communication: none.
 

@@ -19,9 +19,9 @@ class Checkpoints:
     with the same options on as many ranks takes the same steps, to the bit.
 
     Args:
-      folder: of the job's checkpoints, which all ranks share; it need not exist.
+      folder: the folder of the job's checkpoints, which all ranks share; it need not exist.
       every: a step is saved if its number is a multiple of this.
-      keep: how many of the newest are kept, at least 2; None keeps all.
+      keep: how many of the newest steps are kept, at least 2; None keeps all.
       keep_every: steps that are a multiple of it are kept, too.
       resume: whether a new `Trainer` goes on from the newest committed step, if there is one.
       background: whether training goes on while files are written; each step that is saved then
@@ -85,7 +85,7 @@ class Checkpoints:
         """Save a trainer now, and wait until the step is committed. All ranks call it.
 
         Args:
-          trainer: it, between two steps.
+          trainer: the `Trainer` to save, between two steps.
 
         Communication: that of `checkpoint.save`.
 

@@ -21,7 +21,7 @@ def rounds_for(trainer: Any, elastic: bool | float) -> Rounds | None:
     """What decides which ranks go on; None if all have to.
 
     Args:
-      trainer: it, with its groups and options.
+      trainer: the `Trainer`, with its groups and options.
       elastic: the argument of `Trainer`.
 
     Raises:

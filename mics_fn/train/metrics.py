@@ -42,7 +42,7 @@ class StepMetrics(NamedTuple):
 
 
 def averaged(metrics: Sequence[StepMetrics], home: Groups) -> list[StepMetrics]:
-    """The same with losses averaged over the ranks of the groups."""
+    """These metrics with losses averaged over the ranks of the groups."""
     if not metrics:
         return []
     losses = mean_over_ranks(home, torch.stack([m.loss for m in metrics]))

@@ -59,7 +59,7 @@ class MicroSteps:
 
 
 class CanonicalMicroSteps(MicroSteps):
-    """The same for `placement.canonical`; see [Note: buffers in one tree]."""
+    """Micro-steps for `placement.canonical`; see [Note: buffers in one tree]."""
 
     def __init__(self, trainer: Any, total: GradSum) -> None:
         super().__init__(trainer, total)
@@ -95,7 +95,7 @@ class CanonicalMicroSteps(MicroSteps):
 
 
 class SharedMicroSteps(MicroSteps):
-    """The same of several shares in turn; see [Note: the same step on fewer ranks] in `shares`."""
+    """Micro-steps of several shares; see [Note: the same step on fewer ranks] in `shares`."""
 
     def __init__(self, trainer: Any, total: GradSum) -> None:
         super().__init__(trainer, total)

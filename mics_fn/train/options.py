@@ -15,10 +15,10 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
     """Compare the options of a `Trainer` between ranks.
 
     Args:
-      trainer: it, with its state.
-      params: its tree of shards.
+      trainer: the `Trainer`, with its state.
+      params: the tree of shards that it trains.
       groups: as for `shard`.
-      guard: its guard.
+      guard: the guard to compare, which need not be that of the trainer yet.
 
     Communication: that of `same_options`.
 
@@ -77,7 +77,7 @@ def start_comparison(trainer: Any, buffers: Sequence[str]) -> Comparison | None:
     Replicas that are apart are equal after a merge alone, and only in their parameters.
 
     Args:
-      trainer: it, with its state.
+      trainer: the `Trainer`, with its state.
       buffers: the names of those that are averaged over ranks.
 
     Communication: that of `same_replicas`.

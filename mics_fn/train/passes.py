@@ -33,7 +33,7 @@ class Epochs:
 
     @property
     def epoch(self) -> int | None:
-        """That of the last pass, of this process or of others; None if there was none."""
+        """The epoch of the last pass, of this process or of others; None if there was none."""
         if self._last[0] is not None:
             return self._last[1]
         return None if self._begins is None else self._begins - 1
@@ -50,9 +50,9 @@ class Epochs:
         Args:
           loader: what to go through.
           home: the groups whose ranks do this together; None for this process alone.
-          positions: between how many the samples are dealt; by default the ranks of these groups.
+          positions: how many positions share the samples; by default one per rank of the groups.
 
-        Communication: none, but that of `same_call` at the first batch of a run that goes on.
+        Communication: that of `same_call` at the first batch of a run that goes on; else none.
 
         Raises:
           TreeError: a pass gave no batch, or the loader does not fit the position that the run
@@ -119,13 +119,13 @@ class Epochs:
         return rest
 
     def using(self, batch: Any) -> tuple[int, int]:
-        """A step begins with this batch; gives the numbers of its samples and of its tokens."""
+        """Note that a step begins with a batch; returns its numbers of samples and of tokens."""
         samples, tokens = count(batch)
         self._samples = samples if self._running else None
         return samples, tokens
 
     def took(self) -> None:
-        """That step is done, so its batch is used; this counts only steps of `fit`."""
+        """Count the batch of a step as used, since the step is done; only steps of `fit` count."""
         if self._samples is not None and self._at is not None:
             self._at, self._samples = self._at.used(self._samples), None
 
@@ -157,7 +157,7 @@ def _no_batch(loader: Any) -> TreeError:
 
 
 def _nothing() -> None:
-    """In the place of a loader that is gone."""
+    """Return None: in the place of a loader that is gone."""
 
 
 def _place(home: Groups | None, positions: int | None) -> tuple[torch.device, int]:

@@ -23,7 +23,7 @@ def as_plain(value: Any, path: str) -> Any:
     """A value of dicts, lists, tuples, tensors, numbers and strings in the form of this file.
 
     Args:
-      value: it; its tensors are copied.
+      value: what is to be saved; its tensors are copied.
       path: what it is called, for errors.
 
     Raises:
@@ -63,11 +63,11 @@ class Randoms(NamedTuple):
     """The states of the generators that a step or a loader may draw from without naming them.
 
     Args:
-      cpu: that of torch on the CPU.
-      device: that of this rank's accelerator; None on the CPU, or if torch keeps none.
+      cpu: the state of torch's generator on the CPU.
+      device: the state of this rank's accelerator; None on the CPU, or if torch keeps none.
       kind: the type of that device.
-      python: that of `random`.
-      numpy: that of `numpy.random`, as numpy describes it; None if numpy is not imported.
+      python: the state of `random`.
+      numpy: the state of `numpy.random`, as numpy describes it; None if numpy is not imported.
     """
 
     cpu: Tensor
@@ -78,7 +78,7 @@ class Randoms(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> "Randoms":
-        """As they are at this moment."""
+        """The states at this moment."""
         own = _device.default_generator(device) if device.type != "cpu" else None
         numpy = sys.modules.get("numpy")
         return cls(
@@ -90,7 +90,7 @@ class Randoms(NamedTuple):
         )
 
     def put_back(self, device: torch.device) -> None:
-        """Make them the states of this process; that of another type of device is left out."""
+        """Set the states of this process to these; that of another type of device is left out."""
         torch.set_rng_state(self.cpu)
         own = _device.default_generator(device) if device.type != "cpu" else None
         if own is not None and self.device is not None and device.type == self.kind:
@@ -117,7 +117,7 @@ class Randoms(NamedTuple):
                 raise TreeError(message(text, fix="take what `carried` gave"))
 
     def plain(self) -> dict[str, Any]:
-        """In the form in which they are saved: about 15 kB of tensors.
+        """The states in the form in which they are saved: about 15 kB of tensors.
 
         Raises:
           LeafError: numpy's global generator is not the one that numpy begins with.
@@ -129,7 +129,7 @@ class Randoms(NamedTuple):
 
     @classmethod
     def from_plain(cls, saved: Any, path: str) -> "Randoms":
-        """What `plain` gave; tried on generators of their own first.
+        """The states that `plain` gave, once new generators have accepted them.
 
         Raises:
           TreeError: these are not states of generators.

@@ -52,16 +52,16 @@ class Position:
 
     @classmethod
     def begin(cls, epoch: int, loader: Any, device: torch.device, ranks: int) -> "Position":
-        """That of a pass that begins now."""
+        """The position in a pass that begins now."""
         states = tuple(generator.get_state() for generator in generators_of(loader))
         return cls(epoch, Randoms.now(device), states, ranks)
 
     def used(self, samples: int) -> "Position":
-        """One batch further."""
+        """The position one batch further."""
         return replace(self, batches=self.batches + 1, samples=self.samples + samples)
 
     def plain(self, loader: Any, *, exact: bool) -> dict[str, Any]:
-        """In the form in which it is saved.
+        """The position in the form in which it is saved.
 
         Args:
           loader: the one that gave the batches; None if it is gone.
@@ -82,7 +82,7 @@ class Position:
 
     @classmethod
     def from_plain(cls, saved: Any, path: str) -> "Position":
-        """What `plain` gave.
+        """The position that `plain` gave in this form.
 
         Raises:
           TreeError: this is not a position.

@@ -91,7 +91,7 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     """Bring all ranks to the newest state that some have, if some are lost or ready to write.
 
     Args:
-      trainer: it, on new groups; its state, guard and position in the data are replaced.
+      trainer: the `Trainer`, on new groups; its state, guard and place in the data are replaced.
       found: what each rank says.
       heal: whether ranks may take what they lack.
 

@@ -39,7 +39,7 @@ def renew(trainer: Any, *, heal: bool) -> None:
     Where no replica holds what a rank lacks, all go back to the newest step that was saved.
 
     Args:
-      trainer: it.
+      trainer: the `Trainer`.
       heal: whether a rank that is behind takes what it lacks from a replica.
 
     Raises:
@@ -100,7 +100,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     """Bring state, sync state and guard of a `Trainer` to one step on all ranks.
 
     Args:
-      trainer: it, on new groups.
+      trainer: the `Trainer`, on new groups.
       heal: whether a rank that is behind takes what it lacks from a replica.
 
     Raises:

@@ -41,7 +41,7 @@ def given(batch: Any, shares: Sequence[int], *, elastic: bool) -> Given:
 
     Args:
       batch: what `Trainer.step` was given: a batch, or a function from a position to one.
-      shares: of this rank.
+      shares: the positions whose samples this rank gives.
       elastic: whether replicas may go on without others.
 
     Raises:
@@ -96,7 +96,7 @@ class Dealt:
     """A loader that gives the batches of several positions at once, as `Given`.
 
     Args:
-      loader: that of one position, which `check_loader` has passed.
+      loader: the loader of one position, which `check_loader` has accepted.
       shares: the positions.
       positions: how many there are in all.
     """

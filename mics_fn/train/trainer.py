@@ -62,9 +62,10 @@ class Trainer(Exporting):
       on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
         killed are at one step; see [Note: steps written together] in `rejoining`.
-      elastic: go on without ranks that are lost, keeping the batch, until they return: for how many
-        seconds to wait for them before that; True for 15. See "Fewer replicas" on the page of this
-        wing. `step` then takes a function from a position to its batch.
+      elastic: let whole replicas go on without ranks that are lost, with the same batch, until
+        these return. A number says for how many seconds they wait for lost ranks first; True means
+        15. `step` then takes a function from a position to its batch. See "Fewer replicas" on the
+        page of this wing.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients

@@ -120,7 +120,7 @@ def update(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Verdict
     """The optimizer's step if the guard accepts it, and the merge of replicas if it is due.
 
     Args:
-      trainer: it, before the step.
+      trainer: the `Trainer`, before the step.
       grads: what `reduced` gave; given away.
       buffers: as this rank computed them.
       commit: holds signals while the step is written.
@@ -176,7 +176,7 @@ def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None
     """Write a step, for which no other rank is needed unless replicas merge after it.
 
     Args:
-      trainer: it, before the step.
+      trainer: the `Trainer`, before the step.
       ready: what is to be written.
       stepped: the state after the optimizer's step, if that is done.
     """
