@@ -84,7 +84,7 @@ class Folder:
         seen = sorted(os.listdir(self.path))[:8] if self.path.is_dir() else []
         lines = [f"committed steps: {', '.join(map(str, steps)) or 'none'}"]
         lines += (
-            [f"it has: {', '.join(seen)}"] if seen else [f"{self.path} is no folder with files"]
+            [f"it has: {', '.join(seen)}"] if seen else [f"{self.path} is not a folder with files"]
         )
         what = "no committed checkpoint" if step is None else f"no committed step {step}"
         fix = "pass the folder that save was given, and one of its steps"
@@ -237,7 +237,7 @@ class Folder:
 def _counts(path: Path) -> bool:
     """Whether a folder with the name of a step is committed."""
     try:
-        # A link is no step, but somebody made it, so loading it says so.
+        # A link is not a step, but somebody made it, so loading it says so.
         names = [] if os.path.islink(path) else os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile, or is a file
         return False

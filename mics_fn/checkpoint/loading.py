@@ -52,7 +52,8 @@ def load(
     Args:
       path: the folder that `save` was given.
       like: a state of the same structure, shapes and dtypes, such as that of before the first step.
-        Its values are not used.
+        Its values are not used. Leaves that are not trained may be kept in another form than they
+        were saved in, as values or as codes; see [Note: other codes] in `checkpoint.converting`.
       groups: those that `like` is sharded with.
       step: which one; default the newest committed one.
       on_corrupt: "previous" goes back to the next older step, on all ranks, where one is damaged.
@@ -66,13 +67,14 @@ def load(
     Communication: a few small all-gathers over the partition group and the replication group.
 
     Memory: a second copy of the state, none with `donate`; and two buffers of 4 MiB while it reads
-      what does not lie in host memory.
+      what does not lie in host memory, or one leaf after the other that is kept in another form.
 
     Raises:
       CheckpointNotFound: there is no such step.
       CheckpointFormatError, CheckpointCorrupt, CheckpointSecurityError: it is damaged; on all
         ranks, with the file and the leaf.
       CheckpointMismatch: it does not fit `like`; all differences are named.
+      LeafError: a value is not finite, and `like` keeps its leaf as codes.
       DesyncError: ranks load other states.
       PlanError: an argument is not what it should be.
 

@@ -23,7 +23,7 @@ _FETCH = "load an older step, or copy the whole folder again"
 
 
 class _LeadsOut(ValueError):
-    """A name that is no file of the folder."""
+    """A name that is not one of a file in the folder."""
 
 
 class Writer(NamedTuple):
@@ -141,7 +141,7 @@ def read_manifest(data: bytes, path: str) -> Manifest:
             raise ValueError(f"format {body['format']!r}")
         major = body["version"][0]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise wrong(f"is no manifest: {error}") from None
+        raise wrong(f"is not a manifest: {error}") from None
     if major != MAJOR:
         raise wrong(f"has version {major}, known here is {MAJOR}", "use a newer mics_fn")
     try:
@@ -167,11 +167,11 @@ def _parsed(body: dict[str, Any]) -> Manifest:
     _check_cells(body["replicas"], homes, lines, writers)
     found = {name: body[name] for name in ("step", "versions", "replicas", "ties")}
     found["values"] = decoded(json.dumps(body["values"]), {})
-    _require(type(found["step"]) is int and found["step"] >= 0, "the step is no number")
+    _require(type(found["step"]) is int and found["step"] >= 0, "the step is not a number")
     for name in ("versions", "values", "ties"):
-        _require(isinstance(found[name], dict), f"{name} is no object")
+        _require(isinstance(found[name], dict), f"{name} is not an object")
     for name in ("extra", "commit"):
-        _require(isinstance(body[name], str), f"{name} is no text")
+        _require(isinstance(body[name], str), f"{name} is not a text")
     kept = {"homes": homes, "lines": lines, "tensors": tensors, "writers": writers}
     return Manifest(**found, **kept, extra=body["extra"], commit=body["commit"])
 

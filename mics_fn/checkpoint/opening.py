@@ -41,7 +41,7 @@ def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
 
 
 def check_files(path: Path, names: Iterable[str]) -> None:
-    """Refuse files of a step that are no regular files in its folder.
+    """Refuse files of a step that are not regular files in its folder.
 
     Raises:
       CheckpointSecurityError: one of them is a symbolic link, or something else.
@@ -53,7 +53,7 @@ def check_files(path: Path, names: Iterable[str]) -> None:
         except OSError as error:
             raise as_format_error(error, path / name) from error
         if not regular:
-            raise _not_opened(path / name, "it is no regular file")
+            raise _not_opened(path / name, "it is not a regular file")
 
 
 def _not_opened(path: Path, why: str) -> CheckpointSecurityError:

@@ -214,7 +214,7 @@ class Part:
         until = block + -(-len(data) // BLOCK)
         try:
             right = zlib.crc32(data) == joined(sums[8 * block : 8 * until], len(data))
-        except ValueError:  # checksums that are no numbers
+        except ValueError:  # checksums that are not numbers
             right = False
         if not right:
             raise self._corrupt("its values are not those that were saved", name)

@@ -192,7 +192,7 @@ def _begun(verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: 
 
 
 def _written(agreed: Agreed, tensors: dict[str, Any]) -> Record | BaseException:
-    """What became of this rank's file."""
+    """Write this rank's file; returns its record, or the error."""
     try:
         if points.observers:
             points.passing("save: write", agreed.options.step)

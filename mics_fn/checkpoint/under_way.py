@@ -63,7 +63,7 @@ class PendingSave:
         self._life.endings.append(self.finish)
         self._place = os.path.realpath(agreed.folder.path)
         _UNDER_WAY[self._place] = self
-        # A process that ends waits for this thread, as it is no daemon.
+        # A process that ends waits for this thread, as it is not a daemon.
         self._thread = threading.Thread(target=self._run, name="mics_fn save")
         start(self._thread)
 
@@ -279,7 +279,7 @@ def settle(path: Path) -> None:
 
 
 def _outcome_of(write: Callable[[], Record | BaseException]) -> Record | BaseException:
-    """What became of this rank's file; the other ranks are told of any error."""
+    """Call `write`; any error becomes its result, so that the other ranks are told of it."""
     try:
         return write()
     except BaseException as error:

@@ -48,7 +48,7 @@ class Timeline:
     """What happened in a step on this rank, in the order in which it began; prints as a chart.
 
     Args:
-      name: "step 12"; empty for a block that is no step.
+      name: "step 12"; empty for a block that is not a step.
       events: the events in this order.
       seconds: the length of the step.
       memory: times in seconds, each with the bytes held from then on by kind; for `picture`.

@@ -37,7 +37,7 @@ Request = Callable[[int], Any]  # sends something to a rank; returns ipyparallel
 
 @dataclass
 class Outcome:
-    """What came of a cell, by rank."""
+    """How a cell ended, by rank."""
 
     values: dict[int, Any] = field(default_factory=dict)  # of ranks that ended it well
     failures: dict[int, Failed] = field(default_factory=dict)
@@ -70,7 +70,9 @@ class Cell:
         self._shown = {"stdout": "", "stderr": ""}  # what the first rank printed, so far
         self._told = set[int]()  # ranks that said that they have ended it
         self._begun = time.monotonic()
-        self._since: float | None = None  # when a rank was first seen to have ended, or to lack
+        self._since: float | None = (
+            None  # when a rank was first seen to have ended, or to take no part
+        )
         self._failed: float | None = None  # when a rank was first seen to have failed
         self._stopped: float | None = None  # when ranks were interrupted
         self.outcome = Outcome()
@@ -92,7 +94,7 @@ class Cell:
         return self.outcome
 
     def running(self) -> list[int]:
-        """The ranks that are still at it."""
+        """The ranks that still run the cell."""
         gone = self._ended()
         return [rank for rank, sent in self._sent.items() if not sent.ready() and rank not in gone]
 

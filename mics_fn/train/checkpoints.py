@@ -36,7 +36,8 @@ class Checkpoints:
 
     Raises:
       PlanError: an argument is not what it should be.
-      CheckpointError: what writes files is not installed, which a save would find much later.
+      CheckpointError: what writes files is not installed; or, when a `Trainer` is made with it, the
+        folder cannot be written. A save would find either much later.
 
     Example:
       >>> import tempfile

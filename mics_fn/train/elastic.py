@@ -80,7 +80,7 @@ def meet_for(member: Member, calls: int) -> Any:
 
 
 def check_newest(trainer: Any) -> None:
-    """A rank that others went on without holds nothing: see [Note: the newest round]."""
+    """Mark this rank as lost if others went on without it; see [Note: the newest round]."""
     member = trainer.member
     if member.rounds is not None and member.round < member.rounds.newest and not member.lost:
         member.lost, member.ready = True, None
@@ -88,7 +88,7 @@ def check_newest(trainer: Any) -> None:
 
 
 def begun(member: Member, calls: int) -> None:
-    """All ranks of a round are at one step, that of so many calls, or know that it is lost."""
+    """Note that all ranks of a round are at one step, after so many calls, or that it is lost."""
     if member.rounds is not None:
         member.rounds.begun(member.home, calls)
         member.round = member.rounds.number

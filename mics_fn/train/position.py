@@ -179,7 +179,7 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor])
 
 
 def _skip(batches: Iterator[Any], used: int) -> Any:
-    """A batch that is thrown away."""
+    """Take a batch, which is thrown away."""
     try:
         return next(batches)
     except StopIteration:

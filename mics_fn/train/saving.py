@@ -46,17 +46,17 @@ class NothingSaved:
     """A `Checkpoint` that does nothing: what a `Trainer` has if it is given none."""
 
     def begin(self, trainer: Any) -> bool:
-        """Nothing to load."""
+        """Return False: there is nothing to load."""
         return False
 
     def reset(self, trainer: Any) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
     def after(self, trainer: Any) -> None:
-        """Nothing to save."""
+        """Do nothing."""
 
     def save(self, trainer: Any) -> None:
-        """Nothing to save."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""

@@ -163,16 +163,16 @@ Bad = tuple[Callable[[Path], Any], type[CheckpointError], str]
 FORMAT, SECURITY, CORRUPT = CheckpointFormatError, CheckpointSecurityError, CheckpointCorrupt
 MANIFEST = "MANIFEST.json"
 CASES: dict[str, Bad] = {
-    "no JSON": (raw(b"{nope"), FORMAT, "is no manifest"),
-    "another object": (raw(b'{"format":"other"}'), FORMAT, "is no manifest: format 'other'"),
-    "a list": (raw(b"{[]"), FORMAT, "is no manifest"),
-    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FORMAT, "is no manifest"),
+    "no JSON": (raw(b"{nope"), FORMAT, "is not a manifest"),
+    "another object": (raw(b'{"format":"other"}'), FORMAT, "is not a manifest: format 'other'"),
+    "a list": (raw(b"{[]"), FORMAT, "is not a manifest"),
+    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FORMAT, "is not a manifest"),
     "deep values": (
         in_text(b"['epoch']\":3", b"['epoch']\":" + b"[" * 900 + b"]" * 900),
         CheckpointError,
         "",
     ),
-    "no text": (raw(b"{\xff\xfe"), FORMAT, "is no manifest"),
+    "no text": (raw(b"{\xff\xfe"), FORMAT, "is not a manifest"),
     "more than 64 MB": (
         lambda folder: os.truncate(folder / STEP / MANIFEST, 65 * 2**20),
         FORMAT,
@@ -182,7 +182,7 @@ CASES: dict[str, Bad] = {
     "unknown version": (put("version", [2, 0]), FORMAT, "has version 2, known here is 1"),
     "NaN": (in_text(b"['epoch']\":3", b"['epoch']\":NaN"), FORMAT, "NaN is not a number"),
     "twice": (in_text(b'"step":1', b'"step":1,"step":1'), FORMAT, "'step' is there twice"),
-    "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FORMAT, "is no manifest"),
+    "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FORMAT, "is not a manifest"),
     "another step": (put("step", 7), FORMAT, "holds step 7"),
     "negative step": (put("step", -1), FORMAT, "does not fit together"),
     "out of the folder": (put("writers", 0, 0, "../x"), SECURITY, "'../x', which is not opened"),
@@ -195,11 +195,11 @@ CASES: dict[str, Bad] = {
     "a link": (
         instead(PART, lambda path: path.symlink_to("/etc/passwd")),
         SECURITY,
-        "is not opened: it is no regular file",
+        "is not opened: it is not a regular file",
     ),
-    "a FIFO": (instead(PART, os.mkfifo), SECURITY, "is no regular file"),
-    "a device": (instead(PART, device), SECURITY, "is no regular file"),
-    "a folder": (instead(PART, os.mkdir), SECURITY, "is no regular file"),
+    "a FIFO": (instead(PART, os.mkfifo), SECURITY, "is not a regular file"),
+    "a device": (instead(PART, device), SECURITY, "is not a regular file"),
+    "a folder": (instead(PART, os.mkdir), SECURITY, "is not a regular file"),
     "a link as manifest": (
         instead(MANIFEST, lambda path: path.symlink_to("/etc/passwd")),
         SECURITY,
@@ -327,7 +327,7 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
         try:
             changed(folder, lambda body: replace_in_json(rng, body))  # noqa: B023
         except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-            continue  # no JSON writer writes it, or it is no manifest any more
+            continue  # no JSON writer writes it, or it is not a manifest any more
         finally:
             started, watch.on = time.process_time(), seed > first + 20
         for verb in verbs:
