@@ -356,10 +356,10 @@ def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -
 @pytest.mark.parametrize(
     ("make", "seen"),
     [
-        (lambda path: None, "is no folder"),
+        (lambda path: None, "is not a folder"),
         (lambda path: path.mkdir(), "no committed checkpoint"),
         (lambda path: (path / ".tmp-step-00000001-ab").mkdir(parents=True), "it has: .tmp-step"),
-        (lambda path: path.write_text("x"), "is no folder"),
+        (lambda path: path.write_text("x"), "is not a folder"),
         (lambda path: (path / "step-00000001").mkdir(parents=True), "it has: step-00000001"),
         (lambda path: (path.mkdir(), (path / STEP).write_text("x")), "it has: step-00000001"),
     ],

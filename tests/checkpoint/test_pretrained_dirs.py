@@ -396,7 +396,7 @@ def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path, monkeypatch: An
         with pytest.raises(mf.errors.LeafError, match="cannot be used inside torch.func"):
             torch.func.grad(lambda x: save_pretrained(path, {"x": x}, groups))(torch.ones(()))
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-        with pytest.raises(mf.MicsError, match=r'pip install "mics_fn\[checkpoint\]"'):
+        with pytest.raises(mf.MicsError, match=r"pip install 'mics-fn\[checkpoint\]'"):
             save_pretrained(path, shards, groups)
     with pytest.raises(mf.errors.GroupsError):
         save_pretrained(path, shards, groups)

@@ -1,5 +1,7 @@
 """A `Trainer` that is saved to a folder goes on in new processes, to the bit."""
 
+import errno
+import os
 import signal
 import warnings
 from collections.abc import Callable
@@ -259,3 +261,36 @@ def test_canonical_runs_go_on_with_other_ranks(ranks: Pools, tmp_path: Path) -> 
         found = ranks(world.world_size).run(canonical, world, str(tmp_path / "parts"), 3 * k + 3)
         assert {begun for begun, _ in found} == {3 * k}
     same_bits(found[0][1], whole)
+
+
+def on_a_full_disk(folder: str) -> str:
+    """What a `Trainer` says if the second rank cannot write to the folder of its checkpoints."""
+    groups = mf.make_groups(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if groups.rank == 1:
+            patch.setattr(saving, "TemporaryFile", full)
+        with pytest.raises(CheckpointWriteError) as caught:
+            mf.Trainer(
+                torch.nn.Linear(2, 1),
+                optim.sgd(0.1),
+                groups,
+                loss=lambda model, x: model(x).sum(),
+                checkpoint=mf.Checkpoints(folder),
+            )
+    return str(caught.value)
+
+
+def full(dir: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(dir))
+
+
+def test_a_folder_that_one_rank_cannot_write_is_an_error_of_all_at_once(ranks, tmp_path: Path):
+    folder = tmp_path / "new"
+    for text in ranks(2).run(on_a_full_disk, str(folder)):
+        assert text == (
+            f"Checkpoints: {folder} cannot be written\n"
+            "  on rank 1\n"
+            "  No space left on device\n"
+            "  fix: pass a folder that all ranks share and may write to"
+        )
+    assert not list(folder.iterdir())
