@@ -4,10 +4,9 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from mics_fn import checks
+from mics_fn import checks, patterns
 from mics_fn.errors import PlanError, message
 
 HOST_BYTES = 64 * 2**20
@@ -151,14 +150,13 @@ class Where:
         """The places of one leaf; its path begins with `''`."""
         found = dict(self._fields())
         for pattern, where in self.overrides:
-            if _regex(pattern).fullmatch(path):
+            if patterns.matches(pattern, path):
                 found.update(where._fields())
         return Places(*(found.get(name, DEVICE) for name in _FIELDS))
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """The patterns of overrides that match none of these paths, which is likely a mistake."""
-        patterns, known = dict.fromkeys(pattern for pattern, _ in self.overrides), list(paths)
-        return [p for p in patterns if not any(_regex(p).fullmatch(path) for path in known)]
+        return patterns.unmatched((pattern for pattern, _ in self.overrides), paths)
 
     def moves(self, *fields: str) -> bool:
         """Whether any leaf may lie elsewhere than on the device, in these fields or in any."""
@@ -208,15 +206,8 @@ def where_of(value: Where | str | None) -> Where:
 
 def _checked(override: Any) -> tuple[str, Where]:
     """An override, after a check that it has a text form and an effect."""
-    pair = isinstance(override, tuple | list) and len(override) == 2
-    pattern, where = override if pair else ("", None)
-    if not isinstance(pattern, str) or not isinstance(where, Where):
-        fix = "give pairs of a pattern and a Where"
-        raise PlanError(message(f"Where: override {override!r} is not a pair", fix=fix))
+    pattern, where = patterns.checked_override(override, Where, marks=";=")
     what = f"Where: the override {pattern!r}"
-    if not pattern or pattern != pattern.strip() or set(pattern) & set(";=\n"):
-        fix = "write ? for ';', for '=' and for spaces at its ends"
-        raise PlanError(message(f"{what} has a pattern without a text form", fix=fix))
     if where.overrides or where.host_bytes != HOST_BYTES:
         fix = "give it params, states or grads"
         raise PlanError(message(f"{what} sets what a leaf does not have", [f"{where}"], fix))
@@ -248,10 +239,3 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
             else Place.parse(value)
         )
     return found
-
-
-@lru_cache(maxsize=1024)
-def _regex(pattern: str) -> re.Pattern[str]:
-    """A pattern of `*` and `?` as a regular expression; brackets are literal."""
-    wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.compile(wild, re.DOTALL)

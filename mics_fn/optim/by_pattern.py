@@ -8,7 +8,8 @@ from torch import Tensor
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.transform import Facts, Transform, as_transform, step_of
-from mics_fn.shards import Nothing, Sharded, matches
+from mics_fn.patterns import matches
+from mics_fn.shards import Nothing, Sharded
 from mics_fn.tree import Tree
 
 _PATTERN = "patterns match whole paths, such as \"['h.0.weight']\"; write '*weight*' for a part"

@@ -134,7 +134,7 @@ from mics_fn.shards.pack import (
     whole_chunk,
     zero_padding,
 )
-from mics_fn.shards.precision import Precision, matches, precision_of
+from mics_fn.shards.precision import Precision, precision_of
 from mics_fn.shards.ranges import Piece, pieces
 from mics_fn.shards.reducing import reduce_grads, scatter_grads, start_scatter_grads, sync_replicas
 from mics_fn.shards.rows import in_front
@@ -194,7 +194,6 @@ __all__ = [
     "map",
     "mark_reduced",
     "map_contents",
-    "matches",
     "names",
     "needs_derivative",
     "note_origins",

@@ -3,13 +3,12 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import checks
+from mics_fn import checks, patterns
 from mics_fn.collectives import Codec, Rounded, Wire
 from mics_fn.errors import PlanError, message
 from mics_fn.shards.contents import map_contents
@@ -68,8 +67,8 @@ class Precision:
         and `reduce`.
       overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
         above for leaves whose whole path matches; if several patterns match, the last one counts.
-        In a pattern `*` stands for any characters and `?` for one. Brackets are literal, since
-        paths contain them. `shard` warns about a pattern that matches no leaf.
+        Patterns are those of `mics_fn.patterns`: `*` stands for any characters, `?` for one, and
+        brackets for themselves. `shard` warns about a pattern that matches no leaf.
       gather: what a gather sends: a dtype, or a `Codec` such as "int8[256]"; None means `compute`.
         With "@node" behind it, it is sent on the level "node" and on those outside of it, and
         `compute` on the others. Every rank uses what was decoded, its own chunk too.
@@ -160,7 +159,7 @@ class Precision:
         """The precision of one leaf, without overrides; its path begins with `''`."""
         found = dict(self._fields())
         for pattern, precision in self.overrides:
-            if matches(pattern, path):
+            if patterns.matches(pattern, path):
                 found.update(precision._fields())
         return Precision(**found)
 
@@ -213,8 +212,7 @@ class Precision:
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """The patterns of overrides that match none of these paths, which is likely a mistake."""
-        patterns, known = dict.fromkeys(pattern for pattern, _ in self.overrides), list(paths)
-        return [p for p in patterns if not any(matches(p, path) for path in known)]
+        return patterns.unmatched((pattern for pattern, _ in self.overrides), paths)
 
     @property
     def casts(self) -> bool:
@@ -235,15 +233,6 @@ class Precision:
         return _cast(values, self.output)
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern of `*` and `?` matches a whole path; brackets are literal.
-
-    >>> matches("*norm*", "['h.0.norm.weight']"), matches("w", "['w']")
-    (True, False)
-    """
-    return _regex(pattern).fullmatch(path) is not None
-
-
 def precision_of(value: Precision | str | None) -> Precision:
     """The `Precision` that an argument means: one, its text, or None for the default."""
     if value is None or isinstance(value, Precision):
@@ -256,15 +245,8 @@ def precision_of(value: Precision | str | None) -> Precision:
 
 def _checked(override: Any) -> tuple[str, Precision]:
     """An override, after a check that it has a text form and an effect."""
-    pair = isinstance(override, tuple | list) and len(override) == 2
-    pattern, precision = override if pair else ("", None)
-    if not isinstance(pattern, str) or not isinstance(precision, Precision):
-        fix = "give pairs of a pattern and a Precision"
-        raise PlanError(message(f"Precision: override {override!r} is not a pair", fix=fix))
+    pattern, precision = patterns.checked_override(override, Precision)
     what = f"Precision: the override {pattern!r}"
-    if not pattern or pattern != pattern.strip() or set(pattern) & {";", "\n"}:
-        fix = "write ? for ';' and for spaces at its ends"
-        raise PlanError(message(f"{what} has a pattern without a text form", fix=fix))
     if pattern in FIELDS:
         raise PlanError(message(f"{what} looks like a field", fix=f"write {pattern}=bf16"))
     if precision.overrides or precision.output is not None:
@@ -301,12 +283,6 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
             raise PlanError(message(f"Precision.parse: {part!r} in {clause!r}", [wrong], fix))
         found[name] = NAMES[value]
     return found
-
-
-@lru_cache(maxsize=1024)
-def _regex(pattern: str) -> re.Pattern[str]:
-    wild = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.compile(wild, re.DOTALL)
 
 
 def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:

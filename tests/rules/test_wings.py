@@ -37,6 +37,7 @@ WINGS = [wing for row in FLOORS for wing in row]
 GROUND = [
     "errors",
     "checks",
+    "patterns",
     "tree",
     "store",
     "interrupts",
@@ -54,6 +55,7 @@ OUTSIDE = {
     "errors": [],
     "_version": [],
     "checks": [],
+    "patterns": [],
     "store": [],
     "interrupts": [],
     "threads": [],
