@@ -41,8 +41,9 @@ decay and momentum apply to it. (`torch.optim` skips parameters whose gradient i
 gradients become dense; in a group of one rank they need `defer`.
 
 What travels may be codes instead of values: `gather`, `hop1` and `hop2` of a `Precision`. Leaves of
-such a bucket begin on blocks of its codecs, so its padding is larger. Where ranks hold a bucket in
-full (p = 1) nothing is coded, and its values are exact.
+such a bucket begin on blocks of its codecs, so its padding is larger: `shard` refuses blocks of one
+leaf that do not fit into each other, and warns where blocks are longer than most leaves. Where
+ranks hold a bucket in full (p = 1) nothing is coded, and its values are exact.
 
 Frozen leaves may be kept as codes, too, as the base of a model on which adapters are trained: with
 `frozen=is_base, precision="*base*: param=int4[64]"` a leaf takes 0.53 bytes an element, in memory
@@ -58,8 +59,9 @@ may be copied and pickled, each rank's by itself, and come back with their chunk
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
 (shard), `opened` (what every verb does first), `gathering` and `reducing` (the other verbs), and
 `cutting` and `mapping`. `bucketing` says which leaves share a bucket; `layout`, `laying`, `kept`
-and `elsewhere` where and how pieces lie; `pack` and `memory` are about buffers, `copied` about
-pickles, `rows` about vmap, `contents` about batches, and `precision` about dtypes.
+and `elsewhere` where and how pieces lie; `pack` and `memory` are about buffers, `padding`
+about blocks of codes, `copied` about pickles, `rows` about vmap, `contents` about batches, and
+`precision` about dtypes.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the

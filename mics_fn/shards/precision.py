@@ -81,6 +81,9 @@ class Precision:
         shards in float32, and leaves with at least 4,096 elements in full; those of others stay
         values. See [Note: coded moments] in `optim.making`.
 
+    Leaves are padded to blocks of their codecs. So of the lengths of all blocks of a leaf the longest
+    has to be a multiple of the others.
+
     Codes are sent only between ranks. Derivatives of derivatives, forward-mode tangents, values
     under `vmap`, and what `unshard`, `get`, `checkpoint` and `sync_replicas(exact=True)` send are
     never coded; nor are the parameters that `replicas.local_sgd` averages.

@@ -31,6 +31,7 @@ from mics_fn.shards.leaf import (
 from mics_fn.shards.memory import owners_of, refuse_overlaps
 from mics_fn.shards.options import Chosen, ShardOptions
 from mics_fn.shards.pack import pack_full
+from mics_fn.shards.padding import check_blocks, warn_of_padding
 from mics_fn.shards.precision import Precision
 from mics_fn.tree import Tree
 
@@ -218,12 +219,14 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
         )
         for i in floats
     ]
+    check_blocks(verb, specs)
     how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
     for i, each in zip(floats, specs, strict=True):
         for wire in each.sent:
             if isinstance(wire, Wire):
                 check_level(wire, homes[i].plan.topology.names)
     slots = plan_buckets(specs, **how)
+    warn_of_padding(verb, dict.fromkeys(bucket for bucket, _ in slots), stacklevel=4)
     by_leaf = dict(zip(floats, slots, strict=True))
     laying = Laying(options.where)
     places = [laying.place(path, home) for path, home in zip(bare, homes, strict=True)]

@@ -37,7 +37,7 @@ LAYOUTS = [*SMALL, *(pytest.param(x, marks=pytest.mark.thorough) for x in LARGE)
 STEPS = [
     ("f32", 1, None),
     ("gather=int8[256],hop1=int8[256],hop2=int8[256]", 2, 0),
-    ("gather=int8[64]@LEVEL,hop1=int4[48]@LEVEL,hop2=int4[2]", 3, None),
+    ("gather=int8[64]@LEVEL,hop1=int4[32]@LEVEL,hop2=int4[2]", 3, None),
     ("hop2=fp8[32]; *weight*: gather=int4[2],hop1=fp8[2]@LEVEL; *2*: hop2=f32,gather=f32", 2, 0),
     ("compute=bf16,reduce=bf16,hop2=f32; *0.*: gather=fp8[96],hop1=bf16@LEVEL", 1, 3000),
 ]
