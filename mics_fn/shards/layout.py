@@ -1,17 +1,19 @@
-"""The layout of a tree that is about to be cut, as values, and how ranks compare it."""
+"""The layout of a tree that is about to be cut: what decides it, and how ranks compare it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mics_fn.collectives import agree
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.offload import DEVICE, Place
 from mics_fn.shards.bucket import Bucket
+from mics_fn.shards.bucketing import LeafSpec
 from mics_fn.shards.laying import Laying
 from mics_fn.shards.leaf import dtype_name
+from mics_fn.shards.options import Chosen
 
 
 class Layout(NamedTuple):
@@ -26,6 +28,42 @@ class Layout(NamedTuple):
     slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
     places: list[Place]  # where their pieces will lie
     laying: Laying  # which puts them there
+
+
+def specs_of(
+    verb: str,
+    leaves: Sequence[Tensor],
+    bare: Sequence[str],
+    homes: Sequence[Groups],
+    owners: Sequence[int],
+    options: Chosen,
+) -> dict[int, LeafSpec]:
+    """What decides the bucket of each float leaf that owns its data, by its number."""
+    precision, found = options.precision, dict[int, LeafSpec]()
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+    for i, (leaf, path) in enumerate(zip(leaves, bare, strict=True)):
+        if not leaf.is_floating_point() or owners[i] != i:
+            continue
+        dtypes = precision.dtypes(path, leaf.dtype)
+        trained = not _is_frozen(verb, leaf, path, options.frozen)
+        found[i] = LeafSpec(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=dtypes.param,
+            parts=homes[i].partition_size,
+            trainable=trained,
+            group=(numbers[homes[i]], leaf.is_meta),
+            travel=dtypes[1:],
+            sent=precision.wires(path, leaf.dtype),
+            state=precision.kept(path, dtypes.param, leaf.numel()) if trained else None,
+            codes=precision.codes(path, leaf.dtype),
+        )
+    return found
+
+
+def _is_frozen(verb: str, leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
+    by_flag = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+    return by_flag or (frozen is not None and bool(frozen(path)))
 
 
 def check_ties(

@@ -68,7 +68,8 @@ class Precision:
       overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
         above for leaves whose whole path matches; if several patterns match, the last one counts.
         Patterns are those of `mics_fn.patterns`: `*` stands for any characters, `?` for one, and
-        brackets for themselves. `shard` warns about a pattern that matches no leaf.
+        brackets for themselves. `shard` warns of a pattern that matches no leaf, and of a field
+        that has no effect on any leaf that its pattern matches.
       gather: what a gather sends: a dtype, or a `Codec` such as "int8[256]"; None means `compute`.
         With "@node" behind it, it is sent on the level "node" and on those outside of it, and
         `compute` on the others. Every rank uses what was decoded, its own chunk too.
@@ -81,8 +82,8 @@ class Precision:
         shards in float32, and leaves with at least 4,096 elements in full; those of others stay
         values. See [Note: coded moments] in `optim.making`.
 
-    Leaves are padded to blocks of their codecs. So of the lengths of all blocks of a leaf the longest
-    has to be a multiple of the others.
+    Leaves are padded to blocks of their codecs. So the longest of the blocks of a leaf has to be a
+    multiple of the others.
 
     Codes are sent only between ranks. Derivatives of derivatives, forward-mode tangents, values
     under `vmap`, and what `unshard`, `get`, `checkpoint` and `sync_replicas(exact=True)` send are

@@ -1,12 +1,11 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mics_fn import checks, points, tree
 from mics_fn.collectives import Parts, Wire, broadcast, check_level, check_replicas, in_parts
@@ -15,10 +14,11 @@ from mics_fn.groups import Groups
 from mics_fn.offload import Where
 from mics_fn.shards.arguments import GroupsTree, require_tree
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
-from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+from mics_fn.shards.bucketing import plan_buckets
+from mics_fn.shards.effects import facts_of, warn_of_idle, warn_of_unmatched
 from mics_fn.shards.kept import check_frozen
 from mics_fn.shards.laying import Laying
-from mics_fn.shards.layout import Layout, agree_on, check_kept_place, check_ties
+from mics_fn.shards.layout import Layout, agree_on, check_kept_place, check_ties, specs_of
 from mics_fn.shards.leaf import (
     Fixed,
     Nothing,
@@ -188,46 +188,25 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     """Check the tensors of a tree, and decide where each of them will lie."""
     leaves, spec = tree.flatten(params, is_leaf)
     bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
-    for name, option in (("precision", options.precision), ("where", options.where)):
-        for pattern in option.unmatched(bare):
-            text = f"{verb}: {name}: the pattern {pattern!r} matches no leaf"
-            warnings.warn(text, stacklevel=4)
+    warn_of_unmatched(verb, options, bare, stacklevel=4)
     homes = _groups_of(params, groups)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)
     check_ties(verb, owners, paths, homes)
-    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
-    floats = [i for i, t in enumerate(leaves) if t.is_floating_point() and owners[i] == i]
-    dtypes = {i: options.precision.dtypes(bare[i], leaves[i].dtype) for i in floats}
-    kept = options.precision.kept
-    trained = {i: not _is_frozen(leaves[i], bare[i], options.frozen) for i in floats}
-    codes = {i: options.precision.codes(bare[i], leaves[i].dtype) for i in floats}
-    check_frozen(verb, {paths[i]: codes[i] for i in floats if trained[i]})
-    specs = [
-        LeafSpec(
-            path=bare[i],
-            shape=tuple(leaves[i].shape),
-            dtype=dtypes[i].param,
-            parts=homes[i].partition_size,
-            trainable=trained[i],
-            group=(numbers[homes[i]], leaves[i].is_meta),
-            travel=dtypes[i][1:],
-            sent=options.precision.wires(bare[i], leaves[i].dtype),
-            state=kept(bare[i], dtypes[i].param, leaves[i].numel()) if trained[i] else None,
-            codes=codes[i],
-        )
-        for i in floats
-    ]
-    check_blocks(verb, specs)
-    how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
-    for i, each in zip(floats, specs, strict=True):
+    specs = specs_of(verb, leaves, bare, homes, owners, options)
+    coded = {f"{root}{each.path}": each.codes for each in specs.values() if each.trainable}
+    check_frozen(verb, coded)
+    check_blocks(verb, list(specs.values()))
+    for i, each in specs.items():
         for wire in each.sent:
             if isinstance(wire, Wire):
                 check_level(wire, homes[i].plan.topology.names)
-    slots = plan_buckets(specs, **how)
+    warn_of_idle(verb, options, facts_of(bare, leaves, owners, specs), stacklevel=4)
+    how = {"bucket_bytes": options.bucket_bytes, "order": options.order, "bucket": options.bucket}
+    slots = plan_buckets(list(specs.values()), **how)
     warn_of_padding(verb, dict.fromkeys(bucket for bucket, _ in slots), stacklevel=4)
-    by_leaf = dict(zip(floats, slots, strict=True))
+    by_leaf = dict(zip(specs, slots, strict=True))
     laying = Laying(options.where)
     places = [laying.place(path, home) for path, home in zip(bare, homes, strict=True)]
     for i, (bucket, _) in by_leaf.items():
@@ -299,8 +278,3 @@ def _replicated(leaf: Tensor, home: Groups, source: int | None) -> Tensor:
     if source is not None and not value.is_meta and value.numel():
         broadcast(home, value, source)
     return value
-
-
-def _is_frozen(leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
-    by_flag = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    return by_flag or (frozen is not None and bool(frozen(path)))
