@@ -15,6 +15,11 @@ no normal numbers there, rounding is to nearest.
 what is coded. One that is not zero never becomes zero, or an update would be divided by `eps`
 alone: its code is at least the least one. Roots are at least 2**-45, so that no square of a code is
 lost below the normal numbers of float32; `eps` of any use is far above.
+
+So a root that is smaller than the least code counts as larger than it is, and the step of its
+element becomes smaller by the same factor. With int8 the least code is 1/127 of the largest root of
+the block, with fp8 1/229,376. Where gradients of one block differ by more than a hundred times, as
+those of rows of an embedding may, fp8 is the better choice, or shorter blocks.
 """
 
 from typing import Any

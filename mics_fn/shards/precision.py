@@ -76,11 +76,12 @@ class Precision:
       hop1: what hop 1 sends, in the same way; None means `reduce`. A rank's own part of a mean is
         not rounded.
       hop2: what hop 2 sends, a dtype or a `Codec`; None means `reduce`. It has no levels.
-
       state: how moments of an optimizer are kept: a `Codec` "int8" or "fp8", whose blocks have a
         power of two of elements from 64 to 4096, or float32; None means values in `param`. It needs
         shards in float32, and leaves with at least 4,096 elements in full; those of others stay
-        values. See [Note: coded moments] in `optim.making`.
+        values. With "int8" an element whose gradients are below about 1/127 of the largest of its
+        block takes smaller steps than without codes; "fp8" has room for 1/229,376. See
+        [Note: coded moments] in `optim.making`, and [Note: roots] in `offload.codes`.
 
     Leaves are padded to blocks of their codecs. So the longest of the blocks of a leaf has to be a
     multiple of the others.
