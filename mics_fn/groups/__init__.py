@@ -85,6 +85,7 @@ and its formula to `tests/deferred/test_placement.py`.
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
+from mics_fn.groups.devices import device_of
 from mics_fn.groups.distributed import init_distributed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
@@ -118,6 +119,7 @@ __all__ = [
     "Telling",
     "Topology",
     "came_back",
+    "device_of",
     "errors_told",
     "failure_of",
     "fold_ranks",

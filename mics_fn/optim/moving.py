@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mics_fn import _device, tree
+from mics_fn import _device, checks, tree
 from mics_fn.collectives import refuse_derivative
-from mics_fn.errors import OffloadError, PlanError, message
+from mics_fn.errors import OffloadError, PlanError, TreeError, message
+from mics_fn.groups import device_of as groups_device
 from mics_fn.groups import errors_told
 from mics_fn.offload import (
     DEVICE,
@@ -216,7 +217,7 @@ def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str |
         return moved_states(opt, found, mover)  # those of optimizers of one's own
 
 
-def move(value: V, where: Where | str | None, *, device: torch.device | None = None) -> V:
+def move(value: V, where: Where | str | None, *, device: str | torch.device | None = None) -> V:
     """The same state elsewhere: on the device, in host memory, or in files.
 
     Leaves of one run of a bucket lie together, where the largest of them should; `bucket=` of
@@ -238,7 +239,9 @@ def move(value: V, where: Where | str | None, *, device: torch.device | None = N
 
     Raises:
       OffloadError: a file cannot be made, or the disk has not so much room; see `opt_step`.
-      PlanError: `where` has no such form, or takes moments that are codes from the device.
+      PlanError: `where` has no such form, or takes moments that are codes from the device; or
+        `device` is not one on which this process can compute.
+      TreeError: `value` is neither a state nor a tree of shards.
       LeafError: a derivative is asked for.
 
     Example:
@@ -250,8 +253,22 @@ def move(value: V, where: Where | str | None, *, device: torch.device | None = N
       >>> get(move(state, ""), "opt.moments['exp_avg']['w']", groups)
       tensor([0.1000, 0.1000])
     """
+    is_state = all(hasattr(value, name) for name in ("params", "opt", "transform"))
+    if not is_state and not any(map(is_leaf, tree.flatten(value, is_leaf)[0])):
+        fix = "make one with init_state, or with shard"
+        checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, TreeError)
+    computes = None if device is None else _computing("move", device)
     with errors_told(OffloadError):
-        return _moved(value, where_of(where), device)
+        return _moved(value, where_of(where), computes)
+
+
+def _computing(verb: str, device: str | torch.device) -> torch.device:
+    """The device that an argument names, if this process can compute on it."""
+    found, problem = groups_device(device)
+    if problem or found.type == "meta":
+        text = f"{verb}: {problem or 'nothing can be computed on meta'}"
+        raise PlanError(message(text, fix="pass that of the groups, groups.device, or None"))
+    return _device.with_index(found)
 
 
 def _moved(value: V, places: Where, device: torch.device | None) -> V:

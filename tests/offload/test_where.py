@@ -4,13 +4,15 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import mics_fn as mf
+from mics_fn import tree
 from mics_fn.errors import PlanError
-from mics_fn.offload import HOST_BYTES, Place, Where, where, where_of
+from mics_fn.offload import HOST_BYTES, Place, Where, is_stored, where, where_of
 
 DEVICE, HOST = Place("device"), Place("host")
 folders = st.text("abz/:._- *?[]'", min_size=1, max_size=8).filter(lambda x: x == x.strip())
@@ -124,3 +126,11 @@ def test_a_pattern_that_moves_nothing_is_warned_of(how: str, tmp_path: Path):
         f"move: where: the pattern '{name}' matches no leaf that is trained"
         for name in ("*base*", "*typo*")
     ]
+
+
+def test_move_takes_the_name_of_a_device(tmp_path):
+    with mf.make_groups(1) as groups:
+        state = mf.init_state(mf.shard({"w": torch.ones(3)}, groups), mf.optim.adam(0.1))
+        moved = mf.move(state, f"states=disk:{tmp_path}", device="cpu")
+        found = [x for x in tree.flatten(moved.opt)[0] if is_stored(x)]
+        assert len(found) == 2
