@@ -10,7 +10,7 @@ from mics_fn import checks
 from mics_fn.deferred.graph import Passes, check_loss
 from mics_fn.deferred.placed_sum import PlacedSum, places_of
 from mics_fn.deferred.sum_of_passes import LetGo, SumOfPasses
-from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.errors import LeafError, PlanError, TreeError, message
 from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
 from mics_fn.shards import Arrival, Opened, Sharded, check_dtype, forget_origins, refuse_derivative
@@ -32,7 +32,8 @@ class GradSum:
     Memory: this rank's shards of the gradients, where `where` says, and a few buckets in full.
 
     Raises:
-      PlanError: `micro_steps` is not a positive int, `dtype` no float dtype, or `where` no place.
+      PlanError: `micro_steps` is not a positive int, `dtype` is not a float dtype, or `where` is
+        not a place, or says nothing about `grads`.
 
     Example:
       >>> groups = make_groups(1)
@@ -57,7 +58,7 @@ class GradSum:
         checks.integer("GradSum", "micro_steps", micro_steps)
         if dtype is not None:
             check_dtype("GradSum", "dtype", dtype)
-        self.micro_steps, self.dtype, self._where = micro_steps, dtype, where_of(where)
+        self.micro_steps, self.dtype, self._where = micro_steps, dtype, _of_sums(where_of(where))
         self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
         self._bound: _Bound | None = None
         self._running = False  # whether `backward` is running
@@ -229,6 +230,14 @@ class GradSum:
         if self._bound is not None:
             self._bound.reduction.release()
             self._released = True
+
+
+def _of_sums(where: Where) -> Where:
+    """The places of sums of gradients, after a check that some are given."""
+    if where != Where() and not where.sets("grads"):
+        text = f"GradSum: where='{where}' has no effect: it does not say where grads lie"
+        raise PlanError(message(text, fix="write grads=, as in where='grads=host'"))
+    return where
 
 
 class _Bound(NamedTuple):

@@ -29,6 +29,7 @@ from mics_fn.shards import (
     is_leaf,
     pieces,
     put,
+    refuse_none,
 )
 from mics_fn.tree import Tree
 
@@ -59,7 +60,11 @@ def record(
 
     Memory: none without `groups`; else the full parameters.
 
-    Raises: any error of the loss on tensors without data.
+    Raises:
+      PlanError: an argument is not what it should be.
+      TreeError: there is no tree.
+
+    Any error of the loss on tensors without data is raised, too.
 
     Example:
       >>> groups = make_groups(1)
@@ -70,12 +75,14 @@ def record(
     """
     fix = "pass a function of full parameters and a batch, such as lambda full, x: ..."
     checks.function("record", "loss_fn", loss_fn, "that gives a loss", fix, optional=False)
+    checks.flag("record", "mark_backward", mark_backward)
     if groups is not None:
         total = GradSum()
         with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
             total.backward(loss_fn(full, batch))
         total.wait()
         return run._live.run.marked if mark_backward else run.record
+    refuse_none("record", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("record", shards, leaves, "shards")
     try:

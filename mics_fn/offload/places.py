@@ -158,6 +158,10 @@ class Where:
         """The patterns of overrides that match none of these paths, which is likely a mistake."""
         return patterns.unmatched((pattern for pattern, _ in self.overrides), paths)
 
+    def sets(self, field: str) -> bool:
+        """Whether a place is given for this field, for any leaf."""
+        return any(getattr(each, field) for each in (self, *(w for _, w in self.overrides)))
+
     def moves(self, *fields: str) -> bool:
         """Whether any leaf may lie elsewhere than on the device, in these fields or in any."""
         every = [self, *(where for _, where in self.overrides)]

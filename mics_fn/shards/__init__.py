@@ -71,7 +71,7 @@ verb for its derivative, or for the reason why it has none. To add a property of
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.shards.arguments import GroupsTree, check_leaves, homes_of, require_groups
+from mics_fn.shards.arguments import GroupsTree, check_leaves, homes_of, refuse_none, require_groups
 from mics_fn.shards.arriving import Arrival, Arriving
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
 from mics_fn.shards.bucketing import with_parts
@@ -212,6 +212,7 @@ __all__ = [
     "reduce_grads",
     "reduced_over",
     "refuse_derivative",
+    "refuse_none",
     "refuse_overlaps",
     "refuse_tracing",
     "require_groups",

@@ -51,6 +51,11 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
     if isinstance(tree, Home):
         fix = "pass the tree first, and then the groups"
         raise GroupsError(message(f"{verb}: {checks.given(root, tree)}", fix=fix))
+    refuse_none(verb, tree, root)
+
+
+def refuse_none(verb: str, tree: Tree, root: str) -> None:
+    """Raise TreeError if a verb is called with None, which is a tree without leaves, for a tree."""
     if tree is None:
         raise TreeError(message(f"{verb}: {root} is None", fix="pass a tree of tensors or shards"))
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from mics_fn import checks
 from mics_fn.collectives import agree
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Groups
@@ -62,8 +63,8 @@ def specs_of(
 
 
 def _is_frozen(verb: str, leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
-    by_flag = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    return by_flag or (frozen is not None and bool(frozen(path)))
+    answer = frozen is not None and checks.answer(verb, f"frozen({path!r})", frozen(path))
+    return answer or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
 
 
 def check_ties(

@@ -11,6 +11,7 @@ from mics_fn.collectives import needs_derivative
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.groups import Hierarchy
 from mics_fn.offload import laid_like
+from mics_fn.shards.arguments import check_leaves, refuse_none
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import (
     Nothing,
@@ -21,7 +22,7 @@ from mics_fn.shards.leaf import (
     reduced_over,
 )
 from mics_fn.shards.linear import linear_map
-from mics_fn.shards.opened import BucketUse, check_leaves
+from mics_fn.shards.opened import BucketUse
 from mics_fn.tree import Tree
 
 
@@ -47,7 +48,8 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     Raises:
       LeafError: a leaf of `shards` is not a shard, or `fn` gave something else than a tensor like
         the piece.
-      TreeError: a tree of `rest` has another structure, or leaves that lie elsewhere.
+      TreeError: `shards` is None, or a tree of `rest` has another structure, or leaves that are cut
+        in another way.
 
     Example:
       >>> groups = make_groups(1)
@@ -57,6 +59,7 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     """
     fix = "the order is map(fn, shards, *rest)"
     checks.function("map", "fn", fn, "of pieces", fix, optional=False)
+    refuse_none("map", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("map", shards, leaves, "shards")
     others = [_matched(shards, leaves, other, i) for i, other in enumerate(rest)]

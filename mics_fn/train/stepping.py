@@ -29,7 +29,8 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     state = trainer.state
     counts = [trainer.epochs.using(batches[0]), *map(count, batches[1:])]
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
-    total = GradSum(len(parts), dtype=trainer.grad_dtype, where=trainer.where)
+    where = trainer.where if trainer.where.sets("grads") else None
+    total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
     done = micro_steps(trainer, total)
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`

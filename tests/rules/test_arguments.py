@@ -223,6 +223,12 @@ TreeError: groups['w']: got int, which is no groups
 >>> mf.shard(groups, {"w": x})
 GroupsError: shard: params is of type Groups
   fix: pass the tree first, and then the groups
+>>> mf.shard({"w": x}, groups, frozen=lambda path: "no")
+PlanError: shard: frozen("['w']")='no', expected True or False
+  fix: let the function return a bool
+>>> mf.shard({"w": x}, groups, frozen=lambda path: x)
+PlanError: shard: frozen("['w']") is of type Tensor, expected True or False
+  fix: let the function return a bool
 >>> mf.shard({"w": x}, groups, frozen="w")
 PlanError: shard: frozen='w', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' in path
@@ -368,6 +374,11 @@ PlanError: record: loss_fn=None, expected a function that gives a loss
 >>> mf.record(lambda full, x: full["w"], shards(), x)
 LeafError: record: the loss has shape (2,), expected one number
   fix: return a scalar tensor
+>>> mf.record(lambda full, x: full["w"].sum(), None, x)
+TreeError: record: shards is None
+  fix: pass a tree of tensors or shards
+>>> mf.record(lambda full, x: full["w"].sum(), shards(), x, mark_backward="yes")
+PlanError: record: mark_backward='yes', expected True or False
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
 >>> mf.GradSum(True)
@@ -375,6 +386,12 @@ PlanError: GradSum: micro_steps=True, expected an int of at least 1
 >>> mf.GradSum(dtype="f32")
 PlanError: GradSum: dtype='f32' is not a torch.dtype
   fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
+>>> mf.GradSum(where="params: host")
+PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
+  fix: write grads=, as in where='grads=host'
+>>> mf.GradSum(where="states=host, host_bytes=2MiB")
+PlanError: GradSum: where='states=host, host_bytes=2097152' has no effect: it does not say where grads lie
+  fix: write grads=, as in where='grads=host'
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
   fix: return a scalar tensor
@@ -843,6 +860,9 @@ PlanError: map: fn=None, expected a function of pieces
 >>> mf.shards.map(shards(), torch.neg)
 PlanError: map: fn is of type dict, expected a function of pieces
   fix: the order is map(fn, shards, *rest)
+>>> mf.shards.map(torch.neg, None)
+TreeError: map: shards is None
+  fix: pass a tree of tensors or shards
 >>> mf.shards.cut({"b": x, "w": x}, groups, like=shards(), check="no")
 PlanError: cut: check='no', expected True or False
 >>> optim.from_update(None, max)
@@ -880,6 +900,29 @@ PlanError: Topology: names (1, 2) do not name 2 sizes (2, 2)
 >>> mf.make_groups(ranks=x)
 PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of a world of 1
   fix: give each of 0 to 0 at most once
+
+# Places
+>>> mf.move(None, "states=host")
+TreeError: move: value=None, expected a TrainState or a tree of shards
+  fix: make one with init_state, or with shard
+>>> mf.move(5, "states=host")
+TreeError: move: value=5, expected a TrainState or a tree of shards
+  fix: make one with init_state, or with shard
+>>> mf.move({"w": x}, "params=host")
+TreeError: move: value is of type dict, expected a TrainState or a tree of shards
+  fix: make one with init_state, or with shard
+>>> mf.move(state(), "states=host", device=5)
+PlanError: move: device=5, expected the name of a device
+  fix: pass that of the groups, groups.device, or None
+>>> mf.move(state(), "states=host", device="cpuu")
+PlanError: move: device='cpuu', which torch does not know
+  fix: pass that of the groups, groups.device, or None
+>>> mf.move(state(), "states=host", device="cuda:99")
+PlanError: move: cuda:99 is asked for, and this process sees ... devices of its kind
+  fix: pass that of the groups, groups.device, or None
+>>> mf.move(state(), "states=host", device="meta")
+PlanError: move: nothing can be computed on meta
+  fix: pass that of the groups, groups.device, or None
 
 # Looking inside, faults, trees
 >>> timeline.picture(5)
