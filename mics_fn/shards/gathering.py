@@ -43,8 +43,10 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
       `jacfwd` and `hessian` over shards and `jacrev` of shards do not: they differentiate along
       directions that lie in one rank's piece alone. A Hessian is
       `vmap(lambda v: jvp(grad(loss), (shards,), (v,))[1])` over a stack of directions, each of
-      which was cut by `shard`. Instead of `linearize` use `jvp`. For `loss.backward()` the pieces
-      are to be leaves of autograd, `leaf.data.requires_grad_()`, which then have `leaf.data.grad`.
+      which was cut by `shard`. Instead of `linearize` use `jvp`. A plain
+      `loss.backward()` has nothing to differentiate by, as torch says ("element 0 of tensors does
+      not require grad"): use `torch.func.grad`, or `defer` with a `GradSum`, or make the pieces
+      leaves of autograd, `leaf.data.requires_grad_()`, which then have `leaf.data.grad`.
 
     Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
       full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks
@@ -120,7 +122,7 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
       >>> start_gather(shard([torch.ones(2)], groups), groups).wait()
       [tensor([1., 1.])]
     """
-    opened = open_shards("gather", shards, hierarchy).agree()
+    opened = open_shards("start_gather", shards, hierarchy).agree()
     data, far = opened.data, [use for use in opened.uses if use.far]
     started = start("gather", "gather", far, data)
 

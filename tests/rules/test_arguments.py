@@ -1074,12 +1074,21 @@ def test_sizes_can_be_written_with_units():
 
 
 def test_backward_through_gather_needs_pieces_that_require_a_gradient():
-    """As torch says of any loss; `gather` tells how, and `GradSum.backward` needs neither."""
+    """As torch says of any loss; `gather` tells how, and `GradSum.backward` needs neither.
+
+    An error of this library would need results that require a gradient. Then each forward pass
+    keeps its activations, and `numpy()`, `out=`, `deepcopy` and dlpack refuse what is gathered.
+    """
     with mf.make_groups(1) as groups:
         shards = mf.shard({"w": torch.ones(2)}, groups)
         with pytest.raises(RuntimeError, match="does not require grad"):
             mf.gather(shards, groups)["w"].square().sum().backward()
-        assert "requires_grad_()" in (mf.gather.__doc__ or "")
+        explained = " ".join((mf.gather.__doc__ or "").split())
+        assert "element 0 of tensors does not require grad" in explained
+        assert "requires_grad_()" in explained
+        full = mf.gather(shards, groups)["w"]
+        assert not full.requires_grad
+        assert full.numpy().tolist() == deepcopy(full).tolist() == [1.0, 1.0]
         shards["w"].data.requires_grad_()
         mf.gather(shards, groups)["w"].square().sum().backward()
         assert shards["w"].data.grad.tolist() == [2.0, 2.0]  # pyright: ignore
