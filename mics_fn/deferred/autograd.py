@@ -111,7 +111,7 @@ class _Fetch(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.live, ctx.index = inputs[:2]
         ctx.set_materialize_grads(False)
-        ctx._set_sequence_nr(_FIRST)
+        _torch.set_order(ctx, _FIRST)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore

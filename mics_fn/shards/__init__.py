@@ -67,7 +67,7 @@ To add a verb, begin it with `open_shards`, which checks the tree and its groups
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
 transpose of that to the tables in `linear`. `tests/rules/test_derivatives.py` asks of every public
 verb for its derivative, or for the reason why it has none. To add a property of the layout, give
-`Bucket` a field, and name it in `_agree_on` in `sharding`, so that ranks compare it.
+`Bucket` a field, and name it in `agree_on` in `layout`, so that ranks compare it.
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
@@ -182,8 +182,8 @@ __all__ = [
     "gather",
     "give_away",
     "grouped",
-    "homes_of",
     "has_codes",
+    "homes_of",
     "in_front",
     "is_elsewhere",
     "is_given_away",

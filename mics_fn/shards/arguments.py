@@ -63,6 +63,11 @@ def refuse_none(verb: str, tree: Tree, root: str) -> None:
 def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
     """The groups (or hierarchy) of each leaf of a tree of shards; raises if any are closed."""
     require_tree(verb, like, groups, "tree")
+    return spread_homes(groups, like)
+
+
+def spread_homes(groups: Any, like: Tree) -> list[Any]:
+    """`homes_of` for a tree and groups that `require_tree` has seen."""
     found = tree.spread(
         groups,
         like,

@@ -12,7 +12,7 @@ from mics_fn import tree
 from mics_fn.collectives import Wire, agree, checksum, collect_all
 from mics_fn.errors import PlanError, disagreement, message
 from mics_fn.groups import Comm, Hierarchy, Home, Route, require_replicas
-from mics_fn.shards.arguments import check_leaves, homes_of, require_tree
+from mics_fn.shards.arguments import check_leaves, require_tree, spread_homes
 from mics_fn.shards.bucket import Bucket, check_one_dtype
 from mics_fn.shards.elsewhere import any_elsewhere
 from mics_fn.shards.kept import check_kept
@@ -222,7 +222,7 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     """
     require_tree(verb, shards, groups, root)
     leaves, spec = tree.flatten(shards, is_leaf)
-    homes = homes_of(verb, groups, shards)
+    homes = spread_homes(groups, shards)
     check_leaves(verb, shards, leaves, root)
     uses = grouped(leaves, homes, verb)
     for use in uses:

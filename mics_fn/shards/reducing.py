@@ -53,7 +53,6 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4 (2-hop gradient
       synchronisation).
     """
-    require_tree("reduce_grads", grads, groups, "grads")
     leaves, _ = tree.flatten(grads, is_leaf)
     if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
         owed = _owed("reduce_grads", grads, groups, like)
@@ -142,8 +141,8 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
             lambda x: dense(x) if isinstance(x, Tensor) else x, grads, is_leaf=is_leaf
         )
     if like is None:
-        like = layout_of("reduce_grads", "grads", grads, groups)
-    opened = open_shards("scatter_grads", like, groups, root="grads")
+        like = layout_of(verb, "grads", grads, groups)
+    opened = open_shards(verb, like, groups, root="grads")
     given, slots = _up_to(opened, grads), opened.leaves
     full = _full_grads(opened, given)
     out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
@@ -151,7 +150,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     for use in opened.trained:
         done = [i for i in use.members if isinstance(given[i], Sharded)]
         if done and len(done) < len(use.members):
-            text = f"scatter_grads: {opened.path(done[0])} is reduced already, others of its bucket"
+            text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
             text += " are not"
             raise TreeError(message(text, fix="reduce a bucket's gradients together"))
         for i in done:
@@ -199,7 +198,7 @@ def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
         if grad is None or is_leaf(grad):
             continue
         if not (isinstance(slot, Sharded) and _fits(grad, slot)):
-            _check_grad(opened.path(i), slot, grad)
+            _check_grad(f"{opened.verb}: {opened.path(i)}", slot, grad)
         if isinstance(slot, Sharded):
             before = full[owner]
             full[owner] = grad if before is None else before + grad
@@ -213,21 +212,27 @@ def _fits(grad: Any, slot: Sharded) -> bool:
     return grad.dtype is slot.dtype or grad.dtype is slot.bucket.compute
 
 
-def _check_grad(path: str, slot: Any, grad: Any) -> None:
-    """Raise LeafError or TreeError unless a value can be the gradient of a leaf."""
+def _check_grad(what: str, slot: Any, grad: Any) -> None:
+    """Raise LeafError or TreeError unless a value can be the gradient of a leaf.
+
+    Args:
+      what: the verb and the path, for errors.
+      slot: the leaf.
+      grad: the value.
+    """
     if not isinstance(grad, Tensor):
-        text = f"{path} is {type(grad).__name__}, expected torch.Tensor"
+        text = f"{what} is {type(grad).__name__}, expected torch.Tensor"
         raise LeafError(message(text, fix="give a full tensor, or None where there is no gradient"))
     if not slot.dtype.is_floating_point:
-        text = f"{path}: a gradient for a leaf of {dtype_name(slot.dtype)}"
+        text = f"{what}: a gradient for a leaf of {dtype_name(slot.dtype)}"
         raise LeafError(message(text, fix="only float leaves have gradients: give None there"))
     if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
-        text = f"{path}: shape {tuple(grad.shape)}, expected {slot.shape}"
+        text = f"{what}: shape {tuple(grad.shape)}, expected {slot.shape}"
         raise TreeError(message(text, fix="pass the gradient of the full parameter"))
     allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
     if grad.dtype not in allowed:
         names = " or ".join(map(dtype_name, allowed))
-        text = f"{path}: {dtype_name(grad.dtype)}, expected {names}"
+        text = f"{what}: {dtype_name(grad.dtype)}, expected {names}"
         raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
 
 

@@ -173,7 +173,7 @@ def layout_of(
     return _assemble(layout._replace(leaves=meta), dict.fromkeys(layout.homes))
 
 
-def _assemble(layout: "Layout", sources: dict[Groups, int | None], parts: Parts = _ALONE) -> Tree:
+def _assemble(layout: Layout, sources: dict[Groups, int | None], parts: Parts = _ALONE) -> Tree:
     out = _cut(layout, sources, parts)
     for i, leaf in enumerate(layout.leaves):
         if layout.owners[i] != i:

@@ -180,36 +180,60 @@ def test_gradients_of_the_wrong_kind():
         (
             mf.errors.LeafError,
             {"n": torch.ones(2), "w": good},
-            "grads['n']: a gradient for a leaf of int64\n"
+            "reduce_grads: grads['n']: a gradient for a leaf of int64\n"
             "  fix: only float leaves have gradients: give None there",
         ),
         (
             mf.errors.TreeError,
             {"n": None, "w": good.T},
-            "grads['w']: shape (3, 2), expected (2, 3)\n"
+            "reduce_grads: grads['w']: shape (3, 2), expected (2, 3)\n"
             "  fix: pass the gradient of the full parameter",
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": good.double()},
-            "grads['w']: float64, expected float32\n  fix: cast it with .to(torch.float32)",
+            "reduce_grads: grads['w']: float64, expected float32\n"
+            "  fix: cast it with .to(torch.float32)",
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": 3.0},
-            "grads['w'] is float, expected torch.Tensor\n"
+            "reduce_grads: grads['w'] is float, expected torch.Tensor\n"
             "  fix: give a full tensor, or None where there is no gradient",
         ),
         (
             mf.errors.TreeError,
             [good],
-            "scatter_grads: the gradients' tree differs from the parameters'\n"
+            "reduce_grads: the gradients' tree differs from the parameters'\n"
             "  first difference: grads['n'] is missing\n"
             "  fix: differentiate with respect to the tree that was sharded",
         ),
     ]
     for error, grads, text in cases:
         expect(error, text, lambda grads=grads: mf.reduce_grads(grads, groups, like=shards))
+
+
+@pytest.mark.parametrize("verb", [mf.reduce_grads, mf.scatter_grads, mf.shards.start_scatter_grads])
+def test_errors_of_gradients_name_the_verb_that_was_called(verb):
+    good = torch.ones(2)
+    with mf.make_groups(1) as groups:
+        like = mf.shard({"b": good, "w": good.clone()}, groups)
+        done = mf.shards.scatter_grads({"b": good, "w": good}, groups, like=like)
+        wrong = [{"b": good}, {"b": good, "w": good[:1]}, {"b": 3.0, "w": None}]
+        wrong += [{"b": good.double(), "w": None}, {"b": done["b"], "w": good}]
+        for grads in wrong:
+            with pytest.raises(mf.MicsError, match=f"^{verb.__name__}: "):
+                verb(grads, groups, like=like)
+        with pytest.raises(mf.MicsError, match=f"^{verb.__name__}: "):
+            verb({"b": good.to_sparse(), "w": "no"}, groups)
+
+
+@pytest.mark.parametrize("verb", [mf.gather, mf.shards.start_gather, mf.unshard])
+def test_errors_of_gathers_name_the_verb_that_was_called(verb):
+    with mf.make_groups(1) as groups:
+        for shards in (None, {"w": torch.ones(2)}):
+            with pytest.raises(mf.MicsError, match=f"^{verb.__name__}: shards"):
+                verb(shards, groups)
 
 
 def test_verbs_without_groups_and_with_the_wrong_thing():
