@@ -1,4 +1,4 @@
-"""What uses private names of torch, with `_torch_store`, or names that differ between releases.
+"""What uses private names of torch, as other `_torch_*` do, or names that differ between releases.
 
 Written for torch 2.11 and newer: where a release renames or hides something, look here first.
 """
@@ -201,19 +201,6 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
-def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy that is made when one of both is written to; None for memory of another owner."""
-    try:
-        return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
-    except RuntimeError:  # such as memory of numpy, of a file, or shared between processes
-        return None
-
-
-def is_lazy_clone(tensor: torch.Tensor) -> bool:
-    """Whether such a copy still has no memory of its own; also if a view of it was written to."""
-    return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def fake_mode_of(value: Any) -> Any:
     """The mode that a fake tensor belongs to; None for anything else."""
     return value.fake_mode if type(value).__name__ == "FakeTensor" else None
@@ -227,15 +214,6 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor keeps its values in inner tensors, as quantised ones do."""
     return hasattr(type(tensor), "__tensor_flatten__")
-
-
-def hooks_of(tensor: torch.Tensor) -> list[str]:
-    """The hooks registered on a tensor, by the names of the methods that register them."""
-    kinds = {
-        "register_hook": "_backward_hooks",
-        "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-    }
-    return [method for method, kept in kinds.items() if getattr(tensor, kept, None)]
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -305,6 +283,11 @@ def op_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
 def op_takes(func: Any, name: str) -> bool:
     """Whether an op has an argument of that name."""
     return any(argument.name == name for argument in func._schema.arguments)
+
+
+def op_changes(func: Any) -> bool:
+    """Whether an op writes to any of its arguments."""
+    return func._schema.is_mutable
 
 
 def op_writes(func: Any) -> dict[str, bool]:

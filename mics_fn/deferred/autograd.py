@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
+from mics_fn import _torch, _torch_tensors
 from mics_fn.deferred.gathered import Geometry
 from mics_fn.deferred.live import LiveBuckets
 from mics_fn.deferred.reduction import Reduction
@@ -111,7 +111,7 @@ class _Fetch(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.live, ctx.index = inputs[:2]
         ctx.set_materialize_grads(False)
-        _torch.set_order(ctx, _FIRST)
+        _torch_tensors.set_order(ctx, _FIRST)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore

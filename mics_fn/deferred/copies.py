@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
+from mics_fn import _device, _torch, _torch_tensors
 from mics_fn.errors import LeafError, message
 from mics_fn.shards import BucketUse, split_full
 
@@ -39,7 +39,7 @@ class Copies:
         """
         storage = _torch.storage_id(self._whole)
         moved = [_torch.storage_id(leaf) != storage for leaf in self.leaves]
-        if _torch.is_lazy_clone(self._whole) and not any(moved):
+        if _torch_tensors.is_lazy_clone(self._whole) and not any(moved):
             return
         pairs = zip(self._views(self._whole), self._views(self._chunk), strict=True)
         wrong = [not torch.equal(_bits(now), _bits(before)) for now, before in pairs]
@@ -62,7 +62,7 @@ def copies_of(use: BucketUse, chunk: Tensor) -> Copies | None:
     whole_here = use.route.size == 1 and chunk.dtype == use.bucket.compute
     if not whole_here or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
         return None
-    whole = _torch.lazy_clone(chunk)
+    whole = _torch_tensors.lazy_clone(chunk)
     return None if whole is None else Copies(use, chunk, whole)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, _torch, spans
+from mics_fn._torch_tensors import version
 from mics_fn.collectives import Codes, push_all
 from mics_fn.deferred.copies import Copies, copies_of
 from mics_fn.deferred.fetching import Fetch, Fetched, GradSink, codes_of, start_fetching, task_of
@@ -85,7 +86,7 @@ class LiveBuckets:
                 device = self.device(index) if index in self._away else chunk.device
                 chunk = chunk.to(device, use.bucket.compute)
                 self._away.pop(index, None)
-            self._chunks[index], self._versions[index] = chunk, _version(chunk)
+            self._chunks[index], self._versions[index] = chunk, version(chunk)
 
     def plain(self, index: int) -> list[Tensor] | None:
         """The leaves of a bucket as plain tensors, if they need no fetch; one per member."""
@@ -118,7 +119,7 @@ class LiveBuckets:
             text = "a deferred parameter is used after its run ended"
             raise GroupsError(message(text, fix="call defer again"))
         for i in ids:
-            if _version(self._chunks[i]) != self._versions[i]:
+            if version(self._chunks[i]) != self._versions[i]:
                 text = f"{self._name(i)} was changed after its run began"
                 raise DonatedError(message(text, fix="call defer again after an update"))
         with _torch.without_torch_func():
@@ -301,10 +302,6 @@ def _title(names: Callable[[int], Sequence[str]], index: int) -> str:
     """A bucket by its number and some of its leaves."""
     found = names(index)
     return f"bucket {index} ({', '.join(found[:2])}{', ...' if len(found) > 2 else ''})"
-
-
-def _version(chunk: Tensor) -> int:
-    return 0 if chunk.is_inference() else chunk._version
 
 
 def sizes_of(uses: Sequence[Any]) -> list[int]:

@@ -260,12 +260,8 @@ def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
     """An op that writes: refused for deferred tensors, computed for others."""
-    targets = [
-        kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
-        for i, a in enumerate(func._schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    written = _search(targets, [])
+    given = _torch.op_arguments(func, args, kwargs)
+    written = _search([given.get(name) for name in _torch.op_writes(func)], [])
     if written:
         raise written[0].refusal(f"{func}: writes to")
     return _compute(func, args, kwargs)
@@ -290,4 +286,4 @@ _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
 def _handler(func: Any) -> Callable[[Any, tuple, dict], Any]:
     if func.is_view:
         return _view
-    return _refuse if func._schema.is_mutable else _compute
+    return _refuse if _torch.op_changes(func) else _compute

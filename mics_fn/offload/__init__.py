@@ -93,7 +93,7 @@ The options of DeepSpeed's config and what stands for each here, or why nothing 
 
 Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a byte for each, or
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
-[Note: coded tensors] in `coded.py`, and [Note: two kinds of codes] in `memories.py`.
+[Note: coded tensors] in `coded_tensors.py`, and [Note: two kinds of codes] in `memories.py`.
 
 Start reading at `places.py`; then `scratch.py`, with its note, `ownership.py` and `space.py` below
 it; `apart.py`; `stored.py`; `portions.py`; and `streaming.py`. To add a place, give `Place` a kind,
@@ -101,7 +101,7 @@ and say in `stored.py` what reading from it means.
 """
 
 from mics_fn.offload.apart import is_apart
-from mics_fn.offload.coded import Coded, as_codes, coded, is_coded
+from mics_fn.offload.coded_tensors import Coded, as_codes, coded, is_coded
 from mics_fn.offload.codes import AT_REST
 from mics_fn.offload.filling import mapped, set_part, unset_like
 from mics_fn.offload.holding import Hold, is_held

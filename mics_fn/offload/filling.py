@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mics_fn.offload.apart import Apart
-from mics_fn.offload.coded import Coded
+from mics_fn.offload.coded_tensors import Coded
 from mics_fn.offload.making import empty
 from mics_fn.offload.stored import Stored
 from mics_fn.offload.transfer import UNIT

@@ -10,7 +10,7 @@ from mics_fn import _device, points
 from mics_fn.collectives import needs_derivative, refuse_derivative
 from mics_fn.errors import PlanError, message
 from mics_fn.offload.apart import like_of
-from mics_fn.offload.coded import is_coded
+from mics_fn.offload.coded_tensors import is_coded
 from mics_fn.offload.scratch import Scratch
 from mics_fn.offload.space import padded
 from mics_fn.offload.stored import Stored, is_stored, read

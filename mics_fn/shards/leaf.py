@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, tree
+from mics_fn import _torch, _torch_tensors, tree
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.copied import from_parts, parts_of
@@ -289,7 +289,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
         raise LeafError(message(text, fix=fix))
-    hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
+    hooks = _torch_tensors.hooks_of(leaf) if leaf.is_leaf else ()
     if hooks:
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
