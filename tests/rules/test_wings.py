@@ -267,7 +267,7 @@ def public_functions() -> list[str]:
 
 # What is private to classes of torch, as far as these can be asked.
 OF_TORCH = set(dir(torch.Tensor)) | set(dir(torch._ops.OpOverload))
-OF_TORCH |= set(dir(torch.autograd.function.BackwardCFunction)) | set(dir(torch.optim.Optimizer))
+OF_TORCH |= set(dir(torch.autograd.function.BackwardCFunction)) | set(dir(torch.optim.Adam))
 OF_PYTHON = {"_asdict", "_fields", "_make", "_replace"}  # of a NamedTuple
 
 
@@ -312,7 +312,7 @@ def is_foreign(part: ast.Attribute, inner: set[str]) -> bool:
     root = text.partition(".")[0]
     if not re.match("_[^_]", name) or name in OF_PYTHON or text == f"aten.{name}":
         return False
-    if root in sys.stdlib_module_names or text == "inner._socket":  # of Python's own
+    if root in ("os", "threading", "atexit") or text == "inner._socket":  # of Python's own
         return False
     return name not in inner or (root != "self" and name in OF_TORCH)
 
