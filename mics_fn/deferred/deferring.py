@@ -50,6 +50,11 @@ class DeferredParams:
         """What this run has used and reduced so far, in order, as a schedule without fetches."""
         return self._live.run.record
 
+    @property
+    def marked(self) -> Schedule:
+        """`record`, with the mark `backward` where the backward pass begins."""
+        return self._live.run.marked
+
     def close(self) -> None:
         """End the run: its buckets are dropped, and using its tensors is an error from then on.
 

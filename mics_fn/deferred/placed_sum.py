@@ -48,16 +48,16 @@ class PlacedSum(SumOfPasses):
         super().__init__(*args)
         for pools in {id(x): x for x in (self.uses[i].hierarchy.pools for i in places)}.values():
             pools.sums.setdefault("free", _Free()).begin()
-        self._kept = {index: self._kept_at(index, *found) for index, found in places.items()}
+        self._away = {index: self._made_at(index, *found) for index, found in places.items()}
 
-    def _kept_at(self, index: int, place: Place, leaf: str) -> "Kept":
+    def _made_at(self, index: int, place: Place, leaf: str) -> "_SumElsewhere":
         bucket = self.uses[index].bucket
         numel = bucket.numel // self.levels_now(self.uses[index].route).size
         size = max(self.dtype_of(bucket).itemsize, bucket.dtype.itemsize)
         count = (self.micro_steps - 1).bit_length() if self._in_tree else 1
-        kept = Kept(self.uses[index], place, leaf, self._host_bytes)
-        kept.reserve(numel * size, max(1, count))
-        return kept
+        away = _SumElsewhere(self.uses[index], place, leaf, self._host_bytes)
+        away.reserve(numel * size, max(1, count))
+        return away
 
     def alone(self, index: int) -> bool:
         return index not in self._places and super().alone(index)
@@ -99,7 +99,7 @@ class PlacedSum(SumOfPasses):
         late, levels = super().late_comms(index, out)
         if index not in self._places:
             return late, levels
-        own, number = self._kept[index].comm, self.passes
+        own, number = self._away[index].comm, self.passes
         if self._in_tree:
             ones = (number ^ (number + 1)).bit_length() - 1  # at the end of the number, in binary
             late = [*late, *[own] * ones]
@@ -111,7 +111,7 @@ class PlacedSum(SumOfPasses):
         """The same, with the ways of the sum to the device and back."""
         if index not in self._places:
             return super().steps(index, full, out, slot)
-        use, kept = self.uses[index], self._kept[index]
+        use, away = self.uses[index], self._away[index]
         added = self._added_in_tree if self._in_tree else self._added
         add = added(index, out, slot)  # which reads now what it needs, since the steps run later
         dtype = use.bucket.dtype if self.last else self.dtype_of(use.bucket)
@@ -122,7 +122,7 @@ class PlacedSum(SumOfPasses):
             yield from scatter_steps(now, full, out, spare, bucket.hop1)
             total, depth = yield from add()
             self.totals[index] = []  # known, and elsewhere
-            yield kept.write(total, dtype, depth)
+            yield away.write(total, dtype, depth)
             free_slot(slot)
             return total
 
@@ -137,7 +137,7 @@ class PlacedSum(SumOfPasses):
             self.totals.pop(index, None)
             if number:
                 before = self._area(index, slot, 0)
-                yield self._kept[index].read(before)
+                yield self._away[index].read(before)
                 self.totals[index] = [before]
             (total,) = self._sum(index, [out], last)
             if late.size > 1:
@@ -158,7 +158,7 @@ class PlacedSum(SumOfPasses):
             while number % 2:
                 number, depth = number // 2, depth - 1
                 left = self._area(index, slot, depth % 2)
-                yield self._kept[index].read(left, depth)
+                yield self._away[index].read(left, depth)
                 _torch.foreach_add([left], [total])
                 _torch.foreach_div([left], 2)
                 total = left
@@ -171,7 +171,7 @@ class PlacedSum(SumOfPasses):
         if index not in self._places:
             return super().pieces(index)
         use = self.uses[index]
-        chunk = self._kept[index].brought(use.bucket.chunk, use.bucket.dtype)
+        chunk = self._away[index].brought(use.bucket.chunk, use.bucket.dtype)
         found = use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
         # Gradients that autograd gave are apart, and kernels round ends of long tensors otherwise.
         return [x.clone() for x in found] if use.alone else found
@@ -180,14 +180,14 @@ class PlacedSum(SumOfPasses):
         if index not in self._places:
             return super().lying(index)
         use = self.uses[index]
-        chunk = self._kept[index].lying(use.bucket.chunk, use.bucket.dtype)
+        chunk = self._away[index].lying(use.bucket.chunk, use.bucket.dtype)
         return use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
 
     def release(self) -> None:
         """As ever, and the memory elsewhere too."""
         super().release()
-        for kept in self._kept.values():
-            kept.release()
+        for away in self._away.values():
+            away.release()
 
 
 class _Free:
@@ -211,7 +211,7 @@ class _Free:
         return self._rooms.setdefault(key, [])
 
 
-class Kept:
+class _SumElsewhere:
     """Memory elsewhere for the sums of one bucket, by their depth, and the ways there and back.
 
     Args:

@@ -81,7 +81,7 @@ def record(
         with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
             total.backward(loss_fn(full, batch))
         total.wait()
-        return run._live.run.marked if mark_backward else run.record
+        return run.marked if mark_backward else run.record
     refuse_none("record", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("record", shards, leaves, "shards")

@@ -24,7 +24,7 @@ from mics_fn.init.without_data import (
     recorded_in,
     tensors_in,
 )
-from mics_fn.shards import Place
+from mics_fn.shards import MemoryPlace
 
 # In-place ops whose result does not depend on what was there.
 OVERWRITES = {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
@@ -50,7 +50,7 @@ class Recorder(_torch.DispatchMode):
         self.last: Any = None  # the op that came last, for errors
         self._numbers: dict[int, int] = {}  # of storages on the tape, by `storage_id`
         self._alive: list[_torch.WeakStorage] = []  # one per storage of the tape
-        self._stand_ins: dict[Place, Recorded] = {}  # for tensors that were made outside
+        self._stand_ins: dict[MemoryPlace, Recorded] = {}  # for tensors that were made outside
         self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
         self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
         self._memory: Memory = {}  # kept from the last value that was asked for
@@ -94,7 +94,7 @@ class Recorder(_torch.DispatchMode):
         metas = tree.map_leaves(bare, named)
         out = self._result(func, named, metas)
         for x, meta in given.values():
-            if Place.of(x) != Place.of(meta):
+            if MemoryPlace.of(x) != MemoryPlace.of(meta):
                 x.data = self._wrap(meta, self.device_of(x))
         known = len(self.tape.storages)
         shown = tree.map_leaves(
@@ -259,7 +259,7 @@ class Recorder(_torch.DispatchMode):
         """The recorded tensor that stands for one that was made outside."""
         if isinstance(x, Recorded):
             return x
-        key = Place.of(x)
+        key = MemoryPlace.of(x)
         if key not in self._stand_ins:
             self._stand_ins[key] = self._constant(x, outside=True)
         return self._stand_ins[key]

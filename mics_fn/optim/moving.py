@@ -31,7 +31,7 @@ from mics_fn.offload import (
 from mics_fn.optim.flat import FlatShards, Layout, Unpacked, unpacked, with_wholes
 from mics_fn.optim.making import making
 from mics_fn.optim.runs import Run, is_in_chunk, split, whole_run
-from mics_fn.shards import Sharded, check_kept_place, is_leaf
+from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
 
 V = TypeVar("V")
 
@@ -164,7 +164,7 @@ def as_before(new: V, old: Any) -> V:
     own = [
         i
         for i, (x, old) in enumerate(zip(found, before, strict=True))
-        if isinstance(x, Sharded) and isinstance(old, Sharded) and not hasattr(old, "_donated")
+        if isinstance(x, Sharded) and isinstance(old, Sharded) and not is_donated(old)
     ]
     made = [found[i].data for i in own]
     laid = laid_like(made, [before[i].data for i in own])

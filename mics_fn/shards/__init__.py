@@ -92,6 +92,7 @@ from mics_fn.shards.leaf import (
     donate,
     dtype_name,
     give_away,
+    is_donated,
     is_given_away,
     is_leaf,
     mark_reduced,
@@ -103,7 +104,7 @@ from mics_fn.shards.leaf import (
 from mics_fn.shards.linear import deal, linear_map, put
 from mics_fn.shards.mapping import map
 from mics_fn.shards.memory import (
-    Place,
+    MemoryPlace,
     each_once,
     overlaps,
     owners_of,
@@ -153,12 +154,12 @@ __all__ = [
     "LayoutOptions",
     "Laying",
     "Leaf",
+    "MemoryPlace",
     "Nothing",
     "Opened",
     "PLAIN",
     "PendingTree",
     "Piece",
-    "Place",
     "Precision",
     "Sharded",
     "Tied",
@@ -185,6 +186,7 @@ __all__ = [
     "has_codes",
     "homes_of",
     "in_front",
+    "is_donated",
     "is_elsewhere",
     "is_given_away",
     "is_leaf",

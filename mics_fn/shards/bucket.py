@@ -109,12 +109,6 @@ class Bucket:
         """What a gather sends in the place of values: the codes that leaves are kept as, if any."""
         return self.gather if self.codes is None else Wire(self.codes)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of each rank's chunk where it is kept: of values, or of codes and their scales."""
-        values = self.chunk * self.dtype.itemsize
-        return values if self.codes is None else self.codes.nbytes(self.chunk)
-
     @cached_property
     def wires(self) -> str:
         """What travels where that is not a value in `compute` or `reduce`, as text."""

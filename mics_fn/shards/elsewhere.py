@@ -20,6 +20,7 @@ from mics_fn import _torch
 from mics_fn.offload import Stored, copied_into, is_apart, is_stored, read
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.kept import has_codes
+from mics_fn.shards.leaf import is_donated
 from mics_fn.shards.ranges import pieces
 
 
@@ -37,7 +38,7 @@ def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
       leaves: of one bucket; what was donated is passed over.
       home: their groups. Without any, only what is in files counts.
     """
-    held = [None if hasattr(leaf, "_donated") else leaf.data for leaf in leaves]
+    held = [None if is_donated(leaf) else leaf.data for leaf in leaves]
     tensors = [x for x in held if isinstance(x, Tensor)]
     if any(map(has_codes, tensors)):  # on all ranks, even where all pieces are empty
         return True

@@ -56,7 +56,7 @@ def specs_of(
             group=(numbers[homes[i]], leaf.is_meta),
             travel=dtypes[1:],
             sent=precision.wires(path, leaf.dtype),
-            state=precision.kept(path, dtypes.param, leaf.numel()) if trained else None,
+            state=precision.state_codes(path, dtypes.param, leaf.numel()) if trained else None,
             codes=precision.codes(path, leaf.dtype),
         )
     return found

@@ -198,9 +198,14 @@ def give_away(leaves: Sequence[Any], story: tuple, *, keep: Sequence[Any] = ()) 
             drop(leaf, "data")
 
 
+def is_donated(leaf: Any) -> bool:
+    """Whether a leaf was donated, so that it has no data any more."""
+    return hasattr(leaf, "_donated")
+
+
 def is_given_away(shards: Tree) -> bool:
     """Whether some leaf of a tree was donated."""
-    return any(hasattr(leaf, "_donated") for leaf in tree.flatten(shards, is_leaf)[0])
+    return any(map(is_donated, tree.flatten(shards, is_leaf)[0]))
 
 
 def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:

@@ -10,7 +10,7 @@ from mics_fn import _torch
 from mics_fn.errors import LeafError, message
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """Where a tensor lies in memory. Two tensors with equal places are the same tensor."""
 
     storage: int
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     offset: int  # in elements
 
     @classmethod
-    def of(cls, x: Tensor) -> "Place":
+    def of(cls, x: Tensor) -> "MemoryPlace":
         """The place of a strided tensor, which may be on meta."""
         where = int(x.storage_offset())
         return cls(_torch.storage_id(x), x.dtype, tuple(x.shape), x.stride(), where)
@@ -37,17 +37,17 @@ def same_tensor(x: object, y: object) -> bool:
     """Whether both are tensors with elements, in the same memory, with equal shape and strides."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return False
-    return x.numel() > 0 and y.numel() > 0 and Place.of(x) == Place.of(y)
+    return x.numel() > 0 and y.numel() > 0 and MemoryPlace.of(x) == MemoryPlace.of(y)
 
 
 def owners_of(leaves: Sequence[Tensor]) -> list[int]:
-    """For each leaf the first one that is the same tensor: the same object, or the same `Place`."""
+    """For each leaf the first one that is the same tensor: the same object or the same place."""
     first: dict[Any, int] = {}
     owners = []
     for i, leaf in enumerate(leaves):
         key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
         if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
-            key = Place.of(_torch.unwrapped(leaf))
+            key = MemoryPlace.of(_torch.unwrapped(leaf))
         owners.append(first.setdefault(key, i))
     return owners
 
@@ -68,8 +68,8 @@ def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
       [[0, 2, 3, 4]]
     """
     lie = [x.numel() > 0 and x.layout is torch.strided for x in tensors]
-    places = [Place.of(x) if does else None for x, does in zip(tensors, lie, strict=True)]
-    same: dict[Place, list[int]] = {}
+    places = [MemoryPlace.of(x) if does else None for x, does in zip(tensors, lie, strict=True)]
+    same: dict[MemoryPlace, list[int]] = {}
     for i, place in enumerate(places):
         if place is not None:
             same.setdefault(place, []).append(i)
@@ -92,7 +92,7 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
     """
     paths = list(leaves)
     for group in overlaps(list(leaves.values())):
-        by_place = {Place.of(leaves[paths[i]]): paths[i] for i in reversed(group)}
+        by_place = {MemoryPlace.of(leaves[paths[i]]): paths[i] for i in reversed(group)}
         if len(by_place) > 1 and any(paths[i] in trained for i in group):
             first, second, *_ = sorted(by_place.values(), key=paths.index)
             text = f"{verb}: {first} and {second} overlap in memory, and are not the same tensor"
@@ -101,9 +101,9 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
             raise LeafError(message(text, [shapes], fix))
 
 
-def _near(places: Iterable[Place]) -> list[list[Place]]:
+def _near(places: Iterable[MemoryPlace]) -> list[list[MemoryPlace]]:
     """Groups of places in one storage whose ranges overlap."""
-    found: list[list[Place]] = []
+    found: list[list[MemoryPlace]] = []
     storage, end = None, 0
     for place in sorted(places, key=lambda p: (p.storage, p.offset * p.dtype.itemsize)):
         start, stop = (at * place.dtype.itemsize for at in (place.offset, place.stop))
@@ -115,7 +115,7 @@ def _near(places: Iterable[Place]) -> list[list[Place]]:
     return found
 
 
-def _exactly(places: Sequence[Place]) -> list[list[Place]]:
+def _exactly(places: Sequence[MemoryPlace]) -> list[list[MemoryPlace]]:
     """Groups of places that share elements. (Columns of a matrix overlap only in their ranges.)"""
     if len(places) == 1:
         return [list(places)]

@@ -200,7 +200,7 @@ class Precision:
         param = self.at(path).param if own_dtype.is_floating_point else None
         return param if isinstance(param, Codec) else None
 
-    def kept(self, path: str, dtype: torch.dtype, numel: int) -> Codec | None:
+    def state_codes(self, path: str, dtype: torch.dtype, numel: int) -> Codec | None:
         """The codes that moments of a trained leaf of so many elements are kept as, if any.
 
         Raises:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import collect
-from mics_fn.errors import DesyncError, LeafError, message, rank_lines
+from mics_fn.errors import LeafError, disagreement, message, rank_lines
 from mics_fn.groups import Comm
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS
 
@@ -111,10 +111,10 @@ def _compare(
     shapes = [f"batch {tuple(theirs[2 : 2 + theirs[1]])}" for theirs in found]
     if len(set(shapes)) > 1:
         text = f"{name}: ranks have batches of different shapes under vmap"
-        lines = rank_lines(dict(zip(comm.ranks, shapes, strict=True)))
+        by_rank = dict(zip(comm.ranks, shapes, strict=True))
         if rows:
-            raise LeafError(message(text, [*lines, LOCAL_BASIS], SHARED_BASIS))
-        raise DesyncError(message(text, lines, "give all ranks batches of one shape"))
+            raise LeafError(message(text, [*rank_lines(by_rank), LOCAL_BASIS], SHARED_BASIS))
+        raise disagreement(text, by_rank, "give all ranks batches of one shape")
     for d, own in enumerate(rows):
         if own is not None and all(theirs[0] >> d & 1 for theirs in found):
             shared = collect(comm, own.to(torch.uint8), "rows of a batch").sum(0)

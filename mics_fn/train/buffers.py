@@ -15,7 +15,7 @@ from torch import Tensor
 from mics_fn.collectives import mean_over_ranks
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
-from mics_fn.shards import Place, each_once, overlaps
+from mics_fn.shards import MemoryPlace, each_once, overlaps
 
 Values = dict[str, Tensor]
 
@@ -44,7 +44,7 @@ class ModuleBuffers:
                 first, second, *_ = here
                 self._refuse(first, second, "buffer", "of another dtype")
             if here:
-                self.shared.append({name: Place.of(x) for name, x in here.items()})
+                self.shared.append({name: MemoryPlace.of(x) for name, x in here.items()})
         persistent = {name for name in buffers if name in saved}
         for group in self.shared:
             persistent |= set(group) if persistent & set(group) else set()

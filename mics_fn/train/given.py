@@ -253,7 +253,9 @@ def _check_shards(
                 raise PlanError(message(text, [*lines, "param/compute/reduce/accumulate"], fix))
             sent: list[Any] = [*precision.wires(path, bucket.dtype)]
             numel = bucket.numels[getattr(leaf, "slot", 0)]
-            sent.append(precision.kept(path, bucket.dtype, numel) if bucket.trainable else None)
+            sent.append(
+                precision.state_codes(path, bucket.dtype, numel) if bucket.trainable else None
+            )
             sent.append(precision.codes(path, bucket.dtype))
             have = [bucket.gather, bucket.hop1, bucket.hop2, bucket.state, bucket.codes]
             if sent != have:
