@@ -1,4 +1,7 @@
-"""What starts the gather of a bucket, before it what brings a chunk, and what takes gradients."""
+"""How the gather of a bucket is started, and who receives its gradients.
+
+A chunk that lies elsewhere is brought first.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial

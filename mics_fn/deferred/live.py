@@ -55,7 +55,7 @@ class LiveBuckets:
         for bucket in self.buckets:
             bucket.stays = policy.at_once
         self.run = Run(learned, policy, sizes_of(uses), channel, self._name)
-        # What this run follows; another run may learn a new one before this one ends.
+        # The schedule that this run follows; another run may learn a new one before this run ends.
         self._schedule = learned.schedule if self.run.following else None
         self.reduction: Reduction | None = None  # of the backward pass under way
         self._chunks: dict[int, Tensor] = {}
@@ -140,7 +140,7 @@ class LiveBuckets:
         push_all(self.uses[ids[0]].home.life)
 
     def _using(self, ids: tuple[int, ...]) -> Any:
-        """A use, which waits for what is not there yet, for those who watch."""
+        """A use, which waits for what is not there yet, for `inspection.watch`."""
         if not spans.seen():
             return spans.UNSEEN
         return spans.Span("use", [self.uses[i].bucket for i in ids], device=self.device(ids[0]))

@@ -108,7 +108,7 @@ class PlacedSum(SumOfPasses):
         return [*late, own], len(late) + 1  # the slot is in use to the end
 
     def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
-        """The same, with the ways of the sum to the device and back."""
+        """The steps of `SumOfPasses`, and the copies of the sum to the device and back."""
         if index not in self._places:
             return super().steps(index, full, out, slot)
         use, away = self.uses[index], self._away[index]
@@ -149,7 +149,7 @@ class PlacedSum(SumOfPasses):
         return add
 
     def _added_in_tree(self, index: int, out: Tensor, slot: Slot) -> Callable[[], Any]:
-        """The same for a place in the tree of passes, as `_join` has it in memory."""
+        """`_added` for means in one tree: what `SumOfPasses._join` does in memory."""
         use, passes = self.uses[index], self.passes
 
         def add() -> Any:
@@ -167,7 +167,7 @@ class PlacedSum(SumOfPasses):
         return add
 
     def pieces(self, index: int) -> list[Tensor]:
-        """As ever; of a bucket that lies elsewhere in new memory on the device, at each call."""
+        """The pieces; of a bucket that lies elsewhere in new memory on the device, at each call."""
         if index not in self._places:
             return super().pieces(index)
         use = self.uses[index]
@@ -184,7 +184,7 @@ class PlacedSum(SumOfPasses):
         return use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
 
     def release(self) -> None:
-        """As ever, and the memory elsewhere too."""
+        """As in the base class, and give the memory elsewhere back."""
         super().release()
         for away in self._away.values():
             away.release()

@@ -137,7 +137,7 @@ class Reduction(Lending):
     # Methods that `SumOfPasses` and `PlacedSum` override.
 
     def in_slot(self, index: int, slot: Slot) -> Tensor | None:
-        """Memory there for the mean of a bucket for which `target` has none."""
+        """Memory in the slot for a mean, where `target` gives none."""
         return None
 
     def target(self, index: int, values: Sequence[Tensor | None]) -> Tensor | None:

@@ -76,7 +76,7 @@ class SumOfPasses(Reduction):
         return f"reduction in pass {self.passes + 1} of {self.micro_steps}"
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """As ever; see [Note: in the memory of parameters]."""
+        """As in the base class; see [Note: in the memory of parameters]."""
         if self.gets_room(index):
             let_go = self._let_go()
             room = None if let_go is None else let_go(index)
@@ -191,7 +191,9 @@ class SumOfPasses(Reduction):
         return []
 
     def copies(self, use: BucketUse) -> bool:
-        other = self.dtype_of(use.bucket) != use.bucket.mean_wire  # also where that is a codec
+        other = (
+            self.dtype_of(use.bucket) != use.bucket.mean_wire
+        )  # a codec differs from every dtype
         return self.last and other and use.replicas.size > 1
 
     def coded_bytes(self, use: BucketUse) -> int:

@@ -107,7 +107,8 @@ def _bring(found: Sequence[Deferred]) -> None:
 
 
 def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
-    """Append the deferred tensors among the arguments of an op, also in lists, to `found`."""
+    """Append the deferred tensors among the arguments of an op, including those in lists, to
+    `found`."""
     for value in values:
         kind = type(value)
         if kind is Deferred:

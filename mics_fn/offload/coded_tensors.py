@@ -23,7 +23,15 @@ _COMING = Lock()  # several threads fill a tensor
 
 
 class Coded(Apart):
-    """A float32 tensor kept as codes. `coded` makes one, and `read` decodes it."""
+    """A float32 tensor kept as codes. `coded` makes one, and `read` decodes it.
+
+    An op on it decodes what it needs, and gives a tensor with values.
+
+    Example:
+      >>> x = offload.coded(torch.tensor([2.0, -2.0, 0.0, 0.0]), collectives.Codec("int8", 4))
+      >>> x, x + 1
+      (Coded(shape=(4,), int8[4]), tensor([ 3., -1.,  1.,  1.]))
+    """
 
     noun = "a coded tensor"
     how_to_change = "use set(), or compute with a clone()"

@@ -69,7 +69,17 @@ DEVICE = Place("device")
 
 
 class Places(NamedTuple):
-    """The places of one leaf: its shard, the optimizer's states and masters, and its gradient."""
+    """The places of one leaf.
+
+    Args:
+      params: of its shard.
+      states: of the optimizer's states and masters.
+      grads: of the sum of its gradients over micro-steps.
+
+    Example:
+      >>> where("states=host").at("['w']").states
+      Place(kind='host', folder='')
+    """
 
     params: Place
     states: Place

@@ -19,7 +19,18 @@ from mics_fn.offload.transfer import aligned
 
 
 class Stored(Apart):
-    """A dense tensor in a scratch file. `empty` and `store` make one, and `read` reads it."""
+    """A dense tensor in a scratch file. `empty` and `store` make one, and `read` reads it.
+
+    An op on it reads the file, and gives a tensor with memory. Views are stored tensors, too.
+
+    Example:
+      >>> from tempfile import TemporaryDirectory
+      >>> with TemporaryDirectory() as folder:
+      ...     x = offload.store(torch.arange(4.0), offload.Scratch(folder))
+      ...     print(isinstance(x[1:], offload.Stored), x[1:] * 2)
+      ...     del x
+      True tensor([2., 4., 6.])
+    """
 
     noun = "a stored tensor"
     how_to_change = "write through stream(), or move() it to the device first"

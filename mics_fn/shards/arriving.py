@@ -1,4 +1,4 @@
-"""Gradients that arrive bucket by bucket: those of which some are still reduced."""
+"""Gradients that arrive bucket by bucket: some can be used while others are still being reduced."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,5 +41,5 @@ class Arriving(Protocol):
     """What can be given for gradients that have not all arrived, such as a `GradSum`."""
 
     def arrival(self) -> Arrival:
-        """The gradients, of which some are still reduced."""
+        """The gradients, some of which are still being reduced."""
         ...

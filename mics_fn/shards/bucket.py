@@ -130,7 +130,7 @@ class Bucket:
 
     @cached_property
     def title(self) -> str:
-        """Its number, its first leaf and how many there are, for those who watch."""
+        """Its number, its first leaf and how many there are, for `inspection.watch`."""
         first = re.sub(r"^\['([^']*)'\]$", r"\1", self.names.partition(", ")[0])
         more = " ..." if ", " in self.names else ""
         count = f" ({len(self.shapes)} leaves)" if len(self.shapes) > 1 else ""
@@ -177,7 +177,7 @@ def check_one_dtype(verb: str, bucket: Bucket) -> None:
 
 
 def short_digest(texts: Sequence[str]) -> str:
-    """A few letters that differ for other texts."""
+    """Eight hex digits of a digest of these texts."""
     return digest(texts).hex()[:8]
 
 

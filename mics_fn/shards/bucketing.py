@@ -134,7 +134,7 @@ def _align(wires: Sequence[Any], *dtypes: torch.dtype | None) -> int:
 
 
 def _named(paths: Sequence[str]) -> str:
-    """Paths of leaves as a short text, which is another one for other paths.
+    """Paths of leaves as a short text, different for different paths.
 
     >>> _named(["w"]), _named(["a", "b", "c"])
     ('w', 'a, b, ..., paths 13e22856')

@@ -47,7 +47,7 @@ def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
 
     Raises:
       TreeError: structures or shapes differ.
-      LeafError: a value is no tensor, or its dtype or device differs from the shard's.
+      LeafError: a value is not a tensor, or its dtype or device differs from the shard's.
       DesyncError: with `check`, on all ranks: they hold different values.
 
     Example:

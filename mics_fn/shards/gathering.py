@@ -77,7 +77,17 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 class PendingTree:
     """A tree whose transfer was started; `wait()` gives it.
 
+    Args:
+      started: the transfers.
+      build: makes the tree of their results, one argument for each.
+
     Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> pending = shards.start_gather(shard({"w": torch.ones(2)}, groups), groups)
+      >>> pending.wait()["w"]
+      tensor([1., 1.])
     """
 
     def __init__(self, started: Sequence[Started], build: Callable[..., Tree]) -> None:

@@ -105,7 +105,7 @@ def pack_chunk(
 def zero_padding(bucket: Bucket, chunk: int, flat: Tensor) -> Tensor:
     """A chunk (bucket.chunk,) whose padding is zero, so that it sets no scale of a block of codes.
 
-    Padding is no part of a value, so it is written where it lies, and autograd is not told.
+    Padding is not part of any value, so it is overwritten in place, unseen by autograd.
     """
     sizes = _chunk_sizes(bucket, chunk)
     if any(sizes[::2]):
