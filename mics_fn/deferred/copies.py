@@ -1,7 +1,7 @@
 """Parameters of buckets that this rank holds whole: plain tensors in the memory of the shards.
 
 [Note: copy on write] Such a bucket needs no fetch, so an op need not be told which bucket it reads.
-Its leaves are copies that torch makes when something writes to one, and never else. So a write does
+Its leaves are copies that torch makes only when something writes to one. So a write does
 not reach the shards, and nothing else would ever see it: it is an error at the end of the run.
 """
 
@@ -67,5 +67,5 @@ def copies_of(use: BucketUse, chunk: Tensor) -> Copies | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Its bytes, so that a NaN equals itself."""
+    """The bytes of a tensor, among which a NaN equals itself."""
     return tensor.reshape(-1).view(torch.uint8)

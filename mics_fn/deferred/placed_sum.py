@@ -196,23 +196,23 @@ class _Free:
     def __init__(self) -> None:
         self.files = WeakValueDictionary[str, Scratch]()  # by folder; kept by what lies in them
         self._rooms: dict[Any, list[Tensor]] = {}  # bytes, by their place and number
-        self._wanted: dict[Any, int] = {}  # by which step last
+        self._wanted: dict[Any, int] = {}  # in which step each kind was last wanted
         self._steps = 0
 
     def begin(self) -> None:
-        """Another step begins."""
+        """Note that another step begins."""
         self._steps += 1
         for key in [k for k, last in self._wanted.items() if last + _PATIENCE < self._steps]:
             del self._rooms[key], self._wanted[key]
 
     def of(self, key: Any) -> list[Tensor]:
-        """What is free of a kind, to be changed."""
+        """The free memory of a kind, as a list that the caller changes."""
         self._wanted[key] = self._steps
         return self._rooms.setdefault(key, [])
 
 
 class _SumElsewhere:
-    """Memory elsewhere for the sums of one bucket, by their depth, and the ways there and back.
+    """Memory elsewhere for the sums of one bucket, by their depth, and the copies there and back.
 
     Args:
       use: the bucket.
@@ -226,10 +226,10 @@ class _SumElsewhere:
         self._home, self._free = use.home, use.hierarchy.pools.sums["free"]
         self.comm = use.hierarchy.sums_elsewhere
         self._rooms: list[Tensor] = []  # by depth: bytes
-        self._key: Any = None  # of memory of this kind and size
+        self._key: Any = None  # of its memory in `_Free`
 
     def reserve(self, nbytes: int, count: int) -> None:
-        """Take memory for so many sums; what an earlier step has left, if there is some."""
+        """Take memory for so many sums, first what an earlier step has left."""
         self._key = self._place, nbytes
         free = self._free.of(self._key)
         while len(self._rooms) < count:
@@ -262,12 +262,12 @@ class _SumElsewhere:
         return elements(room, numel, dtype)
 
     def write(self, total: Tensor, dtype: torch.dtype, depth: int = 0) -> Task:
-        """What copies a sum there, in a dtype."""
+        """The task that copies a sum there, in a dtype."""
         goal = self.lying(total.numel(), dtype, depth)
         return self._task("to", partial(_written, goal), total)
 
     def read(self, memory: Tensor, depth: int = 0) -> Task:
-        """What brings a sum back to memory of its dtype."""
+        """The task that brings a sum back to memory of its dtype."""
         return self._task(
             "from", partial(_read, self.lying(len(memory), memory.dtype, depth)), memory
         )

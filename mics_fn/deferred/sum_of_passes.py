@@ -58,8 +58,8 @@ class SumOfPasses(Reduction):
         self.micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
         self._in_tree = _in_tree(uses, micro_steps, dtype)
         self.passes = 0  # that have ended
-        self.totals: dict[int, list[Tensor]] = {}  # [chunk]; of one rank alone: pieces
-        # To give back at the end, with the kind that watchers are told.
+        self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
+        # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
         self._memory: dict[int, list[Tensor]] = {}  # of a bucket's sums, by their depth
         self._partial: dict[int, list[list[Tensor]]] = {}  # means of 2**k passes, the oldest first
@@ -86,7 +86,7 @@ class SumOfPasses(Reduction):
         return super().add(index, grads)
 
     def _give_back(self, pool: Buffers, tensor: Tensor, kind: str) -> None:
-        """At the end of the step, memory in which gradients lie until then."""
+        """Have memory in which gradients lie given back at the end of the step."""
         self._given.append((pool, tensor, kind))
         spans.holds(kind, (id(self), len(self._given)), tensor.nbytes)
 
@@ -174,7 +174,7 @@ class SumOfPasses(Reduction):
         return taken
 
     def late_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
-        """Memory for what the late levels leave."""
+        """Memory for the result of the late levels."""
         return self._take(use, (use.bucket.chunk,), dtype)
 
     def handed_out(self, use: BucketUse, out: Tensor | None) -> list[Tensor]:
@@ -295,7 +295,7 @@ class SumOfPasses(Reduction):
 
 
 def _in_tree(uses: Sequence[BucketUse], micro_steps: int, dtype: torch.dtype | None) -> bool:
-    """Whether means are those of `placement.canonical`, once they are known to be possible.
+    """Whether means are those of `placement.canonical`, after a check that they are possible.
 
     Raises:
       PlanError: some buckets would be averaged in another way, or in another dtype.

@@ -65,7 +65,7 @@ class Deferred(ReadOnly):
         )
 
     def __tensor_flatten__(self) -> Any:
-        """Raises LeafError. torch.compile calls this, and would trace through the fetch."""
+        """Raise LeafError: torch.compile calls this, and would trace through the fetch."""
         text = "torch.compile: a deferred parameter enters a compiled region"
         fix = "use gather around compiled code, or clone() parameters before it"
         raise LeafError(message(text, fix=fix))

@@ -1,9 +1,9 @@
 """Tensors whose values do not lie in memory as they are: in a file, or as codes.
 
-[Note: tensors apart] A tensor that is `Apart` has a shape, a dtype and a device, and no memory of
-that kind. An op on it takes its values into new memory and computes with those, below autograd, as
-ops on deferred parameters do. A view that is one stretch of the same elements is apart itself. An
-op that would write raises.
+[Note: tensors apart] A tensor that is `Apart` has a shape, a dtype and a device, and no memory
+that holds its values as they are. An op on it takes its values into new memory and computes with
+those, below autograd, as ops on deferred parameters do. A view that is one stretch of the same
+elements is apart itself. An op that would write raises.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Apart(ReadOnly):
         raise NotImplementedError
 
     def __tensor_flatten__(self) -> Any:
-        """Raises LeafError. torch.compile calls this, and would trace nothing."""
+        """Raise LeafError: torch.compile calls this, and would trace nothing."""
         text = f"torch.compile: {self.noun} enters a compiled region, {self.lies_in()}"
         raise LeafError(message(text, fix="clone() it before, which reads it"))
 
@@ -113,7 +113,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*(_replace(value) for value in args), **plain)
 
 
-@torch.inference_mode(mode=False)  # whose tensors are no views of those made outside of it
+@torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     """A view of a tensor that is apart: so itself if it is one stretch of the same elements."""
     value = args[0]

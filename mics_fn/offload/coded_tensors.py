@@ -81,7 +81,7 @@ class Coded(Apart):
         return self.decoded(torch.float32)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Its values in a dtype, in new memory; of moments in float32."""
+        """Its values in a dtype, in new memory; moments are decoded in float32 alone."""
         with _torch.without_torch_func():  # codes are constants
             first, last = self.blocks()
             length = self.codes.length
@@ -146,12 +146,12 @@ class Coded(Apart):
         return Coded(self.codes, 0, torch.empty(numel, device="meta"), self.leaf)
 
     def within(self, row: Tensor) -> "Coded":
-        """The same elements of another row, of as many bytes."""
+        """The same elements of another row of codes, which has as many bytes."""
         codes = Codes.of_row(self.codes.codec, row, self.whole().numel())
         return Coded(codes, self.start, torch.empty(self.shape, device="meta"), self.leaf)
 
     def coded(self, values: Tensor) -> "Coded":
-        """Other values of the same kind; whoever gives them has zeros where padding is."""
+        """Other values as codes of the same kind; they are zero where padding is."""
         made = self.unset()
         made.write(0, values.detach())
         return made

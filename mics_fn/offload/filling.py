@@ -50,7 +50,7 @@ def mapped(x: Stored) -> Tensor:
         finally:
             os.close(file)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be written to
+        warnings.simplefilter("ignore")  # torch warns that it cannot be written to
         raw = torch.frombuffer(view, dtype=torch.uint8)[before:]
     for first in range(low, high, _AT_ONCE):
         extent.compare(first, raw[first - low : min(high, first + _AT_ONCE) - low], leaf)

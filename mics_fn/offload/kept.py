@@ -1,11 +1,11 @@
-"""Host memory that one stream leaves to the next, since to make and lock it takes time."""
+"""Host memory that one stream leaves to the next, since making and locking it takes time."""
 
 import torch
 from torch import Tensor
 
 from mics_fn.offload.transfer import aligned
 
-_MEMORY: dict[str, Tensor] = {}  # by kind of device: what is locked for one serves no other
+_MEMORY: dict[str, Tensor] = {}  # by kind of device, since each locks memory for itself
 _files = 0  # open scratch files
 
 
@@ -22,7 +22,7 @@ def give(memory: Tensor, device: torch.device) -> None:
 
 
 def count_files(more: int) -> None:
-    """So many scratch files more, or less, are open; without any nothing is kept."""
+    """Note that more scratch files are open, or fewer; memory is let go with the last of them."""
     global _files
     _files += more
     if not _files:

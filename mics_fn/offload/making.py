@@ -1,4 +1,4 @@
-"""Stored tensors are made: without values yet, from a tensor, or anew to be overwritten."""
+"""How stored tensors are made: without values, from a tensor, or as heirs of those to overwrite."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -33,9 +33,9 @@ class Claim:
     def __init__(self, path: Path, plain: int, direct: int | None) -> None:
         self.path, self.plain, self.direct = path, plain, direct
         self._mark = uuid.uuid4().hex
-        self._passes = 0  # that have written
+        self._passes = 0  # those that have written
         self._lock = threading.Lock()  # one thread may write while another one reads
-        self._pages = (b"",)  # what the first page may be
+        self._pages = (b"",)  # what the first page may hold now
         self._put()
 
     def count(self) -> None:
@@ -79,7 +79,7 @@ def claim(folder: Path, name: str, direct: bool | None) -> Claim:
     """Make a scratch file of this process.
 
     Args:
-      folder: where, which exists.
+      folder: an existing one, in which it is made.
       name: how the file's name begins.
       direct: whether to use direct I/O; None if the file system has it.
 
@@ -161,7 +161,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def owner_of(file: int) -> dict[str, Any]:
-    """What the first page of an open file says of its owner; nothing if it is no scratch file."""
+    """What the first page of a file says of its owner; nothing if it is not a scratch file."""
     try:
         facts = json.loads(os.pread(file, PAGE, 0))
     except (OSError, ValueError):

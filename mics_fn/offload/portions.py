@@ -1,4 +1,4 @@
-"""Stored tensors, copied portion by portion into memory and from it, through a little of it."""
+"""Copies between stored tensors and memory, portion by portion, through a small buffer."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from mics_fn.offload.stored import Stored
 from mics_fn.offload.transfer import aligned
 
 PORTION_BYTES = 4 * 2**20
-_KEPT: list[Tensor] = []  # memory that nobody uses, of one portion; to make it takes time
+_KEPT: list[Tensor] = []  # buffers of one portion that nobody uses, since making one takes time
 
 
 def copied_into(memory: Tensor, value: Stored) -> Iterator[None]:
@@ -18,7 +18,7 @@ def copied_into(memory: Tensor, value: Stored) -> Iterator[None]:
       memory: 1D, of the same length, of any dtype and on any device.
       value: 1D.
 
-    Memory: 4 MiB for each of them under way, of which one stays.
+    Memory: 4 MiB for each copy under way, of which one stays.
 
     Raises:
       OffloadError: the file cannot be read, or others have changed it.

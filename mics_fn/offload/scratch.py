@@ -44,8 +44,8 @@ class Scratch:
     Args:
       folder: where; made if it does not exist.
       name: how the file's name begins, such as "states-rank3".
-      direct: True for direct I/O, False for that of the system's cache; None takes what the file
-        system has. The attribute of that name says which one it is.
+      direct: True for direct I/O, False for I/O through the system's cache; None takes direct I/O
+        where the file system has it. The attribute of that name says which one it is.
       host_bytes: host memory through which its tensors travel in a step; see `stream`.
 
     Raises:
@@ -171,7 +171,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def named(self, verb: str, leaf: str) -> Iterator[None]:
-        """A block whose system errors become one that names file and leaf."""
+        """A context in which errors of the system become one that names the file and the leaf."""
         try:
             yield
         except OSError as error:

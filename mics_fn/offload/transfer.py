@@ -45,7 +45,7 @@ def aligned(nbytes: int, device: torch.device = _CPU) -> Tensor:
 
 def _use_huge_pages(memory: Tensor) -> None:
     """Ask for pages of 2 MiB, which the disk fills with fewer requests than 512 small ones."""
-    with contextlib.suppress(OSError, AttributeError):  # what no system has to have
+    with contextlib.suppress(OSError, AttributeError):  # not every system has it
         advise, advice = ctypes.CDLL(None).madvise, mmap.MADV_HUGEPAGE
         advise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
 
@@ -85,7 +85,7 @@ def allocate(file: int, offset: int, nbytes: int) -> None:
     """Make a file longer, so that the disk is sure to have the room.
 
     Raises:
-      OSError: it has not.
+      OSError: the disk has not so much room.
     """
     try:
         os.posix_fallocate(file, offset, nbytes)

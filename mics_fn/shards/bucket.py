@@ -22,7 +22,7 @@ from mics_fn.errors import PlanError, message
 from mics_fn.tree import digest
 
 BUCKET_BYTES = 25 * 2**20
-NEWER = ("gather", "hop1", "hop2", "state", "codes")  # which a text names where they are set
+NEWER = ("gather", "hop1", "hop2", "state", "codes")  # a bucket's text names those that are set
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
 
 
 def _of_codes(x: Any) -> tuple[Memory, tuple | None]:
-    """The memory of a coded piece, and its place there."""
+    """The memory of a coded piece, and where in it the piece begins."""
     row = x.codes.row
     if row is None:
         return Memory(x), None

@@ -98,7 +98,7 @@ def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
 
 
 def _checked(opened: Opened, full: Tree) -> list[Any]:
-    """One full value per leaf of the tree; None for those that are tied or nothing."""
+    """One full value per leaf of the tree; None for those that are tied or `Nothing`."""
     try:
         given = opened.spec.flatten_up_to(full)
     except ValueError:

@@ -43,10 +43,11 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
       `jacfwd` and `hessian` over shards and `jacrev` of shards do not: they differentiate along
       directions that lie in one rank's piece alone. A Hessian is
       `vmap(lambda v: jvp(grad(loss), (shards,), (v,))[1])` over a stack of directions, each of
-      which was cut by `shard`. Instead of `linearize` use `jvp`. A plain
-      `loss.backward()` has nothing to differentiate by, as torch says ("element 0 of tensors does
-      not require grad"): use `torch.func.grad`, or `defer` with a `GradSum`, or make the pieces
-      leaves of autograd, `leaf.data.requires_grad_()`, which then have `leaf.data.grad`.
+      which was cut by `shard`. Instead of `linearize` use `jvp`.
+
+      A plain `loss.backward()` has nothing to differentiate by, as torch says ("element 0 of
+      tensors does not require grad"): use `torch.func.grad`, or `defer` with a `GradSum`, or make
+      the pieces leaves of autograd, `leaf.data.requires_grad_()`, which then have `leaf.data.grad`.
 
     Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
       full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks
@@ -145,7 +146,7 @@ def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
 
 
 def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
-    """The data of all leaves, with views as full tensors where one rank holds the whole bucket."""
+    """The data of all leaves, viewed as full tensors where one rank holds the whole bucket."""
     full = list(data)
     for use in uses:
         if not use.far:

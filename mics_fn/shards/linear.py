@@ -49,7 +49,7 @@ from mics_fn.shards.pack import (
 )
 from mics_fn.shards.rows import check_rows, in_front
 
-# The three linear maps on plain tensors. They take and give one value per member of each use.
+# The linear maps between ranks, on plain tensors: one value per member of each use.
 
 
 class Started(NamedTuple):
@@ -67,7 +67,7 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     for use, pieces in deal(uses, data):
         route = use.route
         what, wire = (use.verb, "gather", use.bucket), use.gather_wire
-        lone = route.split(0)[1]  # it holds no level, so nothing is kept for a later gather
+        lone = route.split(0)[1]  # it holds no level, so nothing stays for a later gather
         row = kept_row(use.bucket, route.chunk, use.by_slot(pieces))
         if wire and row is not None:
             codes = Codes(wire, lone, Buffers(), use.bucket.chunk, row)

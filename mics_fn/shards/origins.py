@@ -19,7 +19,7 @@ from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.pack import split_full
 
 _watching: set[bool] = set()
-# Since the last verdict: by slot the largest absolute value, NaN if there is one.
+# Since the last verdict: the largest absolute value by slot, NaN if there is one.
 _seen: dict[Bucket, Tensor] = {}
 
 

@@ -168,7 +168,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def refuse_sparse(grad: Tensor) -> None:
-    """Raise LeafError for a sparse gradient. A hook, since torch cannot pass it through a view."""
+    """Raise LeafError for a sparse gradient, as a hook: torch cannot pass it through a view."""
     if grad.layout is not torch.strided:
         text = "gather: the gradient of a parameter is sparse, which a group of one rank only views"
         fix = "use defer(shards, groups, on_demand()), or leave out sparse=True"

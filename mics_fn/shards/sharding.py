@@ -93,6 +93,9 @@ def shard(
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
       ones for tensors that occurred before.
 
+    Warns of a pattern that matches no leaf or a field without effect on what it matches, and of
+      blocks of codes to which leaves are padded out of proportion.
+
     Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
       also every float bucket, once.
 
@@ -103,8 +106,8 @@ def shard(
         another one in memory, or was computed under autograd: only `gather` has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
       TreeError: `groups` is not a prefix of `params`.
-      PlanError: a tied leaf lives on two groups, or an option has no effect or is not what it
-        should be.
+      PlanError: a tied leaf lives on two groups, an option has no effect or is not what it should
+        be, or blocks of codes of one leaf do not fit into each other.
       OffloadError: with `where`, a file cannot be made or written; a `PeerOffloadError` with the
         same file and leaf on all other ranks.
 
