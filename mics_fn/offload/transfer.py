@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 @torch.inference_mode(mode=False)  # whose tensors threads could not write to
 def aligned(nbytes: int, device: torch.device = _CPU) -> Tensor:
-    """Host memory that begins at a page; one that a device can copy from by itself, if it can.
+    """Host memory that begins at a page; locked, where a device can copy from such by itself.
 
     Args:
       nbytes: how much.
