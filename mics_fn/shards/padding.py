@@ -81,5 +81,6 @@ def _blocks(fields: Sequence[object]) -> dict[str, int]:
 
 def _text(fields: Sequence[object]) -> str:
     """The fields that have blocks, as they are written in a `Precision`."""
-    values, blocks = dict(zip(NEWER, fields, strict=True)), _blocks(fields)
+    values: dict[str, object] = dict(zip(NEWER, fields, strict=True))
+    blocks = _blocks(fields)
     return ", ".join(f"{'param' if n == 'codes' else n}={values[n]}" for n in blocks)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -292,15 +292,12 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(part, ast.ClassDef):
             members = [x for x in part.body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
             yield from (member.name for member in members)
-            yield from (x.target.id for x in part.body if is_field(x))
+            fields = [x.target for x in part.body if isinstance(x, ast.AnnAssign)]
+            yield from (name.id for name in fields if isinstance(name, ast.Name))
         elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
             yield part.attr
         elif isinstance(part, ast.Constant) and re.fullmatch(r"_[a-z]\w*", str(part.value)):
-            yield part.value  # of `object.__setattr__`
-
-
-def is_field(part: Any) -> bool:
-    return isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+            yield f"{part.value}"  # of `object.__setattr__`
 
 
 def is_foreign(part: ast.Attribute, inner: set[str]) -> bool:

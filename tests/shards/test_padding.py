@@ -60,8 +60,8 @@ def test_blocks_of_moments_and_of_frozen_leaves_count_as_well():
     with mf.make_groups(1) as groups:
         with pytest.raises(mf.errors.PlanError, match=r"hop2=int8\[250\], state=fp8\[256\]"):
             mf.shard(big, groups, precision="hop2=int8[250],state=fp8[256]")
-        frozen = {"frozen": lambda path: True}
-        shards = mf.shard(big, groups, precision="param=int4[250],hop2=int8[256]", **frozen)
+        coded = "param=int4[250],hop2=int8[256]"
+        shards = mf.shard(big, groups, precision=coded, frozen=lambda path: True)
         assert buckets_of(shards)[0].numel < 4096 + 500  # a frozen leaf is sent as it is kept
 
 
