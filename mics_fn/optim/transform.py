@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mics_fn import checks, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.columns import map_columns
 from mics_fn.optim.coming import settled
@@ -152,13 +152,28 @@ def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:
 
 
 def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
-    """Raise OptimizerError unless a rate is a number of at least 0, or a tensor with one number."""
+    """Raise OptimizerError unless a rate is a number of at least 0, or a tensor with such a number.
+
+    The number in a tensor on an accelerator is not looked at, because the host would wait for it.
+    """
     if not isinstance(lr, Tensor):
         checks.number(verb, name, lr, least=0, fix=fix, kind=OptimizerError)
     elif lr.ndim or lr.is_complex():
         shape = tuple(lr.shape)
         text = f"{verb}: {name} is a tensor of shape {shape}, expected one with 0 dims"
         raise OptimizerError(message(text, fix="pass a number, or torch.tensor(number)"))
+    elif lr.is_meta or lr.dtype == torch.bool:
+        what = "on meta" if lr.is_meta else "a tensor of torch.bool"
+        text = f"{verb}: {name} is {what}, expected a number"
+        raise OptimizerError(message(text, fix="pass a number, or torch.tensor(number)"))
+    elif _can_be_read(lr):
+        checks.number(verb, name, lr.item(), least=0, fix=fix, kind=OptimizerError)
+
+
+def _can_be_read(value: Tensor) -> bool:
+    """Whether the number in a tensor is here, so that nothing is waited for or cut off by it."""
+    plain = type(value) in (Tensor, torch.nn.Parameter) and not _torch.is_wrapped(value)
+    return plain and value.is_cpu and not _torch.is_tracing()
 
 
 def check_own(fits: bool, kind: str, state: Any) -> None:

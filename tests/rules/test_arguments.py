@@ -52,6 +52,21 @@ OptimizerError: adamw: lr=nan, expected a finite number of at least 0
 >>> optim.lion(torch.ones(2))
 OptimizerError: lion: lr is a tensor of shape (2,), expected one with 0 dims
   fix: pass a number, or torch.tensor(number)
+>>> optim.lion(torch.tensor(-1.0))
+OptimizerError: lion: lr=-1.0, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.sgd(torch.tensor(nan))
+OptimizerError: sgd: lr=nan, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.adamw(torch.tensor(math.inf))
+OptimizerError: adamw: lr=inf, expected a finite number of at least 0
+  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
+>>> optim.sgd(torch.tensor(0.1, device="meta"))
+OptimizerError: sgd: lr is on meta, expected a number
+  fix: pass a number, or torch.tensor(number)
+>>> optim.sgd(torch.tensor(True))
+OptimizerError: sgd: lr is a tensor of torch.bool, expected a number
+  fix: pass a number, or torch.tensor(number)
 >>> optim.lion(float)
 OptimizerError: lion: lr is the class float, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
@@ -76,6 +91,9 @@ OptimizerError: lion: decay_mask='bias', expected a function from the path of a 
   fix: pass a function such as lambda path: 'bias' not in path
 >>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
 OptimizerError: lion: lr(0)=nan, expected a finite number of at least 0
+  fix: let the function of the step give a rate for every step
+>>> mf.opt_step(state(optim.sgd(lambda step: torch.tensor(nan))), shards())
+OptimizerError: sgd: lr(0)=nan, expected a finite number of at least 0
   fix: let the function of the step give a rate for every step
 >>> optim.warmup_cosine(1.0, 100, 10)
 OptimizerError: warmup_cosine: warmup_steps=100, total_steps=10
