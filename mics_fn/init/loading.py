@@ -183,7 +183,7 @@ def matched(
             wrong += _difference("params", name, params[name], found[name])
         if given:
             sources |= {name: found[name if name in given else given[0]] for name in aliases}
-        elif missing is None or not all(map(missing, aliases)):
+        elif missing is None or not all([_is_new(verb, missing, name) for name in aliases]):
             absent.append(f"params[{aliases[0]!r}] is missing")
     for name, value in others.items():
         if name in found and value is not None:
@@ -199,6 +199,11 @@ def matched(
         text = f"{verb}: the weights do not match the parameters"
         raise TreeError(message(text, problems[:SHOWN] + more, fix=fix))
     return sources
+
+
+def _is_new(verb: str, missing: Callable[[str], bool], name: str) -> bool:
+    """Whether the weights may lack this parameter."""
+    return checks.answer(verb, f"missing({name!r})", missing(name))
 
 
 def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:

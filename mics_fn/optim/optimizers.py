@@ -173,7 +173,7 @@ def lion(
         grads: Unpacked, state: LionState, params: Unpacked, donate: bool
     ) -> tuple[Unpacked, LionState]:
         check_own(isinstance(state, LionState), "lion", state)
-        rate, keys = rate_at("lion", lr, state.count), decay_keys(decay_mask, params)
+        rate, keys = rate_at("lion", lr, state.count), decay_keys("lion", decay_mask, params)
         work = columns([params, state.mean], [grads], keys, by=[rate], donate=donate)
         for column in chain.from_iterable(work.blocks):
             p, m, g = column.tensors

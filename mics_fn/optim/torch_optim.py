@@ -117,7 +117,8 @@ def torch_rule(
     ) -> tuple[Unpacked, TorchState]:
         fits = isinstance(state, TorchState) and kind.fits(state)
         check_own(fits, f"torch.optim.{cls.__name__} with these options", state)
-        targets, keys = [params, *state.moments.values()], decay_keys(decay_mask, params)
+        targets = [params, *state.moments.values()]
+        keys = decay_keys(verb, decay_mask, params)
         now = kernels(at(state.count))
         by = [now.get("lr")]
         work = columns(targets, [grads], keys, by=by, donate=donate)

@@ -216,9 +216,15 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
             checks.number(verb, f"betas[{i}]", beta, least=0, below=1, kind=OptimizerError)
 
 
-def decay_keys(mask: Mask | None, params: Unpacked) -> list[bool] | None:
-    """Whether each piece decays, in the order of the tree; None if all do."""
-    return None if mask is None else [bool(mask(path)) for path in params.paths]
+def decay_keys(verb: str, mask: Mask | None, params: Unpacked) -> list[bool] | None:
+    """Whether each piece decays, in the order of the tree; None if all do.
+
+    Raises:
+      PlanError: the mask gives something else than a bool.
+    """
+    if mask is None:
+        return None
+    return [checks.answer(verb, f"decay_mask({path!r})", mask(path)) for path in params.paths]
 
 
 def as_transform(optimizer: Any) -> Transform:

@@ -89,6 +89,12 @@ OptimizerError: lion: weight_decay=None, expected a finite number of at least 0
 >>> optim.lion(0.1, decay_mask="bias")
 OptimizerError: lion: decay_mask='bias', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' not in path
+>>> mf.opt_step(state(optim.adamw(0.1, decay_mask=lambda path: "no")), shards())
+PlanError: adamw: decay_mask("['b']")='no', expected True or False
+  fix: let the function return a bool
+>>> mf.opt_step(state(optim.lion(0.1, decay_mask=lambda path: x)), shards())
+PlanError: lion: decay_mask("['b']") is of type Tensor, expected True or False
+  fix: let the function return a bool
 >>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
 OptimizerError: lion: lr(0)=nan, expected a finite number of at least 0
   fix: let the function of the step give a rate for every step
