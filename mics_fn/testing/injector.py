@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -58,6 +59,14 @@ class Injection:
             self._now = point.step
             self._told = self._told or point.name == "step"
 
+    def warn_if_missed(self) -> None:
+        """Warn that the fault did not happen on this rank, if it should have."""
+        if self.at is None and self.rank in (None, own_rank()):
+            text = f"inject: {self.fault!r} did not happen on rank {own_rank()}"
+            lines = [f"no point of step {self.step} had {self.operation!r} in its name"]
+            fix = "pass a step that the block takes, and a part of the name of a point in it"
+            warnings.warn(message(text, lines, fix), stacklevel=4)
+
     def close(self) -> None:
         """End what lasts as long as the block."""
         self._end.close()
@@ -98,7 +107,8 @@ def inject(
       seconds: how long "gil" and "slow" last.
 
     Returns:
-      An `Injection`, whose `at` is the name of the point once it has happened.
+      An `Injection`, whose `at` is the name of the point once it has happened. A block that ends
+      without an error before it has happened gives a warning on the ranks where it was to happen.
 
     Raises:
       PlanError: there is no such fault, or it cannot be where it is wanted, or an argument is not
@@ -116,6 +126,10 @@ def inject(
       1
     """
     checks.integer("inject", "rank", rank, 0, optional=True, fix="None means every rank")
+    size = _world_size()
+    if rank is not None and rank >= size:
+        text = f"inject: rank={rank} in a world of {size}"
+        raise PlanError(message(text, fix=f"pass one of 0 to {size - 1}, or None for every rank"))
     checks.integer("inject", "step", step, 0, fix="1 is the first one")
     if not isinstance(operation, str) or not operation:
         fix = "pass a part of the name of a point, such as 'step' or 'hop 1'"
@@ -127,6 +141,7 @@ def inject(
     points.observers.append(injection)
     try:
         yield injection
+        injection.warn_if_missed()
     finally:
         points.observers.remove(injection)
         injection.close()
@@ -144,6 +159,14 @@ def _named(
         text = f"inject: fault='torn' at operation={operation!r}"
         raise PlanError(message(text, fix="pass operation='commit'"))
     return fault, FAULTS[fault]
+
+
+def _world_size() -> int:
+    """The number of ranks, also before torch.distributed has started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    launch = read_launch(os.environ)
+    return 1 if launch is None else launch.world_size
 
 
 def own_rank() -> int:

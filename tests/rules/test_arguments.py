@@ -1008,6 +1008,9 @@ TreeError: summary: rows=1, expected None or an int of at least 2
 >>> injected(rank=-1)
 PlanError: inject: rank=-1, expected None or an int of at least 0
   fix: None means every rank
+>>> injected(rank=5)
+PlanError: inject: rank=5 in a world of 1
+  fix: pass one of 0 to 0, or None for every rank
 >>> injected(step="1")
 PlanError: inject: step='1', expected an int of at least 0
   fix: 1 is the first one

@@ -53,6 +53,16 @@ def trained(**where: Any) -> tuple[mf.Trainer, str | None]:
     return trainer, injection.at
 
 
+def test_a_fault_that_does_not_happen_gives_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"'nan' did not happen on rank 0\n  no point of step 2 had"
+    ):
+        _, at = trained(step=2, operation="no such thing", fault="nan")
+    assert at is None
+    with pytest.warns(UserWarning, match="no point of step 9 had 'step' in its name"):
+        trained(step=9, operation="step", fault="raise")
+
+
 def ended(work: Callable[[], Any]) -> tuple[int, Any]:
     """How a forked process ends that does this: its exit code as `subprocess` gives it; its result.
 
@@ -297,11 +307,12 @@ def with_faults_on_rank_one(p: int) -> dict[str, Any]:
     with testing.inject(1, 2, "reduction", "nan") as injection:
         found["accepted"] = [each.accepted for each in fit(trainer)]
     found["at"] = injection.at
-    with testing.inject(None, 2, "step", "raise") as injection:
+    step = trainer.state.step
+    with testing.inject(None, step + 2, "step", "raise"):
         try:
             fit(trainer)
         except testing.InjectedError:
-            found["both"] = trainer.state.step
+            found["both"] = trainer.state.step - step
     dist.barrier()
     with testing.inject(1, trainer.state.step + 1, "fetch" if p > 1 else "reduc", "wrong_call"):
         try:
@@ -318,6 +329,7 @@ def test_what_other_ranks_see(p: int, ranks: Callable):
     found = ranks(2).run(with_faults_on_rank_one, p)
     for one in found:
         assert one["accepted"] == [True, False, True]
+        assert one["both"] == 1
         assert "injected wrong call" in one["wrong"]
     assert [one["at"] is None for one in found] == [True, False]
 

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from cases import Layout, groups_of
@@ -13,13 +14,19 @@ STEPS, AT = 4, 2
 LAYOUTS = [Layout((2, 2), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
 
 
-def again_after(layout: Layout, operation: str, fault: str) -> tuple[list[str], str | None, int]:
-    """States after each step, where one step fails on all ranks and is taken again."""
+def again_after(
+    layout: Layout, operation: str | None, fault: str
+) -> tuple[list[str], str | None, int]:
+    """States after each step, where one step fails on all ranks and is taken again.
+
+    Without an operation none fails.
+    """
     groups = groups_of(layout)
     trainer, rank, found, errors = trainer_for(groups), groups.rank, [], 0
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with testing.inject(None, AT, operation, fault) as injection:
+        block = testing.inject(None, AT, operation, fault) if operation else nullcontext()
+        with block as injection:
             while trainer.state.step < STEPS:
                 try:
                     trainer.step(batch_of(rank, trainer.state.step + 1))
@@ -28,7 +35,7 @@ def again_after(layout: Layout, operation: str, fault: str) -> tuple[list[str], 
                 found.append(digest(trainer))
     finally:
         signal.signal(signal.SIGINT, before)
-    return found, injection.at, errors
+    return found, injection and injection.at, errors
 
 
 @pytest.mark.covering
@@ -36,7 +43,7 @@ def again_after(layout: Layout, operation: str, fault: str) -> tuple[list[str], 
 @pytest.mark.parametrize("operation", ["step", "fetch", "reduction", "opt_step", "commit"])
 @pytest.mark.parametrize("fault", ["raise", "interrupt"])
 def test_the_next_step_is_right(layout: Layout, operation: str, fault: str, ranks: Callable):
-    plain = ranks(4).run(again_after, layout, "nowhere", fault)
+    plain = ranks(4).run(again_after, layout, None, fault)
     for (states, at, errors), (wanted, nowhere, none) in zip(
         ranks(4).run(again_after, layout, operation, fault), plain, strict=True
     ):
@@ -46,5 +53,5 @@ def test_the_next_step_is_right(layout: Layout, operation: str, fault: str, rank
 
 
 def test_states_differ_from_step_to_step(ranks: Callable):
-    for states, _, _ in ranks(4).run(again_after, LAYOUTS[1], "nowhere", "raise"):
+    for states, _, _ in ranks(4).run(again_after, LAYOUTS[1], None, "raise"):
         assert len(set(states)) == STEPS
