@@ -6,7 +6,7 @@ the loss also unscales the gradient, and a scale that has grown meanwhile cannot
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from mics_fn import checks, tree
 from mics_fn.errors import LeafError, message
 from mics_fn.tree import Tree
+
+_MADE = "make it with no_scale, static_scale or dynamic_scale"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class LossScale:
       credits: how many more overflows it takes until the scale falls; at 0 or 1 the next one does.
       good_steps: finite steps in a row since the last overflow or growth.
       overflows: all steps with an overflow so far.
+
+    Raises:
+      PlanError: `kind` is not one of the three, or a number is out of its range.
     """
 
     kind: Literal["none", "static", "dynamic"]
@@ -41,6 +46,18 @@ class LossScale:
     credits: int = 1
     good_steps: int = 0
     overflows: int = 0
+
+    def __post_init__(self) -> None:
+        verb = "LossScale"
+        checks.choice(verb, "kind", self.kind, "none", "static", "dynamic", fix=_MADE)
+        if self.kind == "none" and self.value != 1:
+            checks.refuse(verb, "value", self.value, "1, because nothing is scaled", _MADE)
+        if self.kind == "static":
+            checks.number(verb, "value", self.value, above=0, fix=_MADE)
+        if self.kind == "dynamic":
+            _check_dynamic(verb, "value", self)
+        for name in ("credits", "good_steps", "overflows"):
+            checks.integer(verb, name, getattr(self, name), 0, fix=_MADE)
 
     @property
     def checks(self) -> bool:
@@ -171,12 +188,28 @@ def dynamic_scale(
     References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
       3.2.
     """
-    verb = "dynamic_scale"
-    checks.number(verb, "factor", factor, above=1)
-    for name, count in (("interval", interval), ("hysteresis", hysteresis)):
-        checks.integer(verb, name, count)
-    checks.number(verb, "min", min, above=0)
-    checks.number(verb, "init", init, least=min, fix=f"min={min:g} is the lowest scale")
-    checks.number(verb, "max", max, least=init, fix=f"init={init:g} is the first scale")
+    _check_dynamic("dynamic_scale", "init", _Numbers(init, factor, interval, hysteresis, min, max))
     numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
     return LossScale("dynamic", *numbers, credits=hysteresis)
+
+
+class _Numbers(NamedTuple):
+    """What `dynamic_scale` is given, under the names that a `LossScale` has for it."""
+
+    value: float
+    factor: float
+    interval: int
+    hysteresis: int
+    min: float
+    max: float
+
+
+def _check_dynamic(verb: str, first: str, scale: LossScale | _Numbers) -> None:
+    """Raise PlanError for a number that a dynamic scale cannot have; `first` names its value."""
+    checks.number(verb, "factor", scale.factor, above=1)
+    for name, count in (("interval", scale.interval), ("hysteresis", scale.hysteresis)):
+        checks.integer(verb, name, count)
+    low, value = scale.min, scale.value
+    checks.number(verb, "min", low, above=0)
+    checks.number(verb, first, value, least=low, fix=f"min={low:g} is the lowest scale")
+    checks.number(verb, "max", scale.max, least=value, fix="a scale lies between min and max")

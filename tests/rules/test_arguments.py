@@ -154,6 +154,24 @@ OptimizerError: Guard: on_nonfinite='stop', expected 'skip', 'raise' or 'ignore'
 >>> optim.static_scale(None)
 PlanError: static_scale: scale=None, expected a finite number above 0
   fix: 1 scales nothing; powers of two round nothing
+>>> optim.Guard(optim.LossScale("static", nan))
+PlanError: LossScale: value=nan, expected a finite number above 0
+  fix: make it with no_scale, static_scale or dynamic_scale
+>>> optim.LossScale("nope", 1.0)
+PlanError: LossScale: kind='nope', expected 'none', 'static' or 'dynamic'
+  fix: make it with no_scale, static_scale or dynamic_scale
+>>> optim.LossScale("static", "2")
+PlanError: LossScale: value='2', expected a finite number above 0
+  fix: make it with no_scale, static_scale or dynamic_scale
+>>> optim.LossScale("none", 2.0)
+PlanError: LossScale: value=2.0, expected 1, because nothing is scaled
+  fix: make it with no_scale, static_scale or dynamic_scale
+>>> optim.LossScale("dynamic", 8.0, credits=-1)
+PlanError: LossScale: credits=-1, expected an int of at least 0
+  fix: make it with no_scale, static_scale or dynamic_scale
+>>> optim.LossScale("dynamic", 8.0, max=4.0)
+PlanError: LossScale: max=4.0, expected a finite number of at least 8
+  fix: a scale lies between min and max
 >>> optim.dynamic_scale("1")
 PlanError: dynamic_scale: init='1', expected a finite number of at least 1
   fix: min=1 is the lowest scale
