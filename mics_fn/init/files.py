@@ -33,21 +33,34 @@ Source = str | PathLike | Mapping[str, Tensor]
 _TOGETHER = "copy all files of one save together"
 
 
+class WeightsNotFound(FileError, FileNotFoundError):
+    """There is no file or folder at the path that was given."""
+
+
 @contextmanager
 def open_weights(verb: str, source: Source, limits: Limits) -> Iterator[Weights]:
     """The tensors of a file, a folder, an index or a mapping, by name.
 
     Raises:
       FileError: the file is damaged, holds something else, or asks for more than the limits allow.
+      WeightsNotFound: there is no such file.
       TreeError: the mapping holds something else.
-      OSError: there is no such file, or it cannot be opened.
+      OSError: it cannot be opened.
     """
     with ExitStack() as closing:
         if isinstance(source, Mapping):
             yield _of_tensors(verb, source)
         else:
-            checks.path(verb, "weights" if verb == "init_model" else "path", source)
-            yield _Opening(verb, limits, closing).weights(Path(fspath(source)))
+            name = "weights" if verb == "init_model" else "path"
+            checks.path(verb, name, source)
+            path = fspath(source)
+            try:
+                found = _Opening(verb, limits, closing).weights(Path(path))
+            except FileNotFoundError as error:
+                fix = "pass a file of weights, an index of such, or a folder that has one of them"
+                text = f"{verb}: {name}={path!r} does not exist"
+                raise WeightsNotFound(message(text, fix=fix), path) from error
+            yield found
 
 
 class _Opening:

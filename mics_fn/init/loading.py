@@ -72,7 +72,8 @@ def load_shards(
       FileError: the file is damaged, is cut while it is read, holds something else than tensors, is
         not a regular file, or asks for more than the limits; it names the file and the leaf.
       TreeError: the file does not match `like`.
-      OSError: there is no such file, or it cannot be opened.
+      OSError: there is no such file, which is a `FileNotFoundError` and a `FileError`; or it cannot
+        be opened.
       OffloadError: with `where=`, a scratch file cannot be made or written; a `PeerOffloadError`
         with the same file and leaf on all other ranks.
       DesyncError: one of the others happened on some ranks only, or the ranks read different names,
@@ -108,7 +109,8 @@ def read_shards(
             _check(verb, path, like, names, dtype)
             checks.flag(verb, "strict", strict)
             checks.options(verb, options, LayoutOptions.__annotations__)
-            found = renamed(opened.enter_context(open_weights(verb, path, limits)), names)
+            found = opened.enter_context(open_weights(verb, path, limits))
+            found = renamed(verb, found, names)
             params, others = _wanted(like, found)
             if dtype is not None:
                 params = _cast(params, dtype)
@@ -138,14 +140,23 @@ def _check(verb: str, path: Any, like: Any, names: Any, dtype: Any) -> None:
         check_dtype(verb, "dtype", dtype)
 
 
-def renamed(found: Weights, names: Callable[[str], str | None] | None) -> Weights:
-    """The tensors of a file under the names of parameters, without those that have none."""
+def renamed(verb: str, found: Weights, names: Callable[[str], str | None] | None) -> Weights:
+    """The tensors of a file under the names of parameters, without those that have none.
+
+    Raises:
+      PlanError: `names` gives something else than a name or None.
+    """
     if names is None:
         return found
-    pairs = ((names(key), entry) for key, entry in found.items())
-    kept = {key: entry for key, entry in pairs if key is not None}
-    for key in kept:
-        checks.instance("load_shards", "names(...)", key, str, "a str or None")
+    kept: Weights = {}
+    for name, entry in found.items():
+        new = names(name)
+        if new is None:
+            continue
+        if not isinstance(new, str) or not new:
+            fix = "return the name of a parameter, or None to ignore this tensor"
+            checks.refuse(verb, f"names({name!r})", new, "a str that is not empty, or None", fix)
+        kept[new] = entry
     return kept
 
 
@@ -183,7 +194,7 @@ def matched(
             wrong += _difference("params", name, params[name], found[name])
         if given:
             sources |= {name: found[name if name in given else given[0]] for name in aliases}
-        elif missing is None or not all([_is_new(verb, missing, name) for name in aliases]):
+        elif missing is None or not all(_is_new(verb, missing, name) for name in aliases):
             absent.append(f"params[{aliases[0]!r}] is missing")
     for name, value in others.items():
         if name in found and value is not None:

@@ -111,7 +111,7 @@ def init_model(
                 raise PlanError(message("init_model: names= and missing= need weights=", fix=fix))
             if weights is not None:
                 found = opened.enter_context(open_weights("init_model", weights, limits))
-                found, buffers = renamed(found, names), made.saved_buffers()
+                found, buffers = renamed("init_model", found, names), made.saved_buffers()
                 sources = matched("init_model", found, made.params, buffers, missing=missing)
         options.setdefault("order", tree.own_order(made.params))
         filling = Filling("init_model", made.params, groups, {**options})
@@ -147,7 +147,10 @@ def _check(model_fn: Any, seed: Any, options: Mapping[str, Any]) -> None:
     if not takes_none:
         fix = "pass a function that makes the model, such as lambda: Model(...)"
         checks.refuse("init_model", "model_fn", model_fn, "a function of no arguments", fix)
-    checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
+    fix = "pass the same number on all ranks"
+    checks.integer("init_model", "seed", seed, 0, fix=fix)
+    if seed >= 2**64:
+        checks.refuse("init_model", "seed", seed, "an int below 2**64, as torch has it", fix)
     checks.options("init_model", options, LayoutOptions.__annotations__)
 
 

@@ -47,7 +47,8 @@ class Limits(NamedTuple):
         """The limits that a verb was given, if each is what it should be."""
         checks.flag(verb, "trust", trust)
         checks.integer(verb, "max_leaves", max_leaves)
-        return cls(trust, checks.nbytes(verb, "max_header_bytes", max_header_bytes), max_leaves)
+        most = checks.nbytes(verb, "max_header_bytes", max_header_bytes, 1)
+        return cls(trust, most, max_leaves)
 
 
 class Entry(NamedTuple):
