@@ -204,7 +204,7 @@ def warmup_cosine(
       A function from the step, counted from 0, to the rate, which optimizers take as `lr`.
 
     Raises:
-      OptimizerError: a number is out of its range, or the warmup is longer than the whole.
+      OptimizerError: a number is out of its range, or the warmup leaves no step to fall in.
 
     Example:
       >>> lr = warmup_cosine(1.0, 2, 6)
@@ -216,15 +216,17 @@ def warmup_cosine(
     checks.number(verb, "floor", floor, least=0, most=peak, fix=fix, kind=OptimizerError)
     for name, steps in (("warmup_steps", warmup_steps), ("total_steps", total_steps)):
         checks.integer(verb, name, steps, 0, fix=fix, kind=OptimizerError)
-    if total_steps < max(warmup_steps, 1):
+    if total_steps <= warmup_steps:
         text = f"{verb}: warmup_steps={warmup_steps}, total_steps={total_steps}"
         lines = ["the rate would never fall: the warmup is a part of the whole"]
         raise OptimizerError(message(text, lines, fix))
 
     def lr(step: int) -> float:
+        fix = "pass the step, counted from 0"
+        checks.integer(f"the rate of {verb}", "step", step, 0, fix=fix, kind=OptimizerError)
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
-        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
         return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
     return lr

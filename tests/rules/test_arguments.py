@@ -105,6 +105,16 @@ OptimizerError: sgd: lr(0)=nan, expected a finite number of at least 0
 OptimizerError: warmup_cosine: warmup_steps=100, total_steps=10
   the rate would never fall: the warmup is a part of the whole
   fix: the order is peak, warmup_steps, total_steps, floor
+>>> optim.warmup_cosine(1.0, 10, 10)
+OptimizerError: warmup_cosine: warmup_steps=10, total_steps=10
+  the rate would never fall: the warmup is a part of the whole
+  fix: the order is peak, warmup_steps, total_steps, floor
+>>> optim.warmup_cosine(1.0, 1, 10)(-5)
+OptimizerError: the rate of warmup_cosine: step=-5, expected an int of at least 0
+  fix: pass the step, counted from 0
+>>> optim.warmup_cosine(1.0, 1, 10)("a")
+OptimizerError: the rate of warmup_cosine: step='a', expected an int of at least 0
+  fix: pass the step, counted from 0
 >>> optim.warmup_cosine(-1.0, 1, 10)
 OptimizerError: warmup_cosine: peak=-1.0, expected a finite number of at least 0
   fix: the order is peak, warmup_steps, total_steps, floor
