@@ -55,6 +55,19 @@ class TrainState(Generic[P]):
       buffers: what a model has besides parameters, such as BatchNorm's statistics: full tensors by
         name.
       transform: the optimizer.
+
+    Raises:
+      PlanError: `step` is not a number of steps, or `buffers` not a mapping.
+      OptimizerError: `transform` is not a `Transform`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.1))
+      >>> state.step, state.params["w"].data, state.buffers
+      (0, tensor([1., 1.]), {})
+      >>> from dataclasses import replace
+      >>> replace(state, transform=optim.sgd(0.2), step=7).step
+      7
     """
 
     step: int
@@ -62,6 +75,16 @@ class TrainState(Generic[P]):
     opt: Any
     buffers: dict[str, Tensor]
     transform: Transform = tree.static()
+
+    def __post_init__(self) -> None:
+        fix = "make it with init_state, or change one with replace of dataclasses"
+        checks.integer("TrainState", "step", self.step, 0, fix=fix)
+        checks.instance("TrainState", "buffers", self.buffers, Mapping, "a dict of tensors", fix)
+        if not isinstance(self.transform, Transform):
+            fix = "pass an optimizer, such as adamw(1e-3)"
+            checks.refuse(
+                "TrainState", "transform", self.transform, "a Transform", fix, OptimizerError
+            )
 
     def __reduce__(self) -> tuple:
         return _from_pickle, (self.step, self.params, self.opt, self.buffers)
@@ -127,6 +150,8 @@ def init_state(
     check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
     fix = "pass tensors by name, as dict(model.named_buffers())"
     checks.instance("init_state", "buffers", buffers, Mapping | None, "a dict of tensors", fix)
+    for name, value in (buffers or {}).items():
+        checks.instance("init_state", f"buffers[{name!r}]", value, Tensor, "a tensor", fix)
     if groups is not None:
         homes = homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)

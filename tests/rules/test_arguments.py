@@ -222,6 +222,18 @@ OptimizerError: the function sgd is not an optimizer of init and update
 >>> mf.init_state(shards(), optim.sgd(0.1), buffers=5)
 PlanError: init_state: buffers=5, expected a dict of tensors
   fix: pass tensors by name, as dict(model.named_buffers())
+>>> mf.init_state(shards(), optim.sgd(0.1), buffers={"a": 5})
+PlanError: init_state: buffers['a']=5, expected a tensor
+  fix: pass tensors by name, as dict(model.named_buffers())
+>>> mf.TrainState("a", shards(), (), {}, optim.sgd(0.1))
+PlanError: TrainState: step='a', expected an int of at least 0
+  fix: make it with init_state, or change one with replace of dataclasses
+>>> mf.TrainState(0, shards(), (), {}, None)
+OptimizerError: TrainState: transform=None, expected a Transform
+  fix: pass an optimizer, such as adamw(1e-3)
+>>> mf.TrainState(0, shards(), (), None, optim.sgd(0.1))
+PlanError: TrainState: buffers=None, expected a dict of tensors
+  fix: make it with init_state, or change one with replace of dataclasses
 >>> mf.opt_step(shards(), state())
 PlanError: opt_step: state is of type dict, expected a TrainState
   fix: pass what init_state or opt_step gave; the state comes first, then the gradients
