@@ -5,9 +5,9 @@ the state that the pytree carries, and dropped afterwards. Only elementwise opti
 flat pieces of parameters; others are refused, with the reason.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from mics_fn.optim.transform import (
     Mask,
     Rate,
     Transform,
+    check_mask,
     check_own,
     check_rule,
     decay_keys,
@@ -82,9 +83,10 @@ def from_torch(
     Example:
       >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
     """
-
     if lr is not None:
-        check_rule("from_torch", lr, decay_mask)
+        check_rule("from_torch", lr, None)
+    check_mask("from_torch", decay_mask)
+    known: Mapping[str, Parameter] = {}
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
         known = signature(cls).parameters
         if all(each.kind is not Parameter.VAR_KEYWORD for each in known.values()):
@@ -92,7 +94,17 @@ def from_torch(
     for name, value in options.items():
         if isinstance(value, float):
             checks.number("from_torch", name, value, kind=OptimizerError)
+        if name in known and cls.__module__.partition(".")[0] == "torch":
+            _check_flag(name, value, known[name])
     return torch_rule("from_torch", cls, lr, decay_mask, options)
+
+
+def _check_flag(name: str, value: Any, known: Parameter) -> None:
+    """Raise OptimizerError for what is not a bool where torch expects one and does not look."""
+    if isinstance(known.default, bool):
+        checks.choice("from_torch", name, value, True, False, kind=OptimizerError)
+    elif known.default is None and bool in get_args(known.annotation):
+        checks.choice("from_torch", name, value, True, False, None, kind=OptimizerError)
 
 
 def torch_rule(

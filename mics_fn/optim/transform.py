@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
-from mics_fn.errors import OptimizerError, message
+from mics_fn.errors import OptimizerError, TreeError, message
 from mics_fn.optim.columns import map_columns
 from mics_fn.optim.coming import settled
 from mics_fn.optim.flat import Unpacked, unpacked
-from mics_fn.shards import names, needs_derivative
+from mics_fn.shards import is_leaf, names, needs_derivative
 from mics_fn.tree import Tree
 
 # A learning rate, or a function from the step, counted from 0, to one. A tensor may be
@@ -81,7 +81,8 @@ def from_update(
     Memory: what `update` makes, and the state.
 
     Raises:
-      OptimizerError: an argument is not a function.
+      OptimizerError: an argument is not a function; in a step, `update` gives no pair.
+      TreeError: in a step, the updates do not fit the parameters.
 
     Example:
       >>> def update(grads, mean, params):
@@ -104,9 +105,28 @@ def from_update(
             what = f"from_update: update gave {type(found).__name__}"
             raise OptimizerError(message(what, fix="return (updates, state) from it"))
         updates, state = found
+        updates, params = unpacked(updates), unpacked(params)
+        where = _difference(updates, params)
+        if where:
+            fix = "return (updates, state) with updates as shards.map makes them from the gradients"
+            what = "from_update: the updates that update gave do not fit the parameters"
+            raise TreeError(message(what, [where], fix))
         return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
 
     return Transform(init, update, step, facts=facts)
+
+
+def _difference(updates: Unpacked, params: Unpacked) -> str:
+    """Where updates do not fit the parameters, in words; "" if they do."""
+    if updates.spec != params.spec:
+        return tree.first_mismatch(params.closed(), updates.closed(), "updates", is_leaf)
+    if len(updates.pieces) != len(params.pieces):
+        return f"{len(updates.pieces)} of {len(params.pieces)} updates are tensors"
+    if updates.lengths == params.lengths:
+        return ""
+    rows = zip(params.paths, params.lengths, updates.lengths, strict=True)
+    path, want, got = next(row for row in rows if row[1] != row[2])
+    return f"updates{path}: expected a piece of {want} elements, got {got}"
 
 
 def from_step(
@@ -201,10 +221,7 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
     if not callable(lr) or isinstance(lr, type):
         fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step"
         check_rate(verb, "lr", lr, fix)
-    fix = "pass a function such as lambda path: 'bias' not in path"
-    if decay_mask is not None and not callable(decay_mask):
-        expected = "a function from the path of a leaf to a bool"
-        checks.refuse(verb, "decay_mask", decay_mask, expected, fix, OptimizerError)
+    check_mask(verb, decay_mask)
     for name, value in numbers.items():
         if name != "betas":
             checks.number(verb, name, value, least=0, kind=OptimizerError)
@@ -214,6 +231,14 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
             checks.refuse(verb, name, value, "two numbers from 0 to below 1", fix, OptimizerError)
         for i, beta in enumerate(value):
             checks.number(verb, f"betas[{i}]", beta, least=0, below=1, kind=OptimizerError)
+
+
+def check_mask(verb: str, decay_mask: Mask | None) -> None:
+    """Raise OptimizerError unless a mask is a function or None."""
+    if decay_mask is not None and not callable(decay_mask):
+        expected = "a function from the path of a leaf to a bool"
+        fix = "pass a function such as lambda path: 'bias' not in path"
+        checks.refuse(verb, "decay_mask", decay_mask, expected, fix, OptimizerError)
 
 
 def decay_keys(verb: str, mask: Mask | None, params: Unpacked) -> list[bool] | None:

@@ -132,6 +132,15 @@ OptimizerError: from_torch: there is no option momentun=
   fix: did you mean momentum=?
 >>> optim.from_torch(torch.optim.RMSprop, lr=0.1, alpha=nan)
 OptimizerError: from_torch: alpha=nan, expected a finite number
+>>> optim.from_torch(torch.optim.Adam, lr=0.1, amsgrad="no")
+OptimizerError: from_torch: amsgrad='no', expected True or False
+>>> optim.from_torch(torch.optim.Adam, lr=0.1, capturable=None)
+OptimizerError: from_torch: capturable=None, expected True or False
+>>> optim.from_torch(torch.optim.Adam, lr=0.1, foreach="no")
+OptimizerError: from_torch: foreach='no', expected True, False or None
+>>> optim.from_torch(torch.optim.Adam, decay_mask="bias")
+OptimizerError: from_torch: decay_mask='bias', expected a function from the path of a leaf to a bool
+  fix: pass a function such as lambda path: 'bias' not in path
 >>> optim.from_torch(None, lr=0.1)
 OptimizerError: from_torch: NoneType cannot be used: it is not a class of torch.optim.Optimizer
   fix: use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam, ...
@@ -960,6 +969,22 @@ OptimizerError: from_update: facts is of type dict, expected a function
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: g)), shards())
 OptimizerError: from_update: update gave dict
   fix: return (updates, state) from it
+>>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
+TreeError: from_update: the updates that update gave do not fit the parameters
+  updates['b'] is missing
+  fix: return (updates, state) with updates as shards.map makes them from the gradients
+>>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"w": x}, s))), shards())
+TreeError: from_update: the updates that update gave do not fit the parameters
+  updates['b'] is missing
+  fix: return (updates, state) with updates as shards.map makes them from the gradients
+>>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())
+TreeError: from_update: the updates that update gave do not fit the parameters
+  updates['b']: expected a piece of 3 elements, got 2
+  fix: return (updates, state) with updates as shards.map makes them from the gradients
+>>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": 5}, s))), shards())
+TreeError: from_update: the updates that update gave do not fit the parameters
+  1 of 2 updates are tensors
+  fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> optim.by_path({5: optim.sgd(0.1)})
 OptimizerError: by_path: transforms={5: Transform(...
   fix: pass a dict from patterns to transforms, such as {'*embed*': optim.sgd(0.1)}
