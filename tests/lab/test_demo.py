@@ -103,7 +103,8 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     check = figures["check"]
     assert figures["config"]["precision"] == "hop2=int8[64]; *norm*: hop2=f32"
     assert (figures["config"]["seed"], figures["config"]["lr"]) == (3, 3e-4)
-    assert (check["ok"], check["loss_bound"], check["late_steps"]) == (None, None, 2)
+    assert (check["ok"], check["loss_bound"], check["late_steps"]) == (True, None, 2)
+    assert check["late_bound"] == 5e-3
     means = [sum(figures[x][-2:]) / 2 for x in ("losses", "losses_alone")]
     assert check["late_losses"] == pytest.approx(means, rel=1e-6)
     assert 1e-7 < check["loss_max_rel"] < 1e-2, "codes round, and only a little"
@@ -111,7 +112,7 @@ def test_with_a_precision_the_demo_says_how_far_losses_are_from_float32(tmp_path
     assert sent["counted"] == [sent["formula"]] * 2
     assert 0.25 < sent["formula"] / figures["full_bytes"] < 0.5
     assert sent["why"] == "2 (r-1)/r M/p as int8[64], f32"
-    assert "no bounds: they are for float32" in done.stdout
+    assert "bound on that for these codes: 0.5%\n  within the bounds: ok" in done.stdout
     lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= demo.COLUMNS
 
@@ -145,6 +146,38 @@ def test_which_precisions_have_no_bounds(text: str, rounds: bool) -> None:
     shown = demo.render_check(check)
     assert verdict in shown
     assert "mean of the last 1 losses: 1.0000, alone 1.1000, -9.09%" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("hop2=int8", 5e-3),
+        ("gather=fp8; *norm*: hop2=f32", 5e-3),
+        ("gather=int8,hop1=int4@node", 1e-2),
+        ("hop2=int8; *norm*: hop2=int4", 1e-2),
+        ("", None),
+        ("bf16,hop2=int8", None),
+        ("hop2=bf16", None),
+        ("state=int8,hop2=int8", None),
+    ],
+)
+def test_runs_that_send_codes_at_a_small_rate_are_bounded(text: str, bound: float | None) -> None:
+    config = demo_run.DemoConfig(1, 1, 1, 60, 1, 1, "cpu", precision=text, lr=3e-4, seed=2)
+    assert config.coded_bound == bound
+    assert replace(config, lr=1e-4).coded_bound == bound
+    assert replace(config, lr=1e-3).coded_bound is None
+    assert replace(config, steps=61).coded_bound is None
+    parameter = {"w": torch.ones(3)}
+    alone = demo_run.AloneResult([2.0, 1.0], 1.0, 12, parameter)
+    for last, ok in ((1.0049, True), (1.0051, False), (0.9949, False), (1.0101, False)):
+        losses = [2.0, last]
+        run = demo_run.RankResult(losses, [0.1], [(2, 1.0)], 12, 12, {}, {}, "cpu", parameter)
+        check = demo.summarize(config, [run], alone).check
+        wanted = {None: None, 5e-3: ok, 1e-2: last < 1.01}[bound]
+        assert check["ok"] is wanted
+        words = {None: "no bounds", True: "within the bounds: ok", False: "OUT OF BOUNDS"}
+        assert words[wanted] in (shown := demo.render_check(check))
+        assert max(map(len, shown.splitlines())) <= demo.COLUMNS
 
 
 @pytest.mark.parametrize(

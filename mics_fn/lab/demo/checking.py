@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn.lab.demo.run import AloneResult, RankResult
+from mics_fn.lab.demo.run import CODED_LR, CODED_STEPS, AloneResult, RankResult
 from mics_fn.lab.report import table
 
 # Both runs do the same arithmetic in different orders, so they differ by rounding (1e-7), which
@@ -18,12 +18,16 @@ PARAM_BOUND = 1e-3  # L2 norm of the difference over the norm of the parameters
 LATE = 30  # the last losses whose mean is compared, or half of them if there are fewer than 60
 
 
-def compare(run: RankResult, alone: AloneResult, *, bounded: bool = True) -> dict[str, Any]:
+def compare(
+    run: RankResult, alone: AloneResult, *, bounded: bool = True, coded_bound: float | None = None
+) -> dict[str, Any]:
     """How far the sharded run is from the single process, and whether that is within the bounds.
 
     Args:
         run, alone: the results of both.
-        bounded: whether the bounds hold for such a run; else there are none, and "ok" is None.
+        bounded: whether the bounds of float32 hold for such a run.
+        coded_bound: the bound on the mean of the last losses, for a run that sends codes. Without
+            any bound "ok" is None.
     """
     ours, theirs = torch.tensor(run.losses), torch.tensor(alone.losses)
     loss_gap = (ours - theirs).abs()
@@ -32,6 +36,10 @@ def compare(run: RankResult, alone: AloneResult, *, bounded: bool = True) -> dic
     loss_rel = (loss_gap / theirs).max().item()
     late = max(1, min(LATE, len(ours) // 2))
     means = [losses[-late:].double().mean().item() for losses in (ours, theirs)]
+    late_rel = abs(means[0] / means[1] - 1)
+    ok = None if coded_bound is None else late_rel <= coded_bound
+    if bounded:
+        ok = loss_rel <= LOSS_BOUND and param_rel <= PARAM_BOUND
     return {
         "loss_max_abs": loss_gap.max().item(),
         "loss_max_rel": loss_rel,
@@ -43,7 +51,8 @@ def compare(run: RankResult, alone: AloneResult, *, bounded: bool = True) -> dic
         "param_rel": param_rel,
         "loss_bound": LOSS_BOUND if bounded else None,
         "param_bound": PARAM_BOUND if bounded else None,
-        "ok": loss_rel <= LOSS_BOUND and param_rel <= PARAM_BOUND if bounded else None,
+        "late_bound": None if bounded else coded_bound,
+        "ok": ok,
     }
 
 
@@ -64,8 +73,12 @@ def render_check(check: dict[str, Any]) -> str:
     verdicts = {
         True: "within the bounds: ok",
         False: "OUT OF BOUNDS: the runs are not the same",
-        None: "no bounds: they are for float32, default lr and seed",
+        None: "no bounds: they are for float32 at the default lr and\n"
+        f"  seed, and for codes up to lr {CODED_LR:g} and {CODED_STEPS} steps",
     }
     found = table("difference from one process on the same batches, in float32", rows)
     mean = f"  mean of the last {check['late_steps']} losses: {ours:.4f}, alone {theirs:.4f}"
-    return f"{found}\n{mean}, {ours / theirs - 1:+.2%}\n  {verdicts[check['ok']]}"
+    mean += f", {ours / theirs - 1:+.2%}"
+    if check["late_bound"] is not None:
+        mean += f"\n  bound on that for these codes: {check['late_bound']:.1%}"
+    return f"{found}\n{mean}\n  {verdicts[check['ok']]}"

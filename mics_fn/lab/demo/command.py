@@ -219,8 +219,13 @@ def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult 
         step_seconds=seconds,
         tokens_per_second=config.tokens_per_step / seconds,
         device=first.device,
-        check=compare(first, alone, bounded=config.bounded) if alone else {},
+        check=_checked(config, first, alone) if alone else {},
     )
+
+
+def _checked(config: DemoConfig, run: RankResult, alone: AloneResult) -> dict[str, Any]:
+    """The comparison of both runs, with the bounds that such runs have."""
+    return compare(run, alone, bounded=config.bounded, coded_bound=config.coded_bound)
 
 
 def render(summary: Summary) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import _device
+from mics_fn.collectives import Codec
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import Text, load_text
@@ -21,6 +22,9 @@ from mics_fn.shards import Precision
 Batch = tuple[Tensor, Tensor]
 WEIGHT_DECAY = 0.1
 WIDE = (None, torch.float32, torch.float64)
+SENT = ("gather", "hop1", "hop2")  # the fields of a precision that say what travels
+CODED_LR, CODED_STEPS = 3e-4, 60  # up to which runs with codes were compared with float32
+CODED_BOUNDS = {"int8": 5e-3, "fp8": 5e-3, "int4": 1e-2}  # three times and more of what was found
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,32 @@ class DemoConfig:
     @property
     def rounds(self) -> bool:
         """Whether the sharded run rounds anything to less than float32."""
+        return bool(self._rounded())
+
+    def _rounded(self) -> list[tuple[str, Any]]:
+        """The fields of the precision that round to less than float32, with their values."""
         found = Precision.parse(self.precision)
         each = (found, *(override for _, override in found.overrides))
         names = [x.name for x in fields(Precision) if x.name != "overrides"]
-        return any(getattr(one, name) not in WIDE for one in each for name in names)
+        values = [(name, getattr(one, name)) for one in each for name in names]
+        return [(name, value) for name, value in values if value not in WIDE]
+
+    @property
+    def coded_bound(self) -> float | None:
+        """How far codes that travel may move the mean of the last losses, relative to one process.
+
+        None where that was not measured: if anything else is rounded, at a higher rate, at which
+        training magnifies any rounding, or over more steps. The figures are in `collectives`.
+        """
+        sent = [(name, getattr(value, "codec", value)) for name, value in self._rounded()]
+        coded = all(name in SENT and isinstance(value, Codec) for name, value in sent)
+        if not sent or not coded or self.lr > CODED_LR or self.steps > CODED_STEPS:
+            return None
+        return max(CODED_BOUNDS[codec.name] for _, codec in sent)
 
     @property
     def bounded(self) -> bool:
-        """Whether the check has bounds: elsewhere training may magnify rounding beyond them.
+        """Whether the bounds of float32 hold: elsewhere training may magnify rounding beyond them.
 
         With seed 1, parameters that are changed by 1e-6 of themselves change a loss by 2e-3.
         """
