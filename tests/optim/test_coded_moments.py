@@ -221,6 +221,23 @@ def test_every_optimizer_with_codes_steps_near_its_own_steps(name: str):
         assert 0 < (got - want).norm() < 0.2 * want.norm()
 
 
+@pytest.mark.parametrize("kind", ["int8[256]", "fp8[256]"])
+def test_small_elements_of_a_block_take_whole_steps_with_fp8_alone(kind: str):
+    """As the page of `optim` says: with int8 those below 1/127 of the largest step less."""
+    groups, sizes = mf.make_groups(1), 10.0 ** -torch.arange(8192).remainder(5)
+    params = mf.shard({"w": torch.zeros(8192)}, groups, precision=f"state={kind}")
+    state = mf.init_state(params, optim.adamw(1e-3, weight_decay=0.0))
+    for _ in range(20):
+        grads = mf.reduce_grads({"w": sizes.clone()}, groups, like=state.params)
+        state = mf.opt_step(state, grads, donate=True)
+    moved = (mf.unshard(state.params, groups)["w"].reshape(-1) / -0.02)[:8190].view(-1, 5)
+    assert (moved[:, :3] - 1).abs().max() < 0.1, "gradients of 1, 0.1 and 0.01"
+    if kind == "fp8[256]":
+        assert (moved - 1).abs().max() < 0.1
+    else:
+        assert 0.02 < moved[:, 3:].min() <= moved[:, 3:].max() < 0.2
+
+
 def test_padding_that_is_nan_reaches_nothing():
     groups, plain = mf.make_groups(1), optim.adamw(1e-2)
     want = full_of(steps(state_of(groups, plain), groups, 0, 2), groups)
