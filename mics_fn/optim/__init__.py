@@ -93,11 +93,12 @@ Objects with `init` and `update` of other libraries can be used as they are. Add
 """
 
 from mics_fn.optim.by_pattern import by_path
-from mics_fn.optim.chain import chain
+from mics_fn.optim.chaining import chain
 from mics_fn.optim.clip import clip_by_global_norm, clip_by_value, global_norm
 from mics_fn.optim.columns import fresh, map_columns
 from mics_fn.optim.drift import Comparison, same_replicas
 from mics_fn.optim.flat import by_leaf, replaced
+from mics_fn.optim.fusing import unfused
 from mics_fn.optim.guard import Guard, Verdict, norm_spike
 from mics_fn.optim.guarded import guarded_step
 from mics_fn.optim.handing import handed_over
@@ -111,7 +112,6 @@ from mics_fn.optim.state import TrainState, init_state, opt_step, tell_memory
 from mics_fn.optim.steps import same_step
 from mics_fn.optim.torch_optim import from_torch
 from mics_fn.optim.transform import Optimizer, Rate, Transform, as_transform, from_update
-from mics_fn.optim.unfused import unfused
 
 __all__ = [
     "Comparison",

@@ -19,6 +19,7 @@ from mics_fn.offload import read
 from mics_fn.optim.column import Column, updating
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes, zeros
+from mics_fn.optim.fusing import kernels
 from mics_fn.optim.making import made
 from mics_fn.optim.options import facts_from
 from mics_fn.optim.runs import joined, whole_run
@@ -34,7 +35,6 @@ from mics_fn.optim.transform import (
     rate_at,
 )
 from mics_fn.optim.trial import Kind, examined
-from mics_fn.optim.unfused import kernels
 from mics_fn.tree import Tree
 
 # Options of Adam with which most of a step's time would go into making an object for it.

@@ -40,6 +40,24 @@ _DROP = Change(
 )
 _SCATTER = "yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)"
 
+# Hop 2 of codes has two levels, which come after that of hop 1.
+_SECOND = Change(
+    _PENDING,
+    "_device.follow(collective.comm.stream(self._device), self._device)",
+    "stream = collective.comm.stream(self._device)\n"
+    "            if self.level == 2:\n"
+    "                torch.accelerator.set_stream(stream)\n"
+    "            else:\n"
+    "                _device.follow(stream, self._device)",
+)
+_GATHER = "yield all_gather(second, codes, codes[comm.rank])"
+_EARLY = Change(
+    "collectives/coded.py",
+    _GATHER,
+    f"{_GATHER}\n    if tensor.is_cuda:\n"
+    "        torch.accelerator.set_stream(comm.stream(tensor.device))",
+)
+
 
 def _unordered(comm: str) -> Change:
     """Queue on the stream of a communicator without a wait for the current one."""
@@ -118,6 +136,17 @@ MISTAKES: dict[str, Mistake] = {
             Change(_SUM, _SCATTER, f"free_slot(slot)\n            {_SCATTER}"),
         ],
     ),
+    "a slot is free before hop 2 of codes": Mistake(
+        "codes, two replicas",
+        [
+            Change(_SUM, "if not copies:\n                free_slot(slot)", "free_slot(slot)"),
+            Change(_SUM, "if copies:\n                free_slot(slot)", "pass"),
+        ],
+    ),
+    "the second gather of hop 2 does not wait for its codes": Mistake(
+        "codes, two replicas", [_SECOND]
+    ),
+    "codes are decoded before the second gather is over": Mistake("codes, two replicas", [_EARLY]),
     "gradients are not waited for": Mistake(
         "two replicas, budget",
         [
