@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.collectives import Parts, collect_all, in_parts
-from mics_fn.errors import DesyncError, message, name_ranks
+from mics_fn.errors import disagreement
 from mics_fn.groups import Groups
 from mics_fn.init.chunks import Chunks
 from mics_fn.offload import where_of
@@ -153,20 +153,15 @@ class Filling:
           DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
         """
         for home, (names, sums) in self._sums.items():
-            self._compare(home, names, collect_all(home, sums))
-
-    def _compare(self, home: Groups, names: list[str], found: dict[int, Tensor]) -> None:
-        for position in range(home.partition_size):
-            ranks = [home.ranks[i] for i in home.plan.replication_group(position)]
-            table = torch.stack([found[rank] for rank in ranks])
-            differs = table != table[0]
-            if differs.any():
-                odd = [rank for rank, is_odd in zip(ranks, differs.any(1), strict=True) if is_odd]
-                first = names[int(differs.any(0).nonzero()[0])]
-                lines = [
-                    f"first difference: params[{first!r}]",
-                    f"{name_ranks(odd)}: values differ from those of {name_ranks(ranks[:1])}",
-                ]
+            found, p = collect_all(home, sums), home.partition_size
+            differs = {
+                rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
+                for position, rank in enumerate(home.ranks)
+            }
+            odd = [rank for rank, at in differs.items() if at]
+            if odd:
+                first = f"first difference: params[{names[min(differs[odd[0]])]!r}]"
                 fix = "let all ranks make or read the same values, on machines that compute alike"
                 text = f"{self.verb}: replicas hold different values"
-                raise DesyncError(message(text, lines, fix=fix))
+                said = dict.fromkeys(odd, "not as in the first replica")
+                raise disagreement(text, said, fix, [first])
