@@ -50,13 +50,6 @@ _SECOND = Change(
     "            else:\n"
     "                _device.follow(stream, self._device)",
 )
-_GATHER = "yield all_gather(second, codes, codes[comm.rank])"
-_EARLY = Change(
-    "collectives/coded.py",
-    _GATHER,
-    f"{_GATHER}\n    if tensor.is_cuda:\n"
-    "        torch.accelerator.set_stream(comm.stream(tensor.device))",
-)
 
 
 def _unordered(comm: str) -> Change:
@@ -146,7 +139,6 @@ MISTAKES: dict[str, Mistake] = {
     "the second gather of hop 2 does not wait for its codes": Mistake(
         "codes, two replicas", [_SECOND]
     ),
-    "codes are decoded before the second gather is over": Mistake("codes, two replicas", [_EARLY]),
     "gradients are not waited for": Mistake(
         "two replicas, budget",
         [
