@@ -9,29 +9,38 @@ written where they stay: an empty file `BY_FILE` comes first, and `COMMITTED` la
 which a step does not count. What cannot be read for some other reason counts, is never removed, and
 is an error of whoever loads it: no step is passed over in silence.
 
-A step that is written again gets a name of its own, such as `step-00000120.2`, and the first one is
-removed afterwards: at no instant is there none.
+Which of the whole steps count is in [Note: branches] in `committed`. A step that a load refused, as
+it was found to be damaged, does not count as one of those that are kept, and is not removed by that
+process: where it would be, it gets a name that begins with `.refused-`, as somebody who looks at it
+may find that it can be read.
 """
 
 import errno
 import fcntl
 import os
-import re
 import shutil
 import socket
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from mics_fn.checkpoint.committed import (
+    BY_FILE,
+    COMMITTED,
+    Attempt,
+    attempts_in,
+    divided,
+    is_whole,
+    next_name,
+)
 from mics_fn.checkpoint.disk import make_folder, sync_folder, write_file
-from mics_fn.checkpoint.manifest import DIGEST_BYTES, MAX_BYTES, MAX_LEAVES, Manifest, digest_of
+from mics_fn.checkpoint.manifest import MAX_BYTES, MAX_LEAVES, Manifest, digest_of
 from mics_fn.checkpoint.manifest import NAME as MANIFEST
 from mics_fn.checkpoint.parts import cannot_write
 from mics_fn.errors import CheckpointExists, CheckpointNotFound, message
+from mics_fn.log import LOG
 
-BY_FILE, COMMITTED = "BY_FILE", "COMMITTED"
-_STEP = re.compile(r"step-(\d{8,16})(?:\.(\d{1,6}))?")
 _LOCK = ".lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _LEAST = 2  # committed steps that pruning leaves
@@ -39,12 +48,7 @@ Commit = Literal["rename", "file"]
 Overwrite = Literal["never", "newer"]
 
 
-class Attempt(NamedTuple):
-    """A folder of a step, and how often that step had been written before."""
-
-    step: int
-    number: int
-    path: Path
+_REFUSED: dict[Path, tuple[int, int]] = {}  # folders of steps that a load here refused, and inodes
 
 
 class Folder:
@@ -63,12 +67,7 @@ class Folder:
 
     def committed(self) -> dict[int, Path]:
         """The folder of each committed step, oldest step first."""
-        found: dict[int, Attempt] = {}
-        for each in self._attempts():
-            known = found.get(each.step)
-            if (known is None or each.number > known.number) and _counts(each.path):
-                found[each.step] = each
-        return {step: found[step].path for step in sorted(found)}
+        return divided(self._whole())[0]
 
     def find(self, step: int | None) -> tuple[int, Path]:
         """The folder of a step, or of the newest one.
@@ -76,13 +75,17 @@ class Folder:
         Raises:
           CheckpointNotFound: there is none.
         """
-        steps = self.committed()
+        steps, replaced = divided(self._whole())
         if steps and step is None:
             step = max(steps)
         if step in steps:
             return step, steps[step]
+        kept = {each.step: each.path for each in sorted(replaced)}
+        if step in kept:
+            return step, kept[step]
         seen = sorted(os.listdir(self.path))[:8] if self.path.is_dir() else []
         lines = [f"committed steps: {', '.join(map(str, steps)) or 'none'}"]
+        lines += [f"replaced steps: {', '.join(map(str, kept))}"] if kept else []
         lines += (
             [f"it has: {', '.join(seen)}"] if seen else [f"{self.path} is not a folder with files"]
         )
@@ -92,13 +95,16 @@ class Folder:
             message(f"load: {what} in {self.path}", lines, fix), str(self.path)
         )
 
-    def _attempts(self) -> list[Attempt]:
-        try:
-            names = os.listdir(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        found = ((_STEP.fullmatch(name), self.path / name) for name in names)
-        return [Attempt(int(m[1]), int(m[2] or 1), path) for m, path in found if m]
+    def _whole(self) -> list[Attempt]:
+        return [each for each in attempts_in(self.path) if is_whole(each.path)]
+
+    def refuse(self, path: Path) -> None:
+        """Note that the folder of a step was found to be damaged: no save removes it."""
+        _REFUSED[_real(path)] = _inode(path)
+
+    def accept(self, path: Path) -> None:
+        """Note that the folder of a step can be read after all."""
+        _REFUSED.pop(_real(path), None)
 
     # What the one rank does that commits.
 
@@ -135,9 +141,7 @@ class Folder:
             raise cannot_write(self.path, error) from error
 
     def _final(self, step: int) -> Path:
-        before = [each.number for each in self._attempts() if each.step == step]
-        number = max(before, default=0) + 1
-        return self.path / (f"step-{step:08d}" + (f".{number}" if number > 1 else ""))
+        return self.path / next_name(attempts_in(self.path), step)
 
     def commit(self, path: Path, manifest: Manifest) -> Path:
         """Make a step count, whose files the disk has; see [Note: commit].
@@ -161,6 +165,7 @@ class Folder:
         sync_folder(final)
         sync_folder(self.path)
         self._begun = None
+        _REFUSED.pop(_real(final), None)  # another one may have had this name
         return final
 
     def abandon(self) -> None:
@@ -171,24 +176,50 @@ class Folder:
         self.unlock()
 
     def prune(self, step: int, keep: int | None, keep_every: int | None) -> None:
-        """Remove steps after one was committed: those that it replaces, and old ones.
+        """Remove replaced and old steps after one was committed; at least two whole ones stay.
 
         Args:
-          step: the one that was committed; newer ones are of a run that was rolled back.
+          step: the one that was committed.
           keep: how many of the newest to keep; None keeps all.
           keep_every: steps that are a multiple of it are kept, too.
         """
-        steps = self.committed()
-        last = steps[step]
-        gone = [each.path for each in self._attempts() if each.step >= step and each.path != last]
-        if keep is not None:
-            old = sorted(s for s in steps if s <= step)[: -max(keep, _LEAST)]
-            gone += [steps[s] for s in old if not keep_every or s % keep_every]
-        for path in gone:
-            self._remove(path)
+        steps, replaced = divided(self._whole())
+        good = [s for s in steps if not _is_refused(steps[s])]
+        rest = sorted((x for x in replaced if not _is_refused(x.path)), key=lambda x: x[1::-1])
+        lacking = max(0, _LEAST - len(good))
+        spare = {each.path for each in rest[len(rest) - min(lacking, len(rest)) :]}
+        gone = [each.path for each in replaced if each.path not in spare]
+        stay = [path for path in gone if not self._let_go(path)]
+        if stay:
+            # Nor may those be removed that replace them, for else they would count again.
+            text = "they are replaced and do not count, but old steps stay as well"
+            LOG.warning("save: cannot remove %s; %s", ", ".join(map(str, stay)), text)
+        elif keep is not None:
+            kept = [s for s in good if s <= step][-max(keep, _LEAST) :]
+            old = [s for s in steps if s < kept[0] and not (keep_every and s % keep_every == 0)]
+            for path in (steps[s] for s in old):
+                if not self._let_go(path):
+                    LOG.warning("save: cannot remove %s", path)
 
-    def _remove(self, path: Path) -> None:
-        """Remove a folder of a step so that no part of it is ever taken for a step."""
+    def _let_go(self, path: Path) -> bool:
+        """Remove a step; or put it aside, if a load refused it. Says whether it is not there."""
+        if not _is_refused(path):
+            return self._remove(path)
+        aside = self.path / f".refused-{path.name}-{uuid.uuid4().hex[:12]}"
+        with suppress(OSError):
+            os.rename(path, aside)
+            _REFUSED.pop(_real(path), None)
+            LOG.warning("save: %s was found to be damaged, and is now %s", path, aside)
+            return True
+        return False
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a folder of a step so that no part of it is ever taken for a step.
+
+        Returns:
+          Whether it does not count any more.
+        """
+        place = path
         with suppress(OSError):
             if (path / BY_FILE).exists():
                 (path / COMMITTED).unlink(missing_ok=True)
@@ -200,14 +231,15 @@ class Folder:
                 os.rename(path, trash)
                 path = trash
             shutil.rmtree(path, ignore_errors=True)
+        return not is_whole(place)
 
     def _sweep(self) -> None:
         """Remove what jobs left that were killed while they saved; none of them is saving now."""
         for name in os.listdir(self.path):
             if name.startswith((".tmp-step-", ".old-step-")):
                 self._remove(self.path / name)
-        for each in self._attempts():
-            if not _counts(each.path):
+        for each in attempts_in(self.path):
+            if not is_whole(each.path):
                 self._remove(each.path)
 
     def _take_lock(self) -> None:
@@ -234,22 +266,18 @@ class Folder:
             self._lock = None
 
 
-def _counts(path: Path) -> bool:
-    """Whether a folder with the name of a step is committed."""
-    try:
-        # A link is not a step, but somebody made it, so loading it says so.
-        names = [] if os.path.islink(path) else os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile, or is a file
-        return False
-    except OSError:
-        return True
-    if BY_FILE in names:
-        return COMMITTED in names and _size(path / COMMITTED) >= DIGEST_BYTES
-    return os.path.islink(path) or bool(names)
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
-def _size(path: Path) -> int:
+def _is_refused(path: Path) -> bool:
+    return _REFUSED.get(_real(path)) == _inode(path)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """What tells a folder from another one that later has its name."""
     try:
-        return os.lstat(path).st_size
+        found = os.stat(path)
     except OSError:
-        return DIGEST_BYTES  # unknown, so it counts
+        return 0, 0
+    return found.st_dev, found.st_ino

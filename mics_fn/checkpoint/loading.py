@@ -16,6 +16,7 @@ from mics_fn.checkpoint.sources import Sources
 from mics_fn.checkpoint.together import together
 from mics_fn.errors import CheckpointError, CheckpointFormatError, message
 from mics_fn.groups import Groups
+from mics_fn.log import LOG
 from mics_fn.offload import is_apart, is_coded, unset_like
 from mics_fn.optim import by_leaf, replaced
 from mics_fn.shards import Fixed, Sharded, is_leaf, refuse_derivative, require_groups
@@ -56,7 +57,10 @@ def load(
         were saved in, as values or as codes; see [Note: other codes] in `checkpoint.converting`.
       groups: those that `like` is sharded with.
       step: which one; default the newest committed one.
-      on_corrupt: "previous" goes back to the next older step, on all ranks, where one is damaged.
+      on_corrupt: "previous" goes back to the next older step, on all ranks, where one is found to
+        be damaged, and logs a warning. No save of this process removes what was refused so, but
+        puts it aside. Where the system cannot read a file, nothing is known of it, which is an
+        error.
       replicas: as it was saved.
       donate: read into the memory of `like`. If this raises, its values are lost.
 
@@ -73,6 +77,7 @@ def load(
       CheckpointNotFound: there is no such step.
       CheckpointFormatError, CheckpointCorrupt, CheckpointSecurityError: it is damaged; on all
         ranks, with the file and the leaf.
+      CheckpointError: the system cannot read a file; on all ranks.
       CheckpointMismatch: it does not fit `like`; all differences are named.
       LeafError: a value is not finite, and `like` keeps its leaf as codes.
       DesyncError: ranks load other states.
@@ -98,7 +103,7 @@ def load(
     if points.observers:
         points.passing("load")
     home = main_home("load", groups, homes_by_bucket("load", like, groups))
-    folder, refused = Folder(path), list[CheckpointError]()
+    folder, refused = Folder(path), dict[int, CheckpointError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
     given, taken = copy_of(like, into=lambda x: x) if donate else like, not donate
 
@@ -115,22 +120,28 @@ def load(
         number, place = words.all[home.ranks[0]]
         try:
             how = replicas, take if donate else None
-            return _load(Path(place), number, given, groups, home, *how)
+            found = _load(Path(place), number, given, groups, home, *how)
         except CheckpointFormatError as error:
             if on_corrupt == "raise" or step is not None:
                 raise
-            refused.append(error)
+            refused[number] = error
+            folder.refuse(Path(place))
+            if home.position == 0:
+                LOG.warning("load: step %d is refused, and an older one tried: %s", number, error)
+        else:
+            folder.accept(Path(place))
+            return found
 
 
-def _chosen(folder: Folder, step: int | None, refused: list[CheckpointError]) -> list[Any]:
+def _chosen(folder: Folder, step: int | None, refused: Mapping[int, CheckpointError]) -> list[Any]:
     """The step to load, and its folder; raises the first error if no step is left."""
-    steps = folder.committed()
-    if not refused or len(refused) < len(steps):
-        if step is None and steps:
-            step = list(steps)[-1 - len(refused)]
-        number, path = folder.find(step)
-        return [number, str(path)]
-    raise refused[0]
+    if refused:
+        older = [each for each in folder.committed() if each < min(refused)]
+        if not older:
+            raise refused[max(refused)]
+        step = max(older)
+    number, path = folder.find(step)
+    return [number, str(path)]
 
 
 def _load(

@@ -5,10 +5,10 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from mics_fn.checkpoint.directory import BY_FILE, COMMITTED
+from mics_fn.checkpoint.committed import BY_FILE, COMMITTED
 from mics_fn.checkpoint.manifest import MAX_BYTES, Manifest, digest_of, read_manifest
 from mics_fn.checkpoint.manifest import NAME as MANIFEST
-from mics_fn.checkpoint.parts import as_format_error
+from mics_fn.checkpoint.parts import as_load_error
 from mics_fn.errors import CheckpointFormatError, CheckpointSecurityError, FileError, message
 from mics_fn.init import File, Limits
 
@@ -24,6 +24,7 @@ def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
 
     Raises:
       CheckpointFormatError: it is missing, damaged, or of another step.
+      CheckpointError: the system cannot read it.
     """
     if os.path.islink(path):
         raise _not_opened(path, "it is a symbolic link")
@@ -33,10 +34,10 @@ def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
         text = f"load: {path} holds step {manifest.step}"
         raise CheckpointFormatError(message(text, fix="keep the names of folders"), str(path))
     if manifest.commit == "file" and _content(path, COMMITTED) != digest.encode():
-        raise as_format_error(ValueError("it is not that of the manifest"), path / COMMITTED)
+        raise as_load_error(ValueError("it is not that of the manifest"), path / COMMITTED)
     first = manifest.commit == "file"
-    if (path / BY_FILE).exists() != first or (first and _content(path, BY_FILE)):
-        raise as_format_error(ValueError("it is not as it was written"), path / BY_FILE)
+    if os.path.lexists(path / BY_FILE) != first or (first and _content(path, BY_FILE)):
+        raise as_load_error(ValueError("it is not as it was written"), path / BY_FILE)
     return manifest, digest
 
 
@@ -46,12 +47,13 @@ def check_files(path: Path, names: Iterable[str]) -> None:
     Raises:
       CheckpointSecurityError: one of them is a symbolic link, or something else.
       CheckpointFormatError: one of them is not there.
+      CheckpointError: the system cannot tell.
     """
     for name in names:
         try:
             regular = stat.S_ISREG(os.lstat(path / name).st_mode)
         except OSError as error:
-            raise as_format_error(error, path / name) from error
+            raise as_load_error(error, path / name) from error
         if not regular:
             raise _not_opened(path / name, "it is not a regular file")
 
@@ -73,4 +75,4 @@ def _content(path: Path, name: str) -> bytes:
         finally:
             file.close()
     except (OSError, FileError) as error:
-        raise as_format_error(error, path / name) from error
+        raise as_load_error(error, path / name) from error

@@ -6,6 +6,7 @@ little more than that part. The manifest has the SHA-256 of the header, so no ch
 exchanged or left out.
 """
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -24,6 +25,7 @@ from mics_fn.checkpoint.layout import Slice, Stored
 from mics_fn.checkpoint.sums import BLOCK, block_sums, joined
 from mics_fn.errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointFormatError,
     CheckpointWriteError,
     FileError,
@@ -37,6 +39,9 @@ READ = 256 * BLOCK  # bytes that are read, and compared, at once
 _LIMITS = Limits(trust=False, max_header_bytes=2**30, max_leaves=1_000_000)
 _EXTRA = "pip install 'mics-fn[checkpoint]'"
 _OLDER = "load an older step, as on_corrupt='previous' does"
+_AGAIN = "load it again; the file may be as it was saved"
+# What the system says of a file that is not there, or is something else.
+_EVIDENCE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 
 class Record(NamedTuple):
@@ -248,10 +253,17 @@ class Part:
         return CheckpointCorrupt(message(text, lines, _OLDER), str(self.path), leaf)
 
 
-def as_format_error(error: Exception, path: Path) -> CheckpointFormatError:
-    """An error of reading a file, as one of checkpoints: the same reason, and the same leaf."""
+def as_load_error(error: Exception, path: Path) -> CheckpointError:
+    """An error of reading a file, as one of checkpoints: the same reason, and the same leaf.
+
+    Only what shows that the file is not as it was saved is a CheckpointFormatError, on which `load`
+    may go back to an older step. If the system could not read it, nothing is known of the file.
+    """
     found = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, FileError):  # its own fix is that of weights, and its path is this one
         found = [line.strip() for line in found if not line.startswith("  fix: ")]
-    text = message(f"load: {path} cannot be read", [line[:500] for line in found], _OLDER)
-    return CheckpointFormatError(text, str(path), getattr(error, "leaf", ""))
+    reason = error if isinstance(error, OSError) else error.__cause__
+    unknown = isinstance(reason, OSError) and reason.errno not in _EVIDENCE
+    kind, fix = (CheckpointError, _AGAIN) if unknown else (CheckpointFormatError, _OLDER)
+    text = message(f"load: {path} cannot be read", [line[:500] for line in found], fix)
+    return kind(text, str(path), getattr(error, "leaf", ""))

@@ -43,8 +43,9 @@ def save(
       step: the number of the step, at least 0.
       extra: what else to keep: dicts, lists, tuples, numbers, texts and tensors. It may differ
         between ranks.
-      overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it,
-        and then removes the steps from it on that were there, as after a rollback.
+      overwrite: "never" refuses a step that is not above all committed ones. "newer" writes it, and
+        the steps from it on that were there do not count any more, as after a rollback. They are
+        removed as soon as two others count; see [Note: branches] in `checkpoint.committed`.
       replicas: "apart" while replicas have values of their own, as with `local_sgd`; each is saved.
       keep: how many of the newest steps are kept, at least 2; None keeps all.
       keep_every: steps that are a multiple of it are kept, too.

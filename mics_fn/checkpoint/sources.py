@@ -14,7 +14,7 @@ from mics_fn.checkpoint.extras import decoded
 from mics_fn.checkpoint.layout import Stored, covering
 from mics_fn.checkpoint.manifest import Manifest
 from mics_fn.checkpoint.opening import check_files
-from mics_fn.checkpoint.parts import READ, Part, Record, as_format_error, slice_name
+from mics_fn.checkpoint.parts import READ, Part, Record, as_load_error, slice_name
 from mics_fn.errors import CheckpointError, CheckpointMismatch, FileError, message
 from mics_fn.groups import Groups
 from mics_fn.offload import is_apart, set_part
@@ -168,7 +168,7 @@ class Wanted(NamedTuple):
         except FileError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise as_format_error(error, part.path) from error
+            raise as_load_error(error, part.path) from error
         if is_apart(x):
             set_part(x, self.low, out)
         elif not direct and x.is_contiguous():
@@ -192,7 +192,7 @@ class _opened:
         except (OSError, FileError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise as_format_error(error, path / name) from error
+            raise as_load_error(error, path / name) from error
         return self._part
 
     def __exit__(self, *error: Any) -> None:
@@ -204,10 +204,12 @@ def _extra_in(part: Part) -> Any:
     names = [name for name in part.names() if name.startswith(EXTRA)]
     if EXTRA not in names:
         return None
-    tensors = {name: part.whole(name) for name in names if name != EXTRA}
     try:
+        tensors = {name: part.whole(name) for name in names if name != EXTRA}
         return decoded(bytes(part.whole(EXTRA).tolist()).decode(), tensors)
+    except CheckpointError:
+        raise
+    except FileError as error:
+        raise as_load_error(error, part.path) from error
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise as_format_error(ValueError(f"{EXTRA}: {error}"), part.path) from error
+        raise as_load_error(ValueError(f"{EXTRA}: {error}"), part.path) from error

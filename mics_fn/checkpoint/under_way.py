@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -197,8 +196,10 @@ class PendingSave:
                 raise
             raise cannot_write(agreed.path, error) from error
         options = agreed.options
-        with suppress(OSError):
+        try:
             agreed.folder.prune(options.step, options.keep, options.keep_every)
+        except OSError as error:  # the step is committed, whatever cannot be removed
+            LOG.warning("save: older steps in %s stay: %s", agreed.folder.path, error)
         LOG.info("saved step %d in %s", options.step, path)
         return path
 

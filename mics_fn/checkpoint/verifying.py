@@ -10,7 +10,7 @@ from mics_fn.checkpoint.directory import Folder
 from mics_fn.checkpoint.layout import Stored, within
 from mics_fn.checkpoint.manifest import Manifest
 from mics_fn.checkpoint.opening import check_files, manifest_in
-from mics_fn.checkpoint.parts import Part, Record, as_format_error, slice_name
+from mics_fn.checkpoint.parts import Part, Record, as_load_error, slice_name
 from mics_fn.errors import CheckpointError, FileError, human_bytes
 from mics_fn.threads import each
 
@@ -135,7 +135,7 @@ def _check_file(place: Path, manifest: Manifest, number: int) -> None:
     except (OSError, FileError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise as_format_error(error, place / writer.file) from error
+        raise as_load_error(error, place / writer.file) from error
 
 
 def wanted_in(manifest: Manifest, number: int) -> dict[str, Stored]:

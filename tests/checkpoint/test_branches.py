@@ -1,0 +1,208 @@
+"""Steps that are replaced or refused: which ones count, and when they are removed."""
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mics_fn as mf
+from mics_fn import checkpoint
+from mics_fn.checkpoint.committed import Attempt, divided, next_name
+from mics_fn.errors import CheckpointCorrupt, CheckpointError, CheckpointFormatError
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": torch.arange(500.0) + step, "step": step}
+
+
+def save_at(folder: Path, *steps: int, **how: Any) -> None:
+    groups = mf.make_groups(1)
+    for step in steps:
+        checkpoint.save(folder, state_at(step), groups, step=step, **how)
+
+
+def load_at(folder: Path, step: int | None = None, **how: Any) -> int:
+    found = checkpoint.load(folder, state_at(0), mf.make_groups(1), step=step, **how)
+    assert torch.equal(found.state["w"], state_at(found.step)["w"])
+    return found.step
+
+
+def damage(folder: Path, step: int) -> Path:
+    """Flip a bit of a value of a step."""
+    (file,) = folder.glob(f"step-{step:08d}*/rank-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    return file
+
+
+@contextmanager
+def without_files(monkeypatch: pytest.MonkeyPatch, folder: str) -> Iterator[None]:
+    """The system has no file left to open in a folder of this name."""
+    plain = os.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(os.fsdecode(path)).parent.name == folder:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return plain(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        yield
+
+
+def test_a_file_that_the_system_cannot_read_is_no_reason_to_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_at(tmp_path, 2, 4, 6)
+    with without_files(monkeypatch, "step-00000006"):
+        with pytest.raises(CheckpointError, match="Too many open files") as raised:
+            load_at(tmp_path, on_corrupt="previous")
+        assert not isinstance(raised.value, CheckpointFormatError)
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            checkpoint.verify(tmp_path)
+    assert load_at(tmp_path, on_corrupt="previous") == 6
+
+
+def test_values_that_the_system_cannot_read_are_no_reason_to_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_at(tmp_path, 2, 4)
+    plain, left = os.preadv, [4]
+
+    def read(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return plain(*args)
+
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.raises(CheckpointError, match="Stale file handle") as raised:
+        load_at(tmp_path, on_corrupt="previous")
+    assert not isinstance(raised.value, CheckpointFormatError)
+
+
+def test_no_save_removes_what_was_refused(tmp_path: Path, caplog: Any) -> None:
+    save_at(tmp_path, 2, 4, 6, 8)
+    content = {step: damage(tmp_path, step).read_bytes() for step in (6, 8)}
+    with caplog.at_level(logging.WARNING, "mics_fn"):
+        assert load_at(tmp_path, on_corrupt="previous") == 4
+    assert "step 8 is refused" in caplog.text
+    assert "step 6 is refused" in caplog.text
+    for step in (5, 6, 7, 9):
+        save_at(tmp_path, step, overwrite="newer", keep=2)
+    assert checkpoint.steps(tmp_path) == [7, 9]
+    kept = {path.parent.name[:22]: path.read_bytes() for path in tmp_path.glob(".refused-*/rank*")}
+    assert kept == {f".refused-step-0000000{step}": found for step, found in content.items()}
+    assert "step-00000006 was found to be damaged, and is now" in caplog.text
+
+
+def test_a_refused_step_takes_no_place_of_a_good_one(tmp_path: Path) -> None:
+    save_at(tmp_path, 2, 4, 6)
+    damage(tmp_path, 6)
+    assert load_at(tmp_path, on_corrupt="previous") == 4
+    save_at(tmp_path, 100, keep=2)
+    assert checkpoint.steps(tmp_path) == [4, 6, 100]
+    save_at(tmp_path, 102, keep=2)
+    assert checkpoint.steps(tmp_path) == [100, 102]
+    assert len(list(tmp_path.glob(".refused-step-00000006*"))) == 1
+
+
+def test_a_step_that_can_be_read_after_all_is_an_ordinary_one(tmp_path: Path) -> None:
+    save_at(tmp_path, 2, 4)
+    damage(tmp_path, 4)
+    assert load_at(tmp_path, on_corrupt="previous") == 2
+    damage(tmp_path, 4)  # the bit flips back
+    assert load_at(tmp_path) == 4
+    save_at(tmp_path, 6, 8, keep=2)
+    assert checkpoint.steps(tmp_path) == [6, 8]
+    assert not list(tmp_path.glob(".refused-*"))
+
+
+@pytest.mark.parametrize("commit", ["rename", "file"])
+def test_two_steps_can_be_loaded_after_a_rollback(tmp_path: Path, commit: Any) -> None:
+    how = {"overwrite": "newer", "keep": 2, "commit": commit}
+    save_at(tmp_path, 10, 20, 30)
+    save_at(tmp_path, 5, **how)
+    assert checkpoint.steps(tmp_path) == [5]
+    assert checkpoint.latest(tmp_path) == load_at(tmp_path) == 5
+    assert load_at(tmp_path, 30) == 30  # replaced, and still there
+    damage(tmp_path, 5)
+    with pytest.raises(CheckpointCorrupt):
+        load_at(tmp_path, on_corrupt="previous")
+    save_at(tmp_path, 5, **how)
+    assert load_at(tmp_path) == 5
+    assert len(list(tmp_path.glob("step-*"))) == 2
+    save_at(tmp_path, 7, **how)
+    assert checkpoint.steps(tmp_path) == [5, 7]
+    left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert [name[:13] for name in left] == ["step-00000005", "step-00000007"]
+    save_at(tmp_path, 30, **how)
+    assert checkpoint.steps(tmp_path) == [7, 30]
+
+
+@pytest.mark.parametrize("commit", ["rename", "file"])
+def test_replaced_steps_do_not_count_if_they_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, commit: Any
+) -> None:
+    how = {"overwrite": "newer", "keep": 2, "commit": commit}
+    save_at(tmp_path, 2, 4, 6, 8, commit=commit)
+    names = {"rename": os.rename, "unlink": os.unlink}
+
+    def failing(name: str) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> None:
+            if "step-00000008" in os.fsdecode(path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            names[name](path, *args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(os, name, failing(name))
+        with caplog.at_level(logging.WARNING, "mics_fn"):
+            save_at(tmp_path, 3, **how)
+        assert "cannot remove" in caplog.text
+        assert "step-00000008" in caplog.text
+        assert checkpoint.latest(tmp_path) == load_at(tmp_path) == 3
+        save_at(tmp_path, 5, 7, 9, 11, **how)
+        assert checkpoint.steps(tmp_path) == [2, 3, 5, 7, 9, 11]
+    save_at(tmp_path, 13, **how)
+    assert checkpoint.steps(tmp_path) == [11, 13]
+    assert not list(tmp_path.glob("step-00000008*"))
+
+
+def test_a_step_that_is_saved_again_and_again_takes_the_room_of_two(tmp_path: Path) -> None:
+    for _ in range(4):
+        save_at(tmp_path, 4, overwrite="newer")
+    assert checkpoint.steps(tmp_path) == [4]
+    assert len(list(tmp_path.glob("step-*"))) == 2
+    for _ in range(2):
+        save_at(tmp_path, 6, overwrite="newer")
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+def test_folders_of_version_1_0_mean_what_they_meant() -> None:
+    names = ["step-00000110", "step-00000120", "step-00000120.2", "step-00000130"]
+    found = [Attempt.of(Path(name)) for name in [*names, "step-1", "other"]]
+    attempts = [each for each in found if each is not None]
+    steps, replaced = divided(attempts)
+    assert {step: path.name for step, path in steps.items()} == {
+        110: "step-00000110",
+        120: "step-00000120.2",
+        130: "step-00000130",
+    }
+    assert [each.path.name for each in replaced] == ["step-00000120"]
+    assert next_name(attempts, 140) == "step-00000140"
+    name = next_name(attempts, 105)  # above the numbers of all that it replaces
+    assert name == "step-00000105.000003"
+    later = Attempt.of(Path(name))
+    assert later is not None
+    assert list(divided([*attempts, later])[0]) == [105]
+    assert next_name([*attempts, later], 106) == "step-00000106.000003"
