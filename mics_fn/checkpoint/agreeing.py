@@ -116,7 +116,8 @@ def agree_on(
     """Compare a save between ranks, and let the first one make its folder.
 
     Args:
-      folder, state, groups, extra, options: as given to `save`.
+      folder, state, groups, extra, options: as given to `save`. If `extra` is an error, which this
+        rank met when it made it, all ranks raise.
       settle: waits for the save before this one, whose error all ranks raise if one does.
 
     Raises:
@@ -132,6 +133,8 @@ def agree_on(
             if not (found.cut or found.plain):
                 fix = "pass a TrainState, or a tree with shards or tensors"
                 raise TreeError(message("save: the state has no tensor to save", fix=fix))
+            if isinstance(extra, Exception):
+                raise extra
             text, tensors = encoded(extra, EXTRA)
             extras = {EXTRA: torch.tensor(list(text.encode()), dtype=torch.uint8), **tensors}
             said = [f"step {options.step} in {folder.path}, {options}", _values(found)]

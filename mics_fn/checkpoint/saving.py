@@ -13,7 +13,7 @@ from mics_fn.checkpoint.parts import Record, cannot_write, write_part
 from mics_fn.checkpoint.snapshot import Snapshot
 from mics_fn.checkpoint.together import together
 from mics_fn.checkpoint.under_way import PendingSave, settle
-from mics_fn.errors import CheckpointWriteError, TreeError, message
+from mics_fn.errors import CheckpointError, CheckpointWriteError, TreeError, message
 from mics_fn.groups import Groups
 from mics_fn.shards import refuse_derivative, require_groups
 from mics_fn.tree import Tree
@@ -199,6 +199,10 @@ def _written(agreed: Agreed, tensors: dict[str, Any]) -> Record | BaseException:
             points.passing("save: write", agreed.options.step)
         _check_room(agreed, tensors)
         return write_part(agreed.file, tensors) if tensors else Record(0, "")
+    except CheckpointError as error:
+        return error
+    except OSError as error:
+        return cannot_write(agreed.file, error)
     except Exception as error:
         return error
 

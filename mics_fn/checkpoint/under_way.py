@@ -97,9 +97,16 @@ class PendingSave:
         return cast(Path, self._path)
 
     def settle(self) -> None:
-        """Wait for its end; raise its error if nobody was told, and its groups are still in use."""
+        """Wait for its end; raise its error if nobody was told.
+
+        If its groups are closed, other ranks may have heard something else: then it is logged.
+        """
         self.finish()
-        if not (self._told or self._life.closed):
+        if not self._told and self._life.closed:
+            self._told = True
+            if self._error is not None:
+                LOG.warning("step %d was not saved: %s", self.step, self._error)
+        elif not self._told:
             self.wait()
 
     def finish(self) -> None:

@@ -78,7 +78,12 @@ def carried(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "data": trainer.epochs.kept(),
         "random": Randoms.now(home.device).plain(),
     }
-    return _state_of(trainer, own), extra
+    return _without(trainer, own), extra
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """The first part of what `carried` gives: the state, which can always be had."""
+    return _without(trainer, _own_buffers(trainer))
 
 
 def _own_buffers(trainer: Any) -> set[str]:
@@ -87,7 +92,7 @@ def _own_buffers(trainer: Any) -> set[str]:
     return set(buffers) - set(() if apart else trainer.program.buffers.averaged)
 
 
-def _state_of(trainer: Any, own: set[str]) -> dict[str, Any]:
+def _without(trainer: Any, own: set[str]) -> dict[str, Any]:
     """The state without this rank's own buffers."""
     shared = {name: x for name, x in trainer.state.buffers.items() if name not in own}
     return {"train": replace(trainer.state, buffers=shared), "sync": trainer.sync_state}
@@ -147,11 +152,14 @@ def take_back(
         raise error or RuntimeError(about)
     with Commit() as commit:
         commit.write()
-        state = _written(_state_of(trainer, _own_buffers(trainer)), taken.state)
+        state = _written(state_of(trainer), taken.state)
         trainer.state = replace(state["train"], buffers=taken.buffers)
         trainer.sync_state, trainer.guard = state["sync"], taken.guard
         trainer.member.compared = trainer.replica_sync.apart
         trainer.epochs.go_on(taken.resume)
+        took_back = getattr(trainer.checkpoint, "took_back", None)
+        if took_back is not None:
+            took_back(trainer)
         if taken.randoms is not None:
             taken.randoms.put_back(trainer.member.home.device)
 
@@ -169,7 +177,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         now.pop("accumulate", None)
     same_scale = _compare_options(saved, now, strict)
     own = _own_buffers(trainer)
-    _check_like(_state_of(trainer, own), state, "state")
+    _check_like(_without(trainer, own), state, "state")
     mine = {name: x for name, x in trainer.state.buffers.items() if name in own}
     _check_like(mine, extra["buffers"], "extra['buffers']")
     found = {**state["train"].buffers, **extra["buffers"]}

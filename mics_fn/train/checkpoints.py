@@ -1,13 +1,15 @@
 """`Checkpoints`: a `Trainer` that is saved every so many steps, and goes on where it was saved."""
 
+import json
 import os
 from typing import Any, Literal
 
 from mics_fn import checks
 from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, save, start_save
-from mics_fn.errors import CheckpointNotFound
+from mics_fn.collectives import collect_bytes
+from mics_fn.errors import CheckpointError, CheckpointNotFound
 from mics_fn.log import LOG
-from mics_fn.train.carried import OnChange, carried, take_back
+from mics_fn.train.carried import OnChange, carried, state_of, take_back
 from mics_fn.train.syncing import has_own_state
 
 
@@ -23,7 +25,10 @@ class Checkpoints:
       every: a step is saved if its number is a multiple of this.
       keep: how many of the newest steps are kept, at least 2; None keeps all.
       keep_every: steps that are a multiple of it are kept, too.
-      resume: whether a new `Trainer` goes on from the newest committed step, if there is one.
+      resume: whether a new `Trainer` goes on from the newest committed step, if there is one. If it
+        does not, the first save raises CheckpointExists where it would replace steps of another
+        run; steps are replaced only by a run that went on from this folder, or was put back by
+        `take_back`.
       background: whether training goes on while files are written; each step that is saved then
         waits for a copy in memory only.
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
@@ -80,6 +85,9 @@ class Checkpoints:
         self.other_options: OnChange = other_options
         self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "commit": commit}
         self._saved: int | None = None  # the last step that was saved or loaded
+        self._failed: int | None = None  # a step whose save failed, with none since
+        self._again = False  # whether the next step is saved because of that
+        self._ours = False  # whether this run has loaded or saved a step of the folder
         self._pending: PendingSave | None = None
 
     def save(self, trainer: Any) -> None:
@@ -91,8 +99,9 @@ class Checkpoints:
         Communication: that of `checkpoint.save`.
 
         Raises:
-          CheckpointError: it cannot be saved, or a save before this one has failed.
+          CheckpointError: it cannot be saved. A save before this one that failed is only logged.
         """
+        self._forget(self._ended())
         self._begin_save(trainer, background=False)
 
     def begin(self, trainer: Any) -> bool:
@@ -106,46 +115,70 @@ class Checkpoints:
         Raises:
           CheckpointWriteError: some rank cannot write to the folder; on all of them.
         """
-        self._pending = None
+        self._forget(self._ended())
         check_folder(self.folder, trainer.member.home)
         if not self.resume:
             return False
-        like, _ = carried(trainer)
-        where = self.folder, like, trainer.groups
+        where = self.folder, state_of(trainer), trainer.groups
         try:
             found = load(
                 *where, on_corrupt=self.on_corrupt, replicas=_replicas(trainer), donate=True
             )
         except CheckpointNotFound:
+            if trainer.member.home.position == 0:
+                LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
         buffers = trainer.state.buffers
         state = found.state["train"]
         trainer.state = type(state)(state.step, state.params, state.opt, buffers, state.transform)
         trainer.sync_state = found.state["sync"]
         take_back(trainer, found.state, found.extra, other_options=self.other_options)
-        self._saved = found.step
+        self._saved, self._failed = found.step, None
         if trainer.member.home.position == 0:
             LOG.info("going on from step %d in %s", found.step, self.folder)
         return True
 
+    def took_back(self, trainer: Any) -> None:
+        """Called by `take_back`: the steps to come may replace those that are saved."""
+        self._saved, self._ours = None, True
+
     def reset(self, trainer: Any) -> None:
-        """Called by `Trainer.reset`: what was under way on the old groups has ended with them."""
-        self._pending = None
-        self._saved = trainer.state.step  # the same on all ranks, also on one that came back
+        """Called by `Trainer.reset`: what was under way on the old groups has ended with them.
+
+        If a step was not committed by that, the next one is saved in its place.
+
+        Communication: two small all-gathers over each of the two groups, as ranks may have heard
+          different things of the end of a save, and one that came back has heard nothing.
+        """
+        self._forget(self._ended())
+        mine = json.dumps([self._saved, self._failed, self._ours]).encode()
+        said = [json.loads(text) for text in collect_bytes(trainer.member.home, mine).values()]
+        saved = [each[0] for each in said if each[0] is not None]
+        failed = [each[1] for each in said if each[1] is not None]
+        self._ours = any(each[2] for each in said)
+        self._saved = max(saved, default=None)
+        self._failed = max(failed, default=None)
+        if self._failed in saved:  # some rank knows that it was committed
+            self._failed = None
+        self._again = self._failed is not None
 
     def after(self, trainer: Any) -> None:
         """Called by `Trainer` after each step: save it if it is due, and hear of saves that failed.
 
         Raises:
           CheckpointError: a save has failed, on all ranks after the same step. The step is done,
-            and training may go on.
+            a save that is due has begun all the same, and training may go on.
         """
         pending, step = self._pending, trainer.state.step
-        if pending is not None and pending.due():
-            self._pending = None
-            pending.wait()
-        if step % self.every == 0 and step != self._saved:
-            self._begin_save(trainer, background=self.background)
+        error = self._ended() if pending is not None and pending.due() else None
+        if self._again or (step % self.every == 0 and step != self._saved):
+            error = self._ended() or error
+            try:
+                self._begin_save(trainer, background=self.background)
+            except CheckpointError as wrong:
+                raise wrong from error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Called when a `fit` has ended: wait for a save under way.
@@ -153,19 +186,43 @@ class Checkpoints:
         Raises:
           CheckpointError: it failed.
         """
+        error = self._ended()
+        if error is not None:
+            raise error
+
+    def _ended(self) -> Exception | None:
+        """Wait for a save under way; what it failed with, which is the same on all ranks."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return None
+        try:
             pending.wait()
+        except Exception as error:
+            self._failed = pending.step
+            if self._saved == pending.step:
+                self._saved = None
+            return error
+        return None
+
+    def _forget(self, error: Exception | None) -> None:
+        """Go on after a save that failed, which nobody is to be stopped by."""
+        if error is not None:
+            LOG.warning("step %s was not saved: %s", self._failed, error)
 
     def _begin_save(self, trainer: Any, *, background: bool) -> None:
-        self.close()
-        state, extra = carried(trainer)
+        extra: Any
+        try:
+            state, extra = carried(trainer)
+        except Exception as error:  # the save raises it, on all ranks
+            state, extra = state_of(trainer), error
         step = trainer.state.step
-        options = {"overwrite": "newer", "replicas": _replicas(trainer), **self._saving}
+        # Steps of another run are not replaced, unless this one has gone on from this folder.
+        overwrite = "newer" if self._ours else "never"
+        options = {"overwrite": overwrite, "replicas": _replicas(trainer), **self._saving}
         begin: Any = start_save if background else save
         pending = begin(self.folder, state, trainer.groups, step=step, extra=extra, **options)
         self._pending = pending if background else None
-        self._saved = step
+        self._saved, self._failed, self._again, self._ours = step, None, False, True
 
 
 def _replicas(trainer: Any) -> Literal["equal", "apart"]:

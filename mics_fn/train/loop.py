@@ -10,6 +10,7 @@ import torch
 from torch.utils import deterministic as torch_deterministic
 
 from mics_fn import checks
+from mics_fn.errors import CheckpointError
 from mics_fn.groups import StopRequest
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.shares import Dealt, check_loader
@@ -119,7 +120,13 @@ def train_for(
     try:
         with closing(trainer.epochs.batches(loader, home, positions)) as batches:
             for _ in range(steps):
-                metrics.append(trainer.step(next(batches)))
+                batch = next(batches)
+                try:
+                    metrics.append(trainer.step(batch))
+                except CheckpointError:  # an earlier save failed; this one may be the last chance
+                    if stop is not None and stop.due():
+                        trainer.checkpoint.save(trainer)
+                    raise
                 bar.update(metrics)
                 if stop is not None and stop.due():
                     trainer.checkpoint.save(trainer)

@@ -8,7 +8,8 @@ class Checkpoint(Protocol):
 
     What there is to save is `carried(trainer)`, and `take_back` puts it into another trainer; see
     `mics_fn.train.carried`. Each method may call collectives on the trainer's groups, since all
-    ranks are at the same place. If one raises on a rank, it has to raise on all of them.
+    ranks are at the same place. If one raises on a rank, it has to raise on all of them. An object
+    that has `took_back(trainer)` hears of each `take_back`, which may go back to an older step.
     """
 
     def begin(self, trainer: Any) -> bool:

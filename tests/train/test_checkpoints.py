@@ -5,7 +5,6 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mics_fn.checkpoint import saving
 from mics_fn.errors import CheckpointMismatch, CheckpointWriteError
 from mics_fn.groups import StopRequest
 from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.train.carried import carried, take_back
 
 Pools = Callable[[int], RankPool]
 FOUR, TWO = World((2, 2), 2), World((2,), 2)
@@ -200,10 +200,9 @@ def test_a_rollback_replaces_later_steps(tmp_path: Path) -> None:
     trainer = simple(groups, tmp_path, every=2, keep=None)
     trainer.fit(batches(groups), 8, progress=False)
     assert checkpoint.steps(tmp_path) == [2, 4, 6, 8]
-    state, _ = mf.train.carried.carried(trainer)  # pyright: ignore
-    back = checkpoint.load(tmp_path, state, groups, step=4).state["train"]
     trainer = simple(groups, tmp_path, every=3, keep=None, resume=False)
-    trainer.state = replace(back, buffers=trainer.state.buffers)
+    back = checkpoint.load(tmp_path, carried(trainer)[0], groups, step=4)
+    take_back(trainer, back.state, back.extra)
     trainer.fit(batches(groups), 2, progress=False)
     assert checkpoint.steps(tmp_path) == [2, 4, 6]
 
