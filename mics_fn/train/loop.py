@@ -131,6 +131,9 @@ def train_for(
                 if stop is not None and stop.due():
                     trainer.checkpoint.save(trainer)
                     break
+    except BaseException:
+        trainer._epochs.interrupted = True
+        raise
     finally:
         bar.close()
     trainer.checkpoint.close()

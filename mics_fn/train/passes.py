@@ -11,6 +11,7 @@ from mics_fn.collectives import same_call
 from mics_fn.errors import TreeError, message
 from mics_fn.groups import Groups
 from mics_fn.train.batch import count
+from mics_fn.train.plain import Randoms
 from mics_fn.train.position import Position, Resume, facts_of, has_state, shuffler_of
 
 
@@ -30,6 +31,7 @@ class Epochs:
         self._running = False  # whether batches are taken now
         self._resume: Resume | None = None  # what the next `batches` begins with
         self._begins: int | None = None  # the epoch that the first pass here has
+        self.interrupted = False  # whether an error has ended the last run
 
     @property
     def epoch(self) -> int | None:
@@ -41,6 +43,36 @@ class Epochs:
     def begin_after(self, epoch: int | None) -> None:
         """Let the first pass follow one that another process has made, if it made one."""
         self._begins, self._last = None if epoch is None else epoch + 1, (None, 0)
+
+    @property
+    def place(self) -> list[Any] | None:
+        """How far the pass of an interrupted run has come, for ranks that came back."""
+        at = self._at
+        if at is None or not self.interrupted:
+            return None
+        return [at.epoch, at.batches, at.samples, at.ranks, dict(at.facts or {})]
+
+    def repeat(self, place: list[Any], device: torch.device) -> None:
+        """Let the next `batches` repeat what an interrupted run had not used of its last pass.
+
+        It does so if it gets a loader like the last one. An iterator cannot give a batch again: it
+        goes on behind what it gave.
+
+        Args:
+          place: of another rank, for one that has none as it came back.
+          device: of this rank, which has random states.
+        """
+        if self._resume is not None:
+            return
+        now, exact = Randoms.now(device), self._at is not None
+        if self._at is not None:
+            saved = self._at.plain(self._loader(), exact=self._given == self._at.batches)
+            at = Position.from_plain(saved, "the position in the data")
+        else:
+            epoch, batches, samples, ranks, facts = place
+            at = Position(epoch, now, (), ranks, batches, samples, facts)
+            saved = at.plain(None, exact=False)
+        self.go_on(Resume(at, saved, now, exact, True, optional=True))
 
     def batches(
         self, loader: Iterable[Any], home: Groups | None = None, positions: int | None = None
@@ -58,9 +90,12 @@ class Epochs:
           TreeError: a pass gave no batch, or the loader does not fit the position that the run
             should go on from.
         """
+        if self._resume is not None and not self._resume.suits(loader):
+            self._resume = None
         shuffler, resume, place = shuffler_of(loader), self._resume, _place(home, positions)
         epoch = self._next_epoch(shuffler) if resume is None else resume.at.epoch
         self._loader, self._running, self._samples = lambda: loader, True, None
+        self.interrupted = False
         try:
             while True:
                 if shuffler is not None:

@@ -8,6 +8,12 @@ gives its first batches once more, which are thrown away: that costs the time of
 the random states of the save are put back, which dropout and later passes draw from. What is drawn
 from the process' own generators *during* a pass, by a sampler or by a dataset without workers, is
 drawn again only if training draws nothing from the same generator in between.
+
+After an error and `Trainer.reset` the next `fit` goes on in the same way, and begins with the batch
+of the step that was not done. That step then draws other random numbers, such as those of dropout.
+A rank that came back takes from another one how far the pass has come, and has the same samples as
+before if the order follows from the number of the pass. An iterator, such as a generator, cannot
+give a batch again, so it goes on behind that batch.
 """
 
 import warnings
@@ -108,6 +114,7 @@ class Resume:
       now: the random states of the save.
       exact: whether these are the states of this very rank, of as many ranks as there are now.
       strict: whether a loader that is not like the saved one is an error, or a warning.
+      optional: whether a pass begins instead if the loader is not like that one.
     """
 
     at: Position
@@ -115,6 +122,13 @@ class Resume:
     now: Randoms
     exact: bool
     strict: bool
+    optional: bool = False
+
+    def suits(self, loader: Iterable[Any]) -> bool:
+        """Whether a run goes on with this loader, or raises."""
+        if not self.optional:
+            return True
+        return not isinstance(loader, Iterator) and facts_of(loader) == self.at.facts
 
     def behind(
         self, loader: Iterable[Any], device: torch.device, ranks: int

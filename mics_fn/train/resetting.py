@@ -8,17 +8,20 @@ Replicas that are apart have states of their own, so each of them must be at one
 Ranks that come back have nothing; see [Note: replicas are checkpoints] in `rejoining`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from mics_fn import checks, tree
+from mics_fn.collectives import collect_bytes
 from mics_fn.errors import CollectiveError, LostStateError, PeerFailed, TornStepError
 from mics_fn.groups import Groups, replaced
 from mics_fn.optim import same_step
 from mics_fn.shards import is_leaf
 from mics_fn.train.elastic import begun, check_newest, end_saves, meet_for
 from mics_fn.train.guarding import with_numbers
+from mics_fn.train.passes import Epochs
 from mics_fn.train.rejoining import (
     Said,
     refuse_apart,
@@ -55,6 +58,7 @@ def renew(trainer: Any, *, heal: bool) -> None:
         check_newest(trainer)
         try:
             at_one_step(trainer, heal=heal)
+            _go_on_in_data(trainer._home, trainer._epochs)
         except (CollectiveError, PeerFailed):
             if not attempt:
                 raise
@@ -125,6 +129,17 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
             trainer.epochs.took()  # the batch of the step that failed here is used, after all
             trainer.sync_state = replace(trainer.sync_state, step=last.calls)
             trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
+
+
+def _go_on_in_data(home: Groups, epochs: Epochs) -> None:
+    """Let all ranks go on in the pass that an error has ended; see [Note: going on in a pass].
+
+    Communication: two small all-gathers over each of the two groups.
+    """
+    said = collect_bytes(home, json.dumps(epochs.place).encode()).values()
+    places = [place for place in map(json.loads, said) if place is not None]
+    if places:
+        epochs.repeat(max(places, key=lambda place: place[:2]), home.device)
 
 
 def _check_apart(found: Mapping[int, Said], home: Groups) -> None:

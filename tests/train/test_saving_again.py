@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Layout, groups_of
+from torch.utils.data import DataLoader
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim
 from mics_fn.checkpoint import saving
-from mics_fn.errors import CheckpointError, CheckpointExists, LeafError
+from mics_fn.errors import CheckpointError, CheckpointExists, LeafError, MicsError
 from mics_fn.groups import StopRequest
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.train.carried import carried, take_back
@@ -198,3 +199,69 @@ def test_a_loader_that_cannot_be_saved_on_one_rank_is_an_error_of_all(
     assert [text.partition(":")[0] for text in found] == ["CheckpointError", "LeafError"]
     assert "on rank 1" in found[0]
     assert "state_dict() of Odd" in found[0]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Samples that say which they are, in their last number."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.cat(
+            [torch.randn(5, generator=torch.Generator().manual_seed(i)), torch.tensor([i])]
+        )
+
+
+LOADERS = ("sampler", "shuffle", "generator", "list")
+
+
+def loader_of(kind: str, groups: mf.Groups) -> Any:
+    rows = Rows()
+    if kind == "sampler":
+        return DataLoader(rows, 2, sampler=mf.sampler(rows, groups))
+    if kind == "list":
+        return list(DataLoader(rows, 4))
+    generator = torch.Generator().manual_seed(groups.position) if kind == "generator" else None
+    return DataLoader(rows, 4, shuffle=True, generator=generator)
+
+
+def with_a_fault(layout: Layout, kind: str, at: int) -> bool:
+    """Losses of 13 steps in passes of 5; with a step that raises on one rank, and without."""
+    runs = []
+    for fault in (0, at):
+        groups, seen, calls = mf.make_groups(layout.partition_size, timeout_s=30), [], [0]
+
+        def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1  # noqa: B023
+            if calls[0] == fault and groups.rank == groups.ranks[-1]:  # noqa: B023
+                raise ValueError("stumbled")
+            return model(x).square().mean()
+
+        torch.manual_seed(0)
+        trainer = mf.Trainer(torch.nn.Linear(6, 3), optim.adamw(0.1), groups, loss=loss)
+        torch.manual_seed(groups.position)
+        loader, steps = loader_of(kind, groups), 13
+        if fault:
+            try:
+                trainer.fit(loader, steps, progress=False)
+            except (ValueError, MicsError):
+                trainer.reset()
+            seen = list(range(trainer.state.step))
+        left = steps - len(seen)
+        trainer.fit(loader, left, progress=False)
+        runs.append([carried(trainer)[1]["data"][x] for x in ("epoch", "batches", "samples")])
+        runs[-1] += [x.tolist() for x in trainer.params().values()]
+        trainer.groups.close()
+    return runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_reset_goes_on_in_the_pass(kind: str, at: int) -> None:
+    assert with_a_fault(Layout((1,), 1), kind, at)
+
+
+def test_a_reset_of_all_ranks_goes_on_in_the_pass(ranks: Pools) -> None:
+    for kind, at in (("sampler", 4), ("shuffle", 8)):
+        assert ranks(2).run(with_a_fault, TWO, kind, at) == [True, True]
