@@ -76,6 +76,7 @@ class Agreed:
       tensors: the tensors of this rank's file, by name.
       cells: for each set of groups the numbers of this rank's chunk and replica.
       manifest: made from the records of all files.
+      failed: why this rank cannot write, if it cannot.
     """
 
     home: Groups
@@ -85,6 +86,7 @@ class Agreed:
     tensors: dict[str, Tensor]
     cells: list[list[int]]
     manifest: Callable[[list[Writer]], Manifest]
+    failed: Exception | None = None
 
     @property
     def is_first(self) -> bool:
@@ -151,8 +153,11 @@ def agree_on(
         raise
     first = words.all[home.ranks[0]]
     equal = [len({each[1][i] for each in words.all.values()}) == 1 for i in range(2)]
-    kept = {} if equal[1] and home.position else extras
-    return _agreed(home, folder, Path(first[2]), options, found, equal, kept)
+    kept, path = {} if equal[1] and home.position else extras, Path(first[2])
+    try:
+        return _agreed(home, folder, path, options, found, equal, kept)
+    except Exception as error:  # the other ranks have begun, and hear of it as of one of writing
+        return Agreed(home, folder, path, options, {}, [], _no_manifest, error)
 
 
 def _agreed(

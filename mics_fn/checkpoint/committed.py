@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mics_fn.checkpoint.manifest import DIGEST_BYTES
+from mics_fn.errors import CheckpointError, message
 
 BY_FILE, COMMITTED = "BY_FILE", "COMMITTED"
 MAX_STEP = 10**16 - 1
@@ -54,11 +55,18 @@ class Attempt(NamedTuple):
 
 
 def attempts_in(folder: Path) -> list[Attempt]:
-    """All folders in a folder that have the name of a step, whether they count or not."""
+    """All folders in a folder that have the name of a step, whether they count or not.
+
+    Raises:
+      CheckpointError: the folder is there, but cannot be read.
+    """
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        what, fix = f"checkpoint: {folder} cannot be read", "get the right to read it, or try again"
+        raise CheckpointError(message(what, [str(error)], fix), str(folder)) from error
     return [x for x in (Attempt.of(folder / name) for name in names) if x is not None]
 
 

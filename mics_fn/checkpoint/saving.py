@@ -197,6 +197,8 @@ def _written(agreed: Agreed, tensors: dict[str, Any]) -> Record | BaseException:
     try:
         if points.observers:
             points.passing("save: write", agreed.options.step)
+        if agreed.failed is not None:
+            return agreed.failed
         _check_room(agreed, tensors)
         return write_part(agreed.file, tensors) if tensors else Record(0, "")
     except CheckpointError as error:

@@ -64,7 +64,10 @@ class PendingSave:
         _UNDER_WAY[self._place] = self
         # A process that ends waits for this thread, as it is not a daemon.
         self._thread = threading.Thread(target=self._run, name="mics_fn save")
-        start(self._thread)
+        try:
+            start(self._thread)
+        except RuntimeError:  # the system has no thread left, and the other ranks wait for this one
+            self._run()
 
     @property
     def done(self) -> bool:
@@ -205,7 +208,7 @@ class PendingSave:
         options = agreed.options
         try:
             agreed.folder.prune(options.step, options.keep, options.keep_every)
-        except OSError as error:  # the step is committed, whatever cannot be removed
+        except (OSError, CheckpointError) as error:  # the step is committed all the same
             LOG.warning("save: older steps in %s stay: %s", agreed.folder.path, error)
         LOG.info("saved step %d in %s", options.step, path)
         return path

@@ -27,6 +27,7 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
       Their numbers; none for a folder that does not exist.
 
     Raises:
+      CheckpointError: the folder cannot be read.
       PlanError: `path` is not a path.
 
     Example:
@@ -47,6 +48,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
       Its number. A step that is being written, or whose save failed, is not committed.
 
     Raises:
+      CheckpointError: the folder cannot be read.
       PlanError: `path` is not a path.
 
     Example:
