@@ -83,7 +83,7 @@ def save(
     agreed = _begun("save", path, state, groups, extra, options)
     outcome: Record | BaseException
     try:
-        with Snapshot.of(agreed.folder.path).on_host(agreed.tensors) as tensors:
+        with Snapshot().on_host(agreed.tensors) as tensors:
             outcome = _written(agreed, tensors)
     except BaseException as error:
         outcome = error
@@ -139,7 +139,7 @@ def start_save(
     agreed = _begun("start_save", path, state, groups, extra, options)
     copied, failed = None, None
     try:
-        copied = Snapshot.of(agreed.folder.path).copied(agreed.tensors)
+        copied = Snapshot().copied(agreed.tensors)
     except BaseException as error:
         failed = error
 

@@ -1,8 +1,8 @@
 """Copies of what a save writes, in host memory that is used again by the next one."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +14,41 @@ from mics_fn.offload import Hold, is_apart, is_stored, mapped, read
 _ALIGN = 64  # bytes; of a copy, for vector loads
 
 
-class Snapshot:
-    """Host memory for the copies of the saves to one folder; one save at a time uses it."""
+class Memory:
+    """Host memory of this process for copies, whichever folder they go to.
+
+    A save takes one piece and gives it back when it has ended; so there are as many pieces as saves
+    were under way at the same time, which is one for each folder at most.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.free: list[tuple[str, Tensor]] = []  # the kind of device that copies to it, and it
+        self._turn = threading.Lock()
 
-    @staticmethod
-    def of(path: Path) -> "Snapshot":
-        """The one of a folder in this process."""
-        return _KEPT.setdefault(path, Snapshot())
+    def lend(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory of at least so many bytes, which a device can copy to."""
+        with self._turn:
+            mine = [i for i, (kind, _) in enumerate(self.free) if kind == device.type]
+            if mine:  # the largest; if that is too small, it goes for a larger one
+                largest = max(mine, key=lambda i: len(self.free[i][1]))
+                _, memory = self.free.pop(largest)
+                if len(memory) >= nbytes:
+                    return memory
+                del memory
+        # A little more, since lengths in JSON may grow from one save to the next.
+        return _device.host_buffer(nbytes + 4096, device)
+
+    def give_back(self, memory: Tensor, device: torch.device) -> None:
+        """Let other saves use it."""
+        with self._turn:
+            self.free.append((device.type, memory))
+
+
+MEMORY = Memory()
+
+
+class Snapshot:
+    """The copies of one save, or the tensors themselves where they can be read as they are."""
 
     def on_host(self, tensors: Mapping[str, Tensor]) -> Any:
         """A block that has these tensors on the host: themselves if they are there already."""
@@ -51,11 +76,8 @@ class Snapshot:
                 places[name] = end
                 end += near[name].numel() * near[name].itemsize
             end = -(-end // _ALIGN) * _ALIGN
-        if len(self._memory) < end:
-            # A little more, since lengths in JSON may grow from one save to the next.
-            device = next(iter(devices), torch.device("cpu"))
-            self._memory = _device.host_buffer(end + 4096, device)
-        memory = self._memory
+        device = next(iter(devices), torch.device("cpu"))
+        memory = MEMORY.lend(end, device)
         if sources:
             copies = [_view(memory, place, x.dtype, x.shape) for place, x in sources]
             pinned = bool(devices) and memory.is_pinned()
@@ -68,12 +90,15 @@ class Snapshot:
         def made() -> dict[str, Tensor]:  # in the block, for which nobody waits
             return {k: mapped(far[k]) if k in far else _view(memory, *facts[k]) for k in order}
 
-        return _given(made, events, hold)
+        return _given(made, events, hold, lambda: MEMORY.give_back(memory, device))
 
 
 @contextmanager
 def _given(
-    make: Callable[[], dict[str, Tensor]], events: Any = (), hold: Hold | None = None
+    make: Callable[[], dict[str, Tensor]],
+    events: Any = (),
+    hold: Hold | None = None,
+    end: Callable[[], None] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     try:
         for event in events:
@@ -82,6 +107,8 @@ def _given(
     finally:
         if hold is not None:
             hold.release()
+        if end is not None:
+            end()
 
 
 def _runs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
@@ -120,6 +147,3 @@ def _view(memory: Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 def _dense(x: Any) -> Tensor:
     return mapped(x) if is_stored(x) else read(x).detach().resolve_neg().contiguous()
-
-
-_KEPT: dict[Path, Snapshot] = {}

@@ -1,5 +1,7 @@
 """A snapshot has what was there when it was taken, however the tensors lie in memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,6 +49,23 @@ def test_a_copy_is_equal_and_stays(backwards: bool) -> None:
         given = tensors()
     with Snapshot().copied({}) as copies:
         assert copies == {}
+
+
+def test_saves_to_many_folders_take_the_memory_of_one(tmp_path: Path) -> None:
+    groups = mf.make_groups(1)
+    params = mf.shard({"w": torch.zeros(100_000)}, groups)
+    snapshot.MEMORY.free.clear()
+    for i in range(4):
+        checkpoint.start_save(tmp_path / f"{i}", params, groups, step=1).wait()
+    assert [len(memory) // 400_000 for _, memory in snapshot.MEMORY.free] == [1]
+    first, second = Snapshot().copied(params_of(1.0)), Snapshot().copied(params_of(2.0))
+    with first as one, second as two:
+        assert (one["w"][0], two["w"][0]) == (1.0, 2.0)
+    assert len(snapshot.MEMORY.free) == 2
+
+
+def params_of(value: float) -> dict[str, Tensor]:
+    return {"w": torch.full((10,), value)}
 
 
 def test_a_bucket_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: str) -> None:
