@@ -33,6 +33,23 @@ def test_it_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "['w'][0:100]: its values are not those that were saved" in text
 
 
+def test_all_steps_are_compared_though_one_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000002" / "MANIFEST.json").write_bytes(b"{}")
+    assert main(["verify", str(tmp_path), "--all"]) == 1
+    out, err = capsys.readouterr()
+    assert [line[:7] for line in out.splitlines()] == ["step 1:", "step 3:", "2 of 3 "]
+    assert "step 2: " in err
+
+
+def test_a_folder_without_steps_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for folder in (tmp_path, tmp_path / "mistyped"):
+        assert main(["verify", str(folder), "--all"]) == 1
+        assert "no committed checkpoint" in capsys.readouterr().err
+
+
 def test_it_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["verify", str(tmp_path), "--step", "3"]) == 1
     assert "no committed step 3" in capsys.readouterr().err

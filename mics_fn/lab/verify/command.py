@@ -1,8 +1,10 @@
 """`python -m mics_fn verify DIR`: its flags, and what it prints; it needs neither ranks nor GPU."""
 
 import argparse
+import sys
 
 from mics_fn.checkpoint import steps, verify
+from mics_fn.errors import CheckpointError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,9 +18,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Compare every value of a step with its checksum, and print what was compared.
 
+    With `--all`, damage in one step does not keep the others from being compared; the last line
+    says how many steps are as they were saved.
+
+    Returns:
+        0, or 1 if something is not as it was saved.
+
     Raises:
-        CheckpointError: something is not as it was saved.
+        CheckpointNotFound: there is no such step, or none at all.
+        CheckpointError: the step is not as it was saved.
     """
-    for step in steps(args.folder) if args.all else [args.step]:
-        print(verify(args.folder, step), flush=True)
-    return 0
+    found = steps(args.folder) if args.all else []
+    if not found:
+        print(verify(args.folder, args.step), flush=True)
+        return 0
+    damaged = []
+    for step in found:
+        try:
+            print(verify(args.folder, step), flush=True)
+        except CheckpointError as error:
+            damaged.append(step)
+            print(f"step {step}: {error}", file=sys.stderr, flush=True)
+    print(f"{len(found) - len(damaged)} of {len(found)} steps are as they were saved")
+    return 1 if damaged else 0
