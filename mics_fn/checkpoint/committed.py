@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mics_fn.checkpoint.manifest import DIGEST_BYTES
 from mics_fn.errors import CheckpointError, message
 
 BY_FILE, COMMITTED = "BY_FILE", "COMMITTED"
@@ -111,12 +110,5 @@ def is_whole(path: Path) -> bool:
     except OSError:
         return True
     if BY_FILE in names:
-        return COMMITTED in names and _size(path / COMMITTED) >= DIGEST_BYTES
+        return COMMITTED in names  # it comes whole, so one that is cut was damaged later
     return os.path.islink(path) or bool(names)
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.lstat(path).st_size
-    except OSError:
-        return DIGEST_BYTES  # unknown, so it counts

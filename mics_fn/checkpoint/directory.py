@@ -4,10 +4,11 @@
 disk has its file; then the manifest is written, and the disk has that and the folder; then the
 folder gets its name, which is one operation of the file system, and the disk has this too. So a
 step that can be seen is whole, whatever was killed meanwhile, and what a killed job leaves has
-another name and never matters. Where a store has no such rename (`commit="file"`), files are
-written where they stay: an empty file `BY_FILE` comes first, and `COMMITTED` last, without all of
-which a step does not count. What cannot be read for some other reason counts, is never removed, and
-is an error of whoever loads it: no step is passed over in silence.
+another name and never matters. Where a store cannot rename a folder (`commit="file"`), files are
+written where they stay: an empty file `BY_FILE` comes first, and `COMMITTED` last, without which a
+step does not count. Such a store has to rename files, which safetensors asks for, too; it need not
+be able to bring the names in a folder to the disk. What cannot be read for some other reason
+counts, is never removed, and is an error of whoever loads it: no step is passed over in silence.
 
 Which of the whole steps count is in [Note: branches] in `committed`. A step that a load refused, as
 it was found to be damaged, does not count as one of those that are kept, and is not removed by that
@@ -42,6 +43,7 @@ from mics_fn.errors import CheckpointExists, CheckpointNotFound, message
 from mics_fn.log import LOG
 
 _LOCK = ".lock"
+_SOON = ".committed"  # the name of `COMMITTED` while it is written
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _LEAST = 2  # committed steps that pruning leaves
 Commit = Literal["rename", "file"]
@@ -157,7 +159,8 @@ class Folder:
         sync_folder(path)
         final = path
         if manifest.commit == "file":
-            write_file(path / COMMITTED, digest_of(data).encode())
+            write_file(path / _SOON, digest_of(data).encode())
+            os.rename(path / _SOON, path / COMMITTED)
         else:
             final = self._final(manifest.step)
             os.rename(path, final)
@@ -185,7 +188,9 @@ class Folder:
         """
         steps, replaced = divided(self._whole())
         good = [s for s in steps if not _is_refused(steps[s])]
-        rest = sorted((x for x in replaced if not _is_refused(x.path)), key=lambda x: x[1::-1])
+        rest = sorted(
+            (x for x in replaced if not _is_refused(x.path)), key=lambda x: (x.number, x.step)
+        )
         lacking = max(0, _LEAST - len(good))
         spare = {each.path for each in rest[len(rest) - min(lacking, len(rest)) :]}
         gone = [each.path for each in replaced if each.path not in spare]
@@ -202,7 +207,7 @@ class Folder:
                     LOG.warning("save: cannot remove %s", path)
 
     def _let_go(self, path: Path) -> bool:
-        """Remove a step; or put it aside, if a load refused it. Says whether it is not there."""
+        """Remove a step, or put it aside if a load refused it; says whether it is out of the way."""
         if not _is_refused(path):
             return self._remove(path)
         aside = self.path / f".refused-{path.name}-{uuid.uuid4().hex[:12]}"
@@ -210,8 +215,7 @@ class Folder:
             os.rename(path, aside)
             _REFUSED.pop(_real(path), None)
             LOG.warning("save: %s was found to be damaged, and is now %s", path, aside)
-            return True
-        return False
+        return True
 
     def _remove(self, path: Path) -> bool:
         """Remove a folder of a step so that no part of it is ever taken for a step.

@@ -1,5 +1,6 @@
 """Files and folders of which the disk has told that it has them."""
 
+import errno
 import os
 import stat
 import threading
@@ -28,10 +29,16 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder."""
+    """Wait until the disk has the names in a folder, where the file system can be asked for that.
+
+    Some that keep files in other places cannot; they have the name of a file once it is closed.
+    """
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(number)
 

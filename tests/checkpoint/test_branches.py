@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,6 +187,43 @@ def test_a_step_that_is_saved_again_and_again_takes_the_room_of_two(tmp_path: Pa
     for _ in range(2):
         save_at(tmp_path, 6, overwrite="newer")
     assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+@pytest.mark.parametrize("size", [0, 63])
+def test_a_cut_mark_of_a_commit_hides_no_step(tmp_path: Path, size: int) -> None:
+    save_at(tmp_path, 1, 2, commit="file")
+    os.truncate(tmp_path / "step-00000002" / "COMMITTED", size)
+    with pytest.raises(CheckpointFormatError, match="COMMITTED"):
+        load_at(tmp_path)
+    save_at(tmp_path, 3, commit="file")
+    assert checkpoint.steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_store_that_cannot_rename_folders_keeps_what_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(path: Any, *args: Any) -> None:
+        if Path(path).is_dir():
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+        plain(path, *args)
+
+    def sync(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        plain_sync(number)
+
+    plain, plain_sync = os.rename, os.fsync
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "fsync", sync)
+    how = {"overwrite": "newer", "keep": 2, "commit": "file"}
+    save_at(tmp_path, 2, 4, 6, **how)
+    assert checkpoint.steps(tmp_path) == [4, 6]
+    damage(tmp_path, 6)
+    assert load_at(tmp_path, on_corrupt="previous") == 4
+    save_at(tmp_path, 5, 7, 9, **how)
+    assert load_at(tmp_path) == 9
+    assert checkpoint.steps(tmp_path) == [6, 7, 9]
+    assert (tmp_path / "step-00000006" / "MANIFEST.json").exists()
 
 
 def test_folders_of_version_1_0_mean_what_they_meant() -> None:

@@ -182,8 +182,8 @@ def test_the_disk_has_each_thing_before_the_next(
         temporary = next(path for _, path in did if path.startswith(".tmp-step-"))
         order += [("fsync", temporary), ("rename", temporary), ("fsync", "step-00000004")]
     else:
-        order += [("fsync", "step-00000004"), ("open", "COMMITTED"), ("write", "COMMITTED")]
-        order += [("fsync", "COMMITTED"), ("fsync", "step-00000004")]
+        order += [("fsync", "step-00000004"), ("open", ".committed"), ("write", ".committed")]
+        order += [("fsync", ".committed"), ("rename", ".committed"), ("fsync", "step-00000004")]
         first = [("open", "BY_FILE"), ("fsync", "BY_FILE"), ("fsync", "step-00000004")]
         order = [*first, *order]
     order += [("fsync", "jobs")]
