@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn._version import __version__
+from mics_fn.checkpoint.committed import MAX_STEP
 from mics_fn.checkpoint.contents import (
     Contents,
     Replicas,
@@ -54,6 +55,8 @@ class Options:
             optional = value is None and name != "step"
             if not optional and (type(value) is not int or value < least):
                 raise PlanError(f"save: {name}={value!r}, expected an int of at least {least}")
+        if self.step > MAX_STEP:
+            raise PlanError(f"save: step={self.step}, expected at most {MAX_STEP}")
         words = {
             "overwrite": (self.overwrite, ("never", "newer")),
             "replicas": (self.replicas, ("equal", "apart")),

@@ -50,6 +50,7 @@ Commit = Literal["rename", "file"]
 Overwrite = Literal["never", "newer"]
 
 
+_LOCKS = set[int]()  # open files of this process that are locked
 _REFUSED: dict[Path, tuple[int, int]] = {}  # folders of steps that a load here refused, and inodes
 
 
@@ -207,7 +208,7 @@ class Folder:
                     LOG.warning("save: cannot remove %s", path)
 
     def _let_go(self, path: Path) -> bool:
-        """Remove a step, or put it aside if a load refused it; says whether it is out of the way."""
+        """Remove a step, or put it aside if a load refused it; False if it is still in the way."""
         if not _is_refused(path):
             return self._remove(path)
         aside = self.path / f".refused-{path.name}-{uuid.uuid4().hex[:12]}"
@@ -250,7 +251,8 @@ class Folder:
         """Keep other jobs from saving here; the lock ends with this process, however that ends."""
         self._lock = os.open(self.path / _LOCK, _LOCK_FLAGS, 0o644)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The other kind of lock ends as soon as anybody here closes that file.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace") or "unknown"
             os.close(self._lock)
@@ -260,14 +262,26 @@ class Folder:
             what = f"save: another job saves to {self.path}: {owner}"
             fix = "give each job a folder of its own"
             raise CheckpointExists(message(what, fix=fix), str(self.path)) from None
+        _LOCKS.add(self._lock)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"host {socket.gethostname()}, process {os.getpid()}".encode(), 0)
 
     def unlock(self) -> None:
         """Let other jobs save here."""
         if self._lock is not None:
+            _LOCKS.discard(self._lock)
             os.close(self._lock)
             self._lock = None
+
+
+def _leave_locks() -> None:
+    """Close the locks in a forked process, or they would last as long as that does."""
+    for number in _LOCKS:
+        os.close(number)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _real(path: Path) -> Path:

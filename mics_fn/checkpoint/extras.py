@@ -30,7 +30,7 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
         if x is None or isinstance(x, bool | int | str):
             return x
         if isinstance(x, float):
-            return x if math.isfinite(x) else {_FLOAT: repr(x)}
+            return float(x) if math.isfinite(x) else {_FLOAT: repr(float(x))}
         if isinstance(x, dict) and all(isinstance(k, str) and k[:1] != "$" for k in x):
             return {key: plain(each, f"{path}[{key!r}]") for key, each in x.items()}
         if isinstance(x, list | tuple):
@@ -41,6 +41,11 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
         raise LeafError(message(text, fix=fix))
 
     return json.dumps(plain(value, root), separators=(",", ":")), tensors
+
+
+def kind_of(x: Any) -> type:
+    """The type that a number or a text has in a file: that of Python, also for one of numpy."""
+    return next((kind for kind in (bool, int, float, str) if isinstance(x, kind)), type(x))
 
 
 def decoded(text: str, tensors: dict[str, Tensor]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_fn.checkpoint.agreeing import EXTRA
 from mics_fn.checkpoint.contents import Contents, Replicas
 from mics_fn.checkpoint.converting import as_saved
-from mics_fn.checkpoint.extras import decoded
+from mics_fn.checkpoint.extras import decoded, kind_of
 from mics_fn.checkpoint.layout import Stored, covering
 from mics_fn.checkpoint.manifest import Manifest
 from mics_fn.checkpoint.opening import check_files
@@ -66,7 +66,7 @@ class Sources:
         kinds = ((name, x) for name, x in target.values.items() if name in self.manifest.values)
         for name, x in kinds:
             got = self.manifest.values[name]
-            if type(got) is not type(x):
+            if kind_of(got) is not kind_of(x):
                 wrong.append(f"{name}: saved {got!r}, expected {type(x).__name__}")
         if wrong:
             more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []

@@ -3,19 +3,29 @@
 import errno
 import logging
 import os
+import signal
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint.committed import Attempt, divided, next_name
-from mics_fn.errors import CheckpointCorrupt, CheckpointError, CheckpointFormatError
+from mics_fn.checkpoint.committed import MAX_STEP, Attempt, divided, next_name
+from mics_fn.checkpoint.directory import Folder
+from mics_fn.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointFormatError,
+    PlanError,
+)
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -224,6 +234,39 @@ def test_a_store_that_cannot_rename_folders_keeps_what_was_refused(
     assert load_at(tmp_path) == 9
     assert checkpoint.steps(tmp_path) == [6, 7, 9]
     assert (tmp_path / "step-00000006" / "MANIFEST.json").exists()
+
+
+def test_the_highest_step_is_an_ordinary_one_and_a_higher_one_is_refused(tmp_path: Path) -> None:
+    save_at(tmp_path, MAX_STEP)
+    assert load_at(tmp_path) == MAX_STEP
+    with pytest.raises(PlanError, match="expected at most"):
+        save_at(tmp_path, MAX_STEP + 1)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float64("inf"), np.str_("a")])
+def test_a_number_of_numpy_comes_back(tmp_path: Path, value: Any) -> None:
+    groups, state = mf.make_groups(1), {"w": torch.ones(3), "x": value}
+    checkpoint.save(tmp_path, state, groups, step=1, extra={"x": value})
+    found = checkpoint.load(tmp_path, state, groups)
+    assert found.state["x"] == value
+    assert found.extra == {"x": value}
+
+
+def test_a_lock_lasts_until_the_save_ends_whoever_reads_its_file(tmp_path: Path) -> None:
+    first, second = Folder(tmp_path), Folder(tmp_path)
+    first.begin(1, "never", "rename")
+    (tmp_path / ".lock").read_bytes()
+    child = os.fork()
+    if child == 0:  # which lives on and has no part in this
+        time.sleep(30)
+        os._exit(0)
+    with pytest.raises(CheckpointExists, match="another job saves"):
+        second.begin(1, "never", "rename")
+    first.abandon()
+    second.begin(1, "never", "rename")
+    second.abandon()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_folders_of_version_1_0_mean_what_they_meant() -> None:
