@@ -43,6 +43,7 @@ class Epochs:
     def begin_after(self, epoch: int | None) -> None:
         """Let the first pass follow one that another process has made, if it made one."""
         self._begins, self._last = None if epoch is None else epoch + 1, (None, 0)
+        self.go_on(None)  # what was begun here meanwhile has no meaning
 
     @property
     def place(self) -> list[Any] | None:
