@@ -132,7 +132,7 @@ def train_for(
                     trainer.checkpoint.save(trainer)
                     break
     except BaseException:
-        trainer._epochs.interrupted = True
+        trainer.epochs.interrupted = True
         raise
     finally:
         bar.close()

@@ -58,7 +58,7 @@ def renew(trainer: Any, *, heal: bool) -> None:
         check_newest(trainer)
         try:
             at_one_step(trainer, heal=heal)
-            _go_on_in_data(trainer._home, trainer._epochs)
+            _go_on_in_data(member.home, trainer.epochs)
         except (CollectiveError, PeerFailed):
             if not attempt:
                 raise
