@@ -135,48 +135,39 @@ def answer(verb: str, call: str, value: Any) -> bool:
     return bool(value)
 
 
-def function(
-    verb: str,
-    name: str,
-    value: Any,
-    of: str,
-    fix: str,
-    *,
-    optional: bool = True,
-    takes: int | None = None,
-) -> None:
-    """Raise PlanError unless a value can be called, or is None if it is optional.
-
-    With `takes` it must be possible to call it with so many positional arguments.
-
-    >>> function("Trainer", "loss", len, "loss(model, batch)", "return one number", takes=2)
-    Traceback (most recent call last):
-    mics_fn.errors.PlanError: Trainer: loss is called with 2 arguments, and does not take them
-      expected: a function loss(model, batch)
-      fix: return one number
-    """
-    if optional and value is None:
-        return
-    if not callable(value):
+def function(verb: str, name: str, value: Any, of: str, fix: str, *, optional: bool = True) -> None:
+    """Raise PlanError unless a value can be called, or is None if it is optional."""
+    if not callable(value) and not (optional and value is None):
         refuse(verb, name, value, f"a function {of}", fix)
-    if takes is not None and not _can_take(value, takes):
-        count = "1 argument" if takes == 1 else f"{takes} arguments"
-        them = "it" if takes == 1 else "them"
-        text = f"{verb}: {name} is called with {count}, and does not take {them}"
-        raise PlanError(message(text, [f"expected: a function {of}"], fix))
 
 
-def _can_take(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments, as far as it tells."""
+def call(verb: str, fn: Callable[..., Any] | None, form: str, fix: str) -> None:
+    """Raise PlanError unless a function takes as many arguments as it will be given.
+
+    Args:
+      verb: for errors.
+      fn: the function; None, or one whose arguments Python does not know, is accepted.
+      form: the call with the name of the function, such as "loss(model, batch)".
+      fix: for errors.
+
+    >>> call("Trainer", lambda model: 0.0, "loss(model, batch)", "return one number from it")
+    Traceback (most recent call last):
+    mics_fn.errors.PlanError: Trainer: loss cannot be called as loss(model, batch)
+      it takes (model): too many positional arguments
+      fix: return one number from it
+    """
+    if fn is None:
+        return
     try:
         found = signature(fn)
-    except (TypeError, ValueError):  # some built-in functions do not tell
-        return True
+    except (TypeError, ValueError):
+        return
+    name, _, arguments = form.partition("(")
     try:
-        found.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
+        found.bind(*arguments.split(","))
+    except TypeError as error:
+        text = f"{verb}: {name} cannot be called as {form}"
+        raise PlanError(message(text, [f"it takes {found}: {error}"], fix)) from None
 
 
 def instance(

@@ -50,10 +50,13 @@ class Chosen(NamedTuple):
     ) -> "Chosen":
         """The options as they were given, if each of them is what it should be."""
         fix = "pass a function such as lambda path: 'bias' in path"
-        checks.function(verb, "frozen", frozen, "from the path of a leaf to a bool", fix, takes=1)
+        checks.function(verb, "frozen", frozen, "from the path of a leaf to a bool", fix)
+        checks.call(verb, frozen, "frozen(path)", fix)
         fix = "pass a function such as lambda path: names.index(path)"
-        checks.function(verb, "order", order, "from the path of a leaf to a sort key", fix, takes=1)
+        checks.function(verb, "order", order, "from the path of a leaf to a sort key", fix)
+        checks.call(verb, order, "order(path)", fix)
         fix = "pass a function such as lambda path: path.split('.')[1]"
-        checks.function(verb, "bucket", bucket, "from the path of a leaf to a key", fix, takes=1)
+        checks.function(verb, "bucket", bucket, "from the path of a leaf to a key", fix)
+        checks.call(verb, bucket, "bucket(path)", fix)
         nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
         return cls(frozen, precision_of(precision), nbytes, order, bucket, where_of(where))

@@ -25,7 +25,6 @@ from mics_fn.shards import (
     owners_of,
     shard,
 )
-from mics_fn.train.callbacks import check_call
 from mics_fn.train.defaults import bucket_bytes_for
 from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
@@ -60,10 +59,10 @@ def check_model(
         expected = "an nn.Module or a function loss_fn(params, batch)"
         if not callable(model):
             checks.refuse("Trainer", "model", model, expected, fix)
-        check_call("Trainer", "model", model, "loss_fn(params, batch)", _NUMBER)
+        checks.call("Trainer", model, "model(params, batch)", _NUMBER)
     checks.function("Trainer", "loss", loss, "loss(model, batch)", _NUMBER)
     if loss is not None:
-        check_call("Trainer", "loss", loss, "loss(model, batch)", _NUMBER)
+        checks.call("Trainer", loss, "loss(model, batch)", _NUMBER)
     if groups is None or isinstance(groups, nn.Module | Transform):
         checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
     as_transform(optimizer)

@@ -25,7 +25,6 @@ from mics_fn.optim import (
 )
 from mics_fn.shards import donate as mark_donated
 from mics_fn.shards import is_leaf, sync_replicas
-from mics_fn.train.callbacks import check_call
 from mics_fn.train.syncing import ReplicaSync, SyncState
 from mics_fn.tree import Tree
 
@@ -185,9 +184,9 @@ def reduced_by(
 
     fix = "it is given gradients of this replica, and returns their mean over all"
     form = "hop2(grads, groups)" if init is None else "hop2(grads, state, groups)"
-    check_call("reduced_by", "hop2", hop2, form, fix)
+    checks.call("reduced_by", hop2, form, fix)
     if init is not None:
-        check_call("reduced_by", "init", init, "init(params)", "it returns the first state")
+        checks.call("reduced_by", init, "init(params)", "it returns the first state")
 
     def with_state(grads: Tree, outer: Any, groups: Any) -> Any:
         return hop2(grads, outer, groups)

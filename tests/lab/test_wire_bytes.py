@@ -126,7 +126,7 @@ def a_step(layout: Layout, precision: str, accumulate: int, live: int | None) ->
         expected[id(comm.process_group())] += int(want.get(comm.name, ledger.get(comm.name, 0)))
     if groups.num_replicas > 1:  # what codes were exchanged for is gathered over the second one
         coded = [b for b in buckets if b.trainable and isinstance(b.mean_wire, Codec)]
-        gathered = sum(averaged(b, groups.num_replicas).nbytes // 2 for b in coded)
+        gathered = sum(int(averaged(b, groups.num_replicas).nbytes) // 2 for b in coded)
         assert groups.replicas.second is not None
         expected[id(groups.replicas.process_group())] -= gathered
         expected[id(groups.replicas.second.process_group())] += gathered

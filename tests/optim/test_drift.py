@@ -171,7 +171,7 @@ def with_experts(what: str) -> str:
     def place(path: str) -> mf.Groups:
         return experts if "experts" in path else dense
 
-    params = {"dense": torch.ones(5, 3), "experts": [torch.ones(4), torch.ones(7, 2)]}
+    params: Any = {"dense": torch.ones(5, 3), "experts": [torch.ones(4), torch.ones(7, 2)]}
     state = mf.init_state(mf.shard(params, place), mf.optim.adamw(1e-2))
     buffers = {"seen": torch.zeros(3)}
     grads = mf.shard(params, place)

@@ -287,8 +287,8 @@ GroupsError: shard: groups is None
 GroupsError: gather: groups is the class Groups
   fix: make groups first: groups = mics_fn.make_groups(partition_size)
 >>> mf.shard({"w": x}, groups, frozen=lambda: True)
-PlanError: shard: frozen is called with 1 argument, and does not take it
-  expected: a function from the path of a leaf to a bool
+PlanError: shard: frozen cannot be called as frozen(path)
+  it takes (): too many positional arguments
   fix: pass a function such as lambda path: 'bias' in path
 >>> mf.shard({"w": x}, 5)
 TreeError: groups['w']: got int, which is no groups
@@ -790,7 +790,7 @@ PlanError: Trainer: loss cannot be called as loss(model, batch)
   it takes (model): too many positional arguments
   fix: return one number from it
 >>> mf.Trainer(lambda params: params["w"].sum(), optim.sgd(0.1), groups, params={"w": x})
-PlanError: Trainer: model cannot be called as loss_fn(params, batch)
+PlanError: Trainer: model cannot be called as model(params, batch)
   it takes (params): too many positional arguments
   fix: return one number from it
 >>> trainer(hop2=lambda grads: grads)
