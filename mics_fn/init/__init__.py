@@ -37,7 +37,7 @@ Example:
   (True, True)
 
 Start reading at `model.py`, then the notes [Note: tape], [Note: recorded tensors] and [Note: random
-streams]. To read another format of files, write a function of a `File` that gives an `Entry` for
+streams]. To add a format of files, write a function of a `File` that gives an `Entry` for
 each tensor, and call it from `of_file` in `files.py`. To record an op that torch cannot compute on
 meta, nothing is needed: it is run on replayed inputs. An op that draws random numbers on another
 kind of device needs a generator in `rng.py`.

@@ -117,7 +117,8 @@ class _Tensor:
         check_shape(self.shape, self.dtype)
         given = facts.get("chunks")
         self.chunks: list[Chunk] = []
-        for chunk in given if isinstance(given, list) else []:
+        chunks = given if isinstance(given, list) else []
+        for chunk in chunks:
             box = _state(chunk, "ChunkStorageMetadata")
             offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
             if not len(offsets) == len(sizes) == len(self.shape):

@@ -134,7 +134,7 @@ _DATA, _BUCKET, _SLOT = attrgetter("data"), attrgetter("bucket"), attrgetter("sl
 def by_leaf(value: Tree) -> Tree:
     """A tree in which each `FlatShards` is the tree that it stands for; the rest is the same."""
     return tree.map_leaves(
-        lambda x: x.by_leaf() if isinstance(x, FlatShards) else x, value, is_leaf=_is_node
+        lambda x: x.by_leaf() if isinstance(x, FlatShards) else x, value, is_leaf=is_node
     )
 
 
@@ -149,11 +149,12 @@ def replaced(value: Tree, before: Tree, after: Tree) -> Tree:
     return tree.map_leaves(
         lambda x, old, new: x.replaced(old, new) if isinstance(x, FlatShards) else new,
         *(value, before, after),
-        is_leaf=_is_node,
+        is_leaf=is_node,
     )
 
 
-def _is_node(value: Any) -> bool:
+def is_node(value: Any) -> bool:
+    """Whether a value is a leaf of a tree of shards, or `FlatShards`."""
     return is_leaf(value) or isinstance(value, FlatShards)
 
 

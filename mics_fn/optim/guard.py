@@ -176,9 +176,8 @@ class Guard:
                 check_limit("Guard", name, limit)
         if not isinstance(self.scale, LossScale):
             fix = "make one with no_scale, static_scale or dynamic_scale"
-            raise OptimizerError(
-                message(f"Guard: scale={self.scale!r} is not a LossScale", fix=fix)
-            )
+            text = f"Guard: scale={self.scale!r} is not a LossScale"
+            raise OptimizerError(message(text, fix=fix))
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
             raise OptimizerError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
@@ -315,6 +314,7 @@ def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
     require_replicas("Guard.judge", homes)
     for home in homes:
         # With one set of groups, all ranks of a partition group have the same norm already.
-        for comm in (home.partition, home.replicas) if len(homes) > 1 else (home.replicas,):
+        comms = [home.partition, home.replicas] if len(homes) > 1 else [home.replicas]
+        for comm in comms:
             highest = collect(comm, highest, "verdict of a guard").amax()
     return highest

@@ -45,10 +45,7 @@ def handed_over(state: Any, home: Groups, sources: Mapping[int, int], *, in_plac
     """
     taken, before = home.rank in sources, state
     if taken:
-        state = room_for(state)
-    if taken and not in_place:
-        opt, buffers = tree.map_leaves(_copied, (state.opt, state.buffers))
-        state = replace(state, params=fresh(state.params), opt=opt, buffers=buffers)
+        state = room_for(state) if in_place else in_new_memory(state)
     leaves, spec = tree.flatten(state)
     plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
     numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
@@ -63,6 +60,13 @@ def handed_over(state: Any, home: Groups, sources: Mapping[int, int], *, in_plac
     for i, number in zip(plain, numbers.tolist(), strict=True):
         leaves[i] = type(leaves[i])(number)
     return as_before(spec.unflatten(leaves), before)
+
+
+def in_new_memory(state: Any) -> Any:
+    """A state to write another one into: a copy, without what is in files or is codes."""
+    state = room_for(state)
+    opt, buffers = tree.map_leaves(_copied, (state.opt, state.buffers))
+    return replace(state, params=fresh(state.params), opt=opt, buffers=buffers)
 
 
 def _check_equal(sent: list[Tensor], home: Groups) -> None:

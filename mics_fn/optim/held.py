@@ -76,7 +76,8 @@ class Held(NamedTuple):
     ) -> "Held":
         """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
         pieces, wholes = list(self.pieces), list(self.wholes)
-        for r in range(len(self.runs)) if only is None else only:
+        numbers = range(len(self.runs)) if only is None else only
+        for r in numbers:
             run, old = self.runs[r], wholes[r]
             if old is None:
                 for i in run.members:

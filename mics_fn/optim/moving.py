@@ -28,7 +28,7 @@ from mics_fn.offload import (
     store,
     where_of,
 )
-from mics_fn.optim.flat import FlatShards, Layout, Unpacked, unpacked, with_wholes
+from mics_fn.optim.flat import FlatShards, Layout, Unpacked, is_node, unpacked, with_wholes
 from mics_fn.optim.making import making
 from mics_fn.optim.runs import Run, is_in_chunk, split, whole_run
 from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
@@ -146,11 +146,7 @@ def moved_states(opt: Any, params: Unpacked, mover: Mover) -> Any:
         data = mover.taken(x.data, names[x.bucket, x.slot])
         return x if data is x.data else Sharded(data, x.bucket, x.slot)
 
-    return tree.map_leaves(take, opt, is_leaf=_is_moment)
-
-
-def _is_moment(value: Any) -> bool:
-    return is_leaf(value) or isinstance(value, FlatShards)
+    return tree.map_leaves(take, opt, is_leaf=is_node)
 
 
 def as_before(new: V, old: Any) -> V:

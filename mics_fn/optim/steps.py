@@ -6,7 +6,6 @@ the first `opt_step` with gradients that come from new groups compares `state.st
 anything is written, and with it the options of the optimizer. `Trainer` compares both earlier.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from mics_fn.collectives import collect_all, send_from
 from mics_fn.errors import TornStepError, message, rank_lines
 from mics_fn.groups import Groups
 from mics_fn.offload import read
-from mics_fn.optim.columns import fresh
-from mics_fn.optim.moving import as_before, room_for
+from mics_fn.optim.handing import in_new_memory
+from mics_fn.optim.moving import as_before
 from mics_fn.optim.options import OPTIONS, optimizer_facts, same_options
 from mics_fn.shards import names, open_shards
-from mics_fn.tree import Tree
 
 _SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
 
@@ -145,9 +143,7 @@ def replaced_from(state: Any, home: Groups, source: int, *, behind: bool) -> Any
     """
     before = state
     if behind:
-        state = room_for(state)
-        copied = tree.map_leaves(_copied, (state.opt, state.buffers))
-        state = replace(state, params=fresh(state.params), opt=copied[0], buffers=copied[1])
+        state = in_new_memory(state)
     leaves, spec = tree.flatten(state)
     plain = [i for i, x in enumerate(leaves) if isinstance(x, int | float)]
     numbers = torch.tensor([leaves[i] for i in plain], dtype=torch.float64, device=home.device)
@@ -162,7 +158,3 @@ def replaced_from(state: Any, home: Groups, source: int, *, behind: bool) -> Any
                 if behind and sent.data_ptr() != x.data_ptr():
                     x.copy_(sent)
     return as_before(spec.unflatten(leaves), before)
-
-
-def _copied(leaf: Tree) -> Tree:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -13,6 +13,9 @@ Nothing in the library imports this wing. A script or a test wraps its training 
 Where a fault can be is in [Note: points] in `points`; which faults there are is in `faults`, one
 function each. `python -m mics_fn bench faults` injects hundreds of them and counts what came of it.
 
+Start reading at `inject` in `injector`, then `faults`; `machine` has what Linux shows of links and
+processes.
+
 To add a fault, write a function of a `Moment` in `faults.py` and add it to `FAULTS`, with a test in
 `tests/testing`.
 """

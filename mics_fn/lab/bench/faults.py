@@ -107,7 +107,7 @@ def trials_of(config: FaultsConfig) -> Iterator[Trial]:
             apart=draw.random() < 0.5,
             heartbeat_s=config.heartbeat_s,
             # At the start nothing else bounds a wait.
-            timeout_s=config.timeout_s - 2.0 * (operation in PLACES["start"]),
+            timeout_s=config.timeout_s - (2.0 if operation in PLACES["start"] else 0.0),
         )
 
 
@@ -286,7 +286,9 @@ def missed(rows: Sequence[dict[str, Any]], again: int = 0) -> list[str]:
     count = Counter(name for row in rows for name in row["problems"])
     late = count["late"] > LATE_SHARE * sum(row["goal_s"] is not None for row in rows)
     names = [name for name in PROBLEMS if count[name] and (name != "late" or late)]
-    return names + ["made again"] * (again > max(1, AGAIN_SHARE * len(rows)))
+    if again > max(1, AGAIN_SHARE * len(rows)):
+        names.append("made again")
+    return names
 
 
 def render_faults(figures: dict[str, Any], config: FaultsConfig) -> str:
