@@ -24,6 +24,8 @@ Its words:
 - A *step* is a folder, such as `step-00000120`. It is *committed* when it counts: when all of it
   is on the disk. `steps` and `latest` name committed steps only, and whatever a job leaves that was
   killed in a save never matters: the next save removes it.
+- A step that is saved after a rollback *replaces* those from it on: they do not count from the
+  moment in which it does, whether they can be removed or not. See [Note: branches] in `committed`.
 - A *writer* is a rank, with one file. Replicas hold the same shards, so each of them writes a part.
 - A *line* is a bucket, or the tensors that all ranks hold in full, one after the other. It has a
   *cell* for each writer; see [Note: lines and cells] in `layout`. So which file has which elements
@@ -36,7 +38,9 @@ Its words:
   `converting` for a state that keeps them in another form.
 
 What it promises: a committed step is never lost or changed by a save that fails, and at least two
-are kept. All ranks come to one end: if one of them cannot write, or finds damage, all raise the
+are kept, one of which may be a replaced one right after a rollback. A load goes back to an older
+step only if asked to, and only from one that is found to be damaged; the process that did so never
+removes that one. All ranks come to one end: if one of them cannot write, or finds damage, all raise the
 same error, and training can go on. While replicas are apart, as with `local_sgd`, each of them is
 saved, and the same number of replicas can load it. What is not promised: the checksums find
 accidents, not people who mean harm; but nothing in a file is run, and no file outside of the folder
@@ -57,15 +61,15 @@ so it needs no trust. `trust=True` only allows names that lead out of the direct
   {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
 
 Start reading at `layout` (arithmetic) and `contents` (what a state holds); then `saving`,
-`agreeing` and `under_way` for a save, in this order, `directory` for what is on the disk, and
-`loading`, `sources` and `converting` for what is read. `manifest` and `parts` are the two kinds of
-files, and `sums` has their checksums. Of the directories of others `exported` deals leaves to files
-and files to ranks, `new_directory` has [Note: all or nothing], `pretrained` and `dcp` are the
-verbs, and `init/dcp_files.py` reads. To add another format to write, take `saved_leaves`,
+`agreeing` and `under_way` for a save, in this order, `committed` and `directory` for what is on the
+disk, and `loading`, `sources` and `converting` for what is read. `manifest` and `parts` are the two
+kinds of files, and `sums` has their checksums. Of the directories of others `exported` deals leaves
+to files and files to ranks, `new_directory` has [Note: all or nothing], `pretrained` and `dcp` are
+the verbs, and `init/dcp_files.py` reads. To add another format to write, take `saved_leaves`,
 `in_files` and `rounds` inside of `new_directory`. To add what is kept with a `Trainer`, add it to
 `carried` in the wing `train`. To change the format, raise `MINOR` in `manifest`, or `MAJOR` if
-older versions would read it wrongly; files in `tests/checkpoint/golden` of all versions have to
-load for ever.
+older versions would read it wrongly; files in `tests/checkpoint/golden` and `golden_runs` of all
+versions have to load for ever.
 """
 
 from mics_fn.checkpoint.dcp import load_dcp, save_dcp
