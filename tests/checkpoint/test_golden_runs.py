@@ -47,7 +47,7 @@ def made(folder: str, groups: mf.Groups) -> mf.Trainer:
 
 def values_of(trainer: mf.Trainer) -> list[Any]:
     """Parameters and optimizer state in full, as JSON keeps them to the bit."""
-    groups = trainer._home
+    groups = trainer.member.home
     found = [trainer.params(), optim.by_leaf(trainer.state.opt), trainer.sync_state.step]
     full = list[Any]()
     for leaf in tree.flatten(found, is_leaf)[0]:
