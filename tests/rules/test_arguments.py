@@ -1029,7 +1029,7 @@ PlanError: move: device='cpuu', which torch does not know
 PlanError: move: cuda:99 is asked for, and this process sees ... devices of its kind
   fix: pass that of the groups, groups.device, or None
 >>> mf.move(state(), "states=host", device="meta")
-PlanError: move: nothing can be computed on meta
+PlanError: move: device='meta', which holds no data
   fix: pass that of the groups, groups.device, or None
 
 # Looking inside, faults, trees
