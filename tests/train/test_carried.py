@@ -70,6 +70,9 @@ def optimizers(name: str, groups: Any) -> Any:
         "adamw": lambda: optim.adamw(optim.warmup_cosine(1e-2, 3, STEPS)),
         "lion": lambda: optim.lion(1e-3),
         "rmsprop": lambda: optim.from_torch(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+        "torch adamw": lambda: optim.from_torch(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+        "torch sgd": lambda: optim.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "adagrad": lambda: optim.from_torch(torch.optim.Adagrad, lr=1e-2),
         "chain": lambda: optim.chain(optim.clip_by_global_norm(1.0, groups), optim.adamw(1e-2)),
     }[name]()
 
@@ -83,6 +86,12 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "local_sgd": lambda: {"replica_sync": mf.replicas.local_sgd(4)},
     "bf16": lambda: {"precision": "compute=bf16", "accumulate": 2},
     "budget": lambda: {"live_bytes": 0, "bucket_bytes": 200, "deterministic": True},
+}
+# Those that go on in new processes, not with every optimizer.
+MORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "watched bf16": lambda: {**OPTIONS["guard"](), **OPTIONS["bf16"]()},
+    "coded": lambda: {"precision": "hop1=int8[16], gather=int8[16], state=int8[64]"},
+    "coded hop2": lambda: {"precision": "hop2=int8[16], param=bf16", "accumulate": 2},
 }
 
 
@@ -110,7 +119,7 @@ def made(groups: Any, optimizer: str, options: str, seed: int) -> mf.Trainer:
     model = Net()
     model.forgiving = options != "guard"
     torch.manual_seed(seed + 1 + groups.position)
-    return mf.Trainer(model, optimizers(optimizer, groups), groups, **OPTIONS[options]())
+    return mf.Trainer(model, optimizers(optimizer, groups), groups, **(OPTIONS | MORE)[options]())
 
 
 def saved(trainer: mf.Trainer) -> tuple[list[Any], str, list[Tensor]]:

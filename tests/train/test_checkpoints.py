@@ -87,11 +87,20 @@ CASES = [
     ("chain", "budget", "generator", None, TWO),
     ("lion", "local_sgd", "epochs", None, World((2,), 1)),
 ]
+PLACED = [
+    ("adamw", "plain", "epochs", "zero1", FOUR),
+    ("sgd", "bf16", "shuffle", "zero3", FOUR),
+    ("torch adamw", "watched bf16", "epochs", None, FOUR),
+    ("torch sgd", "plain", "generator", None, TWO),
+    ("adagrad", "budget", "epochs", None, FOUR),
+    ("adamw", "coded", "epochs", None, FOUR),
+    ("adam", "coded hop2", "epochs", None, World((2, 2), 2)),
+]
 LATER = [pytest.param(case, marks=pytest.mark.thorough) for case in (CASES[0], CASES[3])]
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES[1:3], CASES[4], *LATER], ids=lambda case: "-".join(map(str, case))
+    "case", [*CASES[1:3], CASES[4], *LATER, *PLACED], ids=lambda case: "-".join(map(str, case))
 )
 @pytest.mark.short("lion-local_sgd-epochs-None-2-p1")
 def test_a_run_goes_on_in_new_processes(ranks: Pools, tmp_path: Path, case: Any) -> None:
