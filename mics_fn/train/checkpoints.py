@@ -145,10 +145,9 @@ class Checkpoints:
     def reset(self, trainer: Any) -> None:
         """Called by `Trainer.reset`: what was under way on the old groups has ended with them.
 
-        If a step was not committed by that, the next one is saved in its place.
-
-        Communication: two small all-gathers over each of the two groups, as ranks may have heard
-          different things of the end of a save, and one that came back has heard nothing.
+        If a step was not committed by that, the next one is saved in its place. Ranks may have
+        heard different things of the end of a save, and one that came back has heard nothing, so
+        they tell each other.
         """
         self._forget(self._ended())
         mine = json.dumps([self._saved, self._failed, self._ours]).encode()
