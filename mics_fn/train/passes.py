@@ -67,7 +67,8 @@ class Epochs:
             return
         now, exact = Randoms.now(device), self._at is not None
         if self._at is not None:
-            saved = self._at.plain(self._loader(), exact=self._given == self._at.batches)
+            # Without the own state of the loader, which may hold what cannot be kept on one rank.
+            saved = self._at.plain(self._loader(), exact=False)
             at = Position.from_plain(saved, "the position in the data")
         else:
             epoch, batches, samples, ranks, facts = place

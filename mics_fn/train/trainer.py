@@ -295,7 +295,7 @@ class Trainer(Exporting):
         Args:
           loader: gives this rank's batches, and is started again when it ends. If it or its sampler
             has `set_epoch`, that is called before each pass, so that each has another order. A
-            later `fit` goes on with the next epoch, the first one after `take_back` in its pass.
+            later `fit` goes on with the next epoch; after `take_back` or `reset`, in its pass.
           steps: the number of optimizer steps.
           log_every: steps between updates of the loss and the rate that are shown.
           progress: whether to show a bar; or, where tqdm is not installed, lines. It is written to
