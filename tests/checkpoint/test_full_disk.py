@@ -349,7 +349,7 @@ def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks: Pools, tmp_p
     step, first, second = found[0]
     assert step >= 1
     for kind, text in (first, second):
-        assert kind == "CheckpointError"
+        assert kind == "CheckpointWriteError"
         assert "on rank 2" in text
         assert "Input/output error" in text
 
