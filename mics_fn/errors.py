@@ -244,6 +244,11 @@ def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
     return "\n".join(out)
 
 
+def first_line(error: BaseException | None, empty: str = "") -> str:
+    """The first line of an error's text; where it has none, `empty` or its type."""
+    return (f"{error}".strip().splitlines() or [empty or type(error).__name__])[0]
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """Ranks as people write them; runs of three or more are folded.
 

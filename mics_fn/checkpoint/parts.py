@@ -29,6 +29,7 @@ from mics_fn.errors import (
     CheckpointFormatError,
     CheckpointWriteError,
     FileError,
+    first_line,
     message,
 )
 from mics_fn.init import File, Limits, with_texts
@@ -127,7 +128,7 @@ def _written(library: Any, path: Path, tensors: Mapping[str, Tensor]) -> tuple[b
 
 def cannot_write(path: Path, error: Exception, what: str = "") -> CheckpointWriteError:
     """The error of a file that cannot be written."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     lines = [f"{what}: {first}" if what else first]
     fix = "make room or give the right to write there, and save again; older steps are as they were"
     return CheckpointWriteError(message(f"save: {path} cannot be written", lines, fix), str(path))

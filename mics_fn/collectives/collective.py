@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch_profiler
-from mics_fn.errors import CollectiveError, CollectiveTimeoutError, message, name_ranks
+from mics_fn.errors import CollectiveError, CollectiveTimeoutError, first_line, message, name_ranks
 from mics_fn.groups import Comm
 from mics_fn.schedules import Stuck
 
@@ -59,7 +59,7 @@ class Collective:
 
     def _failed(self, error: Exception, *, wait: bool) -> Exception:
         """What to raise; it may wait for a moment to learn which rank was the cause."""
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         own = CollectiveError(
             message(
                 f"{self.op} over '{self.comm.name}' failed: {first}",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mics_fn.errors import first_line
 from mics_fn.threads import Latch, start
 
 _WAIT_S = 0.1  # between two looks of whoever waits for an answer
@@ -110,8 +111,7 @@ class Clerk:
             except BaseException as error:  # no connection
                 errand.error = error
             if _is_lost(errand.error):
-                first = (str(errand.error).strip().splitlines() or [""])[0]
-                self.lost = errand.error = StoreLost(first, silent=False)
+                self.lost = errand.error = StoreLost(first_line(errand.error), silent=False)
             errand.done.set()
 
 

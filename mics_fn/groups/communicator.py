@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _device, _torch, _torch_store
-from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.errors import GroupsError, first_line, message, name_ranks
 from mics_fn.groups.clerk import bounded
 from mics_fn.groups.forks import NO_FORK
 from mics_fn.groups.life import Life
@@ -296,5 +296,5 @@ class Maker:
         self, did: str, name: str, members: tuple[int, ...], error: Exception
     ) -> GroupsError:
         what = f"make_groups: rank {self.rank} cannot {did} '{name}' of {name_ranks(members)}"
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         return GroupsError(message(what, [first], _FIX))

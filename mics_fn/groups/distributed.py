@@ -19,6 +19,7 @@ from mics_fn.errors import (
     MicsError,
     PlanError,
     disagreement,
+    first_line,
     message,
     rank_lines,
 )
@@ -179,7 +180,7 @@ def _agreed_store(
 
 def _no_store(launch: Launch, timeout_s: float, error: Exception) -> MicsError:
     """The error of a rank that cannot reach the store, or the others through it."""
-    first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
+    first = first_line(error, f"no answer within {timeout_s:g} s")
     if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
         what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
         fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mics_fn import _device, _torch, checks, points
-from mics_fn.errors import GroupsError, PlanError, message
+from mics_fn.errors import GroupsError, PlanError, first_line, message
 from mics_fn.groups.again import Again
 from mics_fn.groups.clerk import bounded
 from mics_fn.groups.communicator import Maker
@@ -36,6 +36,7 @@ from mics_fn.groups.life import Life
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import Meeting, meet_once
 from mics_fn.groups.returning import returning
+from mics_fn.groups.signs import check_limits
 from mics_fn.groups.telling import withdraw_all
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
@@ -80,9 +81,10 @@ def make_groups(
         the host raises after it; on accelerators it is the limit of the backend's watchdog, which
         ends the process. The slowest rank may load data or write files for that long.
       heartbeat_s: a rank that gives no sign of life for so many seconds has failed, and the others
-        raise PeerFailed. None takes 10 where a person is at a prompt, else 60. A rank may hold its
-        interpreter for almost as long, as some loaders and compilers do. Below 15 names of hosts
-        must be found fast: the store of torch looks for that of each rank that connects.
+        raise PeerFailed; at least 0.75, and more beyond 64 ranks. None takes 10 where a person is
+        at a prompt, else 60, or more beyond 800 ranks. A rank may hold its interpreter for almost
+        as long, as some loaders and compilers do. Below 15 names of hosts must be found fast: the
+        store of torch looks for that of each rank that connects.
       mean_over: number of ranks that gradients are averaged over; None takes those of these groups.
         Expert leaves live on fewer ranks than there are losses: their gradient on a rank is a sum
         over tokens that other ranks sent, while the loss is a mean over all data-parallel ranks.
@@ -139,7 +141,7 @@ def make_groups(
     common |= {"mean_over": mean_over, "whole": whole}
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
     life.on_device, limit_s = _device.is_async(chosen), 600.0 if problem else timeout_s
-    life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default()
+    life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
     store, found, deadline = None, 1, time.monotonic() + limit_s
     try:
         before = _before(universe, rank, limit_s) if problem is None else None
@@ -176,7 +178,7 @@ def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None
     try:
         return bounded(ask, time.monotonic() + timeout_s)
     except (RuntimeError, TimeoutError) as error:
-        first = (str(error).strip().splitlines() or [f"no answer within {timeout_s:g} s"])[0]
+        first = first_line(error, f"no answer within {timeout_s:g} s")
         text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
         raise GroupsError(message(text, [first], "start the job again")) from error
 
@@ -204,12 +206,7 @@ def _problem(
 ) -> PlanError | None:
     """What is wrong with the arguments, in words that are equal for equal arguments."""
     try:
-        for name, limit in (("timeout_s", timeout_s), ("heartbeat_s", heartbeat_s)):
-            if limit is None and name == "heartbeat_s":
-                continue
-            if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
-                fix = "pass seconds above 0"
-                raise PlanError(message(f"{name}={limit!r} is not a time limit", fix=fix))
+        check_limits(timeout_s, heartbeat_s, num_ranks)
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
             raise PlanError(message(f"mean_over={mean_over!r} is not a positive int", fix=fix))

@@ -31,12 +31,10 @@ from mics_fn.groups.clerk import Clerk, Errand, Served, StoreLost
 from mics_fn.groups.launcher import launcher
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Failure, Journal, of_store, said_to_all, withdrawn, without_a_word
-from mics_fn.groups.signs import PARKED, Peer, Peers, Process, beat_of, followed, replaced
+from mics_fn.groups.signs import PARKED, Peer, Peers, Process, beat_of, followed, replaced, tick_s
 from mics_fn.schedules import NEWS
 from mics_fn.threads import Bell, Latch, start
 
-_TICK_S = 0.25
-_RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
 _GONE_S = 0.6  # after a connection was closed, the only rank that is silent for this long is gone
@@ -212,8 +210,7 @@ class Monitor:
         peers.near.forget()
 
     def _tick_s(self) -> float:
-        most = max((len(life.ranks) for life in list(self._lives)), default=1)
-        return _TICK_S * max(1.0, most / _RANKS_PER_TICK)
+        return tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
 
     def _tick(self, clerk: Clerk, passed_s: float) -> None:
         """One look at all that may have failed."""

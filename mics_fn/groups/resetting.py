@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mics_fn import tree
-from mics_fn.errors import GroupsError, PeerFailed, disagreement, message
+from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, message
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.forks import check_fork
 from mics_fn.groups.groups import Groups
@@ -190,7 +190,7 @@ def _met(mine: Any, life: Life, judge: Judge, again: Meet) -> tuple[Groups, Any]
             if not attempt:
                 raise
             monitor.check_store(life)
-            LOG.info("reset: tries again after %s", str(error).partition("\n")[0])
+            LOG.info("reset: tries again after %s", first_line(error))
     raise GroupsError("reset: no attempt was left")
 
 

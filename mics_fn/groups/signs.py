@@ -7,7 +7,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mics_fn.errors import PlanError, message
+
 PARKED = "closed"  # what a rank writes none of whose groups are open
+_TICK_S = 0.25
+_RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
+_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
+
+
+def tick_s(ranks: int) -> float:
+    """Seconds between two signs of life of a rank, in a job of so many."""
+    return _TICK_S * max(1.0, ranks / _RANKS_PER_TICK)
+
+
+def least_limit_s(ranks: int) -> float:
+    """The least `heartbeat_s` that is no alarm for a rank which is well, in a job of so many."""
+    return _LEAST_TICKS * tick_s(ranks)
+
+
+def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> None:
+    """Raise PlanError unless these are seconds above 0, and enough for a job of so many ranks."""
+    given = {"timeout_s": timeout_s} | ({} if heartbeat_s is None else {"heartbeat_s": heartbeat_s})
+    for name, limit in given.items():
+        if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
+            fix = "pass seconds above 0"
+            raise PlanError(message(f"{name}={limit!r} is not a time limit", fix=fix))
+    least = least_limit_s(ranks)
+    if heartbeat_s is not None and heartbeat_s < least:
+        text = f"heartbeat_s={heartbeat_s!r} would take ranks for lost that are well"
+        lines = [f"signs of life come every {tick_s(ranks):g} s"]
+        raise PlanError(message(text, lines, f"pass at least {least:g}"))
 
 
 @dataclass(frozen=True)

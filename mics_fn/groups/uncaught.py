@@ -7,6 +7,7 @@ from typing import Any
 
 from mics_fn.groups.life import never_destruct
 from mics_fn.groups.monitor import monitor
+from mics_fn.groups.signs import least_limit_s
 from mics_fn.groups.telling import tell_all
 
 
@@ -16,9 +17,13 @@ def _shell() -> Any:
     return None if shell is None else shell.get_ipython()
 
 
-def limit_by_default() -> float:
-    """Seconds of silence after which a rank has failed: 10 for people at a prompt, else 60."""
-    return 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
+def limit_by_default(ranks: int) -> float:
+    """Seconds of silence after which one of so many ranks has failed.
+
+    10 for people at a prompt, else 60; more where signs of life are too rare for that.
+    """
+    usual = 10.0 if hasattr(sys, "ps1") or _shell() is not None else 60.0
+    return max(usual, least_limit_s(ranks))
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, tree
 from mics_fn.collectives import in_step
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError, first_line, message
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
 from mics_fn.init.filling import Filling
@@ -266,7 +266,7 @@ def _record(
         if not isinstance(error, Exception):
             raise
         kind = "" if isinstance(error, NotRecorded) else f"{type(error).__name__}: "
-        first = str(error).partition("\n")[0]
+        first = first_line(error)
         return None, f"{kind}{first} (after {recorder.last}{_place(error)})"
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
+from mics_fn.errors import first_line
 from mics_fn.init.tape import NotRecorded, Op, Tape, View
 
 Memory = dict[int, Any]  # torch's storages, by their numbers on the tape
@@ -66,7 +67,7 @@ class Replay:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            first = str(error).partition("\n")[0]
+            first = first_line(error)
             raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
         if len(outs) != len(op.made):
             text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"

@@ -8,7 +8,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from mics_fn.errors import MicsError, PlanError, message
+from mics_fn.errors import MicsError, PlanError, first_line, message
 from mics_fn.groups import Groups, Rounds
 from mics_fn.schedules import Schedule
 from mics_fn.train.member import Member
@@ -62,7 +62,7 @@ def end_saves(trainer: Any) -> None:
     try:
         trainer.checkpoint.close()
     except MicsError as error:
-        first = f"{error}".partition("\n")[0]
+        first = first_line(error)
         _log.warning("reset: a save under way has failed: %s", first)
 
 

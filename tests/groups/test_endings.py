@@ -13,7 +13,7 @@ import torch
 from jobs import run_job
 
 import mics_fn as mf
-from mics_fn.groups import launcher, monitor
+from mics_fn.groups import launcher, monitor, signs
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Journal
 from mics_fn.groups.signs import Process, beat_of
@@ -116,7 +116,7 @@ def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
 
 def one_replica_goes_on(rank: int) -> int:
     """Ranks 0 and 1 close their groups and end; 2 and 3 go on, and one of them is late."""
-    monitor._TICK_S = 0.6  # so that the others end between two looks
+    signs._TICK_S = 0.6  # so that the others end between two looks
     mf.init_distributed()
     with mf.make_groups(2, heartbeat_s=20.0) as groups:
         shards = mf.shard({"w": torch.ones(8)}, groups)

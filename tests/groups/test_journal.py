@@ -199,7 +199,8 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
     hooks: dict[str, Any] = {}
     shell = SimpleNamespace(events=SimpleNamespace(register=hooks.__setitem__))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert uncaught.limit_by_default() == 10.0
+    assert uncaught.limit_by_default(8) == 10.0
+    assert uncaught.limit_by_default(16_384) == 192.0, "three signs of life"
     uncaught.listen.__wrapped__()
     error = ValueError("mine")
     for each in (None, error):

@@ -532,6 +532,10 @@ PlanError: make_groups: heartbeat_s='10' is not a time limit
 >>> mf.make_groups(heartbeat_s=0)
 PlanError: make_groups: heartbeat_s=0 is not a time limit
   fix: pass seconds above 0
+>>> mf.make_groups(heartbeat_s=0.1)
+PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
+  signs of life come every 0.25 s
+  fix: pass at least 0.75
 >>> mf.make_groups(mean_over=1.5)
 PlanError: make_groups: mean_over=1.5 is not a positive int
   fix: pass the number of data-parallel ranks whose losses are averaged
