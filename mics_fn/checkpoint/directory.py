@@ -226,15 +226,18 @@ class Folder:
         """
         place = path
         with suppress(OSError):
-            if (path / BY_FILE).exists():
+            by_file = (path / BY_FILE).exists()
+            if by_file:
                 (path / COMMITTED).unlink(missing_ok=True)
-                for each in path.iterdir():  # that file goes last: without it the rest would count
-                    if each.name != BY_FILE:
-                        each.unlink()
-            elif not path.name.startswith("."):
+            if not path.name.startswith("."):
                 trash = self.path / f".old-{path.name}-{uuid.uuid4().hex[:12]}"
-                os.rename(path, trash)
-                path = trash
+                try:  # at once, as other ranks may still write into it
+                    os.rename(path, trash)
+                    path = trash
+                except OSError:
+                    if not by_file:
+                        raise
+                    _empty(path)
             shutil.rmtree(path, ignore_errors=True)
         return not is_whole(place)
 
@@ -272,6 +275,19 @@ class Folder:
             _LOCKS.discard(self._lock)
             os.close(self._lock)
             self._lock = None
+
+
+def _empty(path: Path) -> None:
+    """Remove a folder that has no other name; `BY_FILE` goes last, or the rest would count."""
+    for each in path.iterdir():
+        if each.name != BY_FILE:
+            each.unlink()
+    (path / BY_FILE).unlink()
+    try:
+        path.rmdir()
+    except OSError:  # another rank has written a file meanwhile
+        write_file(path / BY_FILE, b"")
+        raise
 
 
 def _leave_locks() -> None:

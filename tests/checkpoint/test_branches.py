@@ -209,6 +209,32 @@ def test_a_cut_mark_of_a_commit_hides_no_step(tmp_path: Path, size: int) -> None
     assert checkpoint.steps(tmp_path) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_rank_that_still_writes_does_not_make_an_abandoned_step_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: bool
+) -> None:
+    folder, plain, rename = Folder(tmp_path), os.unlink, os.rename
+    path = folder.begin(1, "never", "file")
+
+    def unlink(name: Any, *args: Any, **kwargs: Any) -> None:
+        plain(name, *args, **kwargs)
+        if Path(name).name == "BY_FILE" and path.is_dir():
+            (path / "rank-00001.safetensors").write_bytes(b"late")
+
+    def refuse(name: Any, *args: Any) -> None:
+        if not renames:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), name)
+        rename(name, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        patch.setattr(os, "rename", refuse)
+        folder.abandon()
+    assert checkpoint.steps(tmp_path) == []
+    save_at(tmp_path, 1)
+    assert load_at(tmp_path) == 1
+
+
 def test_a_store_that_cannot_rename_folders_keeps_what_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
