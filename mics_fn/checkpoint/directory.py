@@ -273,6 +273,8 @@ class Folder:
         """Let other jobs save here."""
         if self._lock is not None:
             _LOCKS.discard(self._lock)
+            with suppress(OSError):  # also for a forked process that has not come to close it
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
