@@ -662,7 +662,7 @@ def refused(layout: Layout, kind: str) -> tuple[str, bool]:
         ("tree", ["rank 3: params['bias'] (4,) float32"]),
         (
             "values",
-            ["first difference: params['weight']", "rank 3: values differ"],
+            ["first difference: params['weight']", "rank 3: not as in the first replica"],
         ),
     ],
 )

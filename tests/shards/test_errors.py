@@ -1,5 +1,7 @@
 """Bad input: messages say what, where, who, expected and got, and the fix, on all ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,7 +165,9 @@ def test_a_tensor_on_another_device():
         {"w": torch.zeros(2, device="meta")}, groups
     )  # meta is shape only, and welcome
     assert shards["w"].shape == (2,)
-    away = mf.make_groups(1, device="cuda:0" if torch.cuda.is_available() else "meta")
+    there = torch.device("cuda:0" if torch.cuda.is_available() else "meta")
+    hierarchy = replace(groups.hierarchy, device=there)  # nobody makes groups on meta
+    away = replace(groups, device=there, hierarchy=hierarchy, flat=hierarchy)
     expect(
         mf.errors.LeafError,
         f"shard: params['w'] is on cpu, its groups are on {away.device}\n"
