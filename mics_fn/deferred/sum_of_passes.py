@@ -191,9 +191,8 @@ class SumOfPasses(Reduction):
         return []
 
     def copies(self, use: BucketUse) -> bool:
-        other = (
-            self.dtype_of(use.bucket) != use.bucket.mean_wire
-        )  # a codec differs from every dtype
+        # A codec differs from every dtype.
+        other = self.dtype_of(use.bucket) != use.bucket.mean_wire
         return self.last and other and use.replicas.size > 1
 
     def coded_bytes(self, use: BucketUse) -> int:

@@ -107,8 +107,7 @@ def _bring(found: Sequence[Deferred]) -> None:
 
 
 def _search(values: Iterable[Any], found: list[Deferred]) -> list[Deferred]:
-    """Append the deferred tensors among the arguments of an op, including those in lists, to
-    `found`."""
+    """Append to `found` the deferred tensors among an op's arguments, including those in lists."""
     for value in values:
         kind = type(value)
         if kind is Deferred:
