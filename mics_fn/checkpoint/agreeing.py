@@ -26,7 +26,15 @@ from mics_fn.checkpoint.manifest import Manifest, Writer
 from mics_fn.checkpoint.parts import slice_name
 from mics_fn.checkpoint.together import together
 from mics_fn.collectives import agree
-from mics_fn.errors import CheckpointError, PlanError, TreeError, disagreement, message
+from mics_fn.errors import (
+    CheckpointError,
+    PlanError,
+    TornStepError,
+    TreeError,
+    disagreement,
+    message,
+    rank_lines,
+)
 from mics_fn.groups import Groups
 from mics_fn.tree import Tree
 
@@ -128,6 +136,7 @@ def agree_on(
     Raises:
       CheckpointError: on all ranks, if it cannot begin.
       DesyncError: ranks save other steps or other states.
+      TornStepError: their states have taken different numbers of steps.
     """
     home = main_home("save", groups, homes_by_bucket("save", state, groups))
     try:
@@ -142,7 +151,8 @@ def agree_on(
                 raise extra
             text, tensors = encoded(extra, EXTRA)
             extras = {EXTRA: torch.tensor(list(text.encode()), dtype=torch.uint8), **tensors}
-            said = [f"step {options.step} in {folder.path}, {options}", _values(found)]
+            what = f"step {options.step} in {folder.path}, {options}"
+            said = [what, _values(found, steps=True), _values(found)]
             digests = [found.plain_digest(), Contents(plain=extras).plain_digest() + text]
             path = None
             if home.position == 0:
@@ -204,15 +214,22 @@ def _agreed(
     return Agreed(home, folder, path, options, mine, cells, manifest)
 
 
-def _values(found: Contents) -> str:
-    """The numbers of a state, as text."""
-    return ", ".join(f"{name}={value!r}" for name, value in found.values.items())
+def _values(found: Contents, *, steps: bool = False) -> str:
+    """The numbers of a state, or only how many steps it has taken, as text."""
+    pairs = found.values.items()
+    return ", ".join(f"{k}={v!r}" for k, v in pairs if not steps or k.endswith("step"))
 
 
 def _compare(said: dict[int, list[str]]) -> None:
     """Raise DesyncError unless all ranks save the same step of the same values."""
-    for i, what in enumerate(("what they save", "the numbers of the state")):
+    for i, what in enumerate(("what they save", "their steps", "the numbers of the state")):
         texts = {rank: each[i] for rank, each in said.items()}
         if len(set(texts.values())) > 1:
             fix = "save the same step of the same state on all ranks"
-            raise disagreement(f"save: ranks differ in {what}", texts, fix)
+            text = f"save: ranks differ in {what}"
+            if what == "their steps":
+                fix = (
+                    "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
+                )
+                raise TornStepError(message(text, rank_lines(texts), fix))
+            raise disagreement(text, texts, fix)

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cases import Layout, groups_of
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.checkpoint import agreeing
-from mics_fn.errors import CheckpointError, CheckpointWriteError
+from mics_fn.errors import CheckpointError, CheckpointWriteError, TornStepError
 from mics_fn.lab.ranks.pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -90,3 +91,24 @@ def test_what_fails_on_one_rank_after_the_start_is_an_error_of_all(
     assert "no memory" in one[0]
     assert "on rank 1" in one[1]
     assert one[2:] == [[".lock"], [2, 3]]
+
+
+def torn(layout: Layout, folder: str) -> list[str]:
+    """One rank is a step ahead of the other, and both save it as the same one."""
+    groups, found = groups_of(layout), list[str]()
+    shards = mf.shard({"w": torch.ones(6)}, groups)
+    state = mf.init_state(shards, mf.optim.sgd(0.1))
+    for each in (replace(state, step=4 + groups.rank), {"train": replace(state, step=groups.rank)}):
+        with pytest.raises(TornStepError) as caught:
+            checkpoint.save(folder, each, groups, step=5)
+        found.append(str(caught.value))
+    return [*found, *map(str, checkpoint.steps(folder))]
+
+
+def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
+    one, two = ranks(2).run(torn, TWO, str(tmp_path))
+    assert one == two
+    text = "save: ranks differ in their steps\n  rank 0: step=4\n  rank 1: step=5\n  fix: "
+    assert one[0].startswith(text)
+    assert "rank 0: ['train'].step=0\n  rank 1: ['train'].step=1" in one[1]
+    assert len(one) == 2, "nothing was committed"
