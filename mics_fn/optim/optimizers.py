@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -223,6 +225,8 @@ def warmup_cosine(
 
     def lr(step: int) -> float:
         fix = "pass the step, counted from 0"
+        with suppress(TypeError):
+            step = index(step)  # an integer of a tensor or of numpy is one, too
         checks.integer(f"the rate of {verb}", "step", step, 0, fix=fix, kind=OptimizerError)
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps

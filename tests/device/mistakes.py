@@ -89,7 +89,7 @@ MISTAKES: dict[str, Mistake] = {
     "tensors in flight are not kept": Mistake(
         "never waited for",
         [
-            Change(_PENDING, "= [*keep]", "= []"),
+            Change(_PENDING, "comms, list[Any](keep)", "comms, list[Any]()"),
             Change(_PENDING, "self._keep.append(collective)", "pass"),
         ],
     ),
