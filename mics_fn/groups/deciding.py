@@ -13,7 +13,7 @@ from mics_fn.groups.signs import Process, beat_of
 from mics_fn.groups.topology import Plan
 from mics_fn.log import LOG
 from mics_fn.schedules import NEWS
-from mics_fn.store import later
+from mics_fn.store import later, looked_up
 
 _LOOK_S = 0.1  # between two looks of whoever decides, in a job of up to 100 ranks
 _SAY_S = 2.0  # after so many seconds of waiting a rank says for whom
@@ -166,8 +166,8 @@ class Decider:
 
 def tickets_of(store: Any, key: str, ranks: Sequence[int]) -> dict[int, list[Any]]:
     """The tickets of a round, by rank."""
-    keys = {rank: f"{key}/here/{rank}" for rank in ranks}
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+    said = {rank: looked_up(store, f"{key}/here/{rank}") for rank in ranks}
+    return {rank: json.loads(text) for rank, text in said.items() if text}
 
 
 def going_on(ranks: Sequence[int], plan: Plan, far: Mapping[int, Far]) -> list[int]:
