@@ -217,7 +217,9 @@ def _agreed(
 def _values(found: Contents, *, steps: bool = False) -> str:
     """The numbers of a state, or only how many steps it has taken, as text."""
     pairs = found.values.items()
-    return ", ".join(f"{k}={v!r}" for k, v in pairs if not steps or k.endswith("step"))
+    return ", ".join(
+        f"{k}={v!r}" for k, v in pairs if not steps or k == "step" or k.endswith(".step")
+    )
 
 
 def _compare(said: dict[int, list[str]]) -> None:

@@ -117,7 +117,7 @@ def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
     only["wrong_call"] = ["comparison", "reduction"]
     if fault in only:
         return draw.choice(only[fault])
-    # A full disk is no harm elsewhere, and tests of its own have it in saves.
+    # A full disk does no harm elsewhere, and saves on one have tests of their own.
     places = [name for name in PLACES if fault != "disk_full" or name not in ("save", "load")]
     found = PLACES[draw.choice(places)]
     missing = [PLACES["start"][0]] if fault in STORE else []  # there is no store yet
