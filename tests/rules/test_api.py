@@ -19,7 +19,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-MAX_FILE_LINES = 320
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60  # without its docstring
 USUAL_FUNCTION_LINES = 35
 
