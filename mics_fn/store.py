@@ -18,19 +18,6 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
-_ABSENT = "absent"
-
-
-def looked_up(store: Store, key: str) -> str:
-    """The text of a key, "" if it is not there.
-
-    It never waits. `get` does if another rank deletes the key after a `check`, and a store that
-    lets a call wait for long is taken for lost.
-    """
-    found = store.compare_set(key, _ABSENT, _ABSENT).decode()  # which writes nothing new
-    return "" if found == _ABSENT else found
-
-
 def later(store: Any, name: str, *args: Any) -> None:
     """Ask for something whose end nobody waits for, where the store can do that.
 

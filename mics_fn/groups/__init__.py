@@ -71,9 +71,9 @@ says over how many ranks of it parameters and gradients stay sharded; see `place
 Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
 `communicator.py`, `life.py` and `buffers.py` are the values; `peers.py`, `signs.py`, `clerk.py`,
 `monitor.py`, `telling.py` and `uncaught.py` are about ranks that fail, `resetting.py`, `again.py`,
-`retiring.py` and `returning.py` about those that go on or come back, `rounds.py` with `deciding.py`
-and `choosing.py` about replicas that go on without others, `stopping.py` and `launcher.py` about
-how jobs end, `turns.py` and `forks.py` about threads and processes that must not use groups.
+`retiring.py` and `returning.py` about those that go on or come back, `stopping.py` and
+`launcher.py` about how jobs end, `turns.py` and `forks.py` about threads and processes that must
+not use groups.
 `make.py` makes groups, with `distributed.py` (device and backend), `devices.py` (which GPU),
 `environment.py` (launchers), `rendezvous.py` (ranks meet before any group exists), `facts.py` (what
 they compare) and `sizes.py` (errors of sizes that do not fit). To add a launcher, add a row to
@@ -95,7 +95,6 @@ from mics_fn.groups.make import make_groups
 from mics_fn.groups.peers import Failure, failure_of
 from mics_fn.groups.resetting import replaced, reset
 from mics_fn.groups.returning import came_back
-from mics_fn.groups.rounds import Rounds
 from mics_fn.groups.stopping import StopRequest
 from mics_fn.groups.telling import Telling, errors_told, tell_all, withdraw_all
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
@@ -113,7 +112,6 @@ __all__ = [
     "Plan",
     "Ring",
     "Route",
-    "Rounds",
     "Slot",
     "StopRequest",
     "Telling",

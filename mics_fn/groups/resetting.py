@@ -8,7 +8,7 @@ the new groups never meets one that is still on the old ones. A rank that was lo
 here, too, once it was started again: see [Note: coming back] in `returning`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from mics_fn.log import LOG
 from mics_fn.schedules import Channel
 
 _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
-
-Meet = Callable[[Any, Judge, Callable[[], None]], tuple[Groups, Any]]  # as `Again`
 
 
 def reset(groups: Any) -> Any:
@@ -74,18 +72,14 @@ def reset(groups: Any) -> Any:
     return tree.map_leaves(replaced(old).__getitem__, groups)
 
 
-def replaced(homes: Iterable[Groups], meet: Meet | None = None) -> Mapping[Groups, Groups]:
+def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     """What takes the place of each of these groups; see `reset`.
 
     Those that share process groups, such as placements of the same groups, share the new ones.
-
-    Args:
-      homes: the groups to replace.
-      meet: makes groups of other ranks than these, as `Rounds` do; None for the same ranks.
     """
     homes = list(dict.fromkeys(homes))
     whose = {home.life: home for home in homes}
-    makers = {life: _Again(home, len(whose) == 1, meet) for life, home in whose.items()}
+    makers = {life: _Again(home, len(whose) == 1) for life, home in whose.items()}
     return {home: makers[home.life].like(home) for home in homes}
 
 
@@ -97,17 +91,15 @@ class _Again:
       home: some groups of that life.
       alone: whether no others are reset at the same time. If there are, their ranks may be others,
         so nobody knows whether all ranks have learned the same.
-      meet: as for `replaced`.
     """
 
     home: Groups
     alone: bool
-    meet: Meet | None
 
     def __post_init__(self) -> None:
         home, channel = self.home, self.home.hierarchy.channel
         check_fork("reset")
-        self.base = _made_again(home.life, channel, self.alone, self.meet)
+        self.base = _made_again(home.life, channel, self.alone)
         routes = self.base.hierarchy.route, self.base.flat.route
         comms = [comm for route in routes for comm in route.comms]
         comms += [self.base.partition, self.base.replicas]
@@ -119,10 +111,8 @@ class _Again:
     def like(self, old: Groups) -> Groups:
         """The new groups in the placement of old ones."""
         base, replicas = self.base, self._comm(old.replicas)
-        who = {"plan": base.plan, "ranks": base.ranks, "position": base.position}
         if old.apart:  # see `Groups.replica`
             replicas = Comm.of_one(old.replicas.name, old.rank, base.life)
-            who = {}
         return replace(
             old,
             hierarchy=self._hierarchy(old.hierarchy),
@@ -131,7 +121,6 @@ class _Again:
             replicas=replicas,
             life=base.life,
             agreed=self._fresh.setdefault(id(old.agreed), set()),
-            **who,
         )
 
     def _hierarchy(self, old: Hierarchy) -> Hierarchy:
@@ -151,16 +140,13 @@ class _Again:
         return self._hierarchies[old]
 
     def _comm(self, old: Comm) -> Comm:
-        new, ranks = self._comms[old.name], self.base.ranks
-        order = old.tree
-        if order and new.ranks != old.ranks:  # there are more or fewer replicas now
-            order = tuple(sorted(range(new.size), key=lambda i: ranks.index(new.ranks[i])))
+        new = self._comms[old.name]
         kept = {"traffic": old.traffic, "fixed_order": old.fixed_order}
         second = None if new.second is None else replace(new.second, **kept)
-        return replace(new, **kept, tree=order, second=second)
+        return replace(new, **kept, tree=old.tree, second=second)
 
 
-def _made_again(life: Life, channel: Channel, alone: bool, meet: Meet | None) -> Groups:
+def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
     monitor.check_store(life)
     life.fail(GroupsError("reset was called"))
@@ -170,10 +156,8 @@ def _made_again(life: Life, channel: Channel, alone: bool, meet: Meet | None) ->
         channel.departures.kept = f"{channel.job.key}/verdict"
     life.depart("called reset")
     # One that comes back knows the first groups alone, and these may have been reset since.
-    # Nor does one that was not in the last of several rounds.
-    key = "" if life.returning or meet else channel.job.key
-    again = meet or life.again
-    base, equal = _met([key, channel.seen.digest()], life, partial(_judged, alone), again)
+    key = "" if life.returning else channel.job.key
+    base, equal = _met([key, channel.seen.digest()], life, partial(_judged, alone))
     channel.seen.carry_over(forget=equal is False)
     if equal is not False:
         now = base.hierarchy.channel
@@ -181,11 +165,11 @@ def _made_again(life: Life, channel: Channel, alone: bool, meet: Meet | None) ->
     return base
 
 
-def _met(mine: Any, life: Life, judge: Judge, again: Meet) -> tuple[Groups, Any]:
+def _met(mine: Any, life: Life, judge: Judge) -> tuple[Groups, Any]:
     """New groups, and what the judge found; tries again if a rank is lost meanwhile."""
     for attempt in reversed(range(_ATTEMPTS)):
         try:
-            return again(mine, judge, life.retire)
+            return life.again(mine, judge, life.retire)
         except (GroupsError, PeerFailed) as error:
             if not attempt:
                 raise

@@ -58,12 +58,6 @@ class Process:
         except OSError:
             return cls("", os.getpid(), "")
 
-    @classmethod
-    def named(cls, name: str) -> "Process":
-        """The process of a name."""
-        host, pid, started = name.split(" ")
-        return cls(host, int(pid), started)
-
     @property
     def name(self) -> str:
         """A text that no other process of the job has."""

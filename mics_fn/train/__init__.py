@@ -75,30 +75,6 @@ the same bits, as nobody else has the random numbers of a rank; and `fit` goes o
 epoch. A rank that is lost before all have built their `Trainer` ends the job. `groups` says what
 the launcher has to do, and [Note: replicas are checkpoints] in `rejoining` how it is done.
 
-Fewer replicas: `Trainer(elastic=True)` waits 15 s for lost ranks to come back, `elastic=60` a
-minute; then whole partition groups of those that are left go on, as many as divide the number r of
-replicas, and what is left over waits in `reset`, `timeout_s` at most. They keep the batch: each
-rank gives the samples of several positions of the whole job, its `shares`, in as many more
-micro-steps, so loss and gradient are the same up to rounding, and to the bit with
-`deterministic="canonical"`. So a loop by hand says what the samples of a position are:
-
-    while trainer.state.step < steps:
-        try:
-            step = trainer.state.step
-            trainer.step(lambda position: batch_of(step, position))
-        except mf.errors.PeerFailed:  # ranks were lost, or those that were have come back
-            trainer.reset()
-    trainer.groups.close()  # with which those that still wait hear that the job has ended
-
-`fit` does the same with a DataLoader whose sampler is `sampler(...)`, and refuses others by name.
-Once lost ranks are started again and enough of them wait in `reset` for more replicas to go on, all
-are asked to end the same step, and the next one raises PeerFailed of kind "returned"; the next
-`reset` joins them, and they take their state from those that went on. A step sends nothing for
-this. A process that was only stopped comes back in the same way. The fewer replicas there are, the
-more often `recoverable=True` keeps a kill from tearing the newest step. `eval` takes the mean over
-the ranks that are there, dropout draws other numbers, and a checkpoint of any phase loads in any
-other. See [Note: rounds] in `groups.rounds` and [Note: the same step on fewer ranks] in `shares`.
-
 Preemption: `with mf.groups.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
 Then `stop.stopping` is true, and a `Trainer` with `checkpoint=` is saved: exit with 0. A loop by
@@ -124,9 +100,9 @@ only when a run ends.
 Start reading at `Trainer.step` in `trainer`, then `program`, `given` (arguments and their checks),
 `member` (what a rank knows of its job), `batch`, `buffers` and `writing`. `resetting` and
 `rejoining` are about what follows a fault, `syncing` and `replicas` about merges, `data` about
-samples, and `passes` and `position` about going through them. `elastic` and `shares` are about
-fewer replicas. `carried` is about going on, with `plain` for the form of what is saved, and
-`checkpoints` saves it; `exporting` gives full parameters and a state dict.
+samples, and `passes` and `position` about going through them. `carried` is about going on, with
+`plain` for the form of what is saved, and `checkpoints` saves it; `exporting` gives full parameters
+and a state dict.
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
 loops written by hand have it too.

@@ -52,10 +52,7 @@ def _refuse_makers(batch: Any) -> None:
         raise TreeError(message(text, fix=fix))
     if isinstance(batch, type | partial) or isroutine(batch):
         text = "Trainer: the batch is a function"
-        fix = (
-            "pass what it returns; Trainer(elastic=) takes a function from a position to its batch"
-        )
-        raise TreeError(message(text, fix=fix))
+        raise TreeError(message(text, fix="pass what it returns"))
 
 
 def cut(batch: Any, parts: int) -> list[Any]:

@@ -195,7 +195,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     resume, data = None, extra["data"]
     if data is not None:
         at = Position.from_plain(data, "extra['data']")
-        resume = Resume(at, data, randoms, exact and at.ranks == trainer.member.positions, strict)
+        resume = Resume(at, data, randoms, exact and at.ranks == home.world_size, strict)
     return _Taken(state, buffers, guard, randoms if exact else None, resume)
 
 

@@ -13,7 +13,6 @@ from mics_fn import checks
 from mics_fn.errors import CheckpointError
 from mics_fn.groups import StopRequest
 from mics_fn.train.metrics import StepMetrics
-from mics_fn.train.shares import Dealt, check_loader
 
 
 @contextmanager
@@ -111,14 +110,8 @@ def train_for(
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one."""
     metrics: list[StepMetrics] = []
-    member = trainer.member
-    home, positions = member.home, member.positions
-    if trainer.elastic:
-        check_loader(loader, home, positions)
-        alone = len(member.shares) == 1
-        loader = loader if alone else Dealt(loader, member.shares, positions)
     try:
-        with closing(trainer.epochs.batches(loader, home, positions)) as batches:
+        with closing(trainer.epochs.batches(loader, trainer.member.home)) as batches:
             for _ in range(steps):
                 batch = next(batches)
                 try:

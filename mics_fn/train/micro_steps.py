@@ -11,7 +11,6 @@ begin at a multiple of 16 bytes, as a part of a batch may. So "canonical" copies
 Parameters lie at such multiples in all layouts.
 """
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -94,29 +93,6 @@ class CanonicalMicroSteps(MicroSteps):
         return loss, self._kind.copies(after) if self._kind.shared else after
 
 
-class SharedMicroSteps(MicroSteps):
-    """Micro-steps of several shares; see [Note: the same step on fewer ranks] in `shares`."""
-
-    def __init__(self, trainer: Any, total: GradSum) -> None:
-        super().__init__(trainer, total)
-        copies = (self._kind.copies(self._before) for _ in trainer.shares[1:])
-        self._waiting = deque([self._buffers, *copies])  # of the shares, that of the next one first
-
-    def run(self, full: Tree, batch: Any) -> None:
-        """One micro-step of the share whose turn it is."""
-        self._buffers = self._waiting.popleft()
-        super().run(full, batch)
-        self._waiting.append(self._buffers)
-
-    def end(self, home: Groups) -> tuple[Tensor, Values]:
-        """The loss of the step, and the buffers averaged over shares."""
-        loss, found = super().end(home)[0], list(self._waiting)
-        after = found[0]
-        for name in self._kind.averaged:
-            after[name] = torch.stack([values[name] for values in found]).mean(0)
-        return loss, self._kind.copies(after) if self._kind.shared else after
-
-
 def _dense_copy(x: Any, _: str) -> Any:
     return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
 
@@ -147,6 +123,5 @@ def canonical_optimizer(trainer: Any, optimizer: Any) -> Any:
 
 def micro_steps(trainer: Any, total: GradSum) -> MicroSteps:
     """The micro-steps of a step of this trainer, whose gradients `total` takes."""
-    kind = MicroSteps if len(trainer.shares) == 1 else SharedMicroSteps
-    kind = CanonicalMicroSteps if trainer.deterministic == "canonical" else kind
+    kind = CanonicalMicroSteps if trainer.deterministic == "canonical" else MicroSteps
     return kind(trainer, total)

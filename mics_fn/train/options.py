@@ -30,7 +30,6 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
     facts = _facts(trainer, names(params), several) | {
         "deterministic": f"{trainer.deterministic}",
         "recoverable": f"{trainer.recoverable}",
-        "elastic": f"{trainer.elastic}",
         "placement": "; ".join(home.describe() for home in homes),
     }
     facts |= _under("guard ", {f.name: f"{getattr(guard, f.name)}" for f in fields(guard)})
@@ -48,7 +47,7 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     rest = [f.name for f in fields(guard) if f.name != "scale"]
     facts = _facts(trainer, names(trainer.state.params), several=False)
     if trainer.deterministic == "canonical":  # half as many ranks may take twice as many
-        facts["accumulate"] = f"{trainer.accumulate * trainer.member.positions} on all ranks"
+        facts["accumulate"] = f"{trainer.accumulate * trainer.member.home.world_size} on all ranks"
     facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in rest})
     facts |= _under("guard scale ", {name: f"{getattr(scale, name)}" for name in fixed})
     return {**facts, **versions()}
@@ -58,7 +57,7 @@ def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
     """The options that ranks and later runs must share."""
     transform, sync = trainer.state.transform, trainer.replica_sync
     facts = {
-        "accumulate": f"{trainer.accumulate * len(trainer.shares)}",
+        "accumulate": f"{trainer.accumulate}",
         "grad_dtype": f"{trainer.grad_dtype}",
         "precision": f"{trainer.precision}" or "as given",
         "replica_sync": sync.name,

@@ -77,14 +77,13 @@ class Epochs:
         self.go_on(Resume(at, saved, now, exact, True, optional=True))
 
     def batches(
-        self, loader: Iterable[Any], home: Groups | None = None, positions: int | None = None
+        self, loader: Iterable[Any], home: Groups | None = None
     ) -> Generator[Any, None, None]:
         """The batches of one pass after another, without end.
 
         Args:
           loader: what to go through.
           home: the groups whose ranks do this together; None for this process alone.
-          positions: how many positions share the samples; by default one per rank of the groups.
 
         Communication: that of `same_call` at the first batch of a run that goes on; else none.
 
@@ -94,7 +93,7 @@ class Epochs:
         """
         if self._resume is not None and not self._resume.suits(loader):
             self._resume = None
-        shuffler, resume, place = shuffler_of(loader), self._resume, _place(home, positions)
+        shuffler, resume, place = shuffler_of(loader), self._resume, _place(home)
         epoch = self._next_epoch(shuffler) if resume is None else resume.at.epoch
         self._loader, self._running, self._samples = lambda: loader, True, None
         self.interrupted = False
@@ -197,8 +196,6 @@ def _nothing() -> None:
     """Return None: in the place of a loader that is gone."""
 
 
-def _place(home: Groups | None, positions: int | None) -> tuple[torch.device, int]:
-    """The device of this rank, and between how many positions samples are dealt."""
-    if home is None:
-        return torch.device("cpu"), 1
-    return home.device, positions or home.world_size
+def _place(home: Groups | None) -> tuple[torch.device, int]:
+    """The device of this rank, and between how many ranks samples are dealt."""
+    return (torch.device("cpu"), 1) if home is None else (home.device, home.world_size)

@@ -28,7 +28,6 @@ from torch import Tensor
 from mics_fn.errors import TreeError, message
 from mics_fn.train.batch import count
 from mics_fn.train.plain import Randoms, as_plain, from_plain
-from mics_fn.train.shares import Given
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,7 @@ class Resume:
         at = Position.begin(self.at.epoch, loader, device, ranks)
         batches, wanted = iter(loader), self.at.samples * self.at.ranks
         while at.samples * ranks < wanted:
-            batch = _skip(batches, self.at.batches)
-            batch = batch.batches[0] if isinstance(batch, Given) else batch
-            at = at.used(max(1, count(batch)[0]))
+            at = at.used(max(1, count(_skip(batches, self.at.batches))[0]))
         return batches, at
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from mics_fn import checks, tree
 from mics_fn.collectives import collect_bytes
-from mics_fn.errors import CollectiveError, LostStateError, PeerFailed, TornStepError
+from mics_fn.errors import CollectiveError, LostStateError, PeerFailed
 from mics_fn.groups import Groups, replaced
 from mics_fn.optim import same_step
 from mics_fn.shards import is_leaf
-from mics_fn.train.elastic import begun, check_newest, end_saves, meet_for
 from mics_fn.train.guarding import with_numbers
 from mics_fn.train.passes import Epochs
 from mics_fn.train.rejoining import (
@@ -49,13 +48,10 @@ def renew(trainer: Any, *, heal: bool) -> None:
       LostStateError, TornStepError: see `Trainer.reset`.
     """
     checks.flag("Trainer.reset", "heal", heal)
-    end_saves(trainer)
     member, params = trainer.member, trainer.state.params
     for attempt in reversed(range(_ATTEMPTS)):
-        meet = meet_for(member, trainer.sync_state.step)
-        trainer.groups, member.home = on_new_groups(trainer.groups, params, member.home, meet)
+        trainer.groups, member.home = on_new_groups(trainer.groups, params, member.home)
         member.compared = False
-        check_newest(trainer)
         try:
             at_one_step(trainer, heal=heal)
             _go_on_in_data(member.home, trainer.epochs)
@@ -64,35 +60,28 @@ def renew(trainer: Any, *, heal: bool) -> None:
                 raise
         except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
             member.lost, member.ready = False, None
-            found = trainer.checkpoint.begin(trainer)
-            begun(member, trainer.sync_state.step)
-            if found:
+            if trainer.checkpoint.begin(trainer):
                 return
-            raise
-        except TornStepError:
-            begun(member, trainer.sync_state.step)
             raise
         else:
             member.compared = True
             trainer.checkpoint.reset(trainer)
-            begun(member, trainer.sync_state.step)
             return
 
 
-def on_new_groups(groups: Any, params: Tree, home: Groups, meet: Any = None) -> tuple[Any, Groups]:
+def on_new_groups(groups: Any, params: Tree, home: Groups) -> tuple[Any, Groups]:
     """The groups of a `Trainer` made anew, in the same form; and the first of them.
 
     Args:
       groups: as for `shard`.
       params: the tree of shards.
       home: the first of these groups.
-      meet: as for `replaced`.
 
     Communication: that of `reset`.
     """
     form = {"what": "groups", "is_leaf": is_leaf, "is_value": lambda v: isinstance(v, Groups)}
     found = tree.spread(groups, params, **form)
-    new = replaced([home, *found], meet)
+    new = replaced([home, *found])
     if callable(groups):
         paths = tree.paths(params, is_leaf=is_leaf)
         by_path = {path: new[each] for path, each in zip(paths, found, strict=True)}

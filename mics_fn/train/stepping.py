@@ -6,12 +6,11 @@ from typing import Any
 from mics_fn.deferred import GradSum, defer
 from mics_fn.interrupts import Commit
 from mics_fn.optim import same_step
-from mics_fn.train.batch import count, cut, to_device
+from mics_fn.train.batch import cut, to_device
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.micro_steps import micro_steps
 from mics_fn.train.options import start_comparison
-from mics_fn.train.shares import given, interleaved
 from mics_fn.train.writing import comes, overlaps, reduced, update, update_early, update_late
 
 
@@ -23,11 +22,9 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         member.compared = True
     started, guard, member.ready = time.perf_counter(), trainer.guard, None
     home, groups = member.home, trainer.replica_sync.groups(trainer.groups)
-    batches = given(batch, member.shares, elastic=trainer.elastic).batches
-    batches = [to_device(each, home.device) for each in batches]
-    parts = interleaved([cut(each, trainer.accumulate) for each in batches])
-    state = trainer.state
-    counts = [trainer.epochs.using(batches[0]), *map(count, batches[1:])]
+    batch = to_device(batch, home.device)
+    parts = cut(batch, trainer.accumulate)
+    state, counts = trainer.state, trainer.epochs.using(batch)
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
@@ -54,6 +51,6 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         trainer.epochs.took()
         total.release()
     seconds = time.perf_counter() - started
-    samples, tokens = (sum(column) * home.world_size for column in zip(*counts, strict=True))
+    samples, tokens = (number * home.world_size for number in counts)
     found = verdict.norm, guard.scale.value, verdict.accept, verdict.spike, verdict.nonfinite
     return StepMetrics(trainer.state.step, loss, samples, tokens, seconds, *found)

@@ -17,7 +17,6 @@ from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative
 from mics_fn.train.batch import to_device
 from mics_fn.train.defaults import schedules_for
-from mics_fn.train.elastic import rounds_for
 from mics_fn.train.exporting import Exporting
 from mics_fn.train.given import as_shards, check_buffers, check_model, check_options, homes_for
 from mics_fn.train.loop import Progress, check_fit, train_for
@@ -62,10 +61,6 @@ class Trainer(Exporting):
       on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
         killed are at one step; see [Note: steps written together] in `rejoining`.
-      elastic: let whole replicas go on without ranks that are lost, with the same batch, until
-        these return. A number says for how many seconds they wait for lost ranks first; True means
-        15. `step` then takes a function from a position to its batch. See "Fewer replicas" on the
-        page of this wing.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -132,7 +127,6 @@ class Trainer(Exporting):
         check_replicas: int = 100,
         on_drift: Literal["raise", "heal"] = "raise",
         recoverable: bool = False,
-        elastic: bool | float = False,
         live_bytes: float | str | None = "auto",
         prefetch: int = 4,
         schedule: Schedule | OnDemand | None = None,
@@ -158,7 +152,7 @@ class Trainer(Exporting):
         own, buffers = self.program.take()
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
-        self.member = Member(home, home.world_size, compared=apart, lost=home.life.returning)
+        self.member = Member(home, compared=apart, lost=home.life.returning)
         check_buffers(buffers, home)
         optimizer = canonical_optimizer(self, optimizer)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
@@ -169,7 +163,6 @@ class Trainer(Exporting):
         full_bytes = sum(bucket_sizes(params, groups))
         chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
-        self.elastic, self.member.rounds = elastic is not False, rounds_for(self, elastic)
         begin(self, params, optimizer, buffers)
         self.last_step, self.checkpoint = NOT_WATCHED, checkpoint or NothingSaved()
         if not self.member.lost:
@@ -180,8 +173,7 @@ class Trainer(Exporting):
 
         Args:
           batch: this rank's samples of the whole step, along dim 0 of tensors, in tuples, lists,
-            mappings, dataclasses or pytree nodes. With `elastic=` a function that gives those of a
-            position, which is called for each of `shares`.
+            mappings, dataclasses or pytree nodes.
 
         Returns:
           `StepMetrics`; the new state is `self.state`.
@@ -198,7 +190,7 @@ class Trainer(Exporting):
           DesyncError: replicas have drifted apart; the step was not taken.
           OffloadError: of a file; a `PeerOffloadError` on other ranks, here or in the next step.
           PeerFailed: another rank failed in this step; or this one was lost, or failed in a write,
-            and is to call `reset`; or, of kind "returned" on all, others wait there.
+            and is to call `reset`.
           GroupsError: the groups are closed, have failed, or another thread or step uses them.
           NonFiniteError: the guard raises it; the step was not taken.
         """
@@ -206,24 +198,12 @@ class Trainer(Exporting):
         member, home = self.member, self.member.home
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise came_back("Trainer.step", home.rank)
-        if member.rounds is not None:
-            member.rounds.check()
         seen, self.last_step = spans.span("step", self.state.step + 1, parts=True), NOT_WATCHED
         with home.life.turns.stepping(), Telling(home.life, self.state.step + 1), seen:
             metrics = one_step(self, batch)
             self.checkpoint.after(self)
-            if member.rounds is not None:
-                member.rounds.due(self.sync_state.step)
         self.last_step = seen.result or NOT_WATCHED
         return metrics
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The positions whose samples this rank gives: its own, and with `elastic=` also others.
-
-        Positions are those of the ranks of the whole job.
-        """
-        return self.member.shares
 
     def eval(self, batch: Any) -> Tensor:
         """The loss of a batch in evaluation mode, averaged over all ranks; no state changes.
@@ -258,8 +238,7 @@ class Trainer(Exporting):
 
         The state, the guard, when replicas are merged, the epochs of `fit` and the learned order of
         fetches are kept, and nothing of a step that was not completed. A rank that was lost and
-        started again calls it, too, and takes all of these from its replicas. With `elastic=` some
-        replicas go on without lost ranks, whose samples they give; others wait here for these.
+        started again calls it, too, and takes all of these from its replicas.
 
         Args:
           heal: let a rank that is behind, or has come back, take what it lacks from a replica.
@@ -276,7 +255,6 @@ class Trainer(Exporting):
             replica that steps together with the others has all of the newest state.
           DesyncError: a rank came back with other options, another model or other frozen leaves.
           CollectiveTimeoutError: some rank did not call it in time.
-          GroupsError: with `elastic=`, the others have ended the job while this rank waited.
           PeerFailed: the store of the job is lost.
         """
         renew(self, heal=heal)
@@ -310,8 +288,7 @@ class Trainer(Exporting):
           the end.
 
         Raises:
-          PlanError, TreeError: an argument is of no use, the loader is empty, or with `elastic=` it
-            cannot give the samples of other positions.
+          PlanError, TreeError: an argument is of no use, or the loader is empty.
         """
         check_fit(loader, steps, log_every, progress, stop)
         bar = Progress(steps, log_every, shown=progress and self.member.home.position == 0)

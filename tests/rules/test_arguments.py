@@ -785,10 +785,7 @@ TreeError: Trainer: the batch is a generator, which gives batches
   fix: pass it to trainer.fit(loader, steps), or pass one of its batches
 >>> trainer().step(lambda position: x)
 TreeError: Trainer: the batch is a function
-  fix: pass what it returns; Trainer(elastic=) takes a function from a position to its batch
->>> trainer(elastic=0)
-PlanError: Trainer: elastic=0, expected True, False or a number above 0
-  fix: pass the seconds to wait for lost ranks, or True for 15
+  fix: pass what it returns
 >>> trainer(loss=lambda model: model(x).sum())
 PlanError: Trainer: loss cannot be called as loss(model, batch)
   it takes (model): too many positional arguments

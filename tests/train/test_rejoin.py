@@ -1,6 +1,8 @@
 """Ranks that are killed and come back take their state from a replica, and lose no bit of it."""
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -133,6 +135,25 @@ def test_all_go_on_from_the_newest_step_that_was_saved() -> None:
 @pytest.mark.thorough
 def test_with_checkpoints_a_replica_comes_first() -> None:
     check(SHORT, FromAStep)
+
+
+class Stopped(Rank):
+    """Rank 3 is stopped for longer than a heartbeat, and finds that the others gave it up."""
+
+    def _batch(self, step: int) -> Any:
+        if (self.rank, step) == (3, 3) and not hasattr(self, "_was"):
+            self._was, rank = True, os.getpid()
+            if os.fork() == 0:
+                time.sleep(4.0)
+                os.kill(rank, signal.SIGCONT)
+                os._exit(0)
+            os.kill(rank, signal.SIGSTOP)
+        return super()._batch(step)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_was_only_stopped_comes_back() -> None:
+    check(SHORT._replace(killed=(), heartbeat_s=1.0), Stopped)
 
 
 class Apart(Rank):

@@ -53,9 +53,6 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   a fifth of them killed once more as they came back: all states right to the bit, no step lost.
   From the start of a process, torch being imported, to the end of its next step 0.68 s (median) and
   1.94 s (most), on a machine that was busy. `python -m mics_fn bench faults --rejoin --seed 5`
-- 20 such losses on 4 and 8 ranks whose processes stay away for 0.3 to 1.3 s, so that whole replicas
-  go on without them, which they may do after 0.2 s: all states right to the bit. `python -m mics_fn
-  bench faults --rejoin --elastic --trials 20 --seed 5`
 - 300 jobs on 1 to 4 ranks, 617 of whose ranks were killed, 282 times in a save, in 68 s: no
   committed step lost, none that did not load, no save refused afterwards; 5,000 more on a busy
   machine, of which 10,506 ranks were killed, 4,864 times in a save, the same.

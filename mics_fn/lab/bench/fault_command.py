@@ -38,8 +38,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "rounds", CostConfig.rounds, "pairs of turns of --cost")
     text = "kill ranks instead, and start them again, so that they go on from their replicas"
     instead.add_argument("--rejoin", action="store_true", help=text)
-    text = "with --rejoin: start them again late, so that the others go on without them"
-    parser.add_argument("--elastic", action="store_true", help=text)
 
 
 def config_of(args: argparse.Namespace, ranks: int) -> Any:
@@ -52,7 +50,7 @@ def config_of(args: argparse.Namespace, ranks: int) -> Any:
     if args.kills is not None:
         return KillsConfig(args.kills, args.seed, args.lanes)
     if args.rejoin:
-        return RejoinConfig(args.trials or RejoinConfig.trials, sizes, args.seed, args.elastic)
+        return RejoinConfig(args.trials or RejoinConfig.trials, sizes, args.seed)
     return FaultsConfig(args.trials or FaultsConfig.trials, sizes, args.seed, args.lanes)
 
 

@@ -25,7 +25,7 @@ import torch
 
 from mics_fn.errors import GroupsError
 from mics_fn.lab.bench.fault_trials import end, fork, free_port, host_store, stacks_of
-from mics_fn.lab.bench.rejoin_ranks import KILLED, PATIENCE_S, STEP, Heard, Loss, Rank
+from mics_fn.lab.bench.rejoin_ranks import STEP, Heard, Loss, Rank
 from mics_fn.lab.report import table
 
 GOAL_S = 3.0  # from the start of a process to the end of its first step
@@ -41,13 +41,11 @@ class RejoinConfig:
       trials: how many.
       ranks: the sizes of jobs.
       seed: chooses what happens.
-      elastic: whether ranks come back late, and the others go on without them.
     """
 
     trials: int = 100
     ranks: tuple[int, ...] = (4, 8)
     seed: int = 0
-    elastic: bool = False
 
 
 class Outcome(NamedTuple):
@@ -70,12 +68,6 @@ def losses_of(config: RejoinConfig) -> Iterator[Loss]:
         scheme = draw.choice(SCHEMES) if p > 1 else ""
         how = {"accumulate": draw.choice((1, 2)), "scheme": scheme}
         how["again_s"] = draw.random() * 0.5 if draw.random() < 0.2 else 0.0
-        if config.elastic:
-            away_s = 0.3 + draw.random()
-            how |= {"elastic": True, "steps": 24, "again_s": 0.0, "away_s": away_s}
-            left = [rank for rank in range(n) if rank not in killed]
-            if p == 1 and len(left) > 2 and draw.random() < 0.3:
-                how["second"] = (draw.choice(left),)
         yield Loss(number, n, p, killed, draw.randint(1, 12), draw.random() * 0.03, **how)
 
 
@@ -89,8 +81,8 @@ def run_loss(trial: Loss, kind: type[Rank] = Rank, *, again: bool = True) -> Out
     """
     importlib.import_module("torch._dynamo")  # which each rank would import
     started, port = time.monotonic(), free_port(trial.number)
-    # Steps of ranks, then a byte, whether all have been killed, and when they were.
-    board = mmap.mmap(-1, STEP.size * trial.ranks + 1 + KILLED.size)
+    # Steps of ranks, then a byte, whether all have been killed.
+    board = mmap.mmap(-1, STEP.size * trial.ranks + 1)
     folder = tempfile.mkdtemp(prefix="mics_rejoin_")
     pids: dict[int, int] = {}
     conns: dict[int, Connection] = {}
@@ -106,14 +98,10 @@ def run_loss(trial: Loss, kind: type[Rank] = Rank, *, again: bool = True) -> Out
         for rank in range(trial.ranks):
             start(rank)
         _kill(trial, board, pids)
-        time.sleep(trial.away_s)
-        if trial.second:
-            _end_all(trial.second, pids)
-            time.sleep(trial.away_s)
-        for rank in trial.lost:
+        for rank in trial.killed:
             conns.pop(rank).close()
             del pids[rank]
-        for rank in trial.lost if again else ():
+        for rank in trial.killed if again else ():
             start(rank, again=True)
         if trial.again_s:
             time.sleep(trial.again_s)
@@ -147,7 +135,6 @@ def _kill(trial: Loss, board: mmap.mmap, pids: dict[int, int]) -> None:
             return
         time.sleep(0.0005)
     time.sleep(trial.delay_s)
-    KILLED.pack_into(board, len(board) - KILLED.size, time.monotonic())
     _end_all(trial.killed, pids)
 
 
@@ -197,12 +184,11 @@ def judged(found: Outcome, twin: dict[int, Heard]) -> dict[str, Any]:
         elif any(known[step] != value for step, value in heard.digests.items()):
             problems.append(f"rank {rank}: another state on the way")
     problems += [f"rank {rank}: silent\n{text}" for rank, text in found.silent.items()]
-    back = [found.heard[rank] for rank in trial.lost if rank in found.heard]
+    back = [found.heard[rank] for rank in trial.killed if rank in found.heard]
     seconds = max((heard.seconds for heard in back), default=0.0)
     resets = max((heard.resets for heard in found.heard.values()), default=0)
-    without_s = max((heard.without_s for heard in found.heard.values()), default=0.0)
     row = {**trial._asdict(), "problems": problems, "seconds": seconds, "resets": resets}
-    return row | {"took_s": found.seconds, "without_s": without_s}
+    return row | {"took_s": found.seconds}
 
 
 def render_rejoin(figures: dict[str, Any], config: RejoinConfig) -> str:
@@ -220,17 +206,7 @@ def render_rejoin(figures: dict[str, Any], config: RejoinConfig) -> str:
     verdict = "goals missed" if wrong or late else "goals met"
     title = f"{len(rows)} losses of ranks, seed {config.seed}: {figures['seconds']:.0f} s"
     text = f"{table(title, lines)}\n\n{verdict}: all right, and at most {GOAL_S:g} s"
-    return "\n".join([text, *_without(rows), *wrong])
-
-
-def _without(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How long it took until some went on without others, if they did."""
-    seconds = sorted(row["without_s"] for row in rows if row["without_s"])
-    if not seconds:
-        return []
-    middle, most = seconds[len(seconds) // 2], seconds[-1]
-    text = f"others went on without them in {len(seconds)}, {middle:.2f} s after the kill (median)"
-    return [f"{text}, at most {most:.2f} s, {PATIENCE_S:g} s of which they waited for them"]
+    return "\n".join([text, *wrong])
 
 
 def _line(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ from mics_fn.errors import PeerFailed
 from mics_fn.lab.bench.fault_ranks import digest
 from mics_fn.lab.ranks import loopback
 
-STEP, KILLED = struct.Struct("i"), struct.Struct("d")
-PATIENCE_S = 0.2
+STEP = struct.Struct("i")
 WIDTH = 24
 
 
@@ -36,22 +35,13 @@ class Loss(NamedTuple):
     accumulate: int = 1
     scheme: str = ""  # a placement
     again_s: float = 0.0  # if above 0: so long after they have been started again, they are killed
-    elastic: bool = False  # whether the others go on without them, and
-    away_s: float = 0.0  # for how long nobody starts them again
-    second: tuple[int, ...] = ()  # that are killed after that; then it takes as long again
     timeout_s: float = 20.0
     heartbeat_s: float = 5.0
 
     @property
-    def lost(self) -> tuple[int, ...]:
-        """All ranks that are killed."""
-        return (*self.killed, *self.second)
-
-    @property
     def plain(self) -> "Loss":
         """The same job, to which nothing happens."""
-        nothing = {"killed": (), "second": (), "at_step": 0, "number": 0}
-        return self._replace(**nothing, delay_s=0.0, again_s=0.0, away_s=0.0)
+        return self._replace(killed=(), at_step=0, number=0, delay_s=0.0, again_s=0.0)
 
 
 class Heard(NamedTuple):
@@ -62,8 +52,6 @@ class Heard(NamedTuple):
     error: str = ""
     seconds: float = 0.0  # of one that came back: from its start to the end of its first step
     resets: int = 0
-    without_s: float = 0.0  # from the kill to the end of the first step without those killed
-    alone: int = 0  # steps without some ranks
 
 
 class Net(nn.Module):
@@ -92,8 +80,6 @@ def made(trial: Loss, **options: Any) -> mf.Trainer:
     guard = mf.optim.Guard(mf.optim.dynamic_scale(8.0, interval=3), max_norm=1.0, spike=spike)
     how: dict[str, Any] = {"guard": guard, "bucket_bytes": 3_000, "accumulate": trial.accumulate}
     how |= {"deterministic": True, "check_replicas": 4, "recoverable": True}
-    if trial.elastic:
-        how |= {"deterministic": "canonical", "elastic": PATIENCE_S}
     return mf.Trainer(
         Net(), options.pop("optimizer", mf.optim.adamw(1e-2)), groups, **how | options
     )
@@ -133,7 +119,7 @@ class Rank:
         self.trial, self.rank, self.port, self.again = trial, rank, port, again
         self.board, self.conn, self.stacks = board, conn, stacks
         self.digests: dict[int, str] = {}
-        self.resets, self.seconds, self.without_s, self.alone = 0, 0.0, 0.0, 0
+        self.resets, self.seconds = 0, 0.0
 
     def serve(self) -> None:
         """Train to the last step, and say what came of it."""
@@ -144,9 +130,7 @@ class Rank:
             error = ""
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-        seconds = {"seconds": self.seconds, "without_s": self.without_s}
-        told = {"resets": self.resets, "alone": self.alone, **seconds}
-        self.conn.send(Heard(self.rank, self.digests, error, **told))
+        self.conn.send(Heard(self.rank, self.digests, error, self.seconds, self.resets))
         with contextlib.suppress(EOFError):
             self.conn.recv()  # until all have ended, as one that leaves is gone for the others
 
@@ -161,8 +145,6 @@ class Rank:
             step = trainer.state.step
             STEP.pack_into(self.board, STEP.size * self.rank, step + 1)
             self._wait_before(step + 1)
-            self._wait_for_all(trainer)
-            shares = trainer.shares
             try:
                 trainer.step(self._batch(step))
             except PeerFailed:
@@ -171,24 +153,10 @@ class Rank:
                 continue
             self.digests[trainer.state.step] = digest(trainer)
             self.seconds = self.seconds or time.monotonic() - started
-            if len(shares) > 1:
-                (killed,) = KILLED.unpack_from(self.board, len(self.board) - KILLED.size)
-                self.without_s = self.without_s or time.monotonic() - killed
-                self.alone += 1
 
     def _batch(self, step: int) -> Any:
         """What is given to a step."""
-        if not self.trial.elastic:
-            return batch_of(self.rank, step)
-        return lambda position: batch_of(position, step)
-
-    def _wait_for_all(self, trainer: mf.Trainer) -> None:
-        """Before the last steps: wait until those that were killed ask to go on with the others."""
-        rounds, limit = trainer.member.rounds, time.monotonic() + self.trial.timeout_s
-        while trainer.state.step > self.trial.steps - 4 and time.monotonic() < limit:
-            if rounds is None or rounds._stop is None or rounds._stop._said is not None:
-                return
-            time.sleep(0.002)
+        return batch_of(self.rank, step)
 
     def _wait_before(self, step: int) -> None:
         """Wait before the last step until all that is to be killed has been."""
