@@ -44,7 +44,6 @@ Ranks and groups:
   `placement` - the namespace of where parameters, gradients and states live
   `placement.place` - cuts parameters and gradients over fewer ranks: "zero2", "hpz", or your own
   `placement.fixed_order` - reductions that add up in the order of ranks - hop 2 in two collectives
-  `placement.canonical` - means with the same bits for all p and n - hop 2 in each micro-step
 
 Models as shards:
   `shard` - pytree of tensors to pytree of shards - digests; M once with replicas="broadcast"
@@ -100,7 +99,6 @@ Steps:
   `optim.adamw` - Adam with decoupled weight decay
   `optim.lion` - Lion
   `optim.from_torch` - any elementwise torch.optim class as a `Transform`
-  `optim.unfused` - an optimizer whose bits do not depend on how shards are cut
   `optim.chain` - transforms one after the other
   `optim.clip_by_global_norm` - scales gradients to a norm, in a chain - 8 bytes per step
   `optim.clip_by_value` - clamps gradients, in a chain

@@ -106,7 +106,6 @@ from mics_fn.collectives.hierarchical import (
     start_reduce_scatter,
 )
 from mics_fn.collectives.levels import collect, hand_over, moves, send_from, start_collect
-from mics_fn.collectives.means import mean_in_tree
 from mics_fn.collectives.own import all_gather, start
 from mics_fn.collectives.parts import Parts, in_parts
 from mics_fn.collectives.pending import Pending, Steps, push_all, wait_all, wait_until
@@ -147,7 +146,6 @@ __all__ = [
     "in_step",
     "mean_bytes",
     "mean_comms",
-    "mean_in_tree",
     "mean_over_ranks",
     "mean_steps",
     "moves",

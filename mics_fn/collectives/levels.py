@@ -14,13 +14,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch
 from mics_fn.collectives.collective import Collective
-from mics_fn.collectives.means import (
-    half_sum,
-    mean_factors,
-    mean_in_tree,
-    mean_of,
-    mean_of_two,
-)
+from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
 from mics_fn.collectives.pending import Pending, Steps
 from mics_fn.groups import Comm
 
@@ -97,9 +91,6 @@ def exchange(
     if comm.size != 2:
         received = received[: parts.numel()].view(parts.shape)
         yield _scattered(comm, dist.all_to_all_single, received.view(-1), parts.view(-1))
-        if comm.tree:
-            mean.copy_(mean_in_tree([received[place] for place in comm.tree]))
-            return
         mean_of(received, mean, comm.fixed_order)
         return
     # Of two parts only one is sent, and one pass over both makes the mean.
@@ -108,7 +99,7 @@ def exchange(
     call = partial(dist.all_to_all_single, received, parts[1 - own], sizes, sizes)
     yield Collective(comm, "reduce-scatter", received.nbytes, call)
     halves = (parts[0], received) if own == 0 else (received, parts[1])
-    (half_sum if comm.tree else mean_of_two)(*halves, mean)
+    mean_of_two(*halves, mean)
 
 
 def swap_codes(comm: Comm, sent: Tensor, received: Tensor) -> Collective:

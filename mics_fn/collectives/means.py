@@ -52,21 +52,6 @@ def mean_of_two(a: Tensor, b: Tensor, out: Tensor) -> None:
             mean.copy_(x.to(wide).lerp_(y.to(wide), 0.5))
 
 
-def mean_in_tree(rows: Sequence[Tensor]) -> Tensor:
-    """The mean of 2**k tensors, by a balanced tree of means of two; overwrites them.
-
-    See [Note: one tree] in `groups.placement`.
-    """
-    while len(rows) > 1:
-        rows = [half_sum(a, b, a) for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    return rows[0]
-
-
-def half_sum(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Write (a + b)/2 to `out`, which may be either of them."""
-    return torch.add(a, b, out=out).div_(2)
-
-
 def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
     """Factors that make a sum a mean: multiply values by `before`, and their sum by `after`.
 

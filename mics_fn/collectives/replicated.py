@@ -67,12 +67,9 @@ def mean_steps(
 
 def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
     """Average a small tensor over all ranks, in place: in partition groups, then over replicas."""
-    wide = tensor
-    if groups.partition.tree:  # else 16-bit values would be rounded between the two
-        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     for comm in (groups.partition, groups.replicas):
-        start_mean(comm, wide, what=("", "mean over all ranks", "")).wait()
-    return tensor if wide is tensor else tensor.copy_(wide)
+        start_mean(comm, tensor, what=("", "mean over all ranks", "")).wait()
+    return tensor
 
 
 def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:

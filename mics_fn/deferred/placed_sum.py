@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mics_fn import _device, _torch
+from mics_fn import _device
 from mics_fn.collectives import Steps, Task, mean_steps, scatter_steps
 from mics_fn.deferred.packing import elements, free_slot, room_of, whole
 from mics_fn.deferred.sum_of_passes import SumOfPasses
@@ -54,9 +54,8 @@ class PlacedSum(SumOfPasses):
         bucket = self.uses[index].bucket
         numel = bucket.numel // self.levels_now(self.uses[index].route).size
         size = max(self.dtype_of(bucket).itemsize, bucket.dtype.itemsize)
-        count = (self.micro_steps - 1).bit_length() if self._in_tree else 1
         away = _SumElsewhere(self.uses[index], place, leaf, self._host_bytes)
-        away.reserve(numel * size, max(1, count))
+        away.reserve(numel * size)
         return away
 
     def alone(self, index: int) -> bool:
@@ -72,23 +71,21 @@ class PlacedSum(SumOfPasses):
         return None if index in self._places else super().target(index, values)
 
     def in_slot(self, index: int, slot: Slot) -> Tensor | None:
-        return self._area(index, slot, 0) if slot.more and self.has_target else None
+        return self._area(index, slot) if slot.more and self.has_target else None
 
     def sum_sizes(self, index: int) -> tuple[int, ...]:
         if index not in self._places:
             return ()
         use, size = self.uses[index], self.dtype_of(self.uses[index].bucket).itemsize
         mine = use.bucket.numel // self.levels_now(use.route).size * size
-        if self._in_tree:  # what was added up last, and what comes
-            return mine, mine
         late = self.late_levels(use.route).size > 1
         return (mine, use.bucket.chunk * size) if late else (mine,)
 
-    def _area(self, index: int, slot: Slot, number: int) -> Tensor:
-        """One of the buffers of `sum_sizes`."""
+    def _area(self, index: int, slot: Slot) -> Tensor:
+        """The first of the buffers of `sum_sizes`."""
         use = self.uses[index]
         numel = use.bucket.numel // self.levels_now(use.route).size
-        return elements(slot.more[number], numel, self.dtype_of(use.bucket))
+        return elements(slot.more[0], numel, self.dtype_of(use.bucket))
 
     def late_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
         if not slot.more:
@@ -99,11 +96,8 @@ class PlacedSum(SumOfPasses):
         late, levels = super().late_comms(index, out)
         if index not in self._places:
             return late, levels
-        own, number = self._away[index].comm, self.passes
-        if self._in_tree:
-            ones = (number ^ (number + 1)).bit_length() - 1  # at the end of the number, in binary
-            late = [*late, *[own] * ones]
-        elif number:
+        own = self._away[index].comm
+        if self.passes:
             late = [own, *late]
         return [*late, own], len(late) + 1  # the slot is in use to the end
 
@@ -111,60 +105,30 @@ class PlacedSum(SumOfPasses):
         """The steps of `SumOfPasses`, and the copies of the sum to the device and back."""
         if index not in self._places:
             return super().steps(index, full, out, slot)
-        use, away = self.uses[index], self._away[index]
-        added = self._added_in_tree if self._in_tree else self._added
-        add = added(index, out, slot)  # which reads now what it needs, since the steps run later
-        dtype = use.bucket.dtype if self.last else self.dtype_of(use.bucket)
-        now, bucket = self.levels_now(use.route), use.bucket
+        use, away, bucket = self.uses[index], self._away[index], self.uses[index].bucket
+        number, last = self.passes, self.last  # read now, since the steps run later
+        dtype = bucket.dtype if last else self.dtype_of(bucket)
+        now, late, wire = self.levels_now(use.route), self.late_levels(use.route), bucket.mean_wire
 
         def steps() -> Steps:
             spare = whole(slot.second, bucket.reduce)
             yield from scatter_steps(now, full, out, spare, bucket.hop1)
-            total, depth = yield from add()
-            self.totals[index] = []  # known, and elsewhere
-            yield away.write(total, dtype, depth)
-            free_slot(slot)
-            return total
-
-        return steps()
-
-    def _added(self, index: int, out: Tensor, slot: Slot) -> Callable[[], Any]:
-        """What comes between hop 1 and the way back: a sum, and in the last pass the mean."""
-        use, number, last = self.uses[index], self.passes, self.last
-        late, wire = self.late_levels(use.route), use.bucket.mean_wire
-
-        def add() -> Any:
             self.totals.pop(index, None)
             if number:
-                before = self._area(index, slot, 0)
-                yield self._away[index].read(before)
+                before = self._area(index, slot)
+                yield away.read(before)
                 self.totals[index] = [before]
             (total,) = self._sum(index, [out], last)
             if late.size > 1:
                 total = yield from self._late_steps(use, late, total, slot)
             if last:
                 yield from mean_steps(use.replicas, total, wire, room_of(slot, total, wire))
-            return total, 0
+            self.totals[index] = []  # known, and elsewhere
+            yield away.write(total, dtype)
+            free_slot(slot)
+            return total
 
-        return add
-
-    def _added_in_tree(self, index: int, out: Tensor, slot: Slot) -> Callable[[], Any]:
-        """`_added` for means in one tree: what `SumOfPasses._join` does in memory."""
-        use, passes = self.uses[index], self.passes
-
-        def add() -> Any:
-            yield from mean_steps(use.replicas, out)
-            total, number, depth = out, passes, passes.bit_count()
-            while number % 2:
-                number, depth = number // 2, depth - 1
-                left = self._area(index, slot, depth % 2)
-                yield self._away[index].read(left, depth)
-                _torch.foreach_add([left], [total])
-                _torch.foreach_div([left], 2)
-                total = left
-            return total, depth
-
-        return add
+        return steps()
 
     def pieces(self, index: int) -> list[Tensor]:
         """The pieces; of a bucket that lies elsewhere in new memory on the device, at each call."""
@@ -212,7 +176,7 @@ class _Free:
 
 
 class _SumElsewhere:
-    """Memory elsewhere for the sums of one bucket, by their depth, and the copies there and back.
+    """Memory elsewhere for the sum of one bucket, and the copies there and back.
 
     Args:
       use: the bucket.
@@ -225,15 +189,14 @@ class _SumElsewhere:
         self._place, self._leaf, self._host_bytes = place, f"grads{leaf}", host_bytes
         self._home, self._free = use.home, use.hierarchy.pools.sums["free"]
         self.comm = use.hierarchy.sums_elsewhere
-        self._rooms: list[Tensor] = []  # by depth: bytes
+        self._room: Any = None  # its bytes
         self._key: Any = None  # of its memory in `_Free`
 
-    def reserve(self, nbytes: int, count: int) -> None:
-        """Take memory for so many sums, first what an earlier step has left."""
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for the sum, first what an earlier step has left."""
         self._key = self._place, nbytes
         free = self._free.of(self._key)
-        while len(self._rooms) < count:
-            self._rooms.append(free.pop() if free else self._made(nbytes))
+        self._room = free.pop() if free else self._made(nbytes)
 
     def _made(self, nbytes: int) -> Tensor:
         if self._place.kind == "host":
@@ -249,28 +212,26 @@ class _SumElsewhere:
 
     def release(self) -> None:
         """Leave the memory to the next step."""
-        if self._rooms:
-            self._free.of(self._key).extend(self._rooms)
-        self._rooms = []
+        if self._room is not None:
+            self._free.of(self._key).append(self._room)
+        self._room = None
 
-    def lying(self, numel: int, dtype: torch.dtype, depth: int = 0) -> Tensor:
-        """The sum of this depth, where it lies."""
-        room: Any = self._rooms[depth]
+    def lying(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The sum, where it lies."""
+        room = self._room
         if isinstance(room, Stored):
             like = torch.empty(numel, dtype=dtype, device="meta")
             return Stored(room.extent, 0, like, room.device, room.leaf)
         return elements(room, numel, dtype)
 
-    def write(self, total: Tensor, dtype: torch.dtype, depth: int = 0) -> Task:
+    def write(self, total: Tensor, dtype: torch.dtype) -> Task:
         """The task that copies a sum there, in a dtype."""
-        goal = self.lying(total.numel(), dtype, depth)
+        goal = self.lying(total.numel(), dtype)
         return self._task("to", partial(_written, goal), total)
 
-    def read(self, memory: Tensor, depth: int = 0) -> Task:
-        """The task that brings a sum back to memory of its dtype."""
-        return self._task(
-            "from", partial(_read, self.lying(len(memory), memory.dtype, depth)), memory
-        )
+    def read(self, memory: Tensor) -> Task:
+        """The task that brings the sum back to memory of its dtype."""
+        return self._task("from", partial(_read, self.lying(len(memory), memory.dtype)), memory)
 
     def _task(self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor) -> Task:
         op = f"the copy of the sum of {self._leaf} {way} {self._place}"

@@ -29,7 +29,6 @@ from mics_fn.collectives import (
 )
 from mics_fn.deferred.packing import elements, flat_pieces, free_slot, room_of, whole
 from mics_fn.deferred.reduction import Reduction
-from mics_fn.errors import PlanError, message
 from mics_fn.groups import Buffers, Comm, Route, Slot
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, split_chunk
@@ -56,13 +55,10 @@ class SumOfPasses(Reduction):
         let_go: LetGo,
     ) -> None:
         self.micro_steps, self._sum_dtype, self._let_go = micro_steps, dtype, let_go
-        self._in_tree = _in_tree(uses, micro_steps, dtype)
         self.passes = 0  # that have ended
         self.totals: dict[int, list[Tensor]] = {}  # [chunk], or pieces without other ranks
         # What is given back at the end, with the kind that watchers are told.
         self._given: list[tuple[Buffers, Tensor, str]] = []
-        self._memory: dict[int, list[Tensor]] = {}  # of a bucket's sums, by their depth
-        self._partial: dict[int, list[list[Tensor]]] = {}  # means of 2**k passes, the oldest first
         super().__init__(uses, run)
 
     @property
@@ -118,7 +114,7 @@ class SumOfPasses(Reduction):
             spans.holds(kind, (id(self), number), 0)
         for index in self.totals:
             spans.holds("gradient shards", (id(self), -1 - index), 0)
-        self._given, self.totals, self._memory, self._partial = [], {}, {}, {}
+        self._given, self.totals = [], {}
 
     def dtype_of(self, bucket: Bucket) -> torch.dtype:
         if self._sum_dtype is not None or self.micro_steps > 1:
@@ -127,7 +123,7 @@ class SumOfPasses(Reduction):
 
     @property
     def has_target(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.passes % 2 == 0 if self._in_tree else not self.passes
+        return not self.passes
 
     def levels_now(self, route: Route) -> Route:
         return route.split(route.late)[1]
@@ -156,12 +152,7 @@ class SumOfPasses(Reduction):
             return None
         if index in self.own and self.stays_there(index):
             return elements(self.own[index], numel, bucket.reduce)
-        # In a tree, as many partial means wait as the number of passes has ones in binary. Those
-        # before it are done: a bucket's next pass starts when its last one has been added.
-        memory, depth = self._memory.setdefault(index, []), self.passes.bit_count()
-        if depth == len(memory):
-            memory.append(self._take(use, (numel,), self.dtype_of(bucket)))
-        return memory[depth]
+        return self._take(use, (numel,), self.dtype_of(bucket))
 
     def _take(self, use: BucketUse, shape: tuple[int], dtype: torch.dtype) -> Tensor:
         """Memory for a sum until the end of the step.
@@ -203,9 +194,6 @@ class SumOfPasses(Reduction):
 
     def late_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
         use = self.uses[index]
-        if self._in_tree:
-            hop_2 = mean_comms(use.replicas, out)  # canonical groups send no codes
-            return hop_2, len(hop_2)
         if not self.last:
             return [], 0
         late = self.late_levels(use.route)
@@ -215,8 +203,6 @@ class SumOfPasses(Reduction):
 
     def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
         """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
-        if self._in_tree:
-            return self._steps_in_tree(index, full, out, slot)
         use, last = self.uses[index], self.last  # read now, since the steps run later
         now, late, copies = (
             self.levels_now(use.route),
@@ -241,31 +227,6 @@ class SumOfPasses(Reduction):
 
         return steps()
 
-    def _steps_in_tree(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
-        """Both hops of a pass, and then its place in the tree of passes."""
-        use, number = self.uses[index], self.passes  # read now, since the steps run later
-
-        def steps() -> Steps:
-            spare = whole(slot.second, use.bucket.reduce)
-            yield from scatter_steps(use.route, full, out, spare)
-            yield from mean_steps(use.replicas, out)
-            self._join(index, [out], number)
-            free_slot(slot)
-            return out
-
-        return steps()
-
-    def _join(self, index: int, values: list[Tensor], number: int) -> None:
-        """Add the mean of pass `number`, as a binary counter does; see [Note: one tree]."""
-        partial = self._partial.setdefault(index, [])
-        partial.append(values)
-        while number % 2:
-            number //= 2
-            right = partial.pop()
-            _torch.foreach_add(partial[-1], right)
-            _torch.foreach_div(partial[-1], 2)
-        self.totals[index] = partial[0]
-
     def _late_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
         """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
         bucket = use.bucket
@@ -278,9 +239,6 @@ class SumOfPasses(Reduction):
 
     def _sum(self, index: int, values: list[Tensor], last: bool) -> list[Tensor]:
         """Add to a bucket's total; in the last pass it becomes the mean over passes."""
-        if self._in_tree:
-            self._join(index, values, self.passes)
-            return values
         divisor, total = self._divisor(self.uses[index]), self.totals.setdefault(index, values)
         if total is not values:
             _torch.foreach_add(total, values)
@@ -291,25 +249,3 @@ class SumOfPasses(Reduction):
     def _divisor(self, use: BucketUse) -> float:
         """The divisor of the sum; see [Note: mean over more ranks] in `groups.hierarchy`."""
         return self.micro_steps / use.route.grad_factor
-
-
-def _in_tree(uses: Sequence[BucketUse], micro_steps: int, dtype: torch.dtype | None) -> bool:
-    """Whether means are those of `placement.canonical`, after a check that they are possible.
-
-    Raises:
-      PlanError: some buckets would be averaged in another way, or in another dtype.
-    """
-    trained = [use for use in uses if use.bucket.trainable]
-    inside = [use for use in trained if use.in_tree]
-    if not inside:
-        return False
-    text, fix = "", "pass placement.canonical(groups) for all leaves"
-    if len(inside) < len(trained):
-        text = "some leaves are given canonical groups, and others are not"
-    elif micro_steps & (micro_steps - 1):
-        text, fix = f"{micro_steps} micro-steps are not a power of two", "use 1, 2, 4, 8, ..."
-    elif any(dtype not in (None, use.bucket.reduce) for use in trained):
-        text, fix = f"a sum in {dtype} of gradients in another dtype", "leave the dtype out"
-    if text:
-        raise PlanError(message(f"GradSum: {text}, which canonical groups refuse", fix=fix))
-    return True

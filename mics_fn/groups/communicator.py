@@ -78,7 +78,6 @@ class Comm:
       queue: `Pending`s that will issue a collective on it, in the order in which they must do so.
       calls: what this rank has called on it, compared between its ranks.
       fixed_order: whether reductions add up in the order of `ranks` on every backend.
-      tree: places in the order of positions; see `placement.canonical`.
       second: a communicator of the same ranks for the second collective of a mean of codes. The
         first one is on this communicator, so that the next mean can begin there meanwhile.
 
@@ -98,7 +97,6 @@ class Comm:
     queue: deque[Any] = field(default_factory=deque, repr=False)
     calls: Calls = field(default_factory=Calls, repr=False)
     fixed_order: bool = False
-    tree: tuple[int, ...] = ()
     second: "Comm | None" = field(default=None, repr=False)
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
@@ -120,8 +118,6 @@ class Comm:
     @property
     def adds(self) -> str:
         """How its reductions add up, as text for digests; nothing if the backend decides."""
-        if self.tree:
-            return " in one tree"
         return " in fixed order" if self.fixed_order else ""
 
     @property

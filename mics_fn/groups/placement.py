@@ -25,7 +25,6 @@ whole parameters within a step, and not between steps: the gather that follows a
 the next forward, and evaluation gathers again.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Literal
@@ -108,8 +107,6 @@ def place(
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
     if len(groups.flat.route.levels) != 1:
         flat = found
-    if groups.partition.tree:  # see `canonical`
-        found["grads"] = flat["grads"] = 0
     return replace(
         groups,
         hierarchy=_routed(groups.hierarchy, hold=found["params"], late=found["grads"]),
@@ -161,69 +158,9 @@ def fixed_order(groups: Groups) -> Groups:
       >>> groups = placement.fixed_order(make_groups(1))
     """
     require_one("fixed_order", groups)
-    return _reducing(groups, lambda comm: replace(comm, fixed_order=True))
 
-
-def canonical(groups: Groups) -> Groups:
-    """The same groups, with means whose bits depend neither on p nor on how many ranks there are.
-
-    [Note: one tree] A step has n * accumulate micro-batches, of which rank position i takes number
-    k * n + i in micro-step k. Their gradients are averaged in one balanced binary tree over these
-    numbers, in which every node is (a + b)/2 in the dtype of the gradients. The ranks of a
-    partition group are an aligned block of positions, so hop 1 is a subtree, level by level; hop 2
-    completes the tree of the micro-step, and micro-steps are joined above it. So p only decides
-    which rank computes a node, and half as many ranks with twice as many micro-steps compute the
-    same nodes. It is meant for audits, and for runs that have to go on with other ranks.
-
-    Args:
-      groups: any, of n ranks, a power of two. What a placement says about gradients has no effect:
-        all levels of hop 1 are done in every micro-step.
-
-    Returns:
-      `Groups` for every verb. `Trainer(deterministic="canonical")` does all that equal bits need.
-      By hand, give micro-batch k * n + `groups.position` to micro-step k, use a `GradSum`, and let
-      `optim.unfused` make the optimizer. `optim.global_norm`, and clipping by it, then depend
-      neither on p nor on n.
-
-    Communication: nothing here. Hop 2 sends as many bytes as an all-reduce, 2(r - 1)/r of the
-      shard's, but a `GradSum` does it in every micro-step and not once. `global_norm` gathers 8
-      bytes and then 24.
-
-    Memory: nothing here. Hop 2 takes two more buffers of the size of a chunk, and a `GradSum` of
-      2**k micro-steps k times this rank's shards of the gradients, if k > 0.
-
-    Raises:
-      GroupsError: `groups` is not `Groups`.
-      PlanError: n is not a power of two, or gradients are averaged over other ranks than these
-        (`mean_over`). Verbs raise it where gradients are not of one dtype with at least 32 bits.
-
-    Example:
-      >>> from mics_fn import placement
-      >>> placement.canonical(make_groups(1))
-      Groups(n=1 p=1 levels=none in one tree, rank 0, cpu)
-    """
-    require_one("canonical", groups)
-    n = groups.world_size
-    if n & (n - 1):
-        fix = "use 1, 2, 4, 8, ... ranks, or placement.fixed_order, for equal runs on equal ranks"
-        raise PlanError(message(f"canonical: {n} ranks are not a power of two", fix=fix))
-    if groups.hierarchy.route.grad_factor != 1.0:
-        text = f"canonical: these {n} ranks average gradients over {groups.mean_over}"
-        fix = "make groups without mean_over=, or use placement.fixed_order"
-        raise PlanError(message(text, fix=fix))
-    position = {rank: i for i, rank in enumerate(groups.ranks)}
-
-    def in_tree(comm: Comm) -> Comm:
-        places = sorted(range(comm.size), key=lambda place: position[comm.ranks[place]])
-        return replace(comm, fixed_order=True, tree=tuple(places))
-
-    found = _reducing(groups, in_tree)
-    late = {"hierarchy": _routed(found.hierarchy, late=0), "flat": _routed(found.flat, late=0)}
-    return replace(found, **late)
-
-
-def _reducing(groups: Groups, change: Callable[[Comm], Comm]) -> Groups:
-    """The same groups, with other communicators for all reductions."""
+    def change(comm: Comm) -> Comm:
+        return replace(comm, fixed_order=True)
 
     def along(hierarchy: Hierarchy) -> Hierarchy:
         levels = hierarchy.route.levels

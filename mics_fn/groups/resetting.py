@@ -143,7 +143,7 @@ class _Again:
         new = self._comms[old.name]
         kept = {"traffic": old.traffic, "fixed_order": old.fixed_order}
         second = None if new.second is None else replace(new.second, **kept)
-        return replace(new, **kept, tree=old.tree, second=second)
+        return replace(new, **kept, second=second)
 
 
 def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:

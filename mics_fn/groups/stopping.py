@@ -82,11 +82,8 @@ class StopRequest:
         """Ask all ranks to stop, as a signal does; returns at once."""
         self._wanted = True
 
-    def due(self, ended: int | None = None) -> bool:
+    def due(self) -> bool:
         """Whether to stop now; every rank calls it at the end of each step.
-
-        Args:
-          ended: the number of the step that has ended, from 1; None counts the calls.
 
         Returns:
           True on all ranks after the same step, and from then on; `stopping` says the same.
@@ -100,7 +97,6 @@ class StopRequest:
         if self.stopping:
             return True
         with self._lock:
-            self._step = self._step if ended is None else ended
             alone = len(self._life.ranks) == 1
             if self._said is None and not (alone and self._wanted):
                 self._step += 1

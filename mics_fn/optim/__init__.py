@@ -98,7 +98,6 @@ from mics_fn.optim.clip import clip_by_global_norm, clip_by_value, global_norm
 from mics_fn.optim.columns import fresh, map_columns
 from mics_fn.optim.drift import Comparison, same_replicas
 from mics_fn.optim.flat import by_leaf, replaced
-from mics_fn.optim.fusing import unfused
 from mics_fn.optim.guard import Guard, Verdict, norm_spike
 from mics_fn.optim.guarded import guarded_step
 from mics_fn.optim.handing import handed_over
@@ -157,7 +156,6 @@ __all__ = [
     "sgd",
     "static_scale",
     "tell_memory",
-    "unfused",
     "versions",
     "warmup_cosine",
 ]

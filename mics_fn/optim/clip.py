@@ -10,7 +10,6 @@ from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import GroupsError, LeafError, OptimizerError, PlanError, message
 from mics_fn.groups import Groups, Home, fold_ranks
-from mics_fn.optim.exact import sum_of_squares
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.limiting import limited
 from mics_fn.optim.options import facts_from
@@ -94,9 +93,6 @@ def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
             fix = "do both hops first: reduce_grads(grads, groups)"
             raise LeafError(message(f"global_norm: {path} is not a shard", fix=fix))
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
-    if differentiated and any(home.partition.tree for home in by_home):
-        fix = "differentiate it on the groups that placement.canonical was given"
-        raise PlanError(message("global_norm: canonical groups give it no derivative", fix=fix))
     if differentiated:
         by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
     of_home = _smooth_total if differentiated else _total
@@ -128,8 +124,6 @@ def _looked_at(
 
 def _total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:
     """The sum of squares over a partition group, without a derivative."""
-    if home.partition.tree:
-        return sum_of_squares(home, pieces)
     return _total_of(home, norms_of(pieces))
 
 
@@ -156,12 +150,12 @@ def _total_of(home: Groups, norms: Sequence[_Norm]) -> Tensor:
 def _norm_of_arriving(arrival: Arrival, groups: Any) -> Tensor:
     """`norm_here` of gradients that arrive, with the same bits; not differentiable.
 
-    Memory: on the device one bucket of what lies elsewhere; on canonical groups all of it.
+    Memory: on the device one bucket of what lies elsewhere.
     """
     homes = homes_of("global_norm", groups, arrival.like)
     leaves = tree.flatten(arrival.like, is_leaf)[0]
     trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
-    if not trained or any(home.partition.tree for home in homes):
+    if not trained:
         return norm_here(arrival.whole(), groups)
     norms: dict[int, _Norm] = {}
     for place, numbers in enumerate(arrival.order):

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import PlanError, TreeError, message
+from mics_fn.errors import TreeError, message
 from mics_fn.groups import Comm, Home
 from mics_fn.optim.clip import counted_homes, norm_problem
-from mics_fn.optim.exact import sums_of_squares
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards import (
     Bucket,
@@ -44,14 +43,13 @@ def leaf_norms(shards: Tree, groups: Any) -> Tree:
       in gradients. The host does not wait. Squares are added as in `global_norm`, and the gradient
       of a norm of 0 is 0.
 
-    Communication: one all-gather of 8 bytes per leaf over each partition group in the tree; for
-      `placement.canonical` one more, of 24. Its VJP sends as much again.
+    Communication: one all-gather of 8 bytes per leaf over each partition group in the tree. Its VJP
+      sends as much again.
 
     Memory: 8 bytes per leaf and rank; the pieces in float64 where the norms are differentiated.
 
     Raises:
       LeafError: a leaf is not a shard.
-      PlanError: a derivative is asked for on canonical groups.
 
     Example:
       >>> groups = make_groups(1)
@@ -93,8 +91,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     Raises:
       TreeError: the trees differ in structure, or are cut in different ways.
       LeafError: a leaf is not a shard.
-      PlanError: the groups do not reach all ranks of the model, or are canonical, where its bits
-        would depend on how shards are cut.
+      PlanError: the groups do not reach all ranks of the model.
 
     Example:
       >>> groups = make_groups(1)
@@ -110,7 +107,6 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     _check_same(left, right)
     totals = []
     for (home, _, x), (_, _, y) in zip(parts, others, strict=True):
-        _refuse_canonical("inner", home, "take one over other groups, or use global_norm")
         zero = torch.zeros((), dtype=torch.float64, device=home.device)
         products = [(u.double() * v.double()).sum() for u, v in zip(x, y, strict=True)]
         here = torch.stack([zero, *products]).sum().view(1)
@@ -141,9 +137,6 @@ def _opened(
     data = [opened.data[i] for use in uses for i in use.members]
     live = needs_derivative(data)
     if live:
-        for use in uses:
-            fix = "differentiate it on the groups that placement.canonical was given"
-            _refuse_canonical(verb, use.home, fix)
         data = linear_map("own", uses, *data) if uses else []
     found: dict[Comm, _Part] = {}
     for use, pieces in deal(uses, data):
@@ -153,15 +146,8 @@ def _opened(
     return opened, list(found.values()), live
 
 
-def _refuse_canonical(verb: str, home: Home, fix: str) -> None:
-    if home.partition.tree:
-        raise PlanError(message(f"{verb}: not on canonical groups", fix=fix))
-
-
 def _sums(home: Home, pieces: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each leaf over a partition group, without a derivative."""
-    if home.partition.tree:
-        return sums_of_squares(home, [[piece] for piece in pieces])
     here = torch.zeros(len(pieces), dtype=torch.float64, device=home.device)
     # The norm of a float16 tensor may exceed float16 although no element does.
     for dtype, narrow in ((torch.float32, True), (None, False)):

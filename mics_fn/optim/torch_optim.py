@@ -19,7 +19,6 @@ from mics_fn.offload import read
 from mics_fn.optim.column import Column, updating
 from mics_fn.optim.columns import columns
 from mics_fn.optim.flat import FlatShards, Unpacked, unpacked, with_wholes, zeros
-from mics_fn.optim.fusing import kernels
 from mics_fn.optim.making import made
 from mics_fn.optim.options import facts_from
 from mics_fn.optim.runs import joined, whole_run
@@ -131,7 +130,7 @@ def torch_rule(
         check_own(fits, f"torch.optim.{cls.__name__} with these options", state)
         targets = [params, *state.moments.values()]
         keys = decay_keys(verb, decay_mask, params)
-        now = kernels(at(state.count))
+        now = at(state.count)
         by = [now.get("lr")]
         work = columns(targets, [grads], keys, by=by, donate=donate)
         take = _live_step if work.live else _step

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from mics_fn.collectives import SHORT_NAMES, Codec, Wire
-from mics_fn.errors import PlanError, message
 from mics_fn.tree import digest
 
 BUCKET_BYTES = 25 * 2**20
@@ -160,20 +159,6 @@ class Bucket:
         if not isinstance(other, Bucket) or self._hash != other._hash:
             return False
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
-
-
-def check_one_dtype(verb: str, bucket: Bucket) -> None:
-    """Raise PlanError if a hop would round, which it does once per level: see `canonical`."""
-    if bucket.wires:
-        text = f"{verb}: canonical groups send values, in one dtype for each leaf"
-        lines = [f"bucket {bucket.index} ({bucket.names}): {bucket.wires}"]
-        raise PlanError(message(text, lines, "shard without gather=, hop1= and hop2="))
-    dtypes = {"param": bucket.dtype, "reduce": bucket.reduce, "accumulate": bucket.accumulate}
-    if len(set(dtypes.values())) > 1 or bucket.dtype.itemsize < 4:
-        text = f"{verb}: canonical groups need gradients of one dtype with at least 32 bits"
-        names = ", ".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items())
-        fix = "shard with precision='param=f32,reduce=f32'; compute=bf16 is possible"
-        raise PlanError(message(text, [f"bucket {bucket.index} ({bucket.names}): {names}"], fix))
 
 
 def short_digest(texts: Sequence[str]) -> str:

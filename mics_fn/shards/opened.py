@@ -13,7 +13,7 @@ from mics_fn.collectives import Wire, agree, checksum, collect_all
 from mics_fn.errors import PlanError, disagreement, message
 from mics_fn.groups import Comm, Hierarchy, Home, Route, require_replicas
 from mics_fn.shards.arguments import check_leaves, require_tree, spread_homes
-from mics_fn.shards.bucket import Bucket, check_one_dtype
+from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.elsewhere import any_elsewhere
 from mics_fn.shards.kept import check_kept
 from mics_fn.shards.leaf import (
@@ -67,11 +67,6 @@ class BucketUse:
     def alone(self) -> bool:
         """Whether there are no other ranks, so that this rank's gradient is the mean already."""
         return self.route.size == 1 and self.home.replicas.size == 1
-
-    @property
-    def in_tree(self) -> bool:
-        """Whether its means are those of `placement.canonical`."""
-        return bool(self.home.partition.tree)
 
     @property
     def uncoded(self) -> "BucketUse":
@@ -261,8 +256,6 @@ def _check_home(verb: str, use: BucketUse, homes: Sequence[Home], leaves: Sequen
     if use.route.size != use.bucket.parts:
         sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
         raise PlanError(message(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS))
-    if use.in_tree and use.bucket.trainable:
-        check_one_dtype(verb, use.bucket)
     if use.bucket.codes is not None:
         check_kept(verb, use.bucket, [None if i is None else leaves[i].data for i in use.index])
 

@@ -36,21 +36,6 @@ Equal runs: `Trainer(deterministic=True)` uses torch's deterministic algorithms 
 level by level from the innermost, then micro-steps in order, then replicas. Two runs then give
 equal bits, which gloo and NCCL alone do not promise.
 
-Equal bits on other ranks: with `Trainer(deterministic="canonical")` a run has the same bits for
-every p, and for every number n of ranks with n * accumulate micro-batches in a step, all of them
-powers of two. So a checkpoint of four ranks goes on, bit for bit, on one rank with four times as
-many micro-steps. This needs that micro-batch k * n + i is what rank position i computes in
-micro-step k, on the same kind of device with the same number of threads, and without dropout, whose
-random numbers belong to a rank. `sampler` deals out items one by one, so this holds with it if
-every item of the data is a whole micro-batch and the loader has `batch_size=accumulate`. Gradients
-are averaged in one tree (`placement.canonical`), their norm is exact (`optim.global_norm`), the
-optimizer runs without fused kernels (`optim.unfused`), micro-batches are copied to memory of their
-own, and every micro-step begins with the same buffers, so that losses and buffers are means over
-all micro-batches. It is meant for comparisons, not for speed: hop 2 is done in every micro-step, so
-a step sends accumulate * 2(r - 1)/r of the shards' bytes over replicas instead of 2(r - 1)/r.
-`local_sgd`, `diloco`, `mean_over=`, `grad_dtype=` and gradients that travel in 16 bits are refused
-by name.
-
 Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together, and
 `KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
 merge of replicas communicates while it writes, so Ctrl-C waits for it, `timeout_s` at most.

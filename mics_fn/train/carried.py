@@ -172,7 +172,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     _check_extra(extra)
     strict, home = other_options == "raise", trainer.member.home
     saved, now = dict(extra["options"]), dict(lasting_options(trainer))
-    if extra["ranks"][1:] != [home.world_size] and trainer.deterministic != "canonical":
+    if extra["ranks"][1:] != [home.world_size]:
         saved.pop("accumulate", None)  # so that the batch can stay as it was
         now.pop("accumulate", None)
     same_scale = _compare_options(saved, now, strict)

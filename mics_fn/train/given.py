@@ -70,7 +70,7 @@ def check_model(
     checks.instance(verb, "guard", guard, Guard | None, "a Guard", fix)
     fix = "call every_step(), local_sgd(...) or diloco(...)"
     checks.instance(verb, "replica_sync", replica_sync, ReplicaSync | None, "a ReplicaSync", fix)
-    checks.choice(verb, "deterministic", deterministic, True, False, "canonical")
+    checks.flag(verb, "deterministic", deterministic)
 
 
 def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
@@ -276,16 +276,15 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return "/".join(map(dtype_name, dtypes))
 
 
-def homes_for(groups: Any, params: Tree, deterministic: bool | str) -> tuple[Any, Groups]:
-    """The groups of a tree, reducing as `deterministic` says; and the first of them."""
+def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Groups]:
+    """The groups of a tree, in a fixed order if `deterministic`; and the first of them."""
     found = tree.spread(
         groups, params, what="groups", is_leaf=is_leaf, is_value=lambda v: isinstance(v, Groups)
     )
-    reducing = placement.canonical if deterministic == "canonical" else placement.fixed_order
     if deterministic and isinstance(groups, Groups):
-        groups = reducing(groups)
+        groups = placement.fixed_order(groups)
     elif deterministic:
-        ordered = {home: reducing(home) for home in dict.fromkeys(found)}
+        ordered = {home: placement.fixed_order(home) for home in dict.fromkeys(found)}
         paths = tree.paths(params, is_leaf=is_leaf)
         by_path = {path: ordered[home] for path, home in zip(paths, found, strict=True)}
         groups, found = by_path.__getitem__, list(by_path.values())

@@ -36,7 +36,7 @@ def reproducible(on: bool) -> Iterator[None]:
 
 
 @contextmanager
-def learning(deterministic: bool | str) -> Iterator[None]:
+def learning(deterministic: bool) -> Iterator[None]:
     """A block in grad mode, and `reproducible`; an interrupt leaves grad mode as it was.
 
     Inside of torch's own contexts it may be raised when the mode is set and nobody is to reset it.
@@ -44,7 +44,7 @@ def learning(deterministic: bool | str) -> Iterator[None]:
     before = torch.is_grad_enabled()
     try:
         torch.set_grad_enabled(True)
-        with reproducible(bool(deterministic)):
+        with reproducible(deterministic):
             yield
     finally:
         torch.set_grad_enabled(before)

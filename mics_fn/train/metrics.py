@@ -16,7 +16,7 @@ class StepMetrics(NamedTuple):
     Args:
       step: the number of optimizer steps after it.
       loss: 0-dim tensor on the device: this rank's mean over micro-steps, which `fit` averages over
-        ranks. With `deterministic="canonical"` it is the mean over ranks already.
+        ranks.
       samples: samples on all ranks together.
       tokens: elements of the batch's first integer tensor with two or more dims, on all ranks
         together; 0 if there is none.

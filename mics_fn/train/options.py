@@ -46,8 +46,6 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     fixed = [f.name for f in fields(scale) if f.name not in changes]
     rest = [f.name for f in fields(guard) if f.name != "scale"]
     facts = _facts(trainer, names(trainer.state.params), several=False)
-    if trainer.deterministic == "canonical":  # half as many ranks may take twice as many
-        facts["accumulate"] = f"{trainer.accumulate * trainer.member.home.world_size} on all ranks"
     facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in rest})
     facts |= _under("guard scale ", {name: f"{getattr(scale, name)}" for name in fixed})
     return {**facts, **versions()}

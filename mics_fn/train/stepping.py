@@ -3,15 +3,46 @@
 import time
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mics_fn.deferred import GradSum, defer
 from mics_fn.interrupts import Commit
 from mics_fn.optim import same_step
 from mics_fn.train.batch import cut, to_device
+from mics_fn.train.buffers import Values
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics
-from mics_fn.train.micro_steps import micro_steps
 from mics_fn.train.options import start_comparison
 from mics_fn.train.writing import comes, overlaps, reduced, update, update_early, update_late
+from mics_fn.tree import Tree
+
+
+class MicroSteps:
+    """What the micro-steps of a step leave behind, each beginning with the buffers of the last one.
+
+    Args:
+      trainer: takes the step; the buffers of its state are not written to.
+      total: takes the gradients.
+    """
+
+    def __init__(self, trainer: Any, total: GradSum) -> None:
+        self._program, self._total, self._scale = trainer.program, total, trainer.guard.scale
+        self._losses: list[Tensor] = []
+        self._buffers = self._program.buffers.copies(trainer.state.buffers)  # to write to
+
+    def run(self, full: Tree, batch: Any) -> None:
+        """One micro-step, forward and backward."""
+
+        def backward(loss: Tensor) -> None:
+            self._total.backward(self._scale.scale(loss))
+
+        loss, self._buffers = self._program(full, self._buffers, batch, backward)
+        self._losses.append(loss)
+
+    def end(self) -> tuple[Tensor, Values]:
+        """The loss of the step on this rank, and the buffers, before their mean over ranks."""
+        return torch.stack(self._losses).mean(), self._buffers
 
 
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
@@ -29,7 +60,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
-    done = micro_steps(trainer, total)
+    done = MicroSteps(trainer, total)
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
@@ -41,7 +72,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         grads = None if early or late else reduced(trainer, total)
         if drift is not None:
             trainer.state = drift.finish(trainer.on_drift)
-        loss, buffers = done.end(home)
+        loss, buffers = done.end()
         if early:
             verdict = update_early(trainer, total, buffers)
         elif late:

@@ -22,7 +22,6 @@ from mics_fn.train.given import as_shards, check_buffers, check_model, check_opt
 from mics_fn.train.loop import Progress, check_fit, train_for
 from mics_fn.train.member import Member
 from mics_fn.train.metrics import StepMetrics, averaged
-from mics_fn.train.micro_steps import canonical_optimizer
 from mics_fn.train.passes import Epochs
 from mics_fn.train.program import program_of
 from mics_fn.train.replicas import policy_of
@@ -55,8 +54,7 @@ class Trainer(Exporting):
       replica_sync: when replicas are merged; by default hop 2 in every step.
       hop2: `hop2(grads, groups) -> grads` in place of hop 2; see `replicas.reduced_by`.
       deterministic: make equal runs give equal bits. In a step torch then uses deterministic
-        algorithms, and reductions add up in the order of ranks. With "canonical", other numbers of
-        ranks give the same bits too; see the page of this wing.
+        algorithms, and reductions add up in the order of ranks; see the page of this wing.
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
       on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
@@ -123,7 +121,7 @@ class Trainer(Exporting):
         guard: Guard | None = None,
         replica_sync: ReplicaSync | None = None,
         hop2: Callable[[Tree, Any], Tree] | None = None,
-        deterministic: bool | Literal["canonical"] = False,
+        deterministic: bool = False,
         check_replicas: int = 100,
         on_drift: Literal["raise", "heal"] = "raise",
         recoverable: bool = False,
@@ -154,7 +152,6 @@ class Trainer(Exporting):
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
         self.member = Member(home, compared=apart, lost=home.life.returning)
         check_buffers(buffers, home)
-        optimizer = canonical_optimizer(self, optimizer)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision

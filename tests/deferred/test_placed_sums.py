@@ -74,7 +74,6 @@ def of_bits(
     folder: str, layout: Layout, precision: str, passes: int, kind: str, place: str
 ) -> None:
     groups = groups_of(layout)
-    groups = mf.placement.canonical(groups) if place == "canonical" else groups
     groups = placed_as(groups, place) if place in ("zero2", "fixed_order") else groups
     for where in (f"grads=disk:{folder}", f"grads=disk:{folder}; *b0*: grads=device"):
         want = trained(groups, precision, passes, kind)
@@ -87,13 +86,13 @@ SHORT = {
     (LAYOUTS[1], PRECISIONS[0], 2, "clip", ""),
     (PAIR, PRECISIONS[2], 1, "grads", ""),
     (LAYOUTS[3], PRECISIONS[3], 3, "scale", "zero2"),
-    (LAYOUTS[4], PRECISIONS[0], 4, "clip", "canonical"),
+    (LAYOUTS[4], PRECISIONS[0], 4, "clip", "fixed_order"),
 }
-PLACES = ["", "zero2", "fixed_order", "canonical"]
+PLACES = ["", "zero2", "fixed_order"]
 LONG = [
     x
     for n, x in enumerate(product(LAYOUTS, PRECISIONS, [1, 2, 4], ["sum", *GUARDS], PLACES))
-    if n % 29 == 0 and not (x[4] == "canonical" and x[1] in PRECISIONS[2:])
+    if n % 29 == 0
 ]
 
 

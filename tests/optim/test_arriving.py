@@ -32,7 +32,6 @@ def by_name() -> dict[str, Callable[[mf.Groups], Any]]:
         "chain": lambda groups: optim.chain(
             optim.clip_by_global_norm(0.1, groups), optim.adamw(1e-2)
         ),
-        "unfused": lambda groups: optim.unfused(optim.adamw(1e-2)),
     }
 
 

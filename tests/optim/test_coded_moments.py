@@ -197,7 +197,6 @@ def test_small_leaves_and_plain_states_have_their_bits():
 OPTIMIZERS = {
     "adam": lambda: optim.adam(1e-2),
     "sgd": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True),
-    "unfused": lambda: optim.unfused(optim.adamw(1e-2)),
     "by_path": lambda: optim.by_path({"*c*": optim.lion(1e-2)}, default=optim.adam(1e-2)),
     "chain": lambda: optim.chain(optim.clip_by_value(0.5), optim.adamw(1e-2)),
     **{

@@ -96,27 +96,6 @@ def test_norms_on_placements_and_parts(ranks, layout):
     ranks(layout.world_size).run(placed_norms, layout)
 
 
-def canonical(layout: Layout) -> list[float]:
-    """The bits depend neither on p nor on n; and what cannot promise that is refused."""
-    groups = mf.placement.canonical(groups_of(layout))
-    params = {"a": random(1, 33), "b": random(2, 5, 5) * 1e-3, "c": torch.zeros(4)}
-    shards = mf.shard(params, groups)
-    norms = mf.optim.leaf_norms(shards, groups)
-    for name, x in params.items():
-        assert abs(float(norms[name]) - float(x.double().norm())) <= 1e-12
-    with pytest.raises(mf.errors.PlanError, match="inner: not on canonical groups"):
-        mf.optim.inner(shards, shards, groups)
-    if layout.partition_size > 1:
-        with pytest.raises(mf.errors.PlanError, match="leaf_norms: not on canonical groups"):
-            torch.func.grad(lambda s: mf.optim.leaf_norms(s, groups)["a"])(shards)
-    return [float(norms[name]) for name in "abc"]
-
-
-def test_canonical_norms_have_the_same_bits_in_all_layouts(ranks):
-    found = [ranks(x.world_size).run(canonical, x) for x in (ALONE, PAIR, COPIES, BOTH)]
-    assert len({tuple(each) for values in found for each in values}) == 1
-
-
 def refused() -> None:
     groups = groups_of(ALONE)
     a = mf.shard({"w": torch.ones(4), "v": torch.ones(3)}, groups)

@@ -147,7 +147,7 @@ OptimizerError: from_torch: NoneType cannot be used: it is not a class of torch.
 >>> optim.chain([optim.sgd(0.1)])
 OptimizerError: list is not an optimizer of init and update
   fix: chain(a, b) makes one of several
->>> optim.unfused(torch.optim.SGD)
+>>> optim.chain(torch.optim.SGD)
 OptimizerError: the class SGD is not an optimizer of init and update
   fix: pass from_torch(SGD, lr=...), or an instance
 >>> optim.clip_by_value(None)
@@ -573,8 +573,8 @@ PlanError: place: params=1.0, expected None or an int of at least 1
 >>> placement.fixed_order(None)
 GroupsError: fixed_order: groups=None, expected Groups
   fix: pass what make_groups gave
->>> placement.canonical({"w": groups})
-GroupsError: canonical: groups is of type dict, expected Groups
+>>> placement.fixed_order({"w": groups})
+GroupsError: fixed_order: groups is of type dict, expected Groups
   fix: pass what make_groups gave
 >>> mf.groups.StopRequest(None)
 GroupsError: StopRequest: groups=None, expected Groups
@@ -701,9 +701,9 @@ PlanError: Trainer: guard='skip', expected a Guard
 PlanError: Trainer: replica_sync is of type function, expected a ReplicaSync
   fix: call every_step(), local_sgd(...) or diloco(...)
 >>> trainer(deterministic="yes")
-PlanError: Trainer: deterministic='yes', expected True, False or 'canonical'
+PlanError: Trainer: deterministic='yes', expected True or False
 >>> trainer(deterministic=x)
-PlanError: Trainer: deterministic is of type Tensor, expected True, False or 'canonical'
+PlanError: Trainer: deterministic is of type Tensor, expected True or False
 >>> trainer(guard=x)
 PlanError: Trainer: guard is of type Tensor, expected a Guard
   fix: make one: optim.Guard(...)

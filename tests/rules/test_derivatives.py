@@ -733,7 +733,6 @@ def step_by_hand(layout):
     w = start["w"]
     for optimizer in (
         mf.optim.sgd(0.1),
-        mf.optim.unfused(mf.optim.sgd(0.1)),
         mf.optim.by_path({"*w*": mf.optim.sgd(0.1)}),
         mf.optim.from_update(
             lambda p: (), lambda g, s, p: (mf.shards.map(lambda x: -0.1 * x, g), s)
@@ -761,7 +760,6 @@ ELSEWHERE = {
     "lion": STEPS,
     "sgd": STEPS,
     "from_torch": STEPS,
-    "unfused": STEPS,
     "chain": STEPS,
     "by_path": STEPS,
     "from_update": STEPS,

@@ -242,8 +242,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 def test_no_file_bears_the_name_of_a_public_function():
-    # `import mics_fn.optim.chain` would give the function. These two are about to be renamed.
-    later = {"optim/chain", "optim/unfused"}
+    # `import mics_fn.optim.chain` would give the function.
     found = set()
     for file in files():
         for public in public_functions():
@@ -251,7 +250,7 @@ def test_no_file_bears_the_name_of_a_public_function():
             same = file == f"{wing}/{name}" if wing else file.split("/")[-1] == name
             if same and wing_of(file) != "lab":
                 found.add(file)
-    refuse([f"mics_fn/{file}.py" for file in found ^ (later & set(files()))])
+    refuse([f"mics_fn/{file}.py" for file in found])
 
 
 def public_functions() -> list[str]:

@@ -15,7 +15,7 @@ from cases import groups_of, placed_as, same_bits
 from test_carried import OPTIMIZERS, OPTIONS, STEPS, fit, held, loader_of, made
 
 import mics_fn as mf
-from mics_fn import checkpoint, optim, tree
+from mics_fn import checkpoint, optim
 from mics_fn.checkpoint import saving
 from mics_fn.errors import CheckpointMismatch, CheckpointWriteError
 from mics_fn.groups import StopRequest
@@ -232,45 +232,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         simple(groups, "/proc/none", every=1).fit(batches(groups), 1, progress=False)
     with pytest.raises(mf.errors.PlanError, match="every=0"):
         mf.Checkpoints(tmp_path, every=0)
-
-
-def canonical(world: World, folder: str, steps: int) -> tuple[int, Any]:
-    """Steps of four micro-batches each, on so many ranks as there are."""
-    groups = groups_of(world)
-    n, i = groups.world_size, groups.position
-    with warnings.catch_warnings():  # of random states, which are those of other ranks
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
-        trainer = mf.Trainer(
-            model,
-            optim.adamw(0.1),
-            groups,
-            loss=lambda model, x: model(x).square().mean(),
-            accumulate=4 // n,
-            deterministic="canonical",
-            guard=optim.Guard(max_norm=0.1),
-            checkpoint=mf.Checkpoints(folder, every=3),
-        )
-    begun = trainer.state.step
-    while trainer.state.step < steps:
-        random = torch.Generator().manual_seed(trainer.state.step)
-        parts = torch.randn(4, 5, 6, generator=random)  # micro-batch k n + i is that of rank i
-        trainer.step(torch.cat([parts[k * n + i] for k in range(4 // n)]))
-    trainer.checkpoint.close()
-    moments = tree.flatten(optim.by_leaf(trainer.state.opt))[0]
-    held = [x for x in moments if isinstance(x, torch.Tensor) and x.ndim] if n == 1 else []
-    return begun, [trainer.params(), held]
-
-
-@pytest.mark.thorough
-def test_canonical_runs_go_on_with_other_ranks(ranks: Pools, tmp_path: Path) -> None:
-    worlds = [FOUR, World((1,), 1), TWO, World((2, 2), 4), World((2,), 1), World((1,), 1)]
-    whole = ranks(1).run(canonical, World((1,), 1), str(tmp_path / "whole"), 18)[0][1]
-    for k, world in enumerate(worlds):
-        found = ranks(world.world_size).run(canonical, world, str(tmp_path / "parts"), 3 * k + 3)
-        assert {begun for begun, _ in found} == {3 * k}
-    same_bits(found[0][1], whole)
 
 
 def on_a_full_disk(folder: str) -> str:

@@ -105,13 +105,6 @@ def test_adapters_train_as_over_plain_decoded_weights(ranks, layout, options):
     assert got[0][0][-1] < got[0][0][0]
 
 
-def test_numbers_do_not_depend_on_the_size_of_partition_groups(ranks):
-    options = {"deterministic": "canonical"}
-    found = [ranks(4).run(trained, Layout((2, 2), p), 4, options)[0][1] for p in (1, 2, 4)]
-    same_bits(found[1], found[0])
-    same_bits(found[2], found[0])
-
-
 # Against one process in float64
 
 

@@ -130,10 +130,6 @@ def refused_options() -> None:
             {"hop2": plain_hop, "replica_sync": mf.replicas.local_sgd(2)},
             "Trainer: replica_sync= and hop2= are both given",
         ),
-        (
-            {"hop2": plain_hop, "deterministic": "canonical"},
-            "reduced_by(plain_hop) adds up in a way of its own",
-        ),
     ):
         with pytest.raises(mf.errors.PlanError) as caught:
             trainer_of(groups, **how)
