@@ -14,6 +14,7 @@ from mics_fn.checkpoint.directory import Folder
 from mics_fn.checkpoint.opening import manifest_in
 from mics_fn.checkpoint.sources import Sources
 from mics_fn.checkpoint.together import together
+from mics_fn.checkpoint.under_way import folder_to_read
 from mics_fn.errors import CheckpointError, CheckpointFormatError, message
 from mics_fn.groups import Groups
 from mics_fn.log import LOG
@@ -50,6 +51,8 @@ def load(
 ) -> Loaded:
     """A state that was saved, for any number of ranks, levels and placement. All ranks call it.
 
+    A save to the folder that is under way on these ranks is waited for.
+
     Args:
       path: the folder that `save` was given.
       like: a state of the same structure, shapes and dtypes, such as that of before the first step.
@@ -77,7 +80,8 @@ def load(
       CheckpointNotFound: there is no such step.
       CheckpointFormatError, CheckpointCorrupt, CheckpointSecurityError: it is damaged; on all
         ranks, with the file and the leaf.
-      CheckpointError: the system cannot read a file; on all ranks.
+      CheckpointError: the system cannot read a file; or a save of this process to the folder, which
+        was under way, failed or did not end in time; on all ranks.
       CheckpointMismatch: it does not fit `like`; all differences are named.
       LeafError: a value is not finite, and `like` keeps its leaf as codes.
       DesyncError: ranks load other states.
@@ -115,6 +119,7 @@ def load(
 
     while True:
         with together(home) as words:
+            folder_to_read("load", path, raises=True)
             if home.position == 0:
                 words.mine = _chosen(folder, step, refused)
         number, place = words.all[home.ranks[0]]

@@ -116,7 +116,7 @@ def start_save(
         `save`.
 
     Returns:
-      A `PendingSave`. Until it is done, `latest` does not name the step.
+      A `PendingSave`. `latest`, `steps`, `verify` and `load` of this process wait for its end.
 
     Communication: as for `save`. The messages to the store are those of a thread.
 

@@ -8,6 +8,7 @@ training goes on.
 """
 
 import json
+import math
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 from mics_fn import points
 from mics_fn.checkpoint.agreeing import Agreed
+from mics_fn.checkpoint.directory import Folder
 from mics_fn.checkpoint.disk import step_back
 from mics_fn.checkpoint.manifest import Writer
 from mics_fn.checkpoint.parts import Record, cannot_write
@@ -55,15 +57,16 @@ class PendingSave:
         self._life.saves += 1
         self._number = self._life.saves
         self._key = self._key_of(self._number)
+        self._timeout_s = agreed.home.timeout_s
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._told = not follows  # whether the program knows how it ended: it waits for itself
         self._stop = StopRequest(agreed.home, ()).__enter__() if follows else None
         self._life.endings.append(self.finish)
         self._place = os.path.realpath(agreed.folder.path)
-        _UNDER_WAY[self._place] = self
         # A process that ends waits for this thread, as it is not a daemon.
         self._thread = threading.Thread(target=self._run, name="mics_fn save")
+        _UNDER_WAY[self._place] = self
         try:
             start(self._thread)
         except RuntimeError:  # the system has no thread left, and the other ranks wait for this one
@@ -114,14 +117,34 @@ class PendingSave:
 
     def finish(self) -> None:
         """Wait for its end."""
-        while self._thread.is_alive():
-            self._thread.join(_WAIT_S)
+        self._join(math.inf)
         if _UNDER_WAY.get(self._place) is self and (self._told or self._error is None):
             del _UNDER_WAY[self._place]
         if self.finish in self._life.endings:
             self._life.endings.remove(self.finish)
             if self._stop is not None:
                 self._stop.__exit__(None, None, None)
+
+    def _join(self, limit_s: float) -> bool:
+        """Wait for the end of the thread, so long at most; returns whether it has ended."""
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(_WAIT_S)
+        return not self._thread.is_alive()
+
+    def before_read(self, verb: str, *, raises: bool) -> None:
+        """Wait for its end, for somebody who reads the folder; see `folder_to_read`."""
+        if self._thread is threading.current_thread():
+            return
+        if not self._join(self._timeout_s):
+            text = f"{verb}: step {self.step} in {self._place} is still being saved by this process"
+            fix = "wait() for the save, or make its groups with a longer timeout_s"
+            lines = [f"waited for {self._timeout_s:g} s, the timeout_s of its groups"]
+            raise CheckpointError(message(text, lines, fix), self._place)
+        if raises:
+            settle(Path(self._place))
+        elif self._error is not None and not self._told:
+            LOG.warning("%s: step %d was not saved: %s", verb, self.step, self._error)
 
     # On the thread.
 
@@ -287,6 +310,37 @@ def settle(path: Path) -> None:
         before.finish()  # Ctrl-C may end this wait, and the next save still has to wait
         _UNDER_WAY.pop(place, None)
         before.settle()
+
+
+def folder_to_read(verb: str, path: str | os.PathLike[str], *, raises: bool = False) -> Folder:
+    """The folder at a path, once the save to it that this process has under way has ended.
+
+    Args:
+      verb: for errors.
+      path: the folder, by any of its names.
+      raises: whether all ranks call this, so that a save that failed is raised if nobody was told;
+        else it is logged, and the next save or load raises it.
+
+    Raises:
+      CheckpointError: the save did not end within the `timeout_s` of its groups, or failed.
+    """
+    pending = _UNDER_WAY.get(os.path.realpath(path))
+    if pending is not None:
+        pending.before_read(verb, raises=raises)
+    return Folder(path)
+
+
+def _leave_saves() -> None:
+    """Forget the saves of the process that this one was forked from, which has their threads."""
+    for each in _UNDER_WAY.values():
+        if each._path is None and each._error is None:
+            text = f"save: step {each.step} is saved by the process that this one was forked from"
+            each._error = CheckpointError(message(text, fix="wait() for it there"), each._place)
+    _UNDER_WAY.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_saves)
 
 
 def _outcome_of(write: Callable[[], Record | BaseException]) -> Record | BaseException:

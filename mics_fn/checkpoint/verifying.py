@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mics_fn import checks
-from mics_fn.checkpoint.directory import Folder
 from mics_fn.checkpoint.layout import Stored, within
 from mics_fn.checkpoint.manifest import Manifest
 from mics_fn.checkpoint.opening import check_files, manifest_in
 from mics_fn.checkpoint.parts import Part, Record, as_load_error, slice_name
+from mics_fn.checkpoint.under_way import folder_to_read
 from mics_fn.errors import CheckpointError, FileError, human_bytes
 from mics_fn.threads import each
 
@@ -24,7 +24,8 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
       path: the folder that `save` was given.
 
     Returns:
-      Their numbers; none for a folder that does not exist.
+      Their numbers; none for a folder that does not exist. A save of this process to it that is
+      under way is waited for.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -35,7 +36,7 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
       []
     """
     checks.path("steps", "path", path)
-    return list(Folder(path).committed())
+    return list(folder_to_read("steps", path).committed())
 
 
 def latest(path: str | os.PathLike[str]) -> int | None:
@@ -45,7 +46,8 @@ def latest(path: str | os.PathLike[str]) -> int | None:
       path: the folder that `save` was given.
 
     Returns:
-      Its number. A step that is being written, or whose save failed, is not committed.
+      Its number. A save of this process to it that is under way is waited for. A step that another
+      process is writing, or whose save failed, is not committed.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -56,7 +58,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
       True
     """
     checks.path("latest", "path", path)
-    return max(Folder(path).committed(), default=None)
+    return max(folder_to_read("latest", path).committed(), default=None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     checks.path("verify", "path", path)
     checks.integer("verify", "step", step, 0, optional=True, fix="None takes the newest one")
     started = time.perf_counter()
-    number, place = Folder(path).find(step)
+    number, place = folder_to_read("verify", path).find(step)
     manifest, _ = manifest_in(place, number)
     written = [i for i, writer in enumerate(manifest.writers) if writer.file]
     check_files(place, [manifest.writers[i].file for i in written])

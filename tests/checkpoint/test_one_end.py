@@ -1,9 +1,13 @@
-"""Errors of the system at odd places of a save: typed ones, which all ranks raise together."""
+"""A save has one end: errors are typed and of all ranks together, and whoever reads waits for it."""
 
 import errno
 import os
+import signal
 import threading
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,8 @@ import torch
 from cases import Layout, groups_of
 
 import mics_fn as mf
-from mics_fn import checkpoint
-from mics_fn.checkpoint import agreeing
+from mics_fn import checkpoint, points
+from mics_fn.checkpoint import agreeing, saving
 from mics_fn.errors import CheckpointError, CheckpointWriteError, TornStepError
 from mics_fn.lab.ranks.pool import RankPool
 
@@ -112,3 +116,139 @@ def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
     assert one[0].startswith(text)
     assert "rank 0: ['train'].step=0\n  rank 1: ['train'].step=1" in one[1]
     assert len(one) == 2, "nothing was committed"
+
+
+@contextmanager
+def slow(point: str, seconds: float = 0.1) -> Iterator[None]:
+    """A block in which each save takes so long at a point, and then goes on."""
+
+    def wait(passed: points.Point) -> None:
+        if passed.name == point:
+            time.sleep(seconds)
+
+    points.observers.append(wait)
+    try:
+        yield
+    finally:
+        points.observers.remove(wait)
+
+
+def trainer_in(folder: str, groups: mf.Groups) -> mf.Trainer:
+    torch.manual_seed(0)
+    model, loss = torch.nn.Linear(2, 2), lambda model, x: model(x).mean()
+    saved = mf.Checkpoints(folder, every=1)
+    return mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, checkpoint=saved)
+
+
+READERS: dict[str, Callable[[str, mf.Groups], int | None]] = {
+    "latest": lambda path, _: checkpoint.latest(path),
+    "steps": lambda path, _: max(checkpoint.steps(path)),
+    "verify": lambda path, _: checkpoint.verify(path).step,
+    "verify a step": lambda path, _: checkpoint.verify(path, 1).step,
+    "load": lambda path, groups: checkpoint.load(path, state_at(0), groups).step,
+    "load a step": lambda path, groups: checkpoint.load(path, state_at(0), groups, step=1).step,
+    "Trainer": lambda path, groups: trainer_in(path, groups).state.step,
+}
+
+
+def read_while_saved(layout: Layout, folder: str, slow_rank: int, point: str) -> dict[str, Any]:
+    """What each reader finds while a save is under way, by each name of the folder."""
+    groups, here = groups_of(layout), os.getcwd()
+    found, seconds = dict[str, Any](), 0.1 if groups.rank == slow_rank else 0.0
+    os.chdir(folder)
+    try:
+        for i, name in enumerate([name for name in READERS for _ in range(3)]):
+            path = f"{folder}/{point}-{slow_rank}-{i}"
+            if groups.rank == 0:
+                os.makedirs(path)
+                os.symlink(path, f"{path}-link")
+            spelling = (path, os.path.basename(path), f"{path}-link")[i % 3]
+            with slow(point, seconds):
+                if name == "Trainer":
+                    trainer_in(path, groups).step(torch.ones(1, 2))
+                else:
+                    checkpoint.start_save(path, state_at(1), groups, step=1)
+                found[f"{name} by {spelling}"] = READERS[name](spelling, groups)
+    finally:
+        os.chdir(here)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slow_rank", "point"), [(0, "save: write"), (1, "save: write"), (0, "save: commit")]
+)
+def test_whoever_reads_waits_for_what_this_process_saves(
+    ranks: Pools, tmp_path: Path, slow_rank: int, point: str
+) -> None:
+    for found in ranks(2).run(read_while_saved, TWO, str(tmp_path), slow_rank, point):
+        assert found == dict.fromkeys(found, 1)
+
+
+def read_after_failure(layout: Layout, folder: str) -> list[Any]:
+    """What readers find of a save that fails on one rank, and of which nobody was told."""
+    groups, found, plain = groups_of(layout), list[Any](), saving.write_part
+    checkpoint.save(folder, state_at(1), groups, step=1)
+
+    def fail(path: Path, tensors: Any) -> Any:
+        time.sleep(0.1)
+        if groups.rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(path, tensors)
+
+    saving.write_part = fail
+    try:
+        checkpoint.start_save(folder, state_at(2), groups, step=2)
+        for name in ("latest", "steps", "verify", "load", "load"):
+            try:
+                found.append(READERS[name](folder, groups))
+            except CheckpointWriteError as error:
+                found.append(str(error))
+    finally:
+        saving.write_part = plain
+    return found
+
+
+def test_a_save_that_failed_is_told_once_to_all_ranks_that_load(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    one, two = ranks(2).run(read_after_failure, TWO, str(tmp_path))
+    assert one == two
+    assert one[:3] == [1, 1, 1], "these are called by one rank, which only logs it"
+    assert "No space left on device" in one[3]
+    assert "on rank 1" in one[3]
+    assert one[4] == 1
+
+
+def test_a_wait_to_read_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with slow("save: write", 1.0):
+        pending = checkpoint.start_save(
+            tmp_path, state_at(1), mf.make_groups(1, timeout_s=0.2), step=1
+        )
+        for read in (checkpoint.latest, checkpoint.steps, checkpoint.verify):
+            with pytest.raises(CheckpointError, match=r"step 1 .* is still being saved") as caught:
+                read(tmp_path)
+            assert "waited for 0.2 s" in str(caught.value)
+        pending.wait()
+    assert checkpoint.latest(tmp_path) == 1
+    assert not caplog.records
+
+
+def test_a_fork_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
+    with slow("save: write", 1.0):
+        pending = checkpoint.start_save(tmp_path, state_at(1), mf.make_groups(1), step=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+            child = os.fork()
+        if not child:
+            signal.alarm(20)
+            status = 1
+            try:
+                started = time.monotonic()
+                assert checkpoint.latest(tmp_path) is None
+                with pytest.raises(CheckpointError, match="the process that this one was forked"):
+                    pending.wait()
+                status = 0 if time.monotonic() - started < 0.5 else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert checkpoint.latest(tmp_path) == 1
