@@ -13,7 +13,6 @@ as locking memory and making files take time.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -204,9 +203,8 @@ class _SumElsewhere:
         scratch = self._free.files.get(self._place.folder)
         if scratch is None:
             own = self._home.partition.ranks[self._home.partition.rank]
-            folder, name = Path(self._place.folder), f"grads-rank{own}"
-            scratch = Scratch(folder.absolute(), name, host_bytes=self._host_bytes)
-            self._free.files[self._place.folder] = scratch
+            folder, name = self._place.folder, f"grads-rank{own}"
+            scratch = self._free.files[folder] = Scratch(folder, name, host_bytes=self._host_bytes)
         kind = {"leaf": self._leaf, "device": self._home.device}
         return empty(scratch, (nbytes,), torch.uint8, **kind)
 

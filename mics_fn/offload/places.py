@@ -25,7 +25,7 @@ class Place:
     Args:
       kind: "device", "host" (locked memory, where a device can copy from it by itself) or "disk".
       folder: of the scratch files, for "disk"; "" otherwise. Each rank has files of its own there,
-        so a disk of the node is best.
+        so a disk of the node is best. A relative one is made absolute here.
 
     Raises:
       PlanError: there is no such place, or the folder is missing or not wanted.
@@ -48,6 +48,8 @@ class Place:
         if self.folder != self.folder.strip() or set(self.folder) & set(",;=\n"):
             fix = "choose a folder without ',', ';', '=' and spaces at its ends"
             checks.refuse("Place", "folder", self.folder, "one that has a text form", fix)
+        if self.folder:
+            object.__setattr__(self, "folder", os.path.abspath(self.folder))
 
     @classmethod
     def parse(cls, text: str) -> "Place":

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -74,12 +73,11 @@ class Mover:
         return memory.view(x.dtype).view(x.shape).copy_(x)
 
     def _to_file(self, x: Any, folder: str, path: str) -> Tensor:
-        there = os.path.abspath(folder)
-        if is_stored(x) and os.fspath(x.extent.scratch.path.parent) == there:
+        if is_stored(x) and os.fspath(x.extent.scratch.path.parent) == folder:
             return x
         if folder not in self._files:
             budget = self._where.host_bytes
-            self._files[folder] = Scratch(Path(there), self._field, host_bytes=budget)
+            self._files[folder] = Scratch(folder, self._field, host_bytes=budget)
         return store(x, self._files[folder], f"{self._field}{path}")
 
     def of_run(self, layout: Layout, r: int, moment: Tensor) -> Tensor:

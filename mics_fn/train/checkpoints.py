@@ -21,7 +21,8 @@ class Checkpoints:
     with the same options on as many ranks takes the same steps, to the bit.
 
     Args:
-      folder: the folder of the job's checkpoints, which all ranks share; it need not exist.
+      folder: the folder of the job's checkpoints, which all ranks share; it need not exist. A
+        relative one belongs to the working directory in which this is made.
       every: a step is saved if its number is a multiple of this.
       keep: how many of the newest steps are kept, at least 2; None keeps all.
       keep_every: steps that are a multiple of it are kept, too.
@@ -80,7 +81,8 @@ class Checkpoints:
         checks.choice(verb, "other_options", other_options, "raise", "warn")
         checks.choice(verb, "commit", commit, "rename", "file")
         check_writable()
-        self.folder, self.every, self.resume, self.background = folder, every, resume, background
+        self.folder = os.path.abspath(folder)  # wherever the program goes meanwhile
+        self.every, self.resume, self.background = every, resume, background
         self.on_corrupt: Literal["raise", "previous"] = on_corrupt
         self.other_options: OnChange = other_options
         self._saving: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "commit": commit}

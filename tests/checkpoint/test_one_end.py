@@ -1,4 +1,4 @@
-"""A save has one end: errors are typed and of all ranks together, and whoever reads waits for it."""
+"""A save has one end: its errors are typed and of all ranks, and whoever reads waits for it."""
 
 import errno
 import os

@@ -218,6 +218,39 @@ def test_a_rollback_replaces_later_steps(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [2, 4, 6]
 
 
+def test_relative_folders_are_those_of_the_place_in_which_they_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / name for name in ("named", "made", "stepped")]
+    for place in places:
+        place.mkdir()
+    monkeypatch.chdir(places[0])
+    groups, saved = mf.make_groups(1), mf.Checkpoints("saved", every=1)
+    where = mf.offload.where("params=disk:a, states=disk:./a/../b, grads=disk:c")
+    assert mf.offload.where(str(where)) == where
+    scratch = mf.offload.Scratch("d")
+    monkeypatch.chdir(places[1])
+    model, loss = torch.nn.Linear(6, 3), lambda model, x: model(x).square().mean()
+    trainer = mf.Trainer(
+        model, optim.adamw(0.1), groups, loss=loss, where=where, accumulate=2, checkpoint=saved
+    )
+    monkeypatch.chdir(places[2])
+    trainer.step(next(batches(groups)))
+    by_hand = checkpoint.start_save("by hand", {"w": torch.ones(2)}, groups, step=1)
+    monkeypatch.chdir(tmp_path)
+    trainer.fit(batches(groups), 1, progress=False)
+    assert by_hand.wait() == places[2] / "by hand" / "step-00000001"
+    assert scratch.usable().path.parent == places[0] / "d"
+    assert [sorted(os.listdir(place)) for place in places] == [
+        list("abcd") + ["saved"],
+        [],
+        ["by hand"],
+    ]
+    assert all(os.listdir(places[0] / name) for name in "abcd")
+    assert checkpoint.steps(places[0] / "saved") == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "named", "stepped"]
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     simple(groups, tmp_path, every=1).fit(batches(groups), 1, progress=False)
