@@ -159,6 +159,15 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(key) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def inside_functionalize() -> bool:
+    """Whether `torch.func.functionalize` is running around the caller."""
+    if not inside_torch_func():
+        return False
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    kind = functorch.TransformType.Functionalize
+    return any(each.key() == kind for each in functorch.get_interpreter_stack())
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether this tensor is a wrapper that a `torch.func` transform put around another one."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
@@ -214,6 +223,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor keeps its values in inner tensors, as quantised ones do."""
     return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` made a function; one that is kept from being compiled is none."""
+    made = hasattr(function, "_torchdynamo_orig_callable")
+    return made and not getattr(function, "_torchdynamo_disable", False)
+
+
+def compiles_itself(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called, which a copy of the module does not keep."""
+    return module._compiled_call_impl is not None
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mics_fn import checks, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.errors import GroupsError, LeafError, TreeError, message
 from mics_fn.groups import Home
 from mics_fn.shards.leaf import is_leaf
@@ -46,8 +46,13 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
     Raises:
       GroupsError: there are no groups, or they come first.
       TreeError: there is no tree.
+      LeafError: it is called inside `torch.func.functionalize`, whose tensors cannot be sent.
     """
     require_groups(verb, groups)
+    if _torch.inside_functionalize():
+        text = f"{verb}: it is called inside torch.func.functionalize, whose tensors have no memory"
+        fix = f"{verb} outside, and functionalize what works on full tensors"
+        raise LeafError(message(text, fix=fix))
     if isinstance(tree, Home):
         fix = "pass the tree first, and then the groups"
         raise GroupsError(message(f"{verb}: {checks.given(root, tree)}", fix=fix))

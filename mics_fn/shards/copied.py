@@ -37,7 +37,7 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
     """
     x: Tensor = leaf.data
     if _torch.is_wrapped(x) or x.grad_fn is not None:
-        text = f"{leaf} is computed from a tensor that requires a gradient, and cannot be copied"
+        text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
         raise LeafError(message(text, fix="detach it first, or copy what it was computed from"))
     if is_coded(x):
         return type(leaf), *_of_codes(x), False, leaf.bucket, leaf.slot

@@ -8,7 +8,7 @@ treat them as a special case. Their structure is the same on every rank, so tree
 across ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, _torch_tensors, tree
+from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.copied import from_parts, parts_of
@@ -24,11 +25,31 @@ from mics_fn.tree import Tree
 # Texts of errors about it; see [Note: rows of ranks] in `shards.rows`.
 LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
 SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
+_GATHER = "gather(shards, groups) gives tensors, and shards.map(fn, shards) works on pieces"
+# Floats are trained or frozen, and the others are replicated.
+_WHOLE = (f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_DTYPES = {*SHORT_NAMES, torch.bool, *(getattr(torch, name) for name in _WHOLE)}
+
+
+class NotATensor:
+    """What torch is given in the place of a tensor, and says so."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", func)
+        text = f"torch: {name} is given a {cls.__name__} leaf, a piece of a tensor"
+        raise LeafError(message(text, fix=_GATHER))
+
+    def __format__(self, spec: str) -> str:
+        """The text of it in the TypeError that `torch.func.functional_call` raises."""
+        return f"{self!r}, of which gather(shards, groups) makes a tensor,"
 
 
 @tree.node
 @dataclass(frozen=True, eq=False, repr=False)
-class Sharded:
+class Sharded(NotATensor):
     """One leaf of a tree of shards: this rank's piece of a tensor.
 
     Args:
@@ -65,7 +86,8 @@ class Sharded:
         if name == "data" and hasattr(self, "_donated"):
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(message(self._story(), fix=fix))
-        raise AttributeError(f"Sharded has no attribute {name!r}")
+        fix = _GATHER if hasattr(Tensor, name) else ""
+        raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
 
     def __reduce__(self) -> tuple:
         return from_parts, parts_of(self)
@@ -84,7 +106,7 @@ class Sharded:
 
 @tree.atom
 @dataclass(frozen=True, eq=False, repr=False)
-class Fixed:
+class Fixed(NotATensor):
     """A leaf that is not trained: a frozen parameter (sharded) or a non-float one (replicated).
 
     Args:
@@ -127,7 +149,7 @@ class Fixed:
 
 @tree.atom
 @dataclass(frozen=True)
-class Tied:
+class Tied(NotATensor):
     """A leaf that is the same tensor as an earlier one of its tree.
 
     Args:
@@ -154,7 +176,7 @@ class Tied:
 
 @tree.atom
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(NotATensor):
     """Replaces None, which is a leaf of a tree to torch and makes `torch.func` raise."""
 
     bucket: None = None
@@ -233,7 +255,7 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
             if (leaf.bucket, leaf.slot) not in at:
                 fix = "keep tied leaves in one tree"
                 raise TreeError(
-                    message(f"{leaf} is tied to a leaf that is not in this tree", fix=fix)
+                    message(f"{leaf!r} is tied to a leaf that is not in this tree", fix=fix)
                 )
             found.append(at[leaf.bucket, leaf.slot])
         else:
@@ -272,18 +294,27 @@ def refuse_tracing() -> None:
         raise LeafError(message(text, fix=fix))
 
 
+def _as_tensors(value: Any) -> str:
+    """How what is no tensor is given in a tree of tensors."""
+    if isinstance(value, nn.Module):
+        return "pass dict(model.named_parameters()); a Trainer takes the module itself"
+    if isinstance(value, Iterator):
+        return "pass dict(model.named_parameters()), or list(model.parameters())"
+    return "convert it with torch.as_tensor, or leave it out of the tree"
+
+
 def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
     """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
     if is_leaf(leaf):
         fix = "pass like=state.params for gradients that are partly reduced"
-        raise LeafError(message(f"{verb}: {where} is sharded already: {leaf}", fix=fix))
+        raise LeafError(message(f"{verb}: {where} is sharded already: {leaf!r}", fix=fix))
     if not isinstance(leaf, Tensor):
         text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
-        fix = "convert it with torch.as_tensor, or leave it out of the tree"
-        raise LeafError(message(text, fix=fix))
-    if leaf.layout != torch.strided or leaf.is_complex() or leaf.is_nested or leaf.is_quantized:
+        raise LeafError(message(text, fix=_as_tensors(leaf)))
+    if leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
         kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
-        raise LeafError(message(f"{verb}: {where} is {kind}", fix="pass a dense real tensor"))
+        fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
+        raise LeafError(message(f"{verb}: {where} is {kind}", fix=fix))
     if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
         fix = (
             "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "

@@ -1,5 +1,6 @@
 """Bad input: messages say what, where, who, expected and got, and the fix, on all ranks."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
 from torch import nn
+from torch.func import functional_call, functionalize, grad, vmap
 
 import mics_fn as mf
 from mics_fn.errors import message, name_ranks
 
 FOUR = Layout((2, 2), 2)
 SAME_TREE = "build the same tree on every rank: same keys in the same order, same shapes and dtypes"
+DENSE = "\n  fix: pass a dense tensor of f32, bf16, f16, f64, bool or whole numbers"
 CONVERT = "\n  fix: convert it with torch.as_tensor, or leave it out of the tree"
 
 
@@ -148,15 +151,93 @@ def test_leaves_that_can_not_be_sharded():
         ),
         "sparse": (
             torch.eye(2).to_sparse(),
-            "shard: params['a'][0] is sparse_coo, float32\n  fix: pass a dense real tensor",
+            "shard: params['a'][0] is sparse_coo, float32" + DENSE,
         ),
         "complex": (
             torch.ones(2, dtype=torch.complex64),
-            "shard: params['a'][0] is strided, complex64\n  fix: pass a dense real tensor",
+            "shard: params['a'][0] is strided, complex64" + DENSE,
         ),
     }
     for value, text in cases.values():
         expect(mf.errors.LeafError, text, lambda value=value: mf.shard({"a": [value]}, groups))
+
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+
+
+def test_a_dtype_is_kept_to_the_bit_or_refused_by_name():
+    groups = mf.make_groups(1)
+    whole = {
+        getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+    }
+    floats = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    for dtype in DTYPES:
+        given = torch.zeros(16, dtype=torch.uint8)
+        try:
+            given = given.view(dtype)
+        except RuntimeError:  # quantized ones have scales, and some have no memory to look at
+            with warnings.catch_warnings(action="ignore"):
+                given = torch.empty(2, dtype=dtype)
+        if dtype in floats | whole | {torch.bool}:
+            found = mf.unshard(mf.shard({"w": given}, groups), groups)["w"]
+            assert torch.equal(found.view(torch.uint8), given.view(torch.uint8)), dtype
+            continue
+        name = f"{dtype}".removeprefix("torch.")
+        text = f"shard: params['w'] is strided, {name}{DENSE}"
+        expect(mf.errors.LeafError, text, lambda given=given: mf.shard({"w": given}, groups))
+
+
+def test_a_shard_is_no_tensor_and_says_what_makes_one():
+    groups, x = mf.make_groups(1), torch.ones(4, 2)
+    shards = mf.shard(dict(nn.Linear(2, 1).named_parameters()), groups)
+    w, fix = shards["weight"], "fix: gather(shards, groups) gives tensors"
+    model = nn.Linear(2, 1)
+    for call in (
+        lambda: x @ w.T, lambda: torch.mm(x, w), lambda: nn.functional.linear(x, w),
+        lambda: w @ x.T, lambda: torch.stack([w]), lambda: x.copy_(w), lambda: w.sum(),
+        lambda: model.load_state_dict(shards),
+    ):  # fmt: skip
+        with pytest.raises((mf.errors.LeafError, AttributeError)) as caught:
+            call()
+        assert fix in str(caught.value)
+    text = r"Sharded\(.*\), of which gather\(shards, groups\) makes a tensor, is not an instance"
+    for fn in (
+        lambda s: functional_call(model, s, (x,)),
+        grad(lambda s: functional_call(model, s, (x,)).sum()),
+    ):
+        with pytest.raises(TypeError, match=text):
+            fn(shards)
+
+
+def functionalized(p: int) -> None:
+    groups = mf.make_groups(p)
+    full = {"w": torch.ones(4)}
+    shards = mf.shard(full, groups)
+    for verb, call in {
+        "shard": lambda given: mf.shard(given["full"], groups),
+        "gather": lambda given: mf.gather(given["shards"], groups)["w"] * 2,
+        "unshard": lambda given: mf.unshard(given["shards"], groups),
+        "defer": lambda given: mf.defer(given["shards"], groups, mf.on_demand()).params["w"] * 2,
+        "reduce_grads": lambda given: mf.reduce_grads(given["shards"], groups),
+        "scatter_grads": lambda given: mf.scatter_grads(given["full"], groups, like=shards),
+    }.items():
+        for around in (
+            functionalize(call),
+            lambda given, call=call: vmap(functionalize(lambda _: call(given)))(torch.ones(1)),
+        ):
+            with pytest.raises(mf.errors.LeafError) as caught:
+                around({"full": full, "shards": shards})
+            assert str(caught.value) == (
+                f"{verb}: it is called inside torch.func.functionalize, whose tensors have no "
+                f"memory\n  fix: {verb} outside, and functionalize what works on full tensors"
+            )
+    total = functionalize(lambda w: w * 2)(mf.gather(shards, groups)["w"])
+    assert total.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize(("n", "p"), [(1, 1), (2, 2), (2, 1)])
+def test_functionalize_is_refused(ranks, n, p):
+    ranks(n).run(functionalized, p)
 
 
 def test_a_tensor_on_another_device():
