@@ -33,7 +33,8 @@ class Checkpoints:
       background: whether training goes on while files are written; each step that is saved then
         waits for a copy in memory only.
       on_corrupt: "previous" lets it go on from an older step, if the newest one is damaged.
-      other_options: "warn" lets it go on with options that change numbers and are not as saved.
+      other_options: "warn" lets it go on with options that change numbers and are not as saved, or
+        with a loader whose sampler has another seed or `shuffle`.
       commit: as for `checkpoint.save`.
 
     Communication: at a step that is saved that of `checkpoint.start_save`; at others none.

@@ -24,10 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from mics_fn.errors import TreeError, message
 from mics_fn.train.batch import count
 from mics_fn.train.plain import Randoms, as_plain, from_plain
+
+_ORDER = ("shuffle", "seed")  # facts of a loader that other numbers of ranks share, too
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,14 @@ class Resume:
     def _check_like(self, loader: Any) -> list[torch.Generator]:
         """The loader's own generators, once it is found to be like the saved one."""
         saved, now = self.at.facts or {}, facts_of(loader)
-        odd = [name for name in now if now[name] != saved.get(name)]
+        now = now if self.exact else {name: now[name] for name in _ORDER}
+        odd = [name for name in now if name in saved and now[name] != saved[name]]
         if odd:
             lines = [f"{name}: saved {saved.get(name)}, now {now[name]}" for name in odd]
             text = "Trainer.fit: this loader is not like the one of the saved run"
-            fix = "pass the same loader, or take the state with other_options='warn'"
+            fix = (
+                "pass a loader like the saved one; Checkpoints(other_options='warn') takes this one"
+            )
             if self.strict:
                 raise TreeError(message(text, lines, fix))
             warnings.warn(message(text, lines), stacklevel=5)
@@ -176,6 +182,7 @@ class Resume:
         self, loader: Iterable[Any], device: torch.device, ranks: int
     ) -> tuple[Iterable[Any], Position]:
         """`behind` by the samples of all ranks."""
+        self._check_like(loader)
         at = Position.begin(self.at.epoch, loader, device, ranks)
         batches, wanted = iter(loader), self.at.samples * self.at.ranks
         while at.samples * ranks < wanted:
@@ -232,12 +239,34 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 def facts_of(loader: Any) -> dict[str, str]:
     """What must be the same for a position to mean the same batches, as far as a loader tells."""
-    length = None
+    length = samples = None
     with suppress(Exception):  # an endless one may raise anything
         length = len(loader)
+    with suppress(Exception):  # nor need a stream of samples have a length
+        samples = len(loader.dataset)
     return {
         "batches per pass": f"{length}",
+        "batch_size": f"{getattr(loader, 'batch_size', None)}",
+        "samples": f"{samples}",
+        **_order_of(loader),
         "shuffles by epoch": f"{shuffler_of(loader) is not None}",
         "own generators": f"{len(generators_of(loader))}",
         "has state_dict": f"{has_state(loader)}",
     }
+
+
+def _order_of(loader: Any) -> dict[str, str]:
+    """Whether and by which seed samples are shuffled, and whether the last ones are left out.
+
+    A loader without a sampler says it itself, unless it has a state of its own that may set it.
+    """
+    given = None if has_state(loader) else loader
+    sampler = next((part for part in parts_of(loader)[:0:-1] if part is not None), given)
+    found = {name: getattr(sampler, name, None) for name in ("shuffle", "seed", "drop_last")}
+    if found["shuffle"] is None and sampler is not given:
+        kinds = {SequentialSampler: False, RandomSampler: True}
+        known = (shuffles for kind, shuffles in kinds.items() if isinstance(sampler, kind))
+        found["shuffle"] = next(known, type(sampler).__name__)
+    if not found["shuffle"]:
+        found["seed"] = None
+    return {k: f"{x if isinstance(x, bool | int | str) else None}" for k, x in found.items()}

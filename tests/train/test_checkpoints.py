@@ -13,11 +13,12 @@ import torch
 from cases import Layout as World
 from cases import groups_of, placed_as, same_bits
 from test_carried import OPTIMIZERS, OPTIONS, STEPS, fit, held, loader_of, made
+from torch.utils.data import DataLoader, TensorDataset
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim
 from mics_fn.checkpoint import saving
-from mics_fn.errors import CheckpointMismatch, CheckpointWriteError
+from mics_fn.errors import CheckpointMismatch, CheckpointWriteError, TreeError
 from mics_fn.groups import StopRequest
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.train.carried import carried, take_back
@@ -249,6 +250,32 @@ def test_relative_folders_are_those_of_the_place_in_which_they_were_named(
     assert all(os.listdir(places[0] / name) for name in "abcd")
     assert checkpoint.steps(places[0] / "saved") == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "named", "stepped"]
+
+
+def other_sampler(world: World, folder: str) -> list[str]:
+    """What a run says that goes on with a sampler of another seed, or that does not shuffle."""
+    groups, found = groups_of(world), list[str]()
+    data = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(0)))
+    given: list[dict[str, Any]] = [{}, {"seed": 1}, {"shuffle": False}, {}]
+    for options in given:
+        sampler = mf.sampler(data, groups, **options)
+        loader = DataLoader(
+            data, 4, sampler=sampler, collate_fn=lambda x: torch.stack([y for (y,) in x])
+        )
+        trainer = simple(groups, folder, every=1)
+        try:
+            trainer.fit(loader, 2, progress=False)
+        except TreeError as error:
+            found.append(str(error))
+    return [*found, f"{checkpoint.steps(folder)}"]
+
+
+def test_a_sampler_of_another_order_is_refused_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+    one, two = ranks(2).run(other_sampler, TWO, str(tmp_path))
+    assert one == two
+    assert "seed: saved 0, now 1" in one[0]
+    assert "shuffle: saved True, now False" in one[1]
+    assert one[2:] == ["[3, 4]"], "two steps, none with the others, and two more"
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_carried import Net, Rows, fit, held, loaded, saved
 from test_position import Numbers, gone_on, seed, train
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import mics_fn as mf
 from mics_fn import optim, tree
@@ -221,6 +221,66 @@ def test_another_loader_is_refused_or_skipped() -> None:
         pytest.raises(TreeError, match="a pass ended before what 2 batches"),
     ):
         next(endless.batches(DataLoader(Numbers(3), 3)))
+
+
+def by_epoch(n: int = 12, ranks: int = 1, **options: Any) -> DataLoader:
+    data = Numbers(n)
+    return DataLoader(data, 3, sampler=DistributedSampler(data, ranks, 0, **options))
+
+
+OTHER_ORDERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, bool]] = {
+    # What is saved and what is passed, how they differ, and whether other ranks are told, too.
+    "seed": (by_epoch, lambda: by_epoch(seed=1), "seed: saved 0, now 1", True),
+    "shuffle": (by_epoch, lambda: by_epoch(shuffle=False), "shuffle: saved True, now False", True),
+    "seed of no shuffle": (
+        lambda: by_epoch(shuffle=False), lambda: by_epoch(shuffle=False, seed=1), "", True,
+    ),
+    "without a sampler": (
+        lambda: by_epoch(shuffle=False), lambda: DataLoader(Numbers(12), 3), "", True,
+    ),
+    "shuffle of torch": (
+        lambda: DataLoader(Numbers(12), 3),
+        lambda: DataLoader(Numbers(12), 3, shuffle=True),
+        "shuffle: saved False, now True",
+        True,
+    ),
+    "another kind": (
+        by_epoch,
+        lambda: DataLoader(Numbers(12), 3, shuffle=True),
+        "seed: saved 0, now None",
+        True,
+    ),
+    "in batches": (
+        lambda: DataLoader(Numbers(12), batch_sampler=BatchSampler(by_epoch().sampler, 3, False)),
+        lambda: DataLoader(
+            Numbers(12), batch_sampler=BatchSampler(by_epoch(seed=1).sampler, 3, False)
+        ),
+        "seed: saved 0, now 1",
+        True,
+    ),
+    "drop_last": (by_epoch, lambda: by_epoch(drop_last=True), "drop_last: saved False", False),
+    "samples": (by_epoch, lambda: by_epoch(11), "samples: saved 12, now 11", False),
+    "batch_size": (
+        lambda: DataLoader(Numbers(5), 3), lambda: DataLoader(Numbers(5), 4), "batch_size", False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_ORDERS)
+def test_another_order_of_samples_is_refused(name: str) -> None:
+    saved, now, text, always = OTHER_ORDERS[name]
+    epochs = Epochs()
+    train(epochs.batches(saved()), epochs, 1)
+    for exact in (True, False):
+        if not text or not (exact or always):
+            if not (exact and name == "without a sampler"):  # that has no epochs
+                next(gone_on(epochs, exact=exact).batches(now()))
+            continue
+        with pytest.raises(TreeError, match=text) as caught:
+            next(gone_on(epochs, exact=exact).batches(now()))
+        assert "other_options='warn'" in str(caught.value)
+        with pytest.warns(UserWarning, match=text):
+            next(gone_on(epochs, exact=exact, strict=False).batches(now()))
 
 
 @settings(max_examples=30)
