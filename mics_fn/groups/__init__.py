@@ -76,10 +76,9 @@ Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarch
 not use groups.
 `make.py` makes groups, with `distributed.py` (device and backend), `devices.py` (which GPU),
 `environment.py` (launchers), `rendezvous.py` (ranks meet before any group exists), `facts.py` (what
-they compare) and `sizes.py` (errors of sizes that do not fit). To add a launcher, add a row to
-`_MPI` in `environment.py`, or a reader beside `_slurm`, and its cases to
-`tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,
-and its formula to `tests/deferred/test_placement.py`.
+they compare) and `sizes.py` (errors of sizes that do not fit). To add a launcher, add a row of its
+names to `environment.py`, and its cases to `tests/groups/test_launcher.py`. To add a placement, add
+a row to `PLACEMENTS` in `placement.py`, and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement

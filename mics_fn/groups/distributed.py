@@ -45,10 +45,10 @@ def init_distributed(
     """Start torch.distributed from the launcher's environment, and choose this rank's device.
 
     It reads torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without those,
-    the variables of Open MPI, MVAPICH, MPICH, Intel MPI, Cray PALS, jsrun or Flux (such as
-    OMPI_COMM_WORLD_RANK), together with MASTER_ADDR and MASTER_PORT; without those, Slurm's
-    SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. On several nodes Slurm needs this line before
-    srun: `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)`. If
+    Open MPI's OMPI_COMM_WORLD_RANK and the like, together with MASTER_ADDR and MASTER_PORT; without
+    those, Slurm's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. Under any other launcher set the
+    five variables of torchrun. On several nodes Slurm needs this line before srun:
+    `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)`. If
     torch.distributed is initialised already, or no launcher started this process, it only chooses
     the device. A process that takes the place of a rank that was lost does not wait for the others:
     see `reset`.

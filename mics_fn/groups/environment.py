@@ -1,10 +1,10 @@
-"""Parse what a launcher wrote into the environment: torchrun, a kind of MPI, or Slurm.
+"""Parse what a launcher wrote into the environment: torchrun, Open MPI's mpirun, or Slurm's srun.
 
 [Note: nested launchers] Launchers start each other. For example, mpirun inside a Slurm job starts
 its daemons with srun, and the ranks then inherit Slurm's variables of the daemon. So the launcher
-that is nearest to the process has precedence: torchrun, then MPI, then Slurm. A process that was
-started as one of several must never train alone silently, so an incomplete set of variables is an
-error.
+that is nearest to the process has precedence: torchrun, then Open MPI, then Slurm. A process that
+was started as one of several must never train alone silently, so an incomplete set of variables is
+an error, and so are the ranks of another launcher: its script sets the variables of torchrun.
 """
 
 import re
@@ -14,37 +14,51 @@ from typing import NamedTuple
 from mics_fn.errors import GroupsError, message
 
 
-class _Mpi(NamedTuple):
-    """The variables that one kind of mpirun sets."""
+class _Names(NamedTuple):
+    """The variables in which a launcher gives each rank its place."""
 
     source: str
+    command: str
     rank: str
     size: str
     local_rank: str
     local_size: str
+    fix: str = ""  # without an address or a port
 
 
-def _prefixed(source: str, prefix: str) -> _Mpi:
-    return _Mpi(source, *(prefix + x for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-
-
-_MPI = (
-    _prefixed("Open MPI", "OMPI_COMM_WORLD_"),
-    _prefixed("MVAPICH", "MV2_COMM_WORLD_"),
-    _prefixed("jsrun", "JSM_NAMESPACE_"),
-    # MPICH, Intel MPI, Cray and Flux share the first two names; the other two tell them apart.
-    _Mpi("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Mpi("Cray PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    _Mpi("Flux", "PMI_RANK", "PMI_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+_TORCHRUN = _Names("torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Names(
+    "Open MPI",
+    "mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "export the host name of rank 0's node as MASTER_ADDR and a free port of it as MASTER_PORT, to "
+    "all ranks: mpirun -x MASTER_ADDR -x MASTER_PORT",
 )
+_SLURM = _Names(
+    "Slurm",
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "",  # see `_node_size`
+    "put this line before srun in the batch script: "
+    'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+)
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+# The number of ranks, of launchers whose other variables are not read: MPICH and what descends of
+# it, MVAPICH, jsrun.
+_OTHER_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
 
 class Launch(NamedTuple):
     """This process's place in a launch, and the address at which its ranks connect."""
 
-    source: str  # "torchrun", "Slurm" or a kind of MPI
+    source: str  # "torchrun", "Open MPI" or "Slurm"
     rank: int
     world_size: int
     local_rank: int
@@ -60,7 +74,8 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
       env: such as `os.environ`; see [Note: nested launchers].
 
     Raises:
-      GroupsError: some of the variables are missing, or one is not a number.
+      GroupsError: some of the variables are missing, or one is not a number; or a launcher that is
+        not known started this process.
 
     Example:
       >>> env = dict(RANK="1", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
@@ -68,11 +83,19 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
       1
     """
     if "RANK" in env or env.get("WORLD_SIZE", "1") != "1":
-        return _torchrun(env)
-    mpi = _mpi_of(env)
-    if mpi is not None:
-        return _mpirun(env, mpi)
-    return _slurm(env) if _in_slurm_step(env) else None
+        return _launch_of(env, _TORCHRUN)
+    if _by_open_mpi(env):
+        return _launch_of(env, _OPEN_MPI)
+    for name in _OTHER_SIZES:
+        # srun sets some of these, too, to the size of its own step.
+        if name in env and _int(env, name) > 1 and env[name] != env.get(_SLURM.size):
+            text = f"init_distributed: {name}={env[name]}, of a launcher that is not known"
+            names = ", ".join((*_TORCHRUN[2:5], *_ADDRESS))
+            raise GroupsError(message(text, fix=f"let the script that it runs set {names}"))
+    if not _in_slurm_step(env):
+        return None
+    by_step = _SLURM.size in env
+    return _launch_of(env, _SLURM if by_step else _SLURM._replace(size="SLURM_NTASKS"))
 
 
 def launched_world_size(env: Mapping[str, str]) -> int:
@@ -84,11 +107,10 @@ def launched_world_size(env: Mapping[str, str]) -> int:
     >>> launched_world_size({"WORLD_SIZE": "8"}), launched_world_size({"SLURM_NTASKS": "8"})
     (8, 1)
     """
-    if "WORLD_SIZE" in env:
-        return _int(env, "WORLD_SIZE")
-    mpi = _mpi_of(env)
-    name = "SLURM_STEP_NUM_TASKS" if mpi is None else mpi.size
-    return _int(env, name) if name in env else 1
+    if _TORCHRUN.size in env:
+        return _int(env, _TORCHRUN.size)
+    sizes = (_OPEN_MPI.size, _SLURM.size, *_OTHER_SIZES)
+    return max((_int(env, name) for name in sizes if name in env), default=1)
 
 
 def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
@@ -99,7 +121,7 @@ def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
     """
     if "LOCAL_WORLD_SIZE" in env:
         return rank // _int(env, "LOCAL_WORLD_SIZE"), f"LOCAL_WORLD_SIZE={env['LOCAL_WORLD_SIZE']}"
-    if _mpi_of(env) is not None:  # MPI may map ranks to nodes in any order; use host names
+    if _by_open_mpi(env):  # it may map ranks to nodes in any order; use host names
         return None
     for name in _SLURM_TASKS:
         if name not in env:
@@ -135,46 +157,43 @@ def _node_by_counts(counts: tuple[int, ...], rank: int) -> int | None:
     return None
 
 
-def _torchrun(env: Mapping[str, str]) -> Launch:
-    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    _require(env, needed, "launch with torchrun")
-    rank, world, local, port = (
-        _int(env, name, least=least)
-        for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1))
-    )
-    node_size = _int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else None
-    return Launch("torchrun", rank, world, local, node_size, env["MASTER_ADDR"], port)
+def _by_open_mpi(env: Mapping[str, str]) -> bool:
+    """Whether its mpirun started this process as one of several ranks."""
+    if _OPEN_MPI.size in env:
+        return _int(env, _OPEN_MPI.size) > 1
+    return _OPEN_MPI.rank in env and _int(env, _OPEN_MPI.rank, least=0) > 0
 
 
-def _mpi_of(env: Mapping[str, str]) -> _Mpi | None:
-    """The kind of MPI that started this process as one of several ranks; None if none did."""
-    for mpi in _MPI:
-        size = _int(env, mpi.size) if mpi.size in env else 1
-        rank = _int(env, mpi.rank, least=0) if mpi.rank in env else 0
-        by_srun = (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS"))
-        if by_srun == (env.get(mpi.rank), env.get(mpi.size)):  # set by srun --mpi=pmi2
-            continue
-        if size > 1 or (rank > 0 and mpi.size not in env):
-            here = [other for other in _MPI if other.rank == mpi.rank and other.local_rank in env]
-            return next(iter(here), mpi)
-    return None
+def _launch_of(env: Mapping[str, str], names: _Names) -> Launch:
+    """The launch that one launcher has described.
 
-
-def _mpirun(env: Mapping[str, str], mpi: _Mpi) -> Launch:
-    _require(env, (mpi.rank, mpi.size, mpi.local_rank), f"launch all ranks with {mpi.source}")
-    rank, local = (_int(env, name, least=0) for name in (mpi.rank, mpi.local_rank))
-    world = _int(env, mpi.size)
-    node_size = _int(env, mpi.local_size) if mpi.local_size in env else None
-    addr = env.get("MASTER_ADDR", "127.0.0.1" if node_size == world else None)
+    Raises:
+      GroupsError: some of its variables are missing, or one is not a number.
+    """
+    needed = (names.rank, names.size, names.local_rank)
+    _require(env, (*needed, *_ADDRESS) if names is _TORCHRUN else needed, names.command)
+    rank, local = (_int(env, name, least=0) for name in (names.rank, names.local_rank))
+    world, node_size = _int(env, names.size), _node_size(env, names)
+    one_node = node_size == world
+    if names.source == "Slurm":
+        one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1"
+    addr = env.get("MASTER_ADDR", "127.0.0.1" if one_node else None)
     port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env)
     if addr is None or port is None:
-        found = {"MASTER_ADDR": addr, "MASTER_PORT": port}
-        missing = " and ".join(name for name, value in found.items() if value is None)
-        what = f"{mpi.source} runs {world} ranks, without {missing}"
-        fix = "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
-        fix += "MASTER_PORT, to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)"
-        raise GroupsError(message(f"init_distributed: {what}", fix=fix))
-    return Launch(mpi.source, rank, world, local, node_size, addr, port)
+        pairs = zip(_ADDRESS, (addr, port), strict=True)
+        missing = " and ".join(name for name, value in pairs if value is None)
+        what = f"init_distributed: {names.source} runs {world} ranks, without {missing}"
+        raise GroupsError(message(what, fix=names.fix))
+    return Launch(names.source, rank, world, local, node_size, addr, port)
+
+
+def _node_size(env: Mapping[str, str], names: _Names) -> int | None:
+    """The number of ranks on this node; None if the launcher does not say it."""
+    if names.local_size:
+        return _int(env, names.local_size) if names.local_size in env else None
+    name = next((name for name in _SLURM_TASKS if name in env), None)
+    counts = set(tasks_per_node(env[name], name)) if name else set()
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _port_of_job(env: Mapping[str, str]) -> int | None:
@@ -186,13 +205,14 @@ def _port_of_job(env: Mapping[str, str]) -> int | None:
     return None
 
 
-def _require(env: Mapping[str, str], needed: Sequence[str], fix: str) -> None:
+def _require(env: Mapping[str, str], needed: Sequence[str], command: str) -> None:
     """Raise GroupsError if some of a launcher's variables are missing."""
     missing = [name for name in needed if name not in env]
     if missing:
         there = [name for name in needed if name in env]
         what = f"the environment has {', '.join(there)} but not {', '.join(missing)}"
-        raise GroupsError(message(f"init_distributed: {what}", fix=f"{fix}, or set them all"))
+        fix = f"launch with {command}, or set them all"
+        raise GroupsError(message(f"init_distributed: {what}", fix=fix))
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
@@ -207,28 +227,6 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
     world = _int(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else 1
     alone = world == 1 or env.get("ENVIRONMENT") == "BATCH"
     return _int(env, "SLURM_PROCID", least=0) > 0 or not alone
-
-
-def _slurm(env: Mapping[str, str]) -> Launch:
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    _require(env, ("SLURM_PROCID", size, "SLURM_LOCALID"), "launch with srun")
-    rank, local = (_int(env, name, least=0) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
-    world = _int(env, size)
-    name = next((name for name in _SLURM_TASKS if name in env), None)
-    counts = set(tasks_per_node(env[name], name)) if name else set()
-    node_size = counts.pop() if len(counts) == 1 else None
-    num_nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1"))
-    addr = env.get("MASTER_ADDR")
-    if addr is None and num_nodes != "1":
-        what = (
-            f"init_distributed: Slurm runs {world} tasks on {num_nodes} nodes, without MASTER_ADDR"
-        )
-        line = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        raise GroupsError(
-            message(what, fix=f"put this line before srun in the batch script: {line}")
-        )
-    port = _int(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env) or 20000
-    return Launch("Slurm", rank, world, local, node_size, addr or "127.0.0.1", port)
 
 
 def _int(env: Mapping[str, str], name: str, *, least: int = 1) -> int:
