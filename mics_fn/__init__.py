@@ -81,6 +81,7 @@ Gradients:
   `reduce_grads` - the hops that a gradient still owes - hop 1, hop 2, or both
   `scatter_grads` - hop 1: full gradients to shards - (p-1)/p M
   `sync_replicas` - hop 2: averages shards over replicas - 2(r-1)/r M/p
+  `weighted` - a loss whose mean over ranks and micro-steps is exact for any counts - 8 bytes
   `shards.start_scatter_grads` - hop 1 under way while the next micro-step runs - (p-1)/p M
 
 Steps:
@@ -235,6 +236,7 @@ from mics_fn import (
     tree,
 )
 from mics_fn._version import __version__ as __version__
+from mics_fn.collectives import weighted
 from mics_fn.deferred import GradSum, bucket_sizes, defer, record
 from mics_fn.errors import MicsError
 from mics_fn.groups import Groups, init_distributed, make_groups, placement, reset
@@ -300,6 +302,7 @@ __all__ = [
     "testing",
     "tree",
     "unshard",
+    "weighted",
     "where",
 ]  # and `set`, which `from mics_fn import *` leaves out: it would hide Python's own
 

@@ -6,9 +6,10 @@ way back: reduce-scattered inside the node, then across nodes (*hop 1*). Once pe
 are all-reduced over the replicas (*hop 2*), on 1/p of the bytes.
 
 Both hops are means, so a gradient is that of the loss averaged over ranks (`mean_over=` of
-`make_groups` sets over how many). Give all ranks equally many samples, so that it is the mean over
-samples. In float16 a mean is scaled before and after the sum, so that it neither overflows nor
-vanishes; on the CPU the parts of hop 1 are added in float32.
+`make_groups` sets over how many). Where ranks count unlike numbers of samples or tokens, `weighted`
+or `weight=` of a `Trainer` makes it the mean over these. In float16 a mean is scaled before and
+after the sum, so that it neither overflows nor vanishes; on the CPU the parts of hop 1 are added in
+float32.
 
 A started collective is a `Pending`, which issues level after level and is waited for later:
 
@@ -115,6 +116,8 @@ from mics_fn.collectives.replicated import (
     mean_over_ranks,
     mean_steps,
     start_mean,
+    start_mean_over_ranks,
+    weighted,
 )
 from mics_fn.collectives.sources import finish_readers
 from mics_fn.collectives.tasks import Task
@@ -163,7 +166,9 @@ __all__ = [
     "start_collect",
     "start_fetch",
     "start_mean",
+    "start_mean_over_ranks",
     "start_reduce_scatter",
     "wait_all",
     "wait_until",
+    "weighted",
 ]

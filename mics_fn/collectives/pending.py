@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import _device, interrupts, points, spans
+from mics_fn import _device, _torch, interrupts, points, spans
 from mics_fn.collectives.collective import Collective
 from mics_fn.errors import CollectiveError
 from mics_fn.groups import Comm, Life
@@ -149,7 +149,8 @@ class Pending:
             self.finished = True
 
     def _issue_next(self) -> Collective:
-        collective = next(self._steps)
+        with _torch.without_torch_func():  # whoever waits may be inside, and what was started not
+            collective = next(self._steps)
         if points.observers:
             text = f"{collective.op} ({call_text(self._call)})"
             points.calling(text, self._keep[:1], [collective.comm])

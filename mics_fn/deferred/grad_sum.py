@@ -60,6 +60,8 @@ class GradSum:
             check_dtype("GradSum", "dtype", dtype)
         self.micro_steps, self.dtype, self._where = micro_steps, dtype, _of_sums(where_of(where))
         self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
+        # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
+        self.void: bool | Tensor = False
         self._bound: _Bound | None = None
         self._running = False  # whether `backward` is running
         self._released = False  # whether its memory was given back
@@ -143,12 +145,19 @@ class GradSum:
                 return
             text = "defer(into=): another backward went through it than that of its GradSum"
             raise TreeError(message(text, fix="call total.backward(loss), not loss.backward()"))
+        if self.void is not False:
+            grads = [None if grad is None else self._emptied(grad) for grad in grads]
         if bound.reduction.has(index):
             text = "backward: a bucket got gradients in two parts in one pass"
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
             raise LeafError(message(text, [f"bucket {index}"], fix))
         if not bound.passes.keeps(index, grads):
             bound.reduction.add(index, grads)
+
+    def _emptied(self, grad: Tensor) -> Tensor:
+        if isinstance(self.void, Tensor):
+            return grad.masked_fill(self.void, 0)
+        return torch.zeros_like(grad)
 
     def wait(self) -> None:
         """Wait for all reductions that were started; on CUDA the current stream waits for them."""

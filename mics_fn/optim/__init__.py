@@ -110,6 +110,7 @@ from mics_fn.optim.options import differing, optimizer_facts, same_options, vers
 from mics_fn.optim.state import TrainState, init_state, opt_step, tell_memory
 from mics_fn.optim.steps import same_step
 from mics_fn.optim.torch_optim import from_torch
+from mics_fn.optim.totals import StepTotals
 from mics_fn.optim.transform import Optimizer, Rate, Transform, as_transform, from_update
 
 __all__ = [
@@ -120,6 +121,7 @@ __all__ = [
     "Optimizer",
     "Rate",
     "Refused",
+    "StepTotals",
     "TrainState",
     "Transform",
     "Verdict",

@@ -81,17 +81,7 @@ def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
     if isinstance(grads, Arriving):
         return _norm_of_arriving(grads.arrival(), groups)
     grads = by_leaf(grads)  # the padding inside of a run must not count
-    leaves, _ = tree.flatten(grads, is_leaf)
-    homes = homes_of("global_norm", groups, grads)
-    by_home: dict[Groups, list[Tensor]] = {}
-    for i, (leaf, home) in enumerate(zip(leaves, homes, strict=True)):
-        mine = by_home.setdefault(home, [])
-        if isinstance(leaf, Sharded):
-            mine.append(leaf.data)
-        elif not is_leaf(leaf):
-            path = tree.paths(grads, "grads", is_leaf)[i]
-            fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(message(f"global_norm: {path} is not a shard", fix=fix))
+    leaves, by_home = tree.flatten(grads, is_leaf)[0], _by_home(grads, groups)
     differentiated = any(needs_derivative(pieces) for pieces in by_home.values())
     if differentiated:
         by_home = _looked_at(by_home, open_shards("global_norm", grads, groups).uses, leaves)
@@ -105,6 +95,32 @@ def norm_here(grads: Tree | Arriving, groups: Any) -> Tensor:
     # A root has no finite derivative at 0, and 0 times that would be NaN.
     above = total > 0
     return torch.where(above, torch.where(above, total, 1.0).sqrt(), total)
+
+
+def _by_home(grads: Tree, groups: Any) -> dict[Groups, list[Tensor]]:
+    """The pieces of the trained leaves of a tree, by their groups."""
+    by_home: dict[Groups, list[Tensor]] = {}
+    pairs = zip(
+        tree.flatten(grads, is_leaf)[0], homes_of("global_norm", groups, grads), strict=True
+    )
+    for i, (leaf, home) in enumerate(pairs):
+        mine = by_home.setdefault(home, [])
+        if isinstance(leaf, Sharded):
+            mine.append(leaf.data)
+        elif not is_leaf(leaf):
+            path = tree.paths(grads, "grads", is_leaf)[i]
+            fix = "do both hops first: reduce_grads(grads, groups)"
+            raise LeafError(message(f"global_norm: {path} is not a shard", fix=fix))
+    return by_home
+
+
+def squares_here(grads: Tree | Arriving, groups: Any) -> dict[Groups, Tensor]:
+    """By groups, the sum of squares of this rank's pieces, in float64; nothing is sent."""
+    if isinstance(grads, Arriving):
+        by_home = _norms_of_arriving(grads.arrival(), groups)
+    else:
+        by_home = {h: norms_of(x) for h, x in _by_home(by_leaf(grads), groups).items()}
+    return {home: _squares(home, norms) for home, norms in by_home.items()}
 
 
 def _looked_at(
@@ -141,10 +157,14 @@ def norms_of(pieces: Sequence[Tensor]) -> list[_Norm]:
 
 
 def _total_of(home: Groups, norms: Sequence[_Norm]) -> Tensor:
-    """The sum of the squares of norms over a partition group, those of narrow pieces first."""
+    """The sum of the squares of norms over a partition group."""
+    return collect(home.partition, _squares(home, norms), "norm").sum(0)
+
+
+def _squares(home: Groups, norms: Sequence[_Norm]) -> Tensor:
+    """The sum of the squares of norms of this rank, those of narrow pieces first."""
     held = [x for want in (True, False) for narrow, x in norms if x is not None and narrow is want]
-    here = torch.stack([torch.zeros((), device=home.device), *held]).double().square().sum()
-    return collect(home.partition, here, "norm").sum(0)
+    return torch.stack([torch.zeros((), device=home.device), *held]).double().square().sum()
 
 
 def _norm_of_arriving(arrival: Arrival, groups: Any) -> Tensor:
@@ -157,13 +177,22 @@ def _norm_of_arriving(arrival: Arrival, groups: Any) -> Tensor:
     trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
     if not trained:
         return norm_here(arrival.whole(), groups)
+    by_home = _norms_of_arriving(arrival, groups)
+    return torch.stack([_total_of(*found) for found in by_home.items()]).sum().sqrt()
+
+
+def _norms_of_arriving(arrival: Arrival, groups: Any) -> dict[Groups, list[_Norm]]:
+    """The norms of pieces that arrive, by their groups; one bucket at a time is on the device."""
+    homes = homes_of("global_norm", groups, arrival.like)
+    leaves = tree.flatten(arrival.like, is_leaf)[0]
+    trained = [home for x, home in zip(leaves, homes, strict=True) if isinstance(x, Sharded)]
     norms: dict[int, _Norm] = {}
     for place, numbers in enumerate(arrival.order):
         norms.update(zip(numbers, norms_of(arrival.take(place)), strict=True))
     by_home: dict[Groups, list[_Norm]] = {home: [] for home in homes}
     for number, home in enumerate(trained):
         by_home[home].append(norms[number])
-    return torch.stack([_total_of(*found) for found in by_home.items()]).sum().sqrt()
+    return by_home
 
 
 def _smooth_total(home: Groups, pieces: Sequence[Tensor]) -> Tensor:

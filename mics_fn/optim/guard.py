@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -19,11 +19,13 @@ from mics_fn.optim.clip import (
     counted_homes,
     norm_here,
     norm_problem,
+    squares_here,
 )
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.limiting import limited
 from mics_fn.optim.loss_scale import LossScale, no_scale
 from mics_fn.optim.nonfinite import NonFinite, find_nonfinite
+from mics_fn.optim.totals import StepTotals
 from mics_fn.shards import (
     Arriving,
     Sharded,
@@ -35,6 +37,9 @@ from mics_fn.shards import (
 )
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
+
+# How many steps in a row may not be finite until that is an error, by `on_nonfinite`.
+_IN_ROW = {"raise": 1, None: 3}
 
 
 @dataclass(frozen=True)
@@ -141,10 +146,15 @@ class Guard:
       max_norm: gradients are multiplied so that their global norm is at most this.
       max_value: after that each element is clamped to [-max_value, max_value].
       spike: a watch made by `norm_spike`.
-      on_nonfinite: what is done with a gradient that is not finite on some rank: "skip" refuses the
-        step, "raise" raises NonFiniteError on all ranks, "ignore" takes the step. The default is
-        "skip" with a scale or a watch, else "ignore". While a dynamic scale can still fall, "raise"
-        skips too, since its overflows are usual.
+      on_nonfinite: what is done with a loss or a gradient that is not finite on some rank: "skip"
+        refuses the step, "raise" raises NonFiniteError on all ranks, "ignore" takes the step. By
+        default such steps are refused, and the third in a row raises NonFiniteError on all ranks;
+        on groups that are a part of the world, whose ranks cannot decide for the others, they are
+        taken unless there is a scale or a watch. While a dynamic scale can still fall nothing is
+        raised, since its overflows are usual.
+      in_row: how many steps in a row were refused so far since they were not finite; those of a
+        dynamic scale that can fall do not count.
+      skipped: how many steps were refused so far, for whatever reason.
 
     Raises:
       OptimizerError: a limit is not above 0; `scale`, `spike` or `on_nonfinite` is something else;
@@ -169,6 +179,8 @@ class Guard:
     max_value: float | None = None
     spike: NormSpike | None = None
     on_nonfinite: Literal["skip", "raise", "ignore"] | None = None
+    in_row: int = field(default=0, repr=False, compare=False)
+    skipped: int = field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
@@ -188,19 +200,31 @@ class Guard:
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
             raise OptimizerError(message(f"{what} with a dynamic scale", fix=fix))
-        if self.decides:
+        if self.decides and (self.chosen or self.in_row):
             watch_origins()
 
     def __reduce__(self) -> Any:  # so that the process that unpickles it watches, too
-        return Guard, (self.scale, self.max_norm, self.max_value, self.spike, self.on_nonfinite)
+        return Guard, tuple([getattr(self, each.name) for each in fields(self)])
 
     @property
     def decides(self) -> bool:
-        """Whether it may refuse a step. If so, the host waits once per step, otherwise never."""
+        """Whether it may refuse a step."""
+        return self.chosen or self.on_nonfinite is None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether it may refuse a step because somebody asked for it, and not by default."""
         refuses = self.on_nonfinite in ("skip", "raise")
         return self.scale.checks or self.spike is not None or refuses
 
-    def judge(self, grads: Tree | Arriving, groups: Any, donate: bool = False) -> Verdict:
+    def judge(
+        self,
+        grads: Tree | Arriving,
+        groups: Any,
+        donate: bool = False,
+        *,
+        totals: StepTotals | None = None,
+    ) -> Verdict:
         """Unscale and clip gradients, and decide whether to step on them.
 
         Args:
@@ -211,13 +235,15 @@ class Guard:
             does.
           donate: write into the chunks of `grads`, which cannot be used afterwards if anything had
             to be written.
+          totals: of a `Trainer`, whose message carries the norm as well.
 
         Returns:
           A `Verdict`, with the same decision on all ranks even if replicas differ.
 
         Communication: that of `global_norm` if the norm is needed; to decide, also all-gathers of 8
           bytes over the replication groups, and with several groups over their partition
-          groups. If the norm is not finite, also a few small all-gathers to learn where.
+          groups. With `totals` that of these alone, if all groups have the same ranks. If the norm
+          is not finite, also a few small all-gathers to learn where.
 
         Memory: a copy of the gradients' shards; none with `donate`, or where nothing is written.
 
@@ -233,43 +259,54 @@ class Guard:
         leaves = [getattr(leaf, "data", leaf) for leaf in held]
         refuse_derivative("Guard.judge", leaves, fix)
         with torch.no_grad():
-            return self._judge(grads, groups, donate)
+            return self._judge(grads, groups, donate, totals)
 
-    def _judge(self, grads: Any, groups: Any, donate: bool) -> Verdict:
+    def _judge(self, grads: Any, groups: Any, donate: bool, totals: StepTotals | None) -> Verdict:
         like = grads.arrival().like if isinstance(grads, Arriving) else grads
         homes = dict.fromkeys(homes_of("Guard.judge", groups, like))
-        if not self.decides and self.max_norm is None and self.max_value is None:
-            return Verdict(grads, None, None, False, True, self)
         exact = self.check_groups(like, groups)
-        if not self.decides and self.max_norm is None:
+        decides = self.chosen or (self.decides and any(home.life.whole for home in homes))
+        if not decides and self.max_norm is None:
+            if totals is not None:
+                totals.exchange()
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)
-        here = norm_here(grads, groups) / self.scale.value
+        if totals is not None and totals.reaches(homes):
+            highest = here = _norm_by(totals, grads, groups) / self.scale.value
+        else:
+            here = norm_here(grads, groups) / self.scale.value
+            highest = here if totals is None else totals.marked(here)
+            highest = _highest(highest, homes) if decides else highest
+            if totals is not None:
+                totals.exchange()
         norm = here if exact else None
         factor = clip_factor(here, self.max_norm or math.inf)
-        if not self.decides:
+        if not decides:
             return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
         # The host waits once for both numbers.
-        times, highest = torch.stack([factor, _highest(here, homes)]).tolist()
+        times, highest = torch.stack([factor, highest]).tolist()
         finite, spike, watch = math.isfinite(highest), False, self.spike
+        finite = finite and (totals is None or totals.finite)
         if watch is not None:
             spike, watch = watch.look(highest)
-        where = None if finite else find_nonfinite(grads, groups)
+        where = None if finite else find_nonfinite(grads, groups, totals and totals.own_loss)
         leaves = tree.flatten(by_leaf(like), is_leaf)[0]
         forget_origins({leaf.bucket for leaf in leaves if isinstance(leaf, Sharded)})
-        if where and self._raises:
-            raise _error(where)
-        why = where and where.text
-        after = replace(self, scale=self.scale.adjust(finite), spike=watch)
         skips = not finite and self.on_nonfinite != "ignore"
-        if skips or (spike and watch and watch.action == "skip"):
+        in_row = self.in_row + 1 if skips and not self._falls else 0
+        if where and in_row >= _IN_ROW.get(self.on_nonfinite, math.inf):
+            raise _error(where, in_row)
+        why = where and where.text
+        refused = skips or (spike and watch is not None and watch.action == "skip")
+        after = replace(self, scale=self.scale.adjust(finite), spike=watch)
+        after = replace(after, in_row=in_row, skipped=self.skipped + refused)
+        if refused:
             return Verdict(grads, norm, finite, spike, False, after, why)
         out = self._limited(grads, times / self.scale.value, donate)
         return Verdict(out, norm, finite, spike, True, after, why)
 
     @property
-    def _raises(self) -> bool:
-        falls = self.scale.kind == "dynamic" and self.scale.value > self.scale.min
-        return self.on_nonfinite == "raise" and not falls
+    def _falls(self) -> bool:
+        return self.scale.kind == "dynamic" and self.scale.value > self.scale.min
 
     def check_groups(self, like: Tree, groups: Any) -> bool:
         """Refuse groups on which this guard cannot know what it needs.
@@ -288,7 +325,7 @@ class Guard:
         homes = counted_homes("Guard.judge", like, groups)
         problem = norm_problem("Guard.judge", homes)
         needs_norm = self.max_norm is not None or self.spike is not None
-        alone = self.decides and not any(home.life.whole for home in homes)
+        alone = self.chosen and not any(home.life.whole for home in homes)
         if problem is not None and (needs_norm or alone):
             raise problem
         return problem is None
@@ -300,8 +337,16 @@ class Guard:
         return out
 
 
-def _error(where: NonFinite) -> NonFiniteError:
-    what = "Guard.judge: the gradient is not finite, and the step was not taken"
+def _norm_by(totals: StepTotals, grads: Tree | Arriving, groups: Any) -> Tensor:
+    """The norm of the whole gradient, by a message whose ranks are those of all groups."""
+    # Of each of its groups there are p parts, and the message gives a mean over all ranks.
+    parts = [x * home.partition_size for home, x in squares_here(grads, groups).items()]
+    return totals.exchange(torch.stack(parts).sum() if parts else None).sqrt()
+
+
+def _error(where: NonFinite, in_row: int) -> NonFiniteError:
+    times = "" if in_row == 1 else f" in {in_row} steps in a row"
+    what = f"Guard.judge: loss or gradient is not finite{times}, and the step was not taken"
     fix = (
         "look at the batch, the loss and the rate there; on_nonfinite='skip' leaves such steps out"
     )

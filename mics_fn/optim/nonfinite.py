@@ -7,7 +7,7 @@ not finite. Then each says what its own gradient of that leaf was before hop 1 m
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +35,15 @@ class NonFinite(NamedTuple):
     text: str
 
 
-def find_nonfinite(grads: Tree | Arriving, groups: Any) -> NonFinite:
+def find_nonfinite(
+    grads: Tree | Arriving, groups: Any, loss: torch.Tensor | None = None
+) -> NonFinite:
     """Where a gradient is not finite, the same on all ranks.
 
     Args:
       grads: tree of shards, or `Arriving`, both hops done, whose norm is not finite on some rank.
       groups: as for `shard`.
+      loss: this rank's, if that is known.
 
     Communication: over each partition group and each replication group 8 bytes, then a text of each
       rank.
@@ -48,26 +51,46 @@ def find_nonfinite(grads: Tree | Arriving, groups: Any) -> NonFinite:
     grads = by_leaf(grads.arrival().whole() if isinstance(grads, Arriving) else grads)
     leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
     at = _first(leaves, list(dict.fromkeys(homes)))
+    losses = _said(homes, "" if loss is None else kind_of(loss))
+    at_loss, ranks = _odd(losses)
     if at == len(leaves):
-        return NonFinite("", (), "every gradient is finite, but their norm exceeds float32")
+        text = "every gradient is finite, but their norm exceeds float32"
+        if at_loss:
+            text = f"the loss is {at_loss}; every gradient is finite"
+        return NonFinite("", ranks, text)
     path, leaf, home = tree.paths(grads, "grads", is_leaf)[at], leaves[at], homes[at]
     kinds = origins_of(leaf.bucket)
     if len(home.ranks) == 1:  # it reduced nothing
         here = kind_of(leaf.data)
     else:
         here = kinds[leaf.slot] if kinds else ""
-    said = {home.life.rank: here}
-    for each in dict.fromkeys(homes):
-        for text in collect_bytes(each, json.dumps(said).encode()).values():
-            said |= {int(rank): kind for rank, kind in json.loads(text).items()}
-    odd = {rank: kind for rank, kind in said.items() if kind in ("NaN", "infinite")}
-    if odd:
-        where = ", ".join(f"{kind} on {name_ranks(ranks)}" for kind, ranks in by_value(odd))
-        return NonFinite(path, tuple(sorted(odd)), f"{path} is {where}")
+    said = _said(homes, here)
+    where, odd = _odd(said)
+    if where:
+        return NonFinite(path, odd, f"{path} is {where}")
     if all(said.values()):
         return NonFinite(path, (), f"{path} is finite on each rank, but not after the reduction")
-    why = "no guard that refuses steps was there when it was reduced"
+    if at_loss:
+        return NonFinite(path, ranks, f"{path} is not finite; the loss is {at_loss}")
+    why = "nobody looked at gradients before they were reduced; from the next step on a guard does"
     return NonFinite(path, (), f"{path} is not finite; it is not known on which rank, since {why}")
+
+
+def _said(homes: Iterable[Any], here: str) -> dict[int, str]:
+    """What each rank says, by global rank."""
+    homes = list(dict.fromkeys(homes))
+    said = {homes[0].life.rank: here}
+    for each in homes:
+        for text in collect_bytes(each, json.dumps(said).encode()).values():
+            said |= {int(rank): kind for rank, kind in json.loads(text).items()}
+    return said
+
+
+def _odd(said: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
+    """Which ranks have something that is not finite, in words and as numbers."""
+    odd = {rank: kind for rank, kind in said.items() if kind in ("NaN", "infinite")}
+    text = ", ".join(f"{kind} on {name_ranks(ranks)}" for kind, ranks in by_value(odd))
+    return text, tuple(sorted(odd))
 
 
 def _first(leaves: Sequence[Any], homes: Sequence[Home]) -> int:

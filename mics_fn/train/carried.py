@@ -283,7 +283,7 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     own, _ = guard_numbers(guard)
     scale: Any = saved.get("scale")
     found = saved.get("norms")
-    kinds = [float, int, int, int]
+    kinds = [float, int, int, int, int, int]
     found = [] if found is None else found
     good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
     if not good or not isinstance(found, list) or not all(type(x) is float for x in found):

@@ -30,6 +30,7 @@ from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
 
 _NUMBER = "return one number from it"
+_COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"
 _SAME = "pass the shards that init_model or load_shards made for this model"
 
 
@@ -71,6 +72,12 @@ def check_model(
     fix = "call every_step(), local_sgd(...) or diloco(...)"
     checks.instance(verb, "replica_sync", replica_sync, ReplicaSync | None, "a ReplicaSync", fix)
     checks.flag(verb, "deterministic", deterministic)
+
+
+def check_weight(weight: Any) -> None:
+    """Raise PlanError unless `weight` of a `Trainer` is a function of a batch, or None."""
+    checks.function("Trainer", "weight", weight, "weight(batch)", _COUNT)
+    checks.call("Trainer", weight, "weight(batch)", _COUNT)
 
 
 def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:

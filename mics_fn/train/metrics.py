@@ -1,13 +1,8 @@
 """What a step of a `Trainer` reports."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from mics_fn.collectives import mean_over_ranks
-from mics_fn.groups import Groups
 
 
 class StepMetrics(NamedTuple):
@@ -15,8 +10,8 @@ class StepMetrics(NamedTuple):
 
     Args:
       step: the number of optimizer steps after it.
-      loss: 0-dim tensor on the device: this rank's mean over micro-steps, which `fit` averages over
-        ranks.
+      loss: 0-dim tensor on the device: the mean over micro-steps and ranks, by weight if there are
+        weights.
       samples: samples on all ranks together.
       tokens: elements of the batch's first integer tensor with two or more dims, on all ranks
         together; 0 if there is none.
@@ -27,6 +22,7 @@ class StepMetrics(NamedTuple):
       accepted: whether the step was taken; if not, only the guard has changed.
       spike: whether the norm was a spike.
       nonfinite: as in the guard's `Verdict`: which leaf was not finite, and where that arose.
+      skipped: how many steps its guard has refused so far.
     """
 
     step: int
@@ -39,11 +35,4 @@ class StepMetrics(NamedTuple):
     accepted: bool = True
     spike: bool = False
     nonfinite: str | None = None
-
-
-def averaged(metrics: Sequence[StepMetrics], home: Groups) -> list[StepMetrics]:
-    """These metrics with losses averaged over the ranks of the groups."""
-    if not metrics:
-        return []
-    losses = mean_over_ranks(home, torch.stack([m.loss for m in metrics]))
-    return [m._replace(loss=loss) for m, loss in zip(metrics, losses, strict=True)]
+    skipped: int = 0

@@ -32,7 +32,8 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
         "recoverable": f"{trainer.recoverable}",
         "placement": "; ".join(home.describe() for home in homes),
     }
-    facts |= _under("guard ", {f.name: f"{getattr(guard, f.name)}" for f in fields(guard)})
+    held = [f.name for f in fields(guard) if f.repr]  # the others change from step to step
+    facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in held})
     same_options("Trainer", facts, homes)
 
 
@@ -44,7 +45,7 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     guard, scale = trainer.guard, trainer.guard.scale
     changes = {*SCALE} if scale.kind == "dynamic" else {*SCALE} - {"value"}
     fixed = [f.name for f in fields(scale) if f.name not in changes]
-    rest = [f.name for f in fields(guard) if f.name != "scale"]
+    rest = [f.name for f in fields(guard) if f.name != "scale" and f.repr]
     facts = _facts(trainer, names(trainer.state.params), several=False)
     facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in rest})
     facts |= _under("guard scale ", {name: f"{getattr(scale, name)}" for name in fixed})
@@ -59,6 +60,7 @@ def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
         "grad_dtype": f"{trainer.grad_dtype}",
         "precision": f"{trainer.precision}" or "as given",
         "replica_sync": sync.name,
+        "weight": "given" if trainer.weight else "none",
     }
     facts |= _under("", optimizer_facts("Trainer", transform, paths, several))
     return facts if sync.facts is None else facts | _under("outer ", sync.facts(paths))

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from mics_fn.deferred import GradSum, defer
 from mics_fn.interrupts import Commit
-from mics_fn.optim import same_step
+from mics_fn.optim import StepTotals, same_step
 from mics_fn.train.batch import cut, to_device
 from mics_fn.train.buffers import Values
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.options import start_comparison
+from mics_fn.train.weights import Weights, counted, weights_of
 from mics_fn.train.writing import comes, overlaps, reduced, update, update_early, update_late
 from mics_fn.tree import Tree
 
@@ -24,9 +25,11 @@ class MicroSteps:
     Args:
       trainer: takes the step; the buffers of its state are not written to.
       total: takes the gradients.
+      weights: of the micro-steps; None if they are equal.
     """
 
-    def __init__(self, trainer: Any, total: GradSum) -> None:
+    def __init__(self, trainer: Any, total: GradSum, weights: Weights | None) -> None:
+        self._weights = weights
         self._program, self._total, self._scale = trainer.program, total, trainer.guard.scale
         self._losses: list[Tensor] = []
         self._buffers = self._program.buffers.copies(trainer.state.buffers)  # to write to
@@ -34,15 +37,27 @@ class MicroSteps:
     def run(self, full: Tree, batch: Any) -> None:
         """One micro-step, forward and backward."""
 
+        i, weights = len(self._losses), self._weights
+
         def backward(loss: Tensor) -> None:
+            if weights is not None:
+                self._total.void = weights.void[i]
+                loss = loss * weights.factor(i, loss)
             self._total.backward(self._scale.scale(loss))
 
         loss, self._buffers = self._program(full, self._buffers, batch, backward)
+        if weights is not None:
+            loss = counted(loss, weights.void[i]) * weights.factor(i, loss)
         self._losses.append(loss)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the losses."""
+        return self._losses[0].dtype
 
     def end(self) -> tuple[Tensor, Values]:
         """The loss of the step on this rank, and the buffers, before their mean over ranks."""
-        return torch.stack(self._losses).mean(), self._buffers
+        return torch.stack(self._losses).mean(dtype=torch.float64), self._buffers
 
 
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
@@ -60,7 +75,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()
-    done = MicroSteps(trainer, total)
+    done = MicroSteps(trainer, total, weights_of(trainer, parts))
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
     with commit, learning(trainer.deterministic):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
@@ -73,15 +88,25 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         if drift is not None:
             trainer.state = drift.finish(trainer.on_drift)
         loss, buffers = done.end()
+        totals = StepTotals(home, loss, *counts, weighted=trainer.weight is not None)
         if early:
             verdict = update_early(trainer, total, buffers)
+            totals.exchange()
         elif late:
-            verdict = update_late(trainer, total, buffers, commit)
+            verdict = update_late(trainer, total, buffers, commit, totals)
         else:
-            verdict = update(trainer, grads, buffers, commit)
+            verdict = update(trainer, grads, buffers, commit, totals)
+        totals.warn_of_unequal()
         trainer.epochs.took()
         total.release()
     seconds = time.perf_counter() - started
-    samples, tokens = (number * home.world_size for number in counts)
     found = verdict.norm, guard.scale.value, verdict.accept, verdict.spike, verdict.nonfinite
-    return StepMetrics(trainer.state.step, loss, samples, tokens, seconds, *found)
+    return StepMetrics(
+        trainer.state.step,
+        totals.loss.to(done.dtype),
+        totals.samples,
+        totals.tokens,
+        seconds,
+        *found,
+        verdict.next.skipped,
+    )

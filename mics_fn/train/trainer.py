@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, spans
-from mics_fn.collectives import mean_over_ranks
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.groups import StopRequest, Telling, came_back
 from mics_fn.inspection import NOT_WATCHED
@@ -18,10 +17,17 @@ from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivativ
 from mics_fn.train.batch import to_device
 from mics_fn.train.defaults import schedules_for
 from mics_fn.train.exporting import Exporting
-from mics_fn.train.given import as_shards, check_buffers, check_model, check_options, homes_for
+from mics_fn.train.given import (
+    as_shards,
+    check_buffers,
+    check_model,
+    check_options,
+    check_weight,
+    homes_for,
+)
 from mics_fn.train.loop import Progress, check_fit, train_for
 from mics_fn.train.member import Member
-from mics_fn.train.metrics import StepMetrics, averaged
+from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.passes import Epochs
 from mics_fn.train.program import program_of
 from mics_fn.train.replicas import policy_of
@@ -29,6 +35,7 @@ from mics_fn.train.resetting import renew
 from mics_fn.train.saving import Checkpoint, NothingSaved
 from mics_fn.train.stepping import one_step
 from mics_fn.train.syncing import ReplicaSync, SyncState
+from mics_fn.train.weights import evaluated
 from mics_fn.train.writing import begin
 from mics_fn.tree import Tree
 
@@ -44,6 +51,12 @@ class Trainer(Exporting):
         in it.
       loss: `loss(model, batch) -> scalar`. By default the model is called with the batch (a tuple
         or dict is unpacked), and the loss is its result, or the `.loss` of that.
+      weight: `weight(batch) -> count`, of how many things the loss of a micro-batch is the mean,
+        such as its tokens that are no padding: a number, or a tensor of one element, for which the
+        host does not wait. Gradients, losses and `eval` are then those of the mean over all things
+        of all ranks and micro-steps, or of a replica while replicas step on their own. A
+        micro-batch of weight 0 counts nothing: its loss may be NaN, and its gradients are zeros. A
+        step in which every weight is 0 is refused. By default the weights are equal.
       params: a pytree of tensors, for a `loss_fn`; or the shards that `init_model` gave with this
         skeleton.
       accumulate: the number of micro-steps per step. Every tensor of a batch, and every list of
@@ -115,6 +128,7 @@ class Trainer(Exporting):
         groups: GroupsTree,
         *,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        weight: Callable[[Any], Tensor | float] | None = None,
         params: Tree = None,
         accumulate: int = 1,
         precision: Precision | str | None = None,
@@ -140,7 +154,8 @@ class Trainer(Exporting):
         checkpoint: Checkpoint | None = None,
     ) -> None:
         check_model(model, loss, optimizer, groups, guard, replica_sync, deterministic)
-        self.accumulate, self.deterministic = accumulate, deterministic
+        check_weight(weight)
+        self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = precision_of(precision), guard or Guard()
@@ -209,10 +224,9 @@ class Trainer(Exporting):
           batch: this rank's samples.
 
         Returns:
-          0-dim tensor on the device.
+          0-dim tensor on the device; the mean by weight if there are weights.
 
-        Communication: the gathers of one forward, and an all-reduce of one number over each of the
-          two groups.
+        Communication: the gathers of one forward, and 32 bytes over each of the two groups.
 
         Raises:
           LeafError: it is called inside torch.func, where the result has no derivative.
@@ -228,7 +242,7 @@ class Trainer(Exporting):
         ):
             before = self.program.buffers.copies(self.state.buffers)
             loss = self.program(full, before, batch).loss
-        return mean_over_ranks(home, loss.clone())
+        return evaluated(self, loss, batch)
 
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.
@@ -279,14 +293,13 @@ class Trainer(Exporting):
             `stop.stopping` becomes true; its metrics are the last ones.
 
         Returns:
-          The metrics of each step, with losses averaged over ranks.
+          The metrics of each step.
 
-        Communication: that of the steps, and one small all-reduce over each of the two groups at
-          the end.
+        Communication: that of the steps.
 
         Raises:
           PlanError, TreeError: an argument is of no use, or the loader is empty.
         """
         check_fit(loader, steps, log_every, progress, stop)
         bar = Progress(steps, log_every, shown=progress and self.member.home.position == 0)
-        return averaged(train_for(self, loader, steps, bar, stop), self.member.home)
+        return train_for(self, loader, steps, bar, stop)

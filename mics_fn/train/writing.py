@@ -27,6 +27,7 @@ from mics_fn.offload import is_stored, read, where_of
 from mics_fn.optim import (
     Late,
     Refused,
+    StepTotals,
     TrainState,
     Verdict,
     init_state,
@@ -116,7 +117,9 @@ def reduced(trainer: Any, total: GradSum) -> Any:
 
 
 @torch.no_grad()
-def update(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Verdict:
+def update(
+    trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals
+) -> Verdict:
     """The optimizer's step if the guard accepts it, and the merge of replicas if it is due.
 
     Args:
@@ -124,24 +127,27 @@ def update(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Verdict
       grads: what `reduced` gave; given away.
       buffers: as this rank computed them.
       commit: holds signals while the step is written.
+      totals: of this step.
     """
     if spans.watchers:  # a step that is refused ends here
         tell_memory(trainer.state)
-    ready = _judged(trainer, grads, buffers, commit)
+    ready = _judged(trainer, grads, buffers, commit, totals)
     with _or_lost(trainer) if where_of(trainer.where).moves() else nullcontext():  # a disk may fail
         write(trainer, ready)
     return ready.verdict
 
 
 @torch.no_grad()
-def update_late(trainer: Any, total: GradSum, buffers: Values, commit: Commit) -> Verdict:
+def update_late(
+    trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals
+) -> Verdict:
     """`update` on states elsewhere, which begin to come before gradients are reduced and judged."""
     if spans.watchers:
         tell_memory(trainer.state)
     found: list[Ready] = []
 
     def judged() -> Any:
-        found.append(_judged(trainer, reduced(trainer, total), buffers, commit))
+        found.append(_judged(trainer, reduced(trainer, total), buffers, commit, totals))
         if not found[0].verdict.accept:
             raise Refused
         trainer.member.ready = None  # from here on a part of it may be written
@@ -155,11 +161,11 @@ def update_late(trainer: Any, total: GradSum, buffers: Values, commit: Commit) -
     return found[0].verdict
 
 
-def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit) -> Ready:
+def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals) -> Ready:
     """All that is left to know of a step before it is written, and signals held from then on."""
     sync, home = trainer.replica_sync, trainer.member.home
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
-    verdict = trainer.guard.judge(grads, trainer.groups, donate=True)
+    verdict = trainer.guard.judge(grads, trainer.groups, donate=True, totals=totals)
     if verdict.accept:
         over = home if sync.due(trainer.sync_state) else sync.groups(home)
         buffers = trainer.program.buffers.average(buffers, over)

@@ -452,11 +452,11 @@ def test_the_host_waits_once_where_something_is_decided_and_else_never(monkeypat
             return real(*args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, noted)
-    limited_too = replace(mf.optim.Guard(), max_norm=0.5, max_value=0.1)
+    limited_too = mf.optim.Guard(max_norm=0.5, max_value=0.1, on_nonfinite="ignore")
     for guard in (
-        mf.optim.Guard(),
-        mf.optim.Guard(max_norm=0.5),
-        mf.optim.Guard(max_value=0.5),
+        mf.optim.Guard(on_nonfinite="ignore"),
+        mf.optim.Guard(max_norm=0.5, on_nonfinite="ignore"),
+        mf.optim.Guard(max_value=0.5, on_nonfinite="ignore"),
         limited_too,
     ):
         verdict = guard.judge(grads, groups)
@@ -469,8 +469,9 @@ def test_the_host_waits_once_where_something_is_decided_and_else_never(monkeypat
         mf.optim.Guard(mf.optim.static_scale(1.0)),
         mf.optim.Guard(mf.optim.dynamic_scale()),
         mf.optim.Guard(spike=mf.optim.norm_spike()),
+        mf.optim.Guard(),
         replace(limited_too, on_nonfinite="skip"),
-        replace(limited_too, scale=mf.optim.dynamic_scale()),
+        replace(limited_too, on_nonfinite=None, scale=mf.optim.dynamic_scale()),
     ):
         waits.clear()
         assert guard.judge(grads, groups).norm is not None

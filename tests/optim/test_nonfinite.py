@@ -89,7 +89,7 @@ def test_the_first_leaf_and_its_ranks_are_named(ranks, layout, way):
     want = (False, False, skip, f"grads['b'] is NaN on rank {n - 1}")
     assert pool.run(judged, layout, way, skip, bad) == [want] * n
     found = pool.run(judged, layout, way, mf.optim.Guard(on_nonfinite="raise"), bad)
-    what = "Guard.judge: the gradient is not finite, and the step was not taken"
+    what = "Guard.judge: loss or gradient is not finite, and the step was not taken"
     for text, leaf, where in found:
         assert (leaf, where) == ("grads['b']", (n - 1,))
         assert text.startswith(f"{what}\n  grads['b'] is NaN on rank {n - 1}\n  fix: ")
@@ -159,8 +159,8 @@ def spoiled_between(layout: Layout) -> tuple[str | None, str | None]:
 def test_what_is_not_known_is_said(ranks):
     want = (
         "grads['w'] is finite on each rank, but not after the reduction",
-        "grads['w'] is not finite; it is not known on which rank, since no guard that refuses "
-        "steps was there when it was reduced",
+        "grads['w'] is not finite; it is not known on which rank, since nobody looked at gradients "
+        "before they were reduced; from the next step on a guard does",
     )
     assert ranks(2).run(spoiled_between, PAIR) == [want] * 2
 
@@ -271,7 +271,8 @@ def test_a_step_is_taken_where_that_is_asked_for(ranks, scale):
         assert step == 5
         assert full["d"].isnan().any()
         # After the first such step all parameters that it wrote stay NaN, but not their gradients.
-        assert said == ([""] * 5 if scale is None else SAID)
+        lost = "the loss is NaN on ranks 0, 1; every gradient is finite"
+        assert said == ([""] * 5 if scale is None else [*SAID[:2], lost, SAID[3], lost])
 
 
 def falls(layout: Layout) -> list[str]:
