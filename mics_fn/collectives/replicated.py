@@ -8,6 +8,7 @@ loss, so it is one small message beside the gathers, and everything behind it, f
 wire to the limit of a guard, sees a gradient of the usual size.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,9 +83,10 @@ def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
     return start_mean_over_ranks(groups, tensor).wait()
 
 
-def start_mean_over_ranks(groups: Groups, tensor: Tensor) -> Pending:
-    """Start `mean_over_ranks`."""
-    both = (groups.partition, groups.replicas)
+def start_mean_over_ranks(groups: Groups, tensor: Tensor, name: str = "") -> Pending:
+    """Start `mean_over_ranks`; with a name the ledger has its bytes under that."""
+    both = [groups.partition, groups.replicas]
+    both = [replace(comm, name=name) for comm in both] if name else both
 
     def steps() -> Steps:
         for comm in both:
@@ -92,7 +94,7 @@ def start_mean_over_ranks(groups: Groups, tensor: Tensor) -> Pending:
         return tensor
 
     comms = [each for comm in both for each in mean_comms(comm, tensor)]
-    what = ("", "mean over all ranks", "")
+    what = ("", name or "mean over all ranks", "")
     return Pending(steps(), comms, keep=(tensor,), device=tensor.device, what=what)
 
 

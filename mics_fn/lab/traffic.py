@@ -13,7 +13,7 @@ import torch
 
 from mics_fn.collectives import Codec, Rounded
 from mics_fn.groups import Route
-from mics_fn.lab.report import gather_bytes
+from mics_fn.lab.report import gather_bytes, totals_bytes
 from mics_fn.shards import Bucket
 
 
@@ -77,7 +77,7 @@ def wire_bytes(
     if num_replicas > 1:
         every = [(b, 1, averaged(b, num_replicas, fixed_order=fixed_order)) for b in trained]
         found["replicas"] = _total(every, "2 (r-1)/r M/p")
-    return found
+    return found | totals_bytes(route.size, num_replicas, fixed_order=fixed_order)
 
 
 def gathered(bucket: Bucket, route: Route) -> list[Sent]:

@@ -20,6 +20,7 @@ from mics_fn.collectives import start_mean_over_ranks
 from mics_fn.errors import message
 from mics_fn.groups import Groups
 
+TOTALS = "step totals"  # in the ledger
 _warned: set[str] = set()  # in this process
 
 
@@ -52,7 +53,7 @@ class StepTotals:
         counts = [torch.full_like(zero, count) for count in self._counts]
         sent = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
         alone = self.home.world_size == 1
-        self._found = sent if alone else start_mean_over_ranks(self.home, sent).wait()
+        self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
         return self._found[1]
 
     def reaches(self, homes: Iterable[Any]) -> bool:

@@ -124,6 +124,9 @@ def a_step(layout: Layout, precision: str, accumulate: int, live: int | None) ->
     expected = Counter[int]()  # hop 1 over one level and these comparisons share a process group
     for comm in comms_of(groups):
         expected[id(comm.process_group())] += int(want.get(comm.name, ledger.get(comm.name, 0)))
+    for comm in (groups.partition, groups.replicas):  # four numbers of the step
+        if comm.size > 1:
+            expected[id(comm.process_group())] += 2 * (comm.size - 1) * 32 // comm.size
     if groups.num_replicas > 1:  # what codes were exchanged for is gathered over the second one
         coded = [b for b in buckets if b.trainable and isinstance(b.mean_wire, Codec)]
         gathered = sum(int(averaged(b, groups.num_replicas).nbytes) // 2 for b in coded)
@@ -174,6 +177,7 @@ def test_a_bucket_by_hand():
         "reduce node": (5 * (128 + 2), "s (2-1) M/4 as int4[256]"),
         "reduce rank": (5 * 512 * 4, "s (2-1) M/2"),
         "replicas": (2 * 2 * 258, "2 (r-1)/r M/p as int8[256]"),  # one replica has the only block
+        "step totals": (48 + 42, "2 (p-1)/p 32 + 2 (r-1)/r 32"),
     }
     coded = buckets_for({"w": (1010,)}, 4, "hop1=int4[256]")
     found = wire_bytes(coded, route_of(node=2, rank=2), 1)
@@ -201,6 +205,7 @@ def test_leaves_by_path_and_frozen_ones():
     assert {name: sent for name, (sent, _) in found.items()} == {
         "gather rank": 128,
         "reduce rank": 0,
+        "step totals": 32,
     }
 
 
@@ -230,7 +235,9 @@ def test_the_figures_of_the_gpt_of_13_7_m_parameters():
         route = route_of(**sizes)
         buckets = buckets_for(shapes, route.size, text, **how)
         found = wire_bytes(buckets, route, 4 // route.size)
-        across = [sent for name, (sent, _) in found.items() if "rank" not in name]
+        across = [
+            sent for name, (sent, _) in found.items() if "rank" not in name and "totals" not in name
+        ]
         return 2 * sum(across)
 
     assert of_a_node("", rank=2) == 54_767_616

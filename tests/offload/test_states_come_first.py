@@ -232,7 +232,7 @@ def trained(groups: mf.Groups, guard: str, where: Any, **options: Any) -> list[A
         with noted() as events:
             metrics = trainer.step(batch)
         if where is not None and metrics.accepted:
-            check_order(events, "norm" if guard == "clip" else "verdict of a guard")
+            check_order(events, "step totals")
         if not metrics.accepted:
             assert files_of(trainer.state) == files
             assert trainer.state.params is state.params
