@@ -36,7 +36,8 @@ def wire_bytes(
     """What each rank sends in one step through each communicator, with the formula in words.
 
     Levels over which a placement keeps parameters are gathered once, and those over which it
-    reduces late once per step; see [Note: placements] in `groups.hierarchy`.
+    reduces late once per step; see [Note: placements] in `groups.hierarchy`. "step totals" are sent
+    over the partition group and the replication group.
 
     Args:
         buckets: those of the parameters. Of one that is not trained only gathers count.
@@ -58,8 +59,8 @@ def wire_bytes(
         >>> sent = Precision.parse("hop2=int8[256]").wires("w", torch.float32)
         >>> leaf = LeafSpec("w", (1000,), torch.float32, 1, True, None, sent=sent)
         >>> [(bucket, _)] = plan_buckets([leaf])
-        >>> wire_bytes([bucket], Route(), 2)
-        {'replicas': (1032, '2 (r-1)/r M/p as int8[256]')}
+        >>> wire_bytes([bucket], Route(), 2)["replicas"]
+        (1032, '2 (r-1)/r M/p as int8[256]')
     """
     often = {b.index: 1 if fetches is None else fetches.get(b.index, 0) for b in buckets}
     once = {b.index: min(1, count) for b, count in zip(buckets, often.values(), strict=True)}
