@@ -42,7 +42,7 @@ class Again:
     def of(cls, maker: Maker, plan: Plan, create: Create) -> "Again":
         """What makes the groups of a maker once more."""
         fresh = {"store": None, "traffic": Traffic(), "channel": Channel()}
-        life = alike(maker.life)
+        life = _alike(maker.life)
         return cls(replace(maker, life=life, **fresh), plan, create, maker.life.key)
 
     def __call__(self, mine: Any, judge: Judge, ready: Callable[[], None]) -> tuple[Groups, Any]:
@@ -56,7 +56,7 @@ class Again:
           CollectiveTimeoutError, DesyncError, GroupsError, PeerFailed: as `make_groups`.
         """
         like = self.like
-        life, deadline = alike(like.life), time.monotonic() + like.timeout_s
+        life, deadline = _alike(like.life), time.monotonic() + like.timeout_s
         store, found = None, None
         try:
             if len(like.ranks) > 1:
@@ -105,7 +105,7 @@ class _Awaited:
             self._life = None
 
 
-def alike(life: Life) -> Life:
+def _alike(life: Life) -> Life:
     """A new life of the same ranks."""
     kept = {"whole": life.whole, "on_device": life.on_device, "heartbeat_s": life.heartbeat_s}
     return Life(life.ranks, life.rank, **kept)

@@ -18,35 +18,22 @@ class _Names(NamedTuple):
     """The variables in which a launcher gives each rank its place."""
 
     source: str
-    command: str
     rank: str
     size: str
     local_rank: str
-    local_size: str
-    fix: str = ""  # without an address or a port
+    local_size: str = ""  # of Slurm: see `_node_size`
 
 
-_TORCHRUN = _Names("torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = _Names(
-    "Open MPI",
-    "mpirun",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "export the host name of rank 0's node as MASTER_ADDR and a free port of it as MASTER_PORT, to "
-    "all ranks: mpirun -x MASTER_ADDR -x MASTER_PORT",
-)
-_SLURM = _Names(
-    "Slurm",
-    "srun",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "",  # see `_node_size`
-    "put this line before srun in the batch script: "
+_KINDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Names("Open MPI", *(f"OMPI_COMM_WORLD_{kind}" for kind in _KINDS))
+_SLURM = _Names("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+_FIXES = {  # without an address or a port
+    "Open MPI": "export the host name of rank 0's node as MASTER_ADDR and a free port of it as "
+    "MASTER_PORT, to all ranks: mpirun -x MASTER_ADDR -x MASTER_PORT",
+    "Slurm": "put this line before srun in the batch script: "
     'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-)
+}
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -87,10 +74,10 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
     if _by_open_mpi(env):
         return _launch_of(env, _OPEN_MPI)
     for name in _OTHER_SIZES:
-        # srun sets some of these, too, to the size of its own step.
+        # srun sets some of these, too, to the size of its step.
         if name in env and _int(env, name) > 1 and env[name] != env.get(_SLURM.size):
             text = f"init_distributed: {name}={env[name]}, of a launcher that is not known"
-            names = ", ".join((*_TORCHRUN[2:5], *_ADDRESS))
+            names = ", ".join((*_TORCHRUN[1:4], *_ADDRESS))
             raise GroupsError(message(text, fix=f"let the script that it runs set {names}"))
     if not _in_slurm_step(env):
         return None
@@ -171,7 +158,7 @@ def _launch_of(env: Mapping[str, str], names: _Names) -> Launch:
       GroupsError: some of its variables are missing, or one is not a number.
     """
     needed = (names.rank, names.size, names.local_rank)
-    _require(env, (*needed, *_ADDRESS) if names is _TORCHRUN else needed, names.command)
+    _require(env, (*needed, *_ADDRESS) if names is _TORCHRUN else needed, names.source)
     rank, local = (_int(env, name, least=0) for name in (names.rank, names.local_rank))
     world, node_size = _int(env, names.size), _node_size(env, names)
     one_node = node_size == world
@@ -183,7 +170,7 @@ def _launch_of(env: Mapping[str, str], names: _Names) -> Launch:
         pairs = zip(_ADDRESS, (addr, port), strict=True)
         missing = " and ".join(name for name, value in pairs if value is None)
         what = f"init_distributed: {names.source} runs {world} ranks, without {missing}"
-        raise GroupsError(message(what, fix=names.fix))
+        raise GroupsError(message(what, fix=_FIXES[names.source]))
     return Launch(names.source, rank, world, local, node_size, addr, port)
 
 
@@ -205,13 +192,13 @@ def _port_of_job(env: Mapping[str, str]) -> int | None:
     return None
 
 
-def _require(env: Mapping[str, str], needed: Sequence[str], command: str) -> None:
+def _require(env: Mapping[str, str], needed: Sequence[str], launcher: str) -> None:
     """Raise GroupsError if some of a launcher's variables are missing."""
     missing = [name for name in needed if name not in env]
     if missing:
         there = [name for name in needed if name in env]
         what = f"the environment has {', '.join(there)} but not {', '.join(missing)}"
-        fix = f"launch with {command}, or set them all"
+        fix = f"launch with {launcher}, or set them all"
         raise GroupsError(message(f"init_distributed: {what}", fix=fix))
 
 

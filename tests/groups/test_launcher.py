@@ -162,18 +162,18 @@ def test_no_launch(env: dict[str, str]) -> None:
         (
             {"SLURM_STEP_NUM_TASKS": "8"},
             "init_distributed: the environment has SLURM_STEP_NUM_TASKS but not SLURM_PROCID, "
-            "SLURM_LOCALID\n  fix: launch with srun, or set them all",
+            "SLURM_LOCALID\n  fix: launch with Slurm, or set them all",
         ),
         (
             {"SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
             "init_distributed: the environment has SLURM_PROCID, SLURM_LOCALID but not "
-            "SLURM_NTASKS\n  fix: launch with srun, or set them all",
+            "SLURM_NTASKS\n  fix: launch with Slurm, or set them all",
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "4"},
             "init_distributed: the environment has OMPI_COMM_WORLD_SIZE but not "
             "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK\n"
-            "  fix: launch with mpirun, or set them all",
+            "  fix: launch with Open MPI, or set them all",
         ),
         (
             without(OPEN_MPI, "MASTER_ADDR", "MASTER_PORT"),
