@@ -233,9 +233,9 @@ class LostStateError(TornStepError):
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
     """One error text: a headline, indented details, and the fix.
 
-    >>> print(message("shard: no leaf", ["params['w']: got None"], fix="pass tensors"))
+    >>> print(message("shard: no leaf", ["params.w: got None"], fix="pass tensors"))
     shard: no leaf
-      params['w']: got None
+      params.w: got None
       fix: pass tensors
     """
     out = [what, *(f"  {line}" for line in lines)]

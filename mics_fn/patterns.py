@@ -1,7 +1,7 @@
 """Patterns that choose leaves by their paths, as the overrides of a `Precision` and a `Where` have.
 
-In a pattern `*` stands for any characters and `?` for one. Brackets are literal, since paths
-contain them, and a pattern has to match the whole path.
+In a pattern `*` stands for any characters and `?` for one. All else is literal, brackets too, and a
+pattern has to match the whole path, such as `h.0.norm.weight`.
 """
 
 import re
@@ -17,7 +17,7 @@ V = TypeVar("V")
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern matches a whole path.
 
-    >>> matches("*norm*", "['h.0.norm.weight']"), matches("w", "['w']")
+    >>> matches("*.bias", "h.0.norm.bias"), matches("bias", "h.0.norm.bias")
     (True, False)
     """
     return _regex(pattern).fullmatch(path) is not None
@@ -26,7 +26,7 @@ def matches(pattern: str, path: str) -> bool:
 def unmatched(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
     """The patterns that match none of these paths, each once, in their order.
 
-    >>> unmatched(["*norm*", "*w*", "*norm*"], ["['w']"])
+    >>> unmatched(["*norm*", "*w*", "*norm*"], ["w"])
     ['*norm*']
     """
     known = list(paths)

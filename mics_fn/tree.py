@@ -141,18 +141,61 @@ def replace_none(tree: Tree, value: Any, is_leaf: IsLeaf | None = None) -> Tree:
 
 
 def paths(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
-    """The path of each leaf as Python would write it.
+    """The path of each leaf as torch names parameters: keys, indexes and fields, joined by dots.
 
     >>> paths({"b": [1, 2], "a": 3}, "params")
-    ["params['a']", "params['b'][0]", "params['b'][1]"]
+    ['params.a', 'params.b.0', 'params.b.1']
     """
-    return [root + path for path in spec_paths(flatten(tree, is_leaf)[1])]
+    return [join(root, path) for path in spec_paths(flatten(tree, is_leaf)[1])]
+
+
+def join(root: str, path: str) -> str:
+    """A path that begins with a root; a tree that is one leaf has no other path than its root.
+
+    >>> join("params", "0.bias"), join("params", ""), join("", "0.bias")
+    ('params.0.bias', 'params', '0.bias')
+    """
+    return f"{root}.{path}" if root and path else root or path
 
 
 @lru_cache(maxsize=256)
 def spec_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
     """The paths of a structure's leaves, as `paths` gives them for a tree."""
-    return tuple(accessor.codify("") for accessor in optree.treespec_accessors(spec))
+    found: list[str] = []
+    _add_paths(found, spec, "")
+    return tuple(found)
+
+
+def _add_paths(found: list[str], spec: optree.PyTreeSpec, prefix: str) -> None:
+    if spec.is_leaf():
+        found.append(prefix[:-1])
+        return
+    names = spec.entries()
+    fields = getattr(spec.type, "_fields", ())
+    if names == list(range(len(fields))):  # optree has indexes for those of a namedtuple
+        names = fields
+    if spec.num_leaves == spec.num_children == spec.num_nodes - 1:  # without a spec for each leaf
+        found += [f"{prefix}{name}" for name in names]
+        return
+    for name, child in zip(names, spec.children(), strict=True):
+        _add_paths(found, child, f"{prefix}{name}.")
+
+
+def unique_paths(verb: str, tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
+    """`paths`, after a check that each leaf has its own.
+
+    Raises:
+      TreeError: two leaves have the same path, as those of `{"a.b": x, "a": {"b": y}}`.
+    """
+    found = paths(tree, root, is_leaf)
+    if len(set(found)) == len(found):
+        return found
+    first = next(path for i, path in enumerate(found) if path in found[:i])
+    places = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
+    same = [place.codify(root) for place, path in zip(places, found, strict=True) if path == first]
+    text = f"{verb}: {len(same)} leaves have the path {first}"
+    fix = "rename keys, so that no two leaves have the same keys and indexes joined by dots"
+    raise TreeError(message(text, [" and ".join(same)], fix))
 
 
 def spread(
@@ -166,7 +209,7 @@ def spread(
     """One value per leaf of `tree`, from a value, a function of the path, or a prefix pytree.
 
     Args:
-      prefix: what to spread. A function gets the path of each leaf, written from the root `''`.
+      prefix: what to spread. A function gets the path of each leaf, such as `0.bias`.
       tree: the pytree whose leaves get one value each.
       what: the name of the argument, for errors.
       is_leaf: what counts as a leaf of `tree`.
@@ -216,9 +259,9 @@ def own_order(values: Mapping[str, Any]) -> Callable[[str], int]:
 
     >>> names = {"layer": 1, "head": 2}
     >>> sorted(paths(names), key=own_order(names))
-    ["['layer']", "['head']"]
+    ['layer', 'head']
     """
-    return {f"[{name!r}]": i for i, name in enumerate(values)}.__getitem__
+    return {name: i for i, name in enumerate(values)}.__getitem__
 
 
 def digest(lines: Iterable[str]) -> bytes:
@@ -233,7 +276,7 @@ def first_mismatch(expected: Tree, got: Tree, root: str, is_leaf: IsLeaf | None 
     """The first difference in structure of two trees, in words; '' if there is none.
 
     >>> first_mismatch({"a": 1, "b": 2}, {"a": 1}, "grads")
-    "grads['b'] is missing"
+    'grads.b is missing'
     """
     want, have = paths(expected, root, is_leaf), paths(got, root, is_leaf)
     missing = [path for path in want if path not in set(have)]

@@ -277,8 +277,8 @@ def contents_of(verb: str, state: Tree, groups: Any, replicas: Replicas) -> Cont
     reader = _Reader(verb, homes, main_home(verb, groups, homes), replicas == "apart")
     plain = by_leaf(state)
     leaves = tree.flatten(plain, is_leaf)[0]
-    for name, leaf in zip(tree.paths(plain, is_leaf=is_leaf), leaves, strict=True):
-        reader.take(name.lstrip("."), leaf)
+    for name, leaf in zip(tree.unique_paths(verb, plain, "", is_leaf), leaves, strict=True):
+        reader.take(name, leaf)
     return reader.found
 
 

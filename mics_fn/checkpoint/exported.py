@@ -98,7 +98,7 @@ def saved_leaves(
             continue
         checks.instance(verb, "names(...)", name, str, "a str or None")
         if key_of.setdefault(name, key) != key:
-            what = f"{verb}: params[{key_of[name]!r}] and params[{key!r}] would both be {name!r}"
+            what = f"{verb}: params.{key_of[name]} and params.{key} would both be {name!r}"
             raise TreeError(message(what, fix="let names= give each its own name, or None"))
         if own in found:
             found[own] = found[own]._replace(also=(*found[own].also, name))
@@ -137,9 +137,7 @@ def same_leaves(verb: str, groups: Groups, path: str | PathLike, leaves: Sequenc
     """
     # Even if these were compared before, another rank may now come with different ones.
     groups.agreed.difference_update([seen for seen in groups.agreed if seen[0] == verb])
-    facts = [
-        (f"params[{leaf.key!r}]", f"{leaf.name!r} {leaf.shape} {leaf.dtype}") for leaf in leaves
-    ]
+    facts = [(f"params.{leaf.key}", f"{leaf.name!r} {leaf.shape} {leaf.dtype}") for leaf in leaves]
     agree(groups, verb, [("path", os.path.abspath(path)), *facts])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError, TreeError, message
 
 _TENSOR, _TUPLE, _FLOAT = "$tensor", "$tuple", "$float"
 
@@ -25,6 +25,9 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
 
     def plain(x: Any, path: str) -> Any:
         if isinstance(x, Tensor):
+            if path in tensors:
+                text, fix = f"save: two tensors have the path {path}", "rename a key of one of them"
+                raise TreeError(message(text, fix=fix))
             tensors[path] = x.detach()
             return {_TENSOR: path}
         if x is None or isinstance(x, bool | int | str):
@@ -32,9 +35,9 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
         if isinstance(x, float):
             return float(x) if math.isfinite(x) else {_FLOAT: repr(float(x))}
         if isinstance(x, dict) and all(isinstance(k, str) and k[:1] != "$" for k in x):
-            return {key: plain(each, f"{path}[{key!r}]") for key, each in x.items()}
+            return {key: plain(each, f"{path}.{key}") for key, each in x.items()}
         if isinstance(x, list | tuple):
-            found = [plain(each, f"{path}[{i}]") for i, each in enumerate(x)]
+            found = [plain(each, f"{path}.{i}") for i, each in enumerate(x)]
             return found if isinstance(x, list) else {_TUPLE: found}
         text = f"save: {path} is {type(x).__name__}"
         fix = "keep dicts of texts, lists, tuples, numbers, texts and tensors in it"

@@ -216,6 +216,6 @@ def with_values(state: Tree, values: Mapping[str, Any]) -> Tree:
     """The state with these numbers and texts."""
     plain = by_leaf(state)
     leaves, spec = tree.flatten(plain, is_leaf)
-    names = [name.lstrip(".") for name in tree.paths(plain, is_leaf=is_leaf)]
+    names = tree.paths(plain, is_leaf=is_leaf)
     out = [values.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     return replaced(state, plain, spec.unflatten(out))

@@ -1,6 +1,6 @@
 """The files that writers write: native safetensors, with a checksum for each block of each tensor.
 
-A file holds slices of flattened tensors under names such as `params['w'][0:4096]`. Its metadata has
+A file holds slices of flattened tensors under names such as `params.w[0:4096]`. Its metadata has
 for each of them the CRC-32 of each block of 16 KiB, so that a reader of a part reads, and checks,
 little more than that part. The manifest has the SHA-256 of the header, so no checksum can be
 exchanged or left out.

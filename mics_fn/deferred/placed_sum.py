@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mics_fn import _device
+from mics_fn import _device, tree
 from mics_fn.collectives import Steps, Task, mean_steps, scatter_steps
 from mics_fn.deferred.packing import elements, free_slot, room_of, whole
 from mics_fn.deferred.sum_of_passes import SumOfPasses
@@ -185,7 +185,7 @@ class _SumElsewhere:
     """
 
     def __init__(self, use: BucketUse, place: Place, leaf: str, host_bytes: int) -> None:
-        self._place, self._leaf, self._host_bytes = place, f"grads{leaf}", host_bytes
+        self._place, self._leaf, self._host_bytes = place, tree.join("grads", leaf), host_bytes
         self._home, self._free = use.home, use.hierarchy.pools.sums["free"]
         self.comm = use.hierarchy.sums_elsewhere
         self._room: Any = None  # its bytes

@@ -56,7 +56,7 @@ class Chunks:
             chunk.names = [None] * len(bucket.shapes)
             chunk.places = [DEVICE] * len(bucket.shapes)
         chunk.names[slot] = name
-        chunk.places[slot] = self._laying.place(f"[{name!r}]", home)
+        chunk.places[slot] = self._laying.place(name, home)
         if pieces(bucket, home.hierarchy.route.chunk)[slot].length:
             chunk.left.add(name)
         self._of[name] = chunk, slot

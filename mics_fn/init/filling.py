@@ -62,8 +62,8 @@ class Filling:
         self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
         leaves = dict(zip(names, tree.flatten(shapes, is_leaf)[0], strict=True))
         self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
-        trained = [f"params[{k!r}]" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
-        refuse_overlaps(verb, {f"params[{k!r}]": value for k, value in params.items()}, trained)
+        trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
+        refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
         self._chunks = Chunks(where_of(options.get("where")))
         for name, leaf in self.shards.items():
             home = self.homes[name]
@@ -160,7 +160,7 @@ class Filling:
             }
             odd = [rank for rank, at in differs.items() if at]
             if odd:
-                first = f"first difference: params[{names[min(differs[odd[0]])]!r}]"
+                first = f"first difference: params.{names[min(differs[odd[0]])]}"
                 fix = "let all ranks make or read the same values, on machines that compute alike"
                 text = f"{self.verb}: replicas hold different values"
                 said = dict.fromkeys(odd, "not as in the first replica")

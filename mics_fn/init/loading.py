@@ -195,7 +195,7 @@ def matched(
         if given:
             sources |= {name: found[name if name in given else given[0]] for name in aliases}
         elif missing is None or not all(_is_new(verb, missing, name) for name in aliases):
-            absent.append(f"params[{aliases[0]!r}] is missing")
+            absent.append(f"params.{aliases[0]} is missing")
     for name, value in others.items():
         if name in found and value is not None:
             wrong += _difference("buffers", name, value, found[name])
@@ -219,10 +219,10 @@ def _is_new(verb: str, missing: Callable[[str], bool], name: str) -> bool:
 
 def _difference(root: str, name: str, want: Tensor, got: Entry) -> list[str]:
     if tuple(want.shape) != got.shape:
-        return [f"{root}[{name!r}]: expected shape {tuple(want.shape)}, got {got.shape}"]
+        return [f"{root}.{name}: expected shape {tuple(want.shape)}, got {got.shape}"]
     if want.is_floating_point() != got.dtype.is_floating_point:
         kinds = dtype_name(want.dtype), dtype_name(got.dtype)
-        return [f"{root}[{name!r}]: expected {kinds[0]}, got {kinds[1]}"]
+        return [f"{root}.{name}: expected {kinds[0]}, got {kinds[1]}"]
     return []
 
 

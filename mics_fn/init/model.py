@@ -186,7 +186,7 @@ class _Model:
                 filling.read(name, sources[name].read)
             elif value.device.type == "meta":
                 fix = "let model_fn make it without device='meta', or pass weights="
-                text = f"init_model: params[{name!r}] is on meta, so it has no value"
+                text = f"init_model: params.{name} is on meta, so it has no value"
                 raise LeafError(message(text, fix=fix))
             elif not isinstance(value, Recorded):
                 filling.put(name, value)

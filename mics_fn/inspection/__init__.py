@@ -3,22 +3,22 @@
 `summary` shows what a tree of shards or a `TrainState` holds on this rank, and communicates
 nothing. `get` gives one leaf in full on every rank: after small messages, each rank receives p - 1
 times the leaf's largest piece. `set` gives a copy of the value with one leaf replaced; the ranks
-compare a digest of what they are about to set. All three take paths as errors write them, with
-brackets or with dots alone.
+compare a digest of what they are about to set. All three take paths as errors write them.
 
 A *leaf* is a piece of a bucket (trained or frozen), a replicated tensor, a buffer, or a number. Its
-*path* is what Python would write to reach it: `params['h.0.w']`, `opt.moments['exp_avg']['h.0.w']`.
-Where a path means no leaf, the error names the nearest ones. `get` and `set` must be called by all
-ranks, and every call is compared between them first: at a prompt, ranks differ easily.
+*path* joins keys, indexes and fields by dots, as torch names parameters: `params.h.0.w`,
+`opt.moments.exp_avg.h.0.w`. Where a path means no leaf, the error names the nearest ones. `get` and
+`set` must be called by all ranks, and every call is compared between them first: at a prompt, ranks
+differ easily.
 
 Example:
   >>> groups = make_groups(1)
   >>> values = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
   >>> state = init_state(shard(values, groups), optim.sgd(0.1))
   >>> print(summary(state, groups))
-  path         shape   dtype    kind     bucket  groups               here  full
-  params['b']  (3,)    float32  trained       0  n=1 p=1 levels=none  12 B  12 B
-  params['w']  (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
+  path      shape   dtype    kind     bucket  groups               here  full
+  params.b  (3,)    float32  trained       0  n=1 p=1 levels=none  12 B  12 B
+  params.w  (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
   2 leaves of 9 elements: 36 B here and 12 B of padding, 36 B in full
   >>> get(set(state, "params.b", 7.0, groups), "b", groups)
   tensor([7., 7., 7.])

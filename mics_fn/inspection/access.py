@@ -40,10 +40,9 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
 
     Args:
       shards: tree of shards (parameters, gradients, moments), or a `TrainState`.
-      path: as errors and `summary` write it: `params['h.0.w']` or `['layers'][0]['w']`, and in a
-        `TrainState` also `opt.moments['exp_avg']['h.0.w']` and `buffers['norm.running_mean']`. It
-        may be written with dots alone, `layers.0.w`; the name of a parameter or buffer, `h.0.w`,
-        is enough.
+      path: as errors and `summary` write it: `params.layers.0.w`, and in a `TrainState` also
+        `opt.moments.exp_avg.layers.0.w` and `buffers.norm.running_mean`. The name of a parameter or
+        buffer, `layers.0.w`, is enough.
       groups: as for `gather`; for a `TrainState` those of its parameters.
 
     Returns:
@@ -69,7 +68,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
     Example:
       >>> groups = make_groups(1)
       >>> state = init_state(shard({"h.0.w": torch.ones(2)}, groups), optim.adam(0.1))
-      >>> get(state, "h.0.w", groups), get(state, "opt.moments['exp_avg']['h.0.w']", groups)
+      >>> get(state, "h.0.w", groups), get(state, "opt.moments.exp_avg.h.0.w", groups)
       (tensor([1., 1.]), tensor([0., 0.]))
     """
     found = leaves_of("get", shards, groups)
@@ -119,7 +118,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
     Example:
       >>> groups = make_groups(1)
       >>> params = shard({"w": torch.ones(2), "b": torch.ones(1)}, groups)
-      >>> new = set(params, "params['w']", torch.tensor([3.0, 4.0]), groups)
+      >>> new = set(params, "params.w", torch.tensor([3.0, 4.0]), groups)
       >>> get(new, "w", groups), get(params, "w", groups)
       (tensor([3., 4.]), tensor([1., 1.]))
     """

@@ -5,7 +5,6 @@ most easily where a person types at a prompt.
 """
 
 import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,8 +18,7 @@ from mics_fn.tree import Tree
 
 Looked = TypeVar("Looked", bound=tuple)
 
-_KEY = re.compile(r"""\[\s*(?:'([^']*)'|"([^"]*)"|(-?\d+))\s*\]""")
-_ROOT = re.compile(r"(state|params|grads|shards|opt|buffers)(?=[\[.]|$)")  # as errors write them
+_ROOTS = ("params", "grads", "shards", "opt", "buffers")  # as errors write them
 
 
 class Leaves(NamedTuple):
@@ -29,7 +27,7 @@ class Leaves(NamedTuple):
     verb: str
     all: list[Any]
     spec: Any
-    paths: list[str | None]  # without a leading dot; None for a leaf that only repeats another one
+    paths: list[str | None]  # None for a leaf that only repeats another one
     homes: list[Any]  # `Groups` or `Hierarchy` of each leaf; None if no groups were given
     groups: list[Any]  # the distinct ones among them
     is_state: bool
@@ -51,21 +49,18 @@ class Leaves(NamedTuple):
         """
         if not isinstance(path, str):
             raise TreeError(f"{self.verb}: the path is {type(path).__name__}, expected str")
-        text = path.lstrip(".")
-        dotted = [None if own is None else _dotted(own) for own in self.paths]
-        for wanted in self._readings(text):
-            hits = [i for i, own in enumerate(self.paths) if own == wanted]
-            hits = hits or [i for i, own in enumerate(dotted) if own == _dotted(wanted)]
-            if len(hits) == 1:
-                return self._owner(hits[0])
-            if hits:
-                lines = ["it may be " + " or ".join(str(self.paths[i]) for i in hits)]
-                fix = "write it with brackets, as summary() does"
-                raise TreeError(message(f"{self.verb}: {text!r} names several leaves", lines, fix))
-        near = self._near(_dotted(text))
+        wanted = self._readings(path)
+        hits = [i for i, own in enumerate(self.paths) if own in wanted]
+        if len(hits) == 1:
+            return self._owner(hits[0])
+        if hits:
+            full = [tree.join("state" if self.is_state else "params", self.paths[i]) for i in hits]
+            lines, fix = [f"it may be {' or '.join(full)}"], "write it in full"
+            raise TreeError(message(f"{self.verb}: {path!r} names several leaves", lines, fix))
+        near = self._near(path)
         lines = [f"nearest: {', '.join(near)}"] if near else []
         fix = "print(summary(...)) shows all paths"
-        raise TreeError(message(f"{self.verb}: no leaf {text!r} here", lines, fix))
+        raise TreeError(message(f"{self.verb}: no leaf {path!r} here", lines, fix))
 
     def _owner(self, at: int) -> int:
         if not isinstance(self.all[at], Tied):
@@ -73,21 +68,17 @@ class Leaves(NamedTuple):
         places = self.shards
         return places[owner_index([self.all[i] for i in places])[places.index(at)]]
 
-    def _readings(self, text: str) -> list[str]:
-        """The paths that a text may mean, the most literal one first."""
-        root = _ROOT.match(text)
-        bare = text[root.end() :].lstrip(".") if root else text
+    def _readings(self, text: str) -> set[str]:
+        """The paths that a text may mean: with a root, or without."""
+        root, _, bare = text.partition(".")
         if not self.is_state:
-            return [text, bare]
-        if root is not None and root[0] == "state":
-            return [text, bare]
-        join = "" if text.startswith("[") else "."
-        return [text, f"params{join}{text}", f"buffers{join}{text}"]
+            return {text, bare} if root in _ROOTS else {text}
+        return {bare} if root == "state" else {text, tree.join("params", text), f"buffers.{text}"}
 
     def _near(self, text: str) -> list[str]:
         """Paths below it if it is a branch of the tree; otherwise paths of similar spelling."""
-        named = {_dotted(own): own for own in self.paths if own is not None}
-        below = [own for name, own in named.items() if name.startswith(f"{text}.")]
+        named = {own: own for own in self.paths if own is not None}
+        below = [own for own in named if own.startswith(f"{text}.")]
         if below:
             return below[:3]
         if self.is_state:
@@ -133,7 +124,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
         raise LeafError(message(f"{verb}: cannot be used inside torch.func", fix=fix))
     shown = by_leaf(shards)
     values, spec = tree.flatten(shown, is_leaf)
-    paths: list[str | None] = [path.lstrip(".") for path in tree.paths(shown, "", is_leaf)]
+    paths: list[str | None] = [*tree.paths(shown, "", is_leaf)]
     is_state = isinstance(shards, TrainState)
     named = shards.params if is_state else shown
     given: list[Any] = []
@@ -153,7 +144,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
 
 
 def _in_optimizer(path: str) -> bool:
-    return re.match(r"opt\b", path) is not None
+    return path.partition(".")[0] == "opt"
 
 
 def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequence[Any]) -> list:
@@ -169,12 +160,3 @@ def _homes_of_state(values: Sequence[Any], params: Sequence[Any], given: Sequenc
         near = homes.get(bucket.index) if bucket is not None else None
         found.append(homes.get(bucket, near or next(iter(given), None)))
     return found
-
-
-def _dotted(path: str) -> str:
-    """A path that is written with dots alone.
-
-    >>> _dotted("['layers'][0].weight"), _dotted('params["h.0.w"]')
-    ('layers.0.weight', 'params.h.0.w')
-    """
-    return _KEY.sub(lambda key: f".{key[1] or key[2] or key[3] or ''}", path).lstrip(".")

@@ -175,8 +175,8 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       >>> groups = make_groups(1)
       >>> summary(shard({"b": torch.ones(2), "w": torch.ones(2, 3)}, groups), groups)
       path   shape   dtype    kind     bucket  groups               here  full
-      ['b']  (2,)    float32  trained       0  n=1 p=1 levels=none   8 B   8 B
-      ['w']  (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
+      b      (2,)    float32  trained       0  n=1 p=1 levels=none   8 B   8 B
+      w      (2, 3)  float32  trained       0  n=1 p=1 levels=none  24 B  24 B
       2 leaves of 8 elements: 32 B here and 16 B of padding, 32 B in full
 
       What travels in the place of values has a column of its own:
@@ -184,8 +184,8 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       >>> params = {"b": torch.ones(2), "w": torch.ones(2, 3)}
       >>> summary(shard(params, groups, precision="gather=int8[8]@rank, hop2=bf16; *b*: hop2=f32"))
       path   shape   dtype    kind     bucket  groups  sent                            here  full
-      ['b']  (2,)    float32  trained       0  p=1     gather=int8[8]@rank              8 B   8 B
-      ['w']  (2, 3)  float32  trained       1  p=1     gather=int8[8]@rank, hop2=bf16  24 B  24 B
+      b      (2,)    float32  trained       0  p=1     gather=int8[8]@rank              8 B   8 B
+      w      (2, 3)  float32  trained       1  p=1     gather=int8[8]@rank, hop2=bf16  24 B  24 B
       2 leaves of 8 elements: 32 B here and 32 B of padding, 32 B in full
     """
     checks.integer("summary", "rows", rows, 2, optional=True, kind=TreeError)

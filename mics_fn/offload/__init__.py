@@ -15,12 +15,12 @@ has a shape and a dtype but no memory: an op on it reads the file.
   >>> import tempfile
   >>> folder = tempfile.TemporaryDirectory()
   >>> scratch = Scratch(folder.name, "states-rank0")
-  >>> momentum = store(torch.ones(6), scratch, "['w']")
+  >>> momentum = store(torch.ones(6), scratch, "w")
   >>> momentum.sum()
   tensor(6.)
   >>> momentum.zero_()
   Traceback (most recent call last):
-  mics_fn.errors.LeafError: aten.zero_.default: writes to a stored tensor, ['w'], shape (6,) in ...
+  mics_fn.errors.LeafError: aten.zero_.default: writes to a stored tensor, w, shape (6,) in ...
     fix: write through stream(), or move() it to the device first
 
 What is stored is written by `stream` alone. It brings blocks of files through a fixed amount of
@@ -34,7 +34,7 @@ host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while the call
   tensor([0.9000, 0.9000, 0.9000, 0.9000, 0.9000, 0.9000])
   >>> momentum + 1
   Traceback (most recent call last):
-  mics_fn.errors.DonatedError: offload: ['w'], shape (6,) in ... was overwritten by a step ...
+  mics_fn.errors.DonatedError: offload: w, shape (6,) in ... was overwritten by a step ...
     fix: use the new state, or pass donate=False
 
 To keep the old values, write to a new tensor, which `empty` makes. A part of a file is free again

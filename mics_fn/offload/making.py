@@ -44,7 +44,7 @@ def empty(
     Example:
       >>> from tempfile import TemporaryDirectory
       >>> with TemporaryDirectory() as folder:
-      ...     x = offload.empty(offload.Scratch(folder), (3,), torch.float32, leaf="['w']")
+      ...     x = offload.empty(offload.Scratch(folder), (3,), torch.float32, leaf="w")
       ...     for block, (part,) in offload.stream([offload.Block([None], [x])]):
       ...         part[:] = 2.0
       ...     print(x + 0)

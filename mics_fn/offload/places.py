@@ -79,7 +79,7 @@ class Places(NamedTuple):
       grads: of the sum of its gradients over micro-steps.
 
     Example:
-      >>> where("states=host").at("['w']").states
+      >>> where("states=host").at("w").states
       Place(kind='host', folder='')
     """
 
@@ -105,7 +105,7 @@ class Where:
 
     Example:
       >>> where = Where.parse("states=disk:/nvme/run1, params=host; *norm*: states=device")
-      >>> str(where.at("['h.0.norm.weight']").states), str(where.at("['w']").states)
+      >>> str(where.at("h.0.norm.weight").states), str(where.at("w").states)
       ('device', 'disk:/nvme/run1')
     """
 
@@ -159,7 +159,7 @@ class Where:
         return [(name, getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None]
 
     def at(self, path: str) -> Places:
-        """The places of one leaf; its path begins with `''`."""
+        """The places of one leaf."""
         found = dict(self._fields())
         for pattern, where in self.overrides:
             if patterns.matches(pattern, path):

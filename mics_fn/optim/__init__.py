@@ -12,7 +12,7 @@ training carries from step to step is one value, a `TrainState`, and `opt_step` 
   >>> state = opt_step(state, grads, donate=True)
   >>> get(state, "b", groups)
   tensor([-0.1000, -0.1000])
-  >>> get(state, "opt[1].moments['exp_avg_sq']['b']", groups) < 1
+  >>> get(state, "opt.1.moments.exp_avg_sq.b", groups) < 1
   tensor([True, True])
 
 Its words:

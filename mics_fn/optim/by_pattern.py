@@ -12,7 +12,7 @@ from mics_fn.patterns import matches
 from mics_fn.shards import Nothing, Sharded
 from mics_fn.tree import Tree
 
-_PATTERN = "patterns match whole paths, such as \"['h.0.weight']\"; write '*weight*' for a part"
+_PATTERN = "patterns match whole paths, such as 'h.0.weight'; write '*weight*' for a part"
 
 
 def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
@@ -22,9 +22,9 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
     norm in it is the norm of these.
 
     Args:
-      transforms: by pattern; the leaves are those whose whole path, which begins with `''`, it
-        matches, as in a `Precision`: `*` stands for any characters and `?` for one, brackets are
-        literal, and if several patterns match, the last one counts.
+      transforms: by pattern; the leaves are those whose whole path, such as `h.0.weight`, it
+        matches, as in a `Precision`: `*` stands for any characters and `?` for one, and if several
+        patterns match, the last one counts.
       default: for all other leaves.
 
     Returns:

@@ -26,7 +26,7 @@ def check_grads(want: Unpacked, got: Unpacked) -> bool:
     if not _fits(want, got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
             if not _fits(unpacked(a), unpacked(b)):
-                raise _mismatch("grads" + tree.spec_paths(want.spec)[i], a, b)
+                raise _mismatch(tree.join("grads", tree.spec_paths(want.spec)[i]), a, b)
     if any_requires_grad(got.pieces) or _torch.inside_torch_func():
         return False
     variables = [x for x in want.pieces if x.requires_grad]

@@ -78,7 +78,7 @@ class Mover:
         if folder not in self._files:
             budget = self._where.host_bytes
             self._files[folder] = Scratch(folder, self._field, host_bytes=budget)
-        return store(x, self._files[folder], f"{self._field}{path}")
+        return store(x, self._files[folder], tree.join(self._field, path))
 
     def of_run(self, layout: Layout, r: int, moment: Tensor) -> Tensor:
         """`taken` for the long tensor of a run."""
@@ -244,7 +244,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
       >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
       >>> state = move(state, f"states=disk:{tempfile.mkdtemp()}")
       >>> state = opt_step(state, reduce_grads({"w": torch.ones(2)}, groups), donate=True)
-      >>> get(move(state, ""), "opt.moments['exp_avg']['w']", groups)
+      >>> get(move(state, ""), "opt.moments.exp_avg.w", groups)
       tensor([0.1000, 0.1000])
     """
     is_state = all(hasattr(value, name) for name in ("params", "opt", "transform"))

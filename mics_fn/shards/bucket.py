@@ -8,7 +8,6 @@ Padding lies between leaves and behind them. It is never part of a leaf, so it n
 result. A `Bucket` does not depend on the rank that holds it, so structures compare across ranks.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -130,7 +129,7 @@ class Bucket:
     @cached_property
     def title(self) -> str:
         """Its number, its first leaf and how many there are, for `inspection.watch`."""
-        first = re.sub(r"^\['([^']*)'\]$", r"\1", self.names.partition(", ")[0])
+        first = self.names.partition(", ")[0]
         more = " ..." if ", " in self.names else ""
         count = f" ({len(self.shapes)} leaves)" if len(self.shapes) > 1 else ""
         return f"bucket {self.index}: {first}{more}{count}"

@@ -10,7 +10,7 @@ import enum
 import numbers
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Container(NamedTuple):
     """The values in a container, their names in paths, and a function that rebuilds it."""
 
     values: list[Any]
-    names: list[str]
+    names: Iterable[object]
     rebuild: Callable[[list[Any]], Any]
 
 
@@ -56,13 +56,13 @@ def map_contents(
 
     Example:
       >>> map_contents(lambda x, path: path, {"b": [0, 1], "a": 2}, "batch")
-      {'b': ["batch['b'][0]", "batch['b'][1]"], 'a': "batch['a']"}
+      {'b': ['batch.b.0', 'batch.b.1'], 'a': 'batch.a'}
     """
     opened = None if is_leaf is not None and is_leaf(value) else open_up(value)
     if opened is None:
         return fn(value, path)
     pairs = zip(opened.values, opened.names, strict=True)
-    new = [map_contents(fn, x, path + name, is_leaf) for x, name in pairs]
+    new = [map_contents(fn, x, tree.join(path, f"{name}"), is_leaf) for x, name in pairs]
     same = all(a is b for a, b in zip(new, opened.values, strict=True))
     return value if same else opened.rebuild(new)
 
@@ -85,20 +85,20 @@ def open_up(value: Any) -> Container | None:
     if isinstance(value, _CLOSED):
         return None
     if kind in (list, tuple):
-        return Container(list(value), [f"[{i}]" for i in range(len(value))], kind)
+        return Container(list(value), range(len(value)), kind)
     if kind not in _DICTS:
         node = _registered(value)
         if node is not None:
             return node
     if isinstance(value, Mapping):
         keys = list(value)
-        return Container([value[k] for k in keys], [f"[{k!r}]" for k in keys], partial(_map, value))
+        return Container([value[k] for k in keys], keys, partial(_map, value))
     if dataclasses.is_dataclass(value):
         fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
         rebuild = partial(_dataclass, value, fields)
-        return Container([getattr(value, f) for f in fields], [f".{f}" for f in fields], rebuild)
+        return Container([getattr(value, f) for f in fields], fields, rebuild)
     if isinstance(value, list | tuple):  # of a class that is not registered anywhere
-        return Container(list(value), [f"[{i}]" for i in range(len(value))], partial(_list, value))
+        return Container(list(value), range(len(value)), partial(_list, value))
     return None
 
 
@@ -110,12 +110,11 @@ def _registered(value: Any) -> Container | None:
 
     leaves, spec = tree.flatten(value, below)
     if len(leaves) != 1 or leaves[0] is not value:
-        return Container(leaves, list(tree.spec_paths(spec)), spec.unflatten)
+        return Container(leaves, tree.spec_paths(spec), spec.unflatten)
     leaves, spec = _torch.flatten(value, below)
     if len(leaves) != 1 or leaves[0] is not value:
-        names = [f"[{i}]" for i in range(len(leaves))]
-        if isinstance(value, Mapping) and len(value) == len(leaves):
-            names = [f"[{k!r}]" for k in value]
+        by_key = isinstance(value, Mapping) and len(value) == len(leaves)
+        names = list(value) if by_key else range(len(leaves))
         return Container(leaves, names, lambda new: _torch.unflatten(new, spec))
     return None
 

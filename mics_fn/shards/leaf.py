@@ -94,8 +94,8 @@ class Sharded(NotATensor):
 
     def _story(self) -> str:
         (spec, root, to), number = self._donated
-        path = tree.spec_paths(spec)[number]
-        return f"{root}{path} was donated to {to}"
+        path = tree.join(root, tree.spec_paths(spec)[number])
+        return f"{path} was donated to {to}"
 
     def __repr__(self) -> str:
         if hasattr(self, "_donated"):
@@ -266,8 +266,9 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
 
 
 def names(shards: Tree) -> list[str]:
-    """The path of each `Sharded` leaf, in the order of the tree's children."""
-    return [path.removesuffix(".data") for path in tree.paths(shards)]
+    """The path of each trained leaf, in the order of the tree's children."""
+    pairs = zip(tree.paths(shards, "", is_leaf), tree.flatten(shards, is_leaf)[0], strict=True)
+    return [path for path, leaf in pairs if not isinstance(leaf, Fixed | Tied | Nothing)]
 
 
 def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:

@@ -95,13 +95,13 @@ def _matched(shards: Tree, leaves: Sequence[Any], other: Tree, number: int) -> l
     for path, leaf, value in zip(paths, leaves, given, strict=True):
         if isinstance(value, Sharded) and isinstance(leaf, Sharded):
             if (value.bucket, value.slot) != (leaf.bucket, leaf.slot):
-                text = f"map: {root}{path} is {value}, which is cut in another way"
+                text = f"map: {tree.join(root, path)} is {value}, which is cut in another way"
                 raise TreeError(message(text, fix="pass trees that were sharded together"))
             value = value.data
         elif isinstance(leaf, Sharded) and isinstance(value, Tensor) and value.numel() == 1:
             value = _for_parts(value, leaf.bucket.parts)
         elif isinstance(leaf, Sharded) and not _is_number(value):
-            text = f"map: {root}{path} is {_kind(value)}"
+            text = f"map: {tree.join(root, path)} is {_kind(value)}"
             raise TreeError(message(text, fix="pass shards, or one number per leaf"))
         found.append(value)
     return found

@@ -138,7 +138,7 @@ class Opened:
     def names(self, index: int) -> list[str]:
         """The paths of the leaves of `uses[index]`."""
         paths = tree.spec_paths(self.spec)
-        return [paths[i].removesuffix(".data") for i in self.uses[index].members]
+        return [paths[i] for i in self.uses[index].members]
 
     def path(self, index: int) -> str:
         """The path of a leaf, for errors."""

@@ -67,9 +67,9 @@ class Precision:
         and `reduce`.
       overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
         above for leaves whose whole path matches; if several patterns match, the last one counts.
-        Patterns are those of `mics_fn.patterns`: `*` stands for any characters, `?` for one, and
-        brackets for themselves. `shard` warns of a pattern that matches no leaf, and of a field
-        that has no effect on any leaf that its pattern matches.
+        Patterns are those of `mics_fn.patterns`: `*` stands for any characters and `?` for one.
+        `shard` warns of a pattern that matches no leaf, and of a field that has no effect on any
+        leaf that its pattern matches.
       gather: what a gather sends: a dtype, or a `Codec` such as "int8[256]"; None means `compute`.
         With "@node" behind it, it is sent on the level "node" and on those outside of it, and
         `compute` on the others. Every rank uses what was decoded, its own chunk too.
@@ -97,7 +97,7 @@ class Precision:
 
     Example:
       >>> precision = Precision.parse("param=f32, compute=bf16; *norm*: compute=f32")
-      >>> precision.dtypes("['h.0.norm.weight']", torch.float32).compute
+      >>> precision.dtypes("h.0.norm.weight", torch.float32).compute
       torch.float32
     """
 
@@ -161,7 +161,7 @@ class Precision:
         return [(name, getattr(self, name)) for name in FIELDS if getattr(self, name) is not None]
 
     def at(self, path: str) -> "Precision":
-        """The precision of one leaf, without overrides; its path begins with `''`."""
+        """The precision of one leaf, without overrides."""
         found = dict(self._fields())
         for pattern, precision in self.overrides:
             if patterns.matches(pattern, path):

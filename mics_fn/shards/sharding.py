@@ -74,7 +74,7 @@ def shard(
       replicas: 'check' compares a digest of the values between ranks; 'broadcast' takes the values
         of `source_rank`.
       source_rank: the global rank whose values 'broadcast' sends; default the first of the groups.
-      frozen: says which further leaves are frozen, by path (which begins with `''`).
+      frozen: says which further leaves are frozen, by path, such as `h.0.bias`.
       precision: a `Precision` or its text, which gives the dtypes of shards, of full tensors, and
         of gradients while they are reduced; default the tensors' own. Frozen leaves may be kept as
         codes, as in "*base*: param=int4[64]".
@@ -190,7 +190,8 @@ def _assemble(layout: Layout, sources: dict[Groups, int | None], parts: Parts = 
 def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -> Layout:
     """Check the tensors of a tree, and decide where each of them will lie."""
     leaves, spec = tree.flatten(params, is_leaf)
-    bare, paths = tree.paths(params, "", is_leaf), tree.paths(params, root, is_leaf)
+    bare = tree.unique_paths(verb, params, "", is_leaf)
+    paths = [tree.join(root, path) for path in bare]
     warn_of_unmatched(verb, options, bare, stacklevel=4)
     homes = _groups_of(params, groups)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
@@ -198,7 +199,7 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     owners = owners_of(leaves)
     check_ties(verb, owners, paths, homes)
     specs = specs_of(verb, leaves, bare, homes, owners, options)
-    coded = {f"{root}{each.path}": each.codes for each in specs.values() if each.trainable}
+    coded = {tree.join(root, each.path): each.codes for each in specs.values() if each.trainable}
     check_frozen(verb, coded)
     check_blocks(verb, list(specs.values()))
     for i, each in specs.items():

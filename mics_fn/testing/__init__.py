@@ -8,7 +8,7 @@ Nothing in the library imports this wing. A script or a test wraps its training 
   >>> with testing.inject(rank=0, step=2, operation="fetch", fault="slow", seconds=0.01) as fault:
   ...     metrics = trainer.fit([torch.ones(4, 2)], steps=3, progress=False)
   >>> fault.at
-  "defer: fetch of bucket 0 (['weight'], ['bias']; layout ...), 32 bytes"
+  'defer: fetch of bucket 0 (weight, bias; layout ...), 32 bytes'
 
 Where a fault can be is in [Note: points] in `points`; which faults there are is in `faults`, one
 function each. `python -m mics_fn bench faults` injects hundreds of them and counts what came of it.

@@ -179,11 +179,11 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     own = _own_buffers(trainer)
     _check_like(_without(trainer, own), state, "state")
     mine = {name: x for name, x in trainer.state.buffers.items() if name in own}
-    _check_like(mine, extra["buffers"], "extra['buffers']")
+    _check_like(mine, extra["buffers"], "extra.buffers")
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
     guard = _guard_from(trainer.guard, extra["guard"], same_scale)
-    randoms, exact = Randoms.from_plain(extra["random"], "extra['random']"), True
+    randoms, exact = Randoms.from_plain(extra["random"], "extra.random"), True
     if extra["ranks"] != [home.position, home.world_size]:
         exact = False
         text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
@@ -194,7 +194,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         randoms.check_device(home.device)
     resume, data = None, extra["data"]
     if data is not None:
-        at = Position.from_plain(data, "extra['data']")
+        at = Position.from_plain(data, "extra.data")
         resume = Resume(at, data, randoms, exact and at.ranks == home.world_size, strict)
     return _Taken(state, buffers, guard, randoms if exact else None, resume)
 
@@ -228,9 +228,9 @@ def _check_extra(extra: Any) -> None:
         raise TreeError(message(text, fix="use the version of mics_fn that saved it"))
     for name, kind in _KINDS.items():
         if name not in extra:
-            raise TreeError(message(f"take_back: extra[{name!r}] is missing", fix=_ASK))
+            raise TreeError(message(f"take_back: extra.{name} is missing", fix=_ASK))
         if not isinstance(extra[name], kind):
-            text = f"take_back: extra[{name!r}] is {type(extra[name]).__name__}"
+            text = f"take_back: extra.{name} is {type(extra[name]).__name__}"
             raise TreeError(message(text, fix=_ASK))
 
 
@@ -287,6 +287,6 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     found = [] if found is None else found
     good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
     if not good or not isinstance(found, list) or not all(type(x) is float for x in found):
-        raise TreeError(message("take_back: extra['guard'] is not of a guard", fix=_ASK))
+        raise TreeError(message("take_back: extra.guard is not of a guard", fix=_ASK))
     window = guard.spike.window if guard.spike is not None else 1
     return with_numbers(guard, list(scale if same_scale else own), found[-window:])

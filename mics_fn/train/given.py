@@ -206,17 +206,17 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
         shape, want = getattr(given[name], "shape", None), tuple(value.shape)
         if shape is None or tuple(shape) != want:
             got = type(given[name]).__name__ if shape is None else tuple(shape)
-            lines = [f"params[{name!r}]: expected {want}, got {got}"]
+            lines = [f"params.{name}: expected {want}, got {got}"]
             raise TreeError(message(text, lines, _SAME))
         if given[name].dtype.is_floating_point != value.dtype.is_floating_point:
             dtypes = [dtype_name(x.dtype) for x in (value, given[name])]
-            lines = [f"params[{name!r}]: expected {dtypes[0]}, got {dtypes[1]}"]
+            lines = [f"params.{name}: expected {dtypes[0]}, got {dtypes[1]}"]
             raise LeafError(message(text, lines, _SAME))
     want, got = _owners(own), _owners(given)
     for name, owner in want.items():
         if owner != got[name]:
             words = [f"tied to {to!r}" if to != name else "not tied" for to in (owner, got[name])]
-            lines = [f"params[{name!r}]: expected {words[0]}, got {words[1]}"]
+            lines = [f"params.{name}: expected {words[0]}, got {words[1]}"]
             raise TreeError(message(text, lines, _SAME))
 
 
@@ -244,9 +244,9 @@ def _check_shards(
         raise PlanError(message(text, fix=fix))
     opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
-        data, bucket = getattr(leaf, "data", None), leaf.bucket
+        data, bucket, name = getattr(leaf, "data", None), leaf.bucket, tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:
-            text = f"Trainer: params{path} is on {data.device}, its groups are on {home.device}"
+            text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
             raise LeafError(message(text, fix="make shards on the device of their groups"))
         if precision is not None and bucket is not None:
             own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
@@ -254,7 +254,7 @@ def _check_shards(
             got = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
             if want != got:
                 lines = [f"{word} {_names(x)}" for word, x in (("expected", want), ("got", got))]
-                text = f"Trainer: params{path} was not made with this precision="
+                text = f"Trainer: {name} was not made with this precision="
                 fix = "make the shards with the same precision"
                 raise PlanError(message(text, [*lines, "param/compute/reduce/accumulate"], fix))
             sent: list[Any] = [*precision.wires(path, bucket.dtype)]
@@ -267,7 +267,7 @@ def _check_shards(
             if sent != have:
                 lines = [f"{word} {_codes(x)}" for word, x in (("expected", sent), ("got", have))]
                 how = "kept" if sent[:3] == have[:3] else "sent"
-                text = f"Trainer: params{path} is not {how} as this precision= says"
+                text = f"Trainer: {name} is not {how} as this precision= says"
                 fix = "make the shards with the same precision"
                 raise PlanError(message(text, lines, fix))
 

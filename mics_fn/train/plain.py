@@ -34,13 +34,13 @@ def as_plain(value: Any, path: str) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is list:
-        return [as_plain(x, f"{path}[{i}]") for i, x in enumerate(value)]
+        return [as_plain(x, f"{path}.{i}") for i, x in enumerate(value)]
     if type(value) is tuple:
-        return {"tuple": [as_plain(x, f"{path}[{i}]") for i, x in enumerate(value)]}
+        return {"tuple": [as_plain(x, f"{path}.{i}") for i, x in enumerate(value)]}
     if isinstance(value, dict):
         odd = next((key for key in value if type(key) is not str), None)
         if odd is None:
-            return {"dict": {key: as_plain(x, f"{path}[{key!r}]") for key, x in value.items()}}
+            return {"dict": {key: as_plain(x, f"{path}.{key}") for key, x in value.items()}}
         path, value = f"a key of {path}", odd
     text = f"{path} is {type(value).__name__}, which cannot be saved"
     fix = "use dicts with names, lists, tuples, numbers, strings, None and tensors"
@@ -113,7 +113,7 @@ class Randoms(NamedTuple):
         elif own is not None and self.device is not None:
             old, new = own.get_state(), self.device
             if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
-                text = f"take_back: extra['random'] has no state of a generator on {device}"
+                text = f"take_back: extra.random has no state of a generator on {device}"
                 raise TreeError(message(text, fix="take what `carried` gave"))
 
     def plain(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Position:
         if not good or not all(type(saved[name]) is int and saved[name] >= 0 for name in numbers):
             text = f"{path}: this is not the position in a pass"
             raise TreeError(message(text, fix="take what `carried` gave"))
-        start = Randoms.from_plain(saved["start"], f"{path}['start']")
+        start = Randoms.from_plain(saved["start"], f"{path}.start")
         if saved["loader"] is not None:  # what cannot be read is found before anything changes
             from_plain(saved["loader"]["state"])
         return cls(**{**saved, "start": start, "generators": tuple(saved["generators"])})

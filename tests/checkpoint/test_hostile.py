@@ -31,7 +31,7 @@ from mics_fn.lab.ranks import pool
 
 PART, STEP = "rank-00000.safetensors", "step-00000001"
 GROWTH = 100 * 2**20  # bytes that a process may grow by while it reads small files
-NAME = "['w']['w'][0:6]"
+NAME = "w.w[0:6]"
 
 
 def state(groups: mf.Groups) -> Any:
@@ -168,7 +168,7 @@ CASES: dict[str, Bad] = {
     "a list": (raw(b"{[]"), FORMAT, "is not a manifest"),
     "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FORMAT, "is not a manifest"),
     "deep values": (
-        in_text(b"['epoch']\":3", b"['epoch']\":" + b"[" * 900 + b"]" * 900),
+        in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900),
         CheckpointError,
         "",
     ),
@@ -180,7 +180,7 @@ CASES: dict[str, Bad] = {
     ),
     "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), FORMAT, "is damaged"),
     "unknown version": (put("version", [2, 0]), FORMAT, "has version 2, known here is 1"),
-    "NaN": (in_text(b"['epoch']\":3", b"['epoch']\":NaN"), FORMAT, "NaN is not a number"),
+    "NaN": (in_text(b'epoch":3', b'epoch":NaN'), FORMAT, "NaN is not a number"),
     "twice": (in_text(b'"step":1', b'"step":1,"step":1'), FORMAT, "'step' is there twice"),
     "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FORMAT, "is not a manifest"),
     "another step": (put("step", 7), FORMAT, "holds step 7"),
@@ -234,12 +234,12 @@ CASES: dict[str, Bad] = {
     "unreadable dtype": (put("tensors", 0, 1, "complex64"), FORMAT, "is of 'complex64'"),
     "half a character in a name": (put("tensors", 0, 0, "\ud800"), FORMAT, "does not fit"),
     "a tensor in the numbers": (
-        put("values", "['epoch']", {"$tensor": "x"}),
+        put("values", "epoch", {"$tensor": "x"}),
         FORMAT,
         "does not fit together",
     ),
     "replicas": (put("replicas", "other"), FORMAT, "replicas 'other'"),
-    "another name": (put("tensors", 0, 0, "['w']['v']"), CheckpointError, "['w']['v']"),
+    "another name": (put("tensors", 0, 0, "w.v"), CheckpointError, "w.v"),
     "negative bytes": (put("writers", 0, 1, -1), FORMAT, "does not fit together"),
     "huge bytes": (put("writers", 0, 1, 2**61), CORRUPT, "and had"),
     "checksum missing": (sums(NAME, None), CORRUPT, f"{NAME}: its checksums are missing"),
@@ -408,7 +408,7 @@ def test_a_step_that_cannot_be_listed_is_never_removed(
 def test_what_no_reader_knows_is_not_written(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     for dtype in (torch.float8_e8m0fnu, torch.complex64):
-        with pytest.raises(mf.errors.LeafError, match=r"\['x'\]"):
+        with pytest.raises(mf.errors.LeafError, match="save: x "):
             checkpoint.save(tmp_path, {"x": torch.empty(4, dtype=dtype)}, groups, step=1)
     assert checkpoint.latest(tmp_path) is None
 

@@ -114,7 +114,7 @@ def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
     assert one == two
     text = "save: ranks differ in their steps\n  rank 0: step=4\n  rank 1: step=5\n  fix: "
     assert one[0].startswith(text)
-    assert "rank 0: ['train'].step=0\n  rank 1: ['train'].step=1" in one[1]
+    assert "rank 0: train.step=0\n  rank 1: train.step=1" in one[1]
     assert len(one) == 2, "nothing was committed"
 
 

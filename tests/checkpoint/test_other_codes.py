@@ -105,7 +105,7 @@ def test_what_codes_cannot_hold_is_refused_by_name(tmp_path: Path):
     mf.checkpoint.save(tmp_path, sharded(full, groups, ""), groups, step=1)
     with pytest.raises(LeafError) as caught:
         mf.checkpoint.load(tmp_path, sharded(values(), groups, "param=int4[64]"), groups)
-    text = "load: params['base.b'] has a value that is not finite, which param=int4[64] cannot hold"
+    text = "load: base.b has a value that is not finite, which param=int4[64] cannot hold"
     assert str(caught.value).startswith(text.replace("params", ""))
 
 
@@ -115,5 +115,5 @@ def test_other_shapes_are_refused_in_every_form(tmp_path: Path):
         folder, other = tmp_path / (before or "plain"), {**values(), "base.c": torch.ones(5, 1000)}
         if not folder.exists():
             mf.checkpoint.save(folder, sharded(values(), groups, before), groups, step=1)
-        with pytest.raises(CheckpointMismatch, match=r"\['base.c'\]"):
+        with pytest.raises(CheckpointMismatch, match=r"base\.c: saved "):
             mf.checkpoint.load(folder, sharded(other, groups, form), groups)

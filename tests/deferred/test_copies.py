@@ -59,7 +59,7 @@ def test_a_write_raises_at_the_end_and_reaches_no_shard(name: str) -> None:
     before = _plain(shards)
     with (
         torch.no_grad(),
-        pytest.raises(LeafError, match=r"\['w'\] was written to"),
+        pytest.raises(LeafError, match=r"w was written to"),
         defer(shards, groups, keep_all()) as full,
     ):
         WRITES[name](full["w"])
@@ -77,7 +77,7 @@ def test_a_write_in_a_step_raises_before_the_update() -> None:
         Clamps(3, 2), sgd(0.1), make_groups(1), loss=lambda m, x: m(x).square().mean()
     )
     before = _plain(trainer.state.params)
-    with pytest.raises(LeafError, match=r"\['weight'\] was written to"):
+    with pytest.raises(LeafError, match=r"weight was written to"):
         trainer.step(torch.ones(4, 3))
     assert _same(trainer.state.params, before)
     assert trainer.state.step == 0
@@ -132,7 +132,7 @@ def test_without_a_block_a_write_is_a_warning_at_the_latest() -> None:
         run.params["b"].zero_()
     kept = [run]
     del run
-    with pytest.warns(UserWarning, match=r"\['b'\] was written to"):
+    with pytest.warns(UserWarning, match=r"b was written to"):
         kept.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

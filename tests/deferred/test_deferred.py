@@ -171,7 +171,7 @@ def writes(layout):
     value = random(1, 4, 6)
     for name, write in WRITES.items():
         w = deferred_weight(groups, value).detach()
-        with pytest.raises(LeafError, match=r"writes to a gathered parameter.*bucket 1\n.*\['w'\]"):
+        with pytest.raises(LeafError, match=r"writes to a gathered parameter.*bucket 1\n.*w"):
             write(w)
         assert torch.equal(w, value), name
     other = torch.zeros(4, 6)
@@ -299,7 +299,7 @@ def doings(layout):
             with pytest.raises(LeafError) as caught:
                 do(full["w"])
             assert f"{said} a gathered parameter, one of bucket 0\n" in f"{caught.value}", name
-            assert "['w']" in f"{caught.value}", name
+            assert "the bucket holds after, w\n" in f"{caught.value}", name
             assert torch.equal(full["w"], W), name
     array = full["w"].detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
@@ -335,7 +335,7 @@ def test_a_module_that_assigns_data_is_told(live):
     trainer = mf.Trainer(
         AssignsData(), mf.optim.sgd(0.1), mf.make_groups(1), loss=loss, live_bytes=live
     )
-    with pytest.raises(LeafError, match=r"\['w'\] was written to"):
+    with pytest.raises(LeafError, match=r"w was written to"):
         trainer.step(torch.ones(1, 2))
 
 

@@ -273,7 +273,7 @@ def test_ranks_on_different_ways_are_told_who_and_where(ranks, case, layout, odd
         assert text.startswith("defer: ranks use parameters in different orders")
         assert f"rank {odd_rank}" in text
         for bucket in buckets:
-            assert f"{bucket} (['blocks.{bucket[-1]}" in text
+            assert f"{bucket} (blocks.{bucket[-1]}" in text
         assert seconds < 15, "within a bounded time"
     assert len({text for text, _ in found}) == 1, "the same words everywhere"
 
@@ -301,7 +301,7 @@ def by_hand(groups, differentiate):
     params = dict(Blocks().named_parameters())
     # The last block that is used comes first here, so that some reductions need not wait for it.
     order = list(reversed(params)).index
-    shards = mf.shard(params, groups, bucket_bytes=4, order=lambda path: order(path[2:-2]))
+    shards = mf.shard(params, groups, bucket_bytes=4, order=order)
     policy, skeleton = mf.on_demand(live_bytes=None), Blocks().to("meta")
 
     def loss(shards, how):

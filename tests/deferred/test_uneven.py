@@ -145,7 +145,7 @@ def test_a_fetch_after_a_reduction_that_a_rank_lacks_is_refused(
             assert lines[0] == "defer: ranks use parameters in different orders"
             odd = next(line for line in lines if line.startswith(f"  rank {last}: "))
             done = without + 1
-            want = f", the last of bucket {done} ([{done}])" if done < BUCKETS else ""
+            want = f", the last of bucket {done} ({done})" if done < BUCKETS else ""
             n = BUCKETS - 1 - without + (passes - 1) * BUCKETS
             assert f"reductions before it: {n}{want}" in odd
     assert len({text for text, _ in found}) == 1, "the same words everywhere"

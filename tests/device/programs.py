@@ -192,7 +192,7 @@ def two_trainers(groups: Any, watch: Watch) -> Numbers:
 
 def _by_hand(watch: Watch, groups: Any, where: str = "") -> tuple[Net, Any]:
     model = Net().to(watch.device)
-    names = {f"[{name!r}]": i for i, (name, _) in enumerate(model.named_parameters())}
+    names = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     params = dict(model.named_parameters())
     how = {"bucket_bytes": BUCKET_BYTES, "order": lambda path: names[path], "where": where}
     shards = mf.shard(params, groups, **how)

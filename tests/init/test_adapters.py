@@ -109,11 +109,11 @@ def test_what_is_missing_and_not_new_is_an_error(tmp_path: Path):
         )
     assert str(caught.value) == (
         "init_model: the weights do not match the parameters\n"
-        "  params['0.base.bias'] is missing\n"
+        "  params.0.base.bias is missing\n"
         "  fix: load what was saved for this model; names= can rename or ignore tensors, and "
         "missing= says which are new"
     )
-    with pytest.raises(mf.errors.TreeError, match=r"params\['embed.weight'\] is missing"):
+    with pytest.raises(mf.errors.TreeError, match=r"params.embed.weight is missing"):
         # It has two names, and only one of them may be missing.
         mf.init_model(TiedHead, groups, seed=0, weights={}, missing=lambda name: "head" in name)
     with pytest.raises(mf.errors.PlanError) as wrong:

@@ -84,8 +84,8 @@ def gets_tree(groups, params, bucket_bytes):
             sent = sum(nbytes for on, (_, nbytes) in traffic if on.startswith("gather"))
             assert sent == (p - 1) * longest_piece(leaf, p) * full.itemsize, path
     if leaves:
-        same_leaf(mf.get(shards, f"params{path}", groups.hierarchy), full)
-        same_leaf(mf.get(shards, f"grads{path}", groups.flat), full)
+        same_leaf(mf.get(shards, f"params.{path}", groups.hierarchy), full)
+        same_leaf(mf.get(shards, f"grads.{path}", groups.flat), full)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def gets_state(layout):
     state = trained(layout, bucket_bytes=200).state
     full = mf.unshard(state.params, groups)
     for name, value in full.items():
-        same_leaf(mf.get(state, f"params[{name!r}]", groups), value)
-        same_leaf(mf.get(state, f"state.params[{name!r}]", groups), value)
+        same_leaf(mf.get(state, f"params.{name}", groups), value)
+        same_leaf(mf.get(state, f"state.params.{name}", groups), value)
         same_leaf(mf.get(state, name, groups), value)
         same_leaf(mf.get(state.params, name, groups), value)
     adam = state.opt[1]
@@ -186,18 +186,18 @@ def gets_state(layout):
         whole = mf.unshard(adam.moments[moment].by_leaf(), groups)
         assert whole["h.1.weight"].abs().max() > 0
         for name in set(full) - {"frozen"}:
-            path = f"opt[1].moments['{moment}']['{name}']"
+            path = f"opt.1.moments.{moment}.{name}"
             same_leaf(mf.get(state, path, groups), whole[name])
             same_leaf(mf.get(state, path.replace("'", '"'), groups), whole[name])
             same_leaf(mf.get(state, f"opt.1.moments.{moment}.{name}", groups), whole[name])
     for name, value in state.buffers.items():
-        same_leaf(mf.get(state, f"buffers['{name}']", groups), value)
+        same_leaf(mf.get(state, f"buffers.{name}", groups), value)
         same_leaf(mf.get(state, name, groups), value)
-    assert mf.get(state, "step", groups) == mf.get(state, "opt[1].count", groups) == 2
-    step = mf.get(state, "opt[1].scalars['step']", groups)
+    assert mf.get(state, "step", groups) == mf.get(state, "opt.1.count", groups) == 2
+    step = mf.get(state, "opt.1.scalars.step", groups)
     assert torch.equal(step, torch.tensor(2.0))
     step.add_(1)  # a copy: the state is as it was
-    assert mf.get(state, "opt[1].scalars['step']", groups) == 2
+    assert mf.get(state, "opt.1.scalars.step", groups) == 2
 
 
 @every_layout
@@ -275,7 +275,7 @@ def sets(layout, dtype, bucket_bytes):
 
 def sets_tree(groups, params, bucket_bytes):
     leaves, spec = tree.flatten(plain_values(params))
-    paths, tied = tree.paths(params), ("['wte']", "['zhead']")
+    paths, tied = tree.paths(params), ("wte", "zhead")
     shards = poison(mf.shard(params, groups, bucket_bytes=bucket_bytes))
     before = here(shards)
     for at, (full, path) in enumerate(zip(leaves, paths, strict=True)):
@@ -354,17 +354,17 @@ def sets_state(layout):
     trainer = trained(layout, bucket_bytes=200)
     state = trainer.state
     before = here(state)
-    moments = [f"opt[1].moments['exp_avg']['{n}.weight']" for n in ("head", "embed")]
+    moments = [f"opt.1.moments.exp_avg.{n}.weight" for n in ("head", "embed")]
     cases = [
-        ("params['h.0.weight']", random(1, 5, 5)),
-        ("params['embed.weight']", random(2, 7, 5)),
-        ("params['frozen']", random(3, 5)),
+        ("params.h.0.weight", random(1, 5, 5)),
+        ("params.embed.weight", random(2, 7, 5)),
+        ("params.frozen", random(3, 5)),
         (moments[0], random(4, 7, 5)),
-        ("opt[1].moments['exp_avg_sq']['h.1.bias']", 0),
-        ("buffers['norm.running_mean']", random(5, 5)),
-        ("buffers['norm.num_batches_tracked']", 7),
-        ("opt[1].scalars['step']", 0.0),
-        ("opt[1].count", 0),
+        ("opt.1.moments.exp_avg_sq.h.1.bias", 0),
+        ("buffers.norm.running_mean", random(5, 5)),
+        ("buffers.norm.num_batches_tracked", 7),
+        ("opt.1.scalars.step", 0.0),
+        ("opt.1.count", 0),
         ("step", 11),
     ]
     for path, value in cases:
@@ -375,10 +375,10 @@ def sets_state(layout):
         )
         same_here({"": mf.get(new, path, groups)}, {"": want})
         written = {path, *moments} if path in moments else {path}
-        same_here(here(new), before, {f".{p}" for p in written})
+        same_here(here(new), before, written)
         same_here(here(state), before)
     tied = random(7, 7, 5).double()
-    new = mf.set(state, "params['head.weight']", tied, groups)
+    new = mf.set(state, "params.head.weight", tied, groups)
     for name in ("head.weight", "embed.weight"):
         same_leaf(mf.get(new, name, groups), tied)
     frozen = mf.set(state, "frozen", random(6, 5), groups)
@@ -389,7 +389,7 @@ def sets_state(layout):
     # a step on the new state leaves what the old one has of its own, and takes what they share
     trainer.state = mf.set(state, "h.0.weight", 0, groups)
     trainer.step(batch_of(dist.get_rank(), 9))
-    same_bits(state.params["h.0.weight"].data, before[".params['h.0.weight']"])
+    same_bits(state.params["h.0.weight"].data, before["params.h.0.weight"])
     with pytest.raises(mf.errors.DonatedError, match="donated to opt_step at step 2"):
         mf.unshard(state.params, groups)
 
@@ -408,9 +408,9 @@ def surgery(state, groups):
     state = mf.set(state, "h.0.weight", weight, groups)
     state = mf.set(state, "embed.weight", mf.get(state, "head.weight", groups) * 0.5, groups)
     state = mf.set(state, "frozen", 0.25, groups)
-    state = mf.set(state, "buffers['norm.running_var']", torch.ones(5), groups)
+    state = mf.set(state, "buffers.norm.running_var", torch.ones(5), groups)
     for moment in ("exp_avg", "exp_avg_sq"):
-        state = mf.set(state, f"opt.moments['{moment}']['h.0.weight']", 0, groups)
+        state = mf.set(state, f"opt.moments.{moment}.h.0.weight", 0, groups)
     return state
 
 
@@ -481,26 +481,32 @@ def paths_of_trees():
         pair = {"layers": [{"w": torch.tensor([1.0])}], "a.b": torch.tensor([2.0]), "params": [3.0]}
         pair["params"] = [torch.tensor([3.0])]
         shards = mf.shard(pair, groups)
-        for path in ("['layers'][0]['w']", "layers.0.w", '["layers"][0]["w"]', "grads.layers.0.w"):
+        for path in ("layers.0.w", "params.layers.0.w", "grads.layers.0.w"):
             assert mf.get(shards, path, groups) == 1.0, path
-        assert mf.get(shards, "a.b", groups) == mf.get(shards, "['a.b']", groups) == 2.0
-        assert mf.get(shards, "params[0]", groups) == 3.0  # a key of that name goes first
-        assert mf.get(shards, "params.params[0]", groups) == 3.0
+        assert mf.get(shards, "a.b", groups) == mf.get(shards, "params.a.b", groups) == 2.0
+        assert mf.get(shards, "params.0", groups) == 3.0  # a key that is called as a root is
+        assert mf.get(shards, "params.params.0", groups) == 3.0
         assert mf.get(mf.shard(torch.tensor([4.0]), groups), "params", groups) == 4.0
-        twice = mf.shard({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, groups)
-        assert mf.get(twice, "['a.b']", groups) == 0
-        assert mf.get(twice, "['a']['b']", groups) == 1
-        with pytest.raises(mf.errors.TreeError, match="'a.b' names several leaves") as error:
-            mf.get(twice, "a.b", groups)
-        assert "it may be ['a']['b'] or ['a.b']" in str(error.value)
-        assert mf.get(mf.shard([None, torch.ones(1)], groups), "[0]", groups) is None
+        twice = mf.shard({"params": {"w": torch.ones(1)}, "w": torch.zeros(1)}, groups)
+        with pytest.raises(mf.errors.TreeError, match="'params.w' names several leaves") as error:
+            mf.get(twice, "params.w", groups)
+        assert "it may be params.params.w or params.w" in str(error.value)
+        assert mf.get(twice, "params.params.w", groups) == 1
+        assert mf.get(twice, "w", groups) == 0
+        state = mf.init_state(twice, mf.optim.sgd(0.1))
+        with pytest.raises(mf.errors.TreeError, match="'params.w' names several leaves") as error:
+            mf.get(state, "params.w", groups)
+        assert "it may be state.params.params.w or state.params.w" in str(error.value)
+        assert mf.get(state, "state.params.params.w", groups) == 1
+        assert mf.get(state, "state.params.w", groups) == mf.get(state, "w", groups) == 0
+        assert mf.get(mf.shard([None, torch.ones(1)], groups), "0", groups) is None
         for bad in (3, None):
             with pytest.raises(mf.errors.TreeError, match="the path is"):
                 mf.get(shards, bad, groups)  # pyright: ignore
         shape = mf.shard([torch.ones(2, 3, device="meta")], groups)
-        assert mf.get(shape, "[0]", groups).is_meta
+        assert mf.get(shape, "0", groups).is_meta
         with pytest.raises(mf.errors.LeafError, match="holds no data"):
-            mf.set(shape, "[0]", torch.ones(2, 3), groups)
+            mf.set(shape, "0", torch.ones(2, 3), groups)
         full = {"w": torch.ones(2)}  # a tensor in full is one already
         got = mf.get(full, "w", groups)
         assert got.tolist() == [1, 1]
@@ -512,12 +518,12 @@ def test_paths_are_read_as_they_are_written(ranks):
 
 
 UNKNOWN = {
-    "h.O.weight": "params['h.1.weight'], params['h.0.weight'], params['head.weight']",
-    "params['h.0.wieght']": "params['h.0.weight']",
-    "opt.moments['exp_avg']": "opt.moments['exp_avg']['embed.weight']",
-    "opt.moments['exp_avg']['frozen']": "opt.moments['exp_avg']",
-    "norm.runing_mean": "buffers['norm.running_mean']",
-    "['zzzzzzzzzzz']": "",
+    "h.O.weight": "params.h.1.weight, params.h.0.weight, params.head.weight",
+    "params.h.0.wieght": "params.h.0.weight",
+    "opt.moments.exp_avg": "opt.moments.exp_avg.embed.weight",
+    "opt.moments.exp_avg.frozen": "opt.moments.exp_avg",
+    "norm.runing_mean": "buffers.norm.running_mean",
+    "zzzzzzzzzzz": "",
 }
 
 
@@ -584,9 +590,9 @@ WRONG = {
     "range": (1e300, "w", "the value does not fit its dtype", ["expected float32", "got float64"]),
 }
 OTHER = {
-    "list": ([1.0], "w", "set: ['w']: the value is list"),
-    "sparse": (torch.eye(3).to_sparse(), "w", "set: ['w']: the value is torch.sparse_coo"),
-    "huge": (2**70, "w", f"set: ['w']: {2**70} is out of range"),
+    "list": ([1.0], "w", "set: w: the value is list"),
+    "sparse": (torch.eye(3).to_sparse(), "w", "set: w: the value is torch.sparse_coo"),
+    "huge": (2**70, "w", f"set: w: {2**70} is out of range"),
 }
 
 
@@ -595,7 +601,7 @@ def test_set_refuses_values_that_do_not_fit(ranks, kind):
     value, path, what, lines = WRONG[kind]
     name, text = on_all_ranks(ranks, bad_set, value, None, path)
     assert name == "LeafError"
-    assert text.splitlines()[0] == f"set: ['{path}']: {what}"
+    assert text.splitlines()[0] == f"set: {path}: {what}"
     assert [line.strip() for line in text.splitlines()[1:3]] == lines
     assert text.splitlines()[-1].startswith("  fix: pass ")
 
@@ -611,7 +617,7 @@ def test_ranks_that_give_different_values_are_named(ranks):
     name, text = on_all_ranks(ranks, bad_set, torch.ones(4, 3), 2)
     first, usual, odd, fix = text.splitlines()
     assert (name, first) == ("DesyncError", "set: ranks differ in what they ask for")
-    where = "['w'], (4, 3) float32 at 12 of 24, in 2 parts = values of digest "
+    where = "w, (4, 3) float32 at 12 of 24, in 2 parts = values of digest "
     assert usual.startswith(f"  ranks 0, 1, 3: {where}")
     assert odd.startswith(f"  rank 2: {where}")
     assert fix == "  fix: call set with the same arguments on every rank"
@@ -647,8 +653,8 @@ def test_ranks_that_ask_for_different_leaves_are_named(ranks, first):
     assert (name, text) == (
         "DesyncError",
         "get: ranks differ in what they ask for\n"
-        "  ranks 0-2: ['a'], (4,) float32 at 0 of 16, in 2 parts\n"
-        "  rank 3: ['b'], (6,) float32 at 4 of 16, in 2 parts\n"
+        "  ranks 0-2: a, (4,) float32 at 0 of 16, in 2 parts\n"
+        "  rank 3: b, (6,) float32 at 4 of 16, in 2 parts\n"
         "  fix: call get with the same arguments on every rank",
     )
 
@@ -706,7 +712,7 @@ class Heavy:
 def foreign():
     groups = groups_of(FOUR)
     state = mf.init_state(mf.shard({"w": random(0, 5)}, groups), Heavy())
-    path = """opt["['w']"]"""
+    path = "opt.w"
     with pytest.raises(mf.errors.LeafError, match="is a plain tensor of shape") as error:
         mf.get(state, path, groups)
     assert "of unknown leaves" in str(error.value)
@@ -726,18 +732,18 @@ def several_groups():
     shards = mf.shard(tensors, groups)
     state = mf.init_state(shards, mf.optim.adam(0.1))
     state = mf.opt_step(state, mf.shard(tensors, groups))
-    by_path = lambda path: four if path.startswith("['b']") else two  # noqa: E731
+    by_path = lambda path: four if path.startswith("b") else two  # noqa: E731
     moments = {k: mf.unshard(v.by_leaf(), groups) for k, v in state.opt.moments.items()}
     for given_groups in (groups, by_path):
         for key, value in tensors.items():
             same_leaf(mf.get(shards, f"{key}.w", given_groups), value["w"])
-            path = f"opt.moments['exp_avg']['{key}']['w']"
+            path = f"opt.moments.exp_avg.{key}.w"
             same_leaf(mf.get(state, path, given_groups), moments["exp_avg"][key]["w"])
             new = mf.set(state, path, 3, given_groups)
             same_leaf(mf.get(new, path, given_groups), torch.full_like(value["w"], 3))
     names = {row.path: row.groups for row in mf.summary(state, groups).rows}
-    assert names["params['a']['w']"] == names["opt.moments['exp_avg']['a']['w']"] == two.describe()
-    assert names["params['b']['w']"] == names["opt.moments['exp_avg']['b']['w']"] == four.describe()
+    assert names["params.a.w"] == names["opt.moments.exp_avg.a.w"] == two.describe()
+    assert names["params.b.w"] == names["opt.moments.exp_avg.b.w"] == four.describe()
 
 
 def test_leaves_on_several_groups(ranks):
@@ -771,9 +777,9 @@ def summarised(layout):
     for name, value in full.items():
         kind = kinds.get(name, "trained")
         tied = kind == "tied"
-        paths = [f"params['{name}']"]
+        paths = [f"params.{name}"]
         if kind != "frozen":
-            paths += [f"opt[1].moments['{m}']['{name}']" for m in ("exp_avg", "exp_avg_sq")]
+            paths += [f"opt.1.moments.{m}.{name}" for m in ("exp_avg", "exp_avg_sq")]
         for path in paths:
             row = rows.pop(path)
             assert (row.shape, row.dtype, row.kind) == (tuple(value.shape), "float64", kind)
@@ -782,10 +788,10 @@ def summarised(layout):
             held = everywhere(torch.tensor(row.here_bytes), layout.world_size)
             assert sum(map(int, held[first : first + p])) == row.full_bytes, path
     for name, value in trainer.state.buffers.items():
-        row = rows.pop(f"buffers['{name}']")
+        row = rows.pop(f"buffers.{name}")
         assert row.here_bytes == row.full_bytes == value.nbytes
         assert (row.kind, row.bucket, row.groups) == ("full", None, "")
-    assert rows.pop("opt[1].scalars['step']").here_bytes == 4
+    assert rows.pop("opt.1.scalars.step").here_bytes == 4
     assert not rows
     # the totals: three trees of trained leaves, one of frozen ones, buffers and the step
     trained_bytes = 8 * sum(v.numel() for k, v in full.items() if k not in kinds)
@@ -872,7 +878,8 @@ def tables():
         assert [row[0] for row in short[1:]] == [*paths[:20], "… 61 more …", *paths[-20:]]
         assert mf.summary({}).rows == ()
         assert str(mf.summary([])).splitlines()[-1].startswith("0 leaves of 0 elements: 0 B here")
-        assert str(mf.summary(mf.shard([None, torch.ones(1)], groups))).count("[1]") == 1
+        (row,) = mf.summary(mf.shard([None, torch.ones(1)], groups)).rows
+        assert row.path == "1"
         for bad in (1, 2.5):
             with pytest.raises(mf.errors.TreeError, match="summary: rows="):
                 mf.summary(shards, rows=bad)  # pyright: ignore
@@ -883,8 +890,8 @@ def test_tables_are_shortened_in_the_middle_and_escaped(ranks):
     (text,) = ranks(1).run(tables)
     assert text.splitlines() == [
         "path  shape  dtype    kind     bucket  groups               here  full",
-        "[0]   (3,)   float32  trained       0  n=1 p=1 levels=none  12 B  12 B",
-        "[1]   (3,)   float32  trained       0  n=1 p=1 levels=none  12 B  12 B",
+        "0     (3,)   float32  trained       0  n=1 p=1 levels=none  12 B  12 B",
+        "1     (3,)   float32  trained       0  n=1 p=1 levels=none  12 B  12 B",
         "2 leaves of 6 elements: 24 B here and 8 B of padding, 24 B in full",
     ]
 
@@ -910,7 +917,7 @@ def test_a_buffer_with_two_names_stays_one():
     buffers = {"first.mean": running, "second.mean": running, "other": torch.zeros(2)}
     params = mf.shard({"w": torch.ones(2)}, groups)
     state = mf.init_state(params, mf.optim.sgd(0.1), buffers=buffers)
-    new = mf.set(state, "buffers['second.mean']", torch.ones(2), groups)
+    new = mf.set(state, "buffers.second.mean", torch.ones(2), groups)
     assert new.buffers["first.mean"] is new.buffers["second.mean"]
     assert new.buffers["first.mean"].tolist() == [1, 1]
     assert new.buffers["other"].tolist() == running.tolist() == [0, 0]
@@ -942,9 +949,9 @@ def what_is_sent(layout):
     )
     names = ("h.0.weight", "h.0.bias", "frozen", "head.weight")
     return [
-        [found[f"params['{name}']"] for name in names],
-        [inside[f"['{name}']"] for name in names[:1]],
-        [bare[f"['{name}']"] for name in names[:3]],
+        [found[f"params.{name}"] for name in names],
+        [inside[name] for name in names[:1]],
+        [bare[name] for name in names[:3]],
     ]
 
 
@@ -973,7 +980,7 @@ def of_an_optimizer(layout):
     groups = groups_of(layout)
     state = trained(layout, bucket_bytes=200).state
     table, whole = mf.summary(state.opt, groups), mf.summary(state, groups)
-    assert {f"opt{row.path}": row[1:] for row in table.rows} == {
+    assert {f"opt.{row.path}": row[1:] for row in table.rows} == {
         row.path: row[1:] for row in whole.rows if row.path.startswith("opt")
     }
 

@@ -30,7 +30,7 @@ def test_it_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert main(["verify", str(tmp_path), "--all"]) == 1
     text = capsys.readouterr().err
     assert str(file) in text
-    assert "['w'][0:100]: its values are not those that were saved" in text
+    assert "w[0:100]: its values are not those that were saved" in text
 
 
 def test_all_steps_are_compared_though_one_is_damaged(

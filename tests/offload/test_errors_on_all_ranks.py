@@ -116,7 +116,7 @@ def test_all_ranks_raise_the_same_error(ranks, tmp_path, verb, fault):
     told, raised = ranks(2).run(trial, verb, fault, f"{tmp_path}")
     assert told == raised, "the file, the leaf and the cause are those of the rank that failed"
     assert str(tmp_path) in raised[0]
-    assert raised[1].startswith("states[")
+    assert raised[1].startswith("states.")
 
 
 class Net(nn.Module):

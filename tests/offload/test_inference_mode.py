@@ -43,7 +43,7 @@ def outcomes(kind: str, groups: mf.Groups, folder: str) -> list[Any]:
     found = [
         mf.gather(shards, groups.hierarchy),
         mf.unshard(shards, groups),
-        [mf.get(shards, f"['{name}']", groups) for name in shards],
+        [mf.get(shards, name, groups) for name in shards],
         deferred(shards, groups),
     ]
     return found if "frozen" in how else [*found, stepped(shards, groups, where)]

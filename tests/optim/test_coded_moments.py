@@ -176,7 +176,7 @@ def test_a_step_is_that_of_decoded_moments():
         torch.testing.assert_close(mf.get(after, name, groups), own.detach())
         for k, x in kept.items():
             want = read(coded(x.reshape(-1), Codec("int8", 256), k == "exp_avg_sq"))
-            got = mf.get(after, f"opt.moments['{k}']['{name}']", groups)
+            got = mf.get(after, f"opt.moments.{k}.{name}", groups)
             # A value whose last bit differs may be rounded to the code on its other side.
             assert (got.reshape(-1) != want).double().mean() < 0.01
 
@@ -266,10 +266,10 @@ def test_memory_is_by_formula(monkeypatch):
     assert 0 <= told["moments"] - 2 * sum(260 * n for n in blocks.values()) < 4096
     rows = {row.path: row for row in mf.summary(state, groups).rows}
     for name in LARGE:
-        row = rows[f"opt.moments['exp_avg_sq']['{name}']"]
+        row = rows[f"opt.moments.exp_avg_sq.{name}"]
         n = torch.Size(SHAPES[name]).numel()
         assert (row.dtype, row.here_bytes) == ("int8[256]", n + 4 * blocks[name])
-    assert rows["opt.moments['exp_avg']['b']"].dtype == "float32"
+    assert rows["opt.moments.exp_avg.b"].dtype == "float32"
 
 
 # States that are read, set, saved and copied
@@ -294,7 +294,7 @@ def test_a_save_changes_no_bit(ranks, tmp_path, then: Layout):
 def test_copies_and_what_is_read_and_set():
     groups = mf.make_groups(1)
     state = steps(state_of(groups), groups, 0, 2)
-    name = "opt.moments['exp_avg_sq']['c']"
+    name = "opt.moments.exp_avg_sq.c"
     same = mf.set(state, name, mf.get(state, name, groups), groups)
     pickled = replace(pickle.loads(pickle.dumps(state)), transform=state.transform)
     moved = mf.move(state, "params=host, states=host")
@@ -391,14 +391,14 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(PlanError, match=match):
             mf.Precision.parse(text)
-    with pytest.raises(PlanError, match=r"state=int8\[256\] for \['a'\], whose shards are"):
+    with pytest.raises(PlanError, match=r"state=int8\[256\] for a, whose shards are"):
         mf.shard(values(0), groups, precision="param=bf16, state=int8")
     with pytest.raises(OptimizerError, match="there are no codes for 'prev'"):
         state_of(groups, optim.from_torch(torch.optim.Rprop))
     own = optim.from_update(
         lambda params: mf.shards.map(torch.zeros_like, params), lambda g, s, p: (g, s)
     )
-    with pytest.raises(OptimizerError, match=r"opt\['a'\] is not kept as the codes"):
+    with pytest.raises(OptimizerError, match=r"opt.a is not kept as the codes"):
         state_of(groups, own)
     with pytest.raises(PlanError, match="is to go to disk, and is kept as codes"):
         mf.move(state_of(groups), f"states=disk:{tmp_path}")

@@ -71,10 +71,10 @@ def trained(layout: Layout, what: str, every: int, **how: Any) -> tuple[int, str
 
 
 PATHS = {
-    "params": "state.params['first.weight']",
-    "opt": "state.opt.moments['exp_avg']['first.weight']",
-    "buffers": "state.buffers['norm.running_var']",
-    "fixed": "state.params['fixed']",
+    "params": "state.params.first.weight",
+    "opt": "state.opt.moments.exp_avg.first.weight",
+    "buffers": "state.buffers.norm.running_var",
+    "fixed": "state.params.fixed",
 }
 
 
@@ -133,7 +133,7 @@ def clipped_on_one(layout: Layout) -> str:
 def test_a_clip_that_some_ranks_did_not_apply_is_found(ranks):
     for text in ranks(4).run(clipped_on_one, TWO):
         assert text.startswith(
-            "same_replicas: replicas have drifted apart\n  first difference: state.params['norm']\n"
+            "same_replicas: replicas have drifted apart\n  first difference: state.params.norm\n"
         )
 
 
@@ -179,10 +179,10 @@ def with_experts(what: str) -> str:
     assert mf.optim.same_replicas(state, place) is state
     moments = by_leaf(state.opt.moments["exp_avg"])
     pieces = {
-        "params['dense']": state.params["dense"].data,
-        "params['experts'][1]": state.params["experts"][1].data,
-        "opt.moments['exp_avg']['experts'][0]": moments["experts"][0].data,
-        "buffers['seen']": buffers["seen"],
+        "params.dense": state.params["dense"].data,
+        "params.experts.1": state.params["experts"][1].data,
+        "opt.moments.exp_avg.experts.0": moments["experts"][0].data,
+        "buffers.seen": buffers["seen"],
     }
     if dist.get_rank() == 2:
         flip(pieces[what])
@@ -194,10 +194,10 @@ def with_experts(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "odd"),
     [
-        ("params['dense']", "rank 2: other bits"),
-        ("params['experts'][1]", "rank 2: odd"),
-        ("opt.moments['exp_avg']['experts'][0]", "rank 2: odd"),
-        ("buffers['seen']", "rank 2: other bits"),
+        ("params.dense", "rank 2: other bits"),
+        ("params.experts.1", "rank 2: odd"),
+        ("opt.moments.exp_avg.experts.0", "rank 2: odd"),
+        ("buffers.seen", "rank 2: other bits"),
     ],
 )
 def test_leaves_on_several_groups_are_compared_on_each(ranks, what, odd):

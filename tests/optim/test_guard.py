@@ -505,9 +505,7 @@ def donating(layout):
     pieces = tree.flatten(grads)[0]
     verdict = guard.judge(grads, groups, donate=True)
     same_bits(trained(mf.unshard(verdict.grads, groups)), trained(mf.unshard(kept, groups)))
-    with pytest.raises(
-        mf.errors.DonatedError, match=r"grads\['dense'\]\['a'\] was donated to Guard.judge"
-    ):
+    with pytest.raises(mf.errors.DonatedError, match=r"grads.dense.a was donated to Guard.judge"):
         _ = grads["dense"]["a"].data
     same = [
         a.data_ptr() == b.data_ptr()
@@ -621,7 +619,7 @@ def test_a_watch_that_can_not_work_is_refused(options, said):
 
 def test_gradients_that_still_owe_a_hop_are_refused():
     groups = mf.make_groups(1)
-    with pytest.raises(mf.errors.LeafError, match=r"grads\['w'\] is not a shard"):
+    with pytest.raises(mf.errors.LeafError, match=r"grads.w is not a shard"):
         mf.optim.Guard(on_nonfinite="skip").judge({"w": torch.ones(2)}, groups)
     grads = mf.shard({"w": torch.ones(2)}, groups)
     with pytest.raises(mf.errors.GroupsError, match="Guard.judge: got a hierarchy, needs groups"):

@@ -86,13 +86,13 @@ def test_the_first_leaf_and_its_ranks_are_named(ranks, layout, way):
     bad = {n - 1: {"c": "infinite", "b": "NaN"}, 0: {"c": "NaN", "d": "NaN"}}
     bad[0] |= {} if n > 1 else bad[0] | {"b": "NaN"}
     skip = mf.optim.Guard(on_nonfinite="skip")
-    want = (False, False, skip, f"grads['b'] is NaN on rank {n - 1}")
+    want = (False, False, skip, f"grads.b is NaN on rank {n - 1}")
     assert pool.run(judged, layout, way, skip, bad) == [want] * n
     found = pool.run(judged, layout, way, mf.optim.Guard(on_nonfinite="raise"), bad)
     what = "Guard.judge: loss or gradient is not finite, and the step was not taken"
     for text, leaf, where in found:
-        assert (leaf, where) == ("grads['b']", (n - 1,))
-        assert text.startswith(f"{what}\n  grads['b'] is NaN on rank {n - 1}\n  fix: ")
+        assert (leaf, where) == ("grads.b", (n - 1,))
+        assert text.startswith(f"{what}\n  grads.b is NaN on rank {n - 1}\n  fix: ")
     assert len({text for text, _, _ in found}) == 1
 
 
@@ -102,7 +102,7 @@ def test_the_first_leaf_and_its_ranks_are_named(ranks, layout, way):
 def test_they_are_named_in_every_placement(ranks, way, placement):
     layout, guard = Layout((2, 2), 4), mf.optim.Guard(on_nonfinite="skip")
     bad = {1: {"c": "infinite"}, 3: {"d": "NaN", "c": "NaN"}}
-    want = (False, False, guard, "grads['c'] is infinite on rank 1, NaN on rank 3")
+    want = (False, False, guard, "grads.c is infinite on rank 1, NaN on rank 3")
     assert ranks(4).run(judged, layout, way, guard, bad, placement) == [want] * 4
 
 
@@ -120,7 +120,7 @@ def of_experts() -> list[str | None]:
 
 
 def test_they_are_named_where_leaves_live_on_several_groups(ranks):
-    want = ["grads['dense'] is infinite on rank 0", "grads['experts'] is infinite on rank 1"]
+    want = ["grads.dense is infinite on rank 0", "grads.experts is infinite on rank 1"]
     assert ranks(2).run(of_experts) == [want] * 2
 
 
@@ -141,7 +141,7 @@ def only_as_a_mean(layout: Layout) -> list[str | None]:
 
 def test_what_overflows_on_its_way_arose_where_it_was_packed(ranks):
     """Its mean in float16 is scaled, so it is finite; twice as much is more than float16 holds."""
-    want = [None, "grads['w'] is infinite on ranks 0, 1"]
+    want = [None, "grads.w is infinite on ranks 0, 1"]
     assert ranks(2).run(only_as_a_mean, PAIR) == [want] * 2
 
 
@@ -158,8 +158,8 @@ def spoiled_between(layout: Layout) -> tuple[str | None, str | None]:
 
 def test_what_is_not_known_is_said(ranks):
     want = (
-        "grads['w'] is finite on each rank, but not after the reduction",
-        "grads['w'] is not finite; it is not known on which rank, since nobody looked at gradients "
+        "grads.w is finite on each rank, but not after the reduction",
+        "grads.w is not finite; it is not known on which rank, since nobody looked at gradients "
         "before they were reduced; from the next step on a guard does",
     )
     assert ranks(2).run(spoiled_between, PAIR) == [want] * 2
@@ -189,7 +189,7 @@ def one_after_another(layout: Layout) -> list[str | None]:
 
 
 def test_each_verdict_is_about_its_own_step(ranks):
-    where = [f"grads['w'] is NaN on rank {rank}" for rank in (0, 1)]
+    where = [f"grads.w is NaN on rank {rank}" for rank in (0, 1)]
     want = [where[0], where[1], None, where[1]]
     for layout in (PAIR, COPIES):
         assert ranks(2).run(one_after_another, layout) == [want] * 2
@@ -205,7 +205,7 @@ def after_an_error(layout: Layout) -> str | None:
 
 
 def test_a_step_that_was_not_judged_is_forgotten(ranks):
-    assert ranks(2).run(after_an_error, PAIR) == ["grads['b'] is NaN on rank 1"] * 2
+    assert ranks(2).run(after_an_error, PAIR) == ["grads.b is NaN on rank 1"] * 2
 
 
 # In a run: which steps are taken, and with what.
@@ -248,7 +248,7 @@ def run(layout: Layout, guard: Any, bad: dict[int, Any], leave_out: bool, by: st
 
 
 BAD = {1: {1: {"d": "NaN"}}, 3: {0: {"a": "infinite"}, 1: {"b": "NaN"}}}
-SAID = ["", "grads['d'] is NaN on rank 1", "", "grads['a'] is infinite on rank 0", ""]
+SAID = ["", "grads.d is NaN on rank 1", "", "grads.a is infinite on rank 0", ""]
 
 
 @pytest.mark.parametrize("by", ["trainer", *WAYS])
@@ -291,7 +291,7 @@ def falls(layout: Layout) -> list[str]:
 
 
 def test_an_overflow_is_an_error_once_a_dynamic_scale_can_not_fall(ranks):
-    assert ranks(2).run(falls, PAIR) == [["2", "1", "grads['w']"]] * 2
+    assert ranks(2).run(falls, PAIR) == [["2", "1", "grads.w"]] * 2
 
 
 # Any leaf, rank, place, kind, way and layout.
@@ -308,7 +308,7 @@ def many(layout: Layout, seeds: range) -> list[Any]:
             guard = mf.optim.Guard(on_nonfinite=choose.choice(["skip", "raise"]))  # pyright: ignore
             said = judged(layout, choose.choice(sorted(WAYS)), guard, bad)
             first = min(leaves)
-            text = f"grads['{first}'] is {bad[rank][first]} on rank {rank}"
+            text = f"grads.{first} is {bad[rank][first]} on rank {rank}"
             assert text in str(said), (seed, rank, said)
             found.append(said)
     return found

@@ -102,22 +102,22 @@ def refused() -> None:
     b = mf.shard({"w": torch.ones(4)}, groups)
     c = mf.shard({"w": torch.ones(4), "v": torch.ones(3)}, groups, bucket_bytes=4)
     for call, text in (
-        (lambda: mf.optim.leaf_norms({"w": torch.ones(3)}, groups), "shards['w'] is Tensor"),
-        (lambda: mf.optim.inner(a, b, groups), "inner: the trees differ\n  b['v'] is missing"),
+        (lambda: mf.optim.leaf_norms({"w": torch.ones(3)}, groups), "shards.w is Tensor"),
+        (lambda: mf.optim.inner(a, b, groups), "inner: the trees differ\n  b.v is missing"),
         (lambda: mf.optim.inner(a, c, groups), "lies elsewhere than that of a"),
-        (lambda: mf.optim.inner(a, {"w": 1, "v": 2}, groups), "b['v'] is int, not a shard"),
+        (lambda: mf.optim.inner(a, {"w": 1, "v": 2}, groups), "b.v is int, not a shard"),
         (lambda: mf.optim.leaf_norms(a, None), "leaf_norms: groups is None"),
         (lambda: mf.optim.by_path({}), "by_path: transforms={}"),
         (lambda: mf.optim.by_path({"w": 3}), "int is not an optimizer"),
         (
             lambda: mf.init_state(a, mf.optim.by_path({"*w*": mf.optim.sgd(0.1)})),
-            "by_path: ['v'] matches no pattern, and there is no default",
+            "by_path: v matches no pattern, and there is no default",
         ),
         (
             lambda: mf.init_state(
-                a, mf.optim.by_path({"w": mf.optim.sgd(0.1)}, default=mf.optim.sgd(0.1))
+                a, mf.optim.by_path({"w.*": mf.optim.sgd(0.1)}, default=mf.optim.sgd(0.1))
             ),
-            "by_path: 'w' has no trained leaf",
+            "by_path: 'w.*' has no trained leaf",
         ),
         (
             lambda: mf.init_state(
@@ -187,7 +187,7 @@ def split_by_path(layout: Layout, donate: bool) -> None:
         want = mf.unshard(mine.params, groups)[name]
         pairs = zip(tree.flatten(got[name])[0], tree.flatten(want)[0], strict=True)
         assert all(float((x - y).abs().max()) <= 1e-12 for x, y in pairs), name
-    assert mf.get(state, "opt[0].moments['exp_avg']['a.w']", groups).shape == (5,)
+    assert mf.get(state, "opt.0.moments.exp_avg.a.w", groups).shape == (5,)
     assert int(got["steps"]) == 3
 
 

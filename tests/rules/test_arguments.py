@@ -90,10 +90,10 @@ OptimizerError: lion: weight_decay=None, expected a finite number of at least 0
 OptimizerError: lion: decay_mask='bias', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' not in path
 >>> mf.opt_step(state(optim.adamw(0.1, decay_mask=lambda path: "no")), shards())
-PlanError: adamw: decay_mask("['b']")='no', expected True or False
+PlanError: adamw: decay_mask('b')='no', expected True or False
   fix: let the function return a bool
 >>> mf.opt_step(state(optim.lion(0.1, decay_mask=lambda path: x)), shards())
-PlanError: lion: decay_mask("['b']") is of type Tensor, expected True or False
+PlanError: lion: decay_mask('b') is of type Tensor, expected True or False
   fix: let the function return a bool
 >>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
 OptimizerError: lion: lr(0)=nan, expected a finite number of at least 0
@@ -297,10 +297,10 @@ TreeError: groups['w']: got int, which is no groups
 GroupsError: shard: params is of type Groups
   fix: pass the tree first, and then the groups
 >>> mf.shard({"w": x}, groups, frozen=lambda path: "no")
-PlanError: shard: frozen("['w']")='no', expected True or False
+PlanError: shard: frozen('w')='no', expected True or False
   fix: let the function return a bool
 >>> mf.shard({"w": x}, groups, frozen=lambda path: x)
-PlanError: shard: frozen("['w']") is of type Tensor, expected True or False
+PlanError: shard: frozen('w') is of type Tensor, expected True or False
   fix: let the function return a bool
 >>> mf.shard({"w": x}, groups, frozen="w")
 PlanError: shard: frozen='w', expected a function from the path of a leaf to a bool
@@ -1055,14 +1055,14 @@ LeafError: set: ['w']: the value is str
 >>> mf.set(shards(), "w", True, groups)
 LeafError: set: ['w']: the value is True, and the leaf has dtype float32
   fix: pass 1 to fill the leaf with that number
->>> mf.set(roots(), "opt.moments['exp_avg_sq']['w']", -1.0, groups)
-LeafError: set: opt.moments['exp_avg_sq']['w'] has a value that is negative or not finite, which state=int8[256] cannot hold
+>>> mf.set(roots(), "opt.moments.exp_avg_sq.w", -1.0, groups)
+LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
   fix: pass finite numbers of at least 0
->>> mf.set(roots(), "opt.moments['exp_avg_sq']['w']", nan, groups)
-LeafError: set: opt.moments['exp_avg_sq']['w'] has a value that is negative or not finite, which state=int8[256] cannot hold
+>>> mf.set(roots(), "opt.moments.exp_avg_sq.w", nan, groups)
+LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
   fix: pass finite numbers of at least 0
->>> mf.set(roots(), "opt.moments['exp_avg']['w']", math.inf, groups)
-LeafError: set: opt.moments['exp_avg']['w'] has a value that is not finite, which state=int8[256] cannot hold
+>>> mf.set(roots(), "opt.moments.exp_avg.w", math.inf, groups)
+LeafError: set: opt.moments.exp_avg.w has a value that is not finite, which state=int8[256] cannot hold
   fix: pass finite numbers
 >>> mf.notebook.start(2, nodes=0)
 PlanError: notebook.start: nodes=0, expected None or an int of at least 1
@@ -1218,7 +1218,7 @@ def pickled() -> list[float]:
             torch.save(full["w"], BytesIO())
         assert str(caught.value) == (
             "torch.save and pickle want the memory of a gathered parameter, one of bucket 0\n"
-            "  shape (2,); the bucket holds ['w']\n"
+            "  shape (2,); the bucket holds w\n"
             "  fix: save shards, as checkpoint.save does, or a clone()"
         )
         return deepcopy(full["w"]).tolist()

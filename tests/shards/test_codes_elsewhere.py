@@ -204,7 +204,7 @@ def broken(layout: Layout) -> None:
             values(), groups, precision="gather=int8[64]", where=f"params=disk:{folder}"
         )
         fails = groups.position == 1
-        check = mock.Mock(side_effect=OffloadError("it is broken", folder, "['a']"))
+        check = mock.Mock(side_effect=OffloadError("it is broken", folder, "a"))
         with (
             mock.patch.object(Scratch, "check", check if fails else Scratch.check),
             pytest.raises(OffloadError if fails else mf.MicsError),

@@ -241,7 +241,7 @@ def test_check_names_the_rank_that_differs(ranks, layout):
     ranks(layout.world_size).run(check_values, layout, None)
     for failure in ranks(layout.world_size).try_run(check_values, layout, odd):
         assert failure.type_name == "DesyncError"
-        assert "first difference: params['w'] (1 of 2 leaves differ)" in failure.message
+        assert "first difference: params.w (1 of 2 leaves differ)" in failure.message
         assert f"rank {odd}: value B" in failure.message
 
 

@@ -176,12 +176,12 @@ def odd_cuts(layout: Layout) -> None:
     same_bits(mf.shards.cut(equal, groups, like=both), both)
     same_bits(mf.shards.cut({"v": params["a"], "w": None}, groups, like=both), both)
     for full, text in (
-        ({"b": params["b"]}, "cut: the tree differs from like=\n  first difference: full['a']"),
-        ({**params, "a": random(1, 6)}, "cut: full['a']: shape (6,), expected (5,)"),
+        ({"b": params["b"]}, "cut: the tree differs from like=\n  first difference: full.a"),
+        ({**params, "a": random(1, 6)}, "cut: full.a: shape (6,), expected (5,)"),
         ({**params, "a": random(1, 5).double()}, "float64, expected float32 or bfloat16"),
-        ({**params, "a": None}, "cut: full['a'] is NoneType"),
-        ({**params, "a": 3}, "cut: full['a'] is int"),
-        (like, "cut: full['a'] is Sharded"),
+        ({**params, "a": None}, "cut: full.a is NoneType"),
+        ({**params, "a": 3}, "cut: full.a is int"),
+        (like, "cut: full.a is Sharded"),
     ):
         with pytest.raises(mf.MicsError) as caught:
             mf.shards.cut(full, by_path, like=like)
@@ -240,19 +240,19 @@ def maps(layout: Layout) -> None:
     for call, text in (
         (
             lambda: mf.shards.map(torch.neg, {"a": torch.ones(2)}),
-            "shards['a'] is Tensor, not a shard",
+            "shards.a is Tensor, not a shard",
         ),
         (lambda: mf.shards.map(torch.add, shards, other), "which is cut in another way"),
         (
             lambda: mf.shards.map(torch.add, shards, {"a": 1.0, "n": None}),
-            "rest[0]['b'] is missing",
+            "rest[0].b is missing",
         ),
         (
             lambda: mf.shards.map(torch.add, shards, {"a": 1.0, "b": "x", "n": None}),
-            "rest[0]['b'] is str",
+            "rest[0].b is str",
         ),
         (lambda: mf.shards.map(lambda x: x.double(), shards), "expected a tensor of"),
-        (lambda: mf.shards.map(lambda x: torch.cat([x, x, x.new_ones(1)]), shards), "shards['a']"),
+        (lambda: mf.shards.map(lambda x: torch.cat([x, x, x.new_ones(1)]), shards), "shards.a"),
         (lambda: mf.shards.map(nothing, shards), "the function gave NoneType"),
     ):
         with pytest.raises(mf.MicsError) as caught:

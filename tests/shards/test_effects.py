@@ -25,9 +25,9 @@ def told(precision, frozen=None):
     return shards, [f"{each.message}" for each in found]
 
 
-TIED = "['head'] is tied to ['emb'], whose path counts"
-INT = "['count'] is not a float tensor"
-GRADIENT = "['base'] is frozen, and has no gradient"
+TIED = "head is tied to emb, whose path counts"
+INT = "count is not a float tensor"
+GRADIENT = "base is frozen, and has no gradient"
 
 
 @pytest.mark.parametrize(
@@ -42,16 +42,16 @@ GRADIENT = "['base'] is frozen, and has no gradient"
         ("*base*: hop2=f32", "hop2=f32", GRADIENT),
         ("*base*: reduce=bf16", "reduce=bf16", GRADIENT),
         ("*base*: accumulate=f64", "accumulate=f64", GRADIENT),
-        ("*base*: state=int8", "state=int8[256]", "['base'] is frozen, and has no moments"),
+        ("*base*: state=int8", "state=int8[256]", "base is frozen, and has no moments"),
         (
             "*base*: param=int4,gather=fp8[32]",
             "gather=fp8[32]",
-            "['base'] is kept as int4[64], which gathers send as they are",
+            "base is kept as int4[64], which gathers send as they are",
         ),
         (
             "*small*: state=fp8[64]",
             "state=fp8[64]",
-            "['small'] has fewer than 4,096 elements, so its moments stay values",
+            "small has fewer than 4,096 elements, so its moments stay values",
         ),
         ("['[bh]*: hop2=int8", None, None),  # brackets are literal
         ("*: hop2=int8", None, None),  # it has an effect on some

@@ -50,34 +50,34 @@ def odd_tree(kind, odd):
 
 DISAGREE = {
     "shape": [
-        "first difference: params['a']['w']",
-        "ranks 0, 1, 3: params['a']['w'] (4, 4) float32 at 0 of bucket 0",
-        "rank 2: params['a']['w'] (4, 5) float32 at 0 of bucket 0",
+        "first difference: params.a.w",
+        "ranks 0, 1, 3: params.a.w (4, 4) float32 at 0 of bucket 0",
+        "rank 2: params.a.w (4, 5) float32 at 0 of bucket 0",
     ],
     "dtype": [
-        "first difference: params['b']",
-        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
-        "rank 2: params['b'] (3,) float64 at 0 of bucket 1",
+        "first difference: params.b",
+        "ranks 0, 1, 3: params.b (3,) float32 at 16 of bucket 0",
+        "rank 2: params.b (3,) float64 at 0 of bucket 1",
     ],
     "key": [
-        "first difference: params['a']['w']",
-        "ranks 0, 1, 3: params['a']['w'] (4, 4) float32 at 0 of bucket 0",
-        "rank 2: params['a']['x'] (4, 4) float32 at 0 of bucket 0",
+        "first difference: params.a.w",
+        "ranks 0, 1, 3: params.a.w (4, 4) float32 at 0 of bucket 0",
+        "rank 2: params.a.x (4, 4) float32 at 0 of bucket 0",
     ],
     "fewer": [
-        "first difference: params['b']",
-        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
+        "first difference: params.b",
+        "ranks 0, 1, 3: params.b (3,) float32 at 16 of bucket 0",
         "rank 2: (no more leaves)",
     ],
     "frozen": [
-        "first difference: params['b']",
-        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
-        "rank 2: params['b'] (3,) float32 frozen at 0 of bucket 1",
+        "first difference: params.b",
+        "ranks 0, 1, 3: params.b (3,) float32 at 16 of bucket 0",
+        "rank 2: params.b (3,) float32 frozen at 0 of bucket 1",
     ],
     "tied": [
-        "first difference: params['b']",
-        "ranks 0, 1, 3: params['b'] (3,) float32 at 16 of bucket 0",
-        "rank 2: params['b'] (4, 4) float32 tied to params['a']['w']",
+        "first difference: params.b",
+        "ranks 0, 1, 3: params.b (3,) float32 at 16 of bucket 0",
+        "rank 2: params.b (4, 4) float32 tied to params.a.w",
     ],
 }
 
@@ -126,7 +126,7 @@ def odd_grads():
 def test_gradients_that_differ_between_ranks(ranks):
     name, text = on_all_ranks(ranks, odd_grads)
     assert name == "DesyncError"
-    assert "ranks 0-2: grads['w'] (4,) float32 at 0 of bucket 0\n  rank 3: grads['w'] (5,)" in text
+    assert "ranks 0-2: grads.w (4,) float32 at 0 of bucket 0\n  rank 3: grads.w (5,)" in text
 
 
 # One rank's own mistakes: raised before anything is sent.
@@ -143,19 +143,19 @@ def test_leaves_that_can_not_be_sharded():
     cases = {
         "float": (
             3.5,
-            "shard: params['a'][0] is float, expected torch.Tensor" + CONVERT,
+            "shard: params.a.0 is float, expected torch.Tensor" + CONVERT,
         ),
         "str": (
             "x",
-            "shard: params['a'][0] is str, expected torch.Tensor" + CONVERT,
+            "shard: params.a.0 is str, expected torch.Tensor" + CONVERT,
         ),
         "sparse": (
             torch.eye(2).to_sparse(),
-            "shard: params['a'][0] is sparse_coo, float32" + DENSE,
+            "shard: params.a.0 is sparse_coo, float32" + DENSE,
         ),
         "complex": (
             torch.ones(2, dtype=torch.complex64),
-            "shard: params['a'][0] is strided, complex64" + DENSE,
+            "shard: params.a.0 is strided, complex64" + DENSE,
         ),
     }
     for value, text in cases.values():
@@ -251,7 +251,7 @@ def test_a_tensor_on_another_device():
     away = replace(groups, device=there, hierarchy=hierarchy, flat=hierarchy)
     expect(
         mf.errors.LeafError,
-        f"shard: params['w'] is on cpu, its groups are on {away.device}\n"
+        f"shard: params.w is on cpu, its groups are on {away.device}\n"
         f"  fix: move it with .to('{away.device}'), or make groups with device='cpu'",
         lambda: mf.shard({"w": torch.zeros(2)}, away),
     )
@@ -265,32 +265,32 @@ def test_gradients_of_the_wrong_kind():
         (
             mf.errors.LeafError,
             {"n": torch.ones(2), "w": good},
-            "reduce_grads: grads['n']: a gradient for a leaf of int64\n"
+            "reduce_grads: grads.n: a gradient for a leaf of int64\n"
             "  fix: only float leaves have gradients: give None there",
         ),
         (
             mf.errors.TreeError,
             {"n": None, "w": good.T},
-            "reduce_grads: grads['w']: shape (3, 2), expected (2, 3)\n"
+            "reduce_grads: grads.w: shape (3, 2), expected (2, 3)\n"
             "  fix: pass the gradient of the full parameter",
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": good.double()},
-            "reduce_grads: grads['w']: float64, expected float32\n"
+            "reduce_grads: grads.w: float64, expected float32\n"
             "  fix: cast it with .to(torch.float32)",
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": 3.0},
-            "reduce_grads: grads['w'] is float, expected torch.Tensor\n"
+            "reduce_grads: grads.w is float, expected torch.Tensor\n"
             "  fix: give a full tensor, or None where there is no gradient",
         ),
         (
             mf.errors.TreeError,
             [good],
             "reduce_grads: the gradients' tree differs from the parameters'\n"
-            "  first difference: grads['n'] is missing\n"
+            "  first difference: grads.n is missing\n"
             "  fix: differentiate with respect to the tree that was sharded",
         ),
     ]
@@ -348,12 +348,12 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
     )
     expect(
         mf.errors.LeafError,
-        "gather: shards['w'] is Tensor, not a shard\n  fix: make shards with shard(params, groups)",
+        "gather: shards.w is Tensor, not a shard\n  fix: make shards with shard(params, groups)",
         lambda: mf.gather({"w": torch.zeros(2)}, groups),
     )
     with pytest.raises(mf.errors.TreeError, match="groups: not a prefix of the tree it goes with"):
         mf.shard({"w": torch.zeros(2)}, {"v": groups})
-    with pytest.raises(mf.errors.TreeError, match=r"groups\['w'\]: got int, which is no groups"):
+    with pytest.raises(mf.errors.TreeError, match=r"groups.w: got int, which is no groups"):
         mf.shard({"w": torch.zeros(2)}, {"w": 3})
     expect(
         mf.errors.PlanError,
@@ -361,7 +361,7 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         lambda: mf.shard({"w": torch.zeros(2)}, groups, **{"replicas": "maybe"}),  # pyright: ignore
     )
     partly = {"a": shards["w"], "b": torch.zeros(2)}
-    text = "['a'] is sharded already: Sharded(shape=(2,), float32, here 2 of 2)\n"
+    text = ".a is sharded already: Sharded(shape=(2,), float32, here 2 of 2)\n"
     fix = "  fix: pass like=state.params for gradients that are partly reduced"
     expect(mf.errors.LeafError, "shard: params" + text + fix, lambda: mf.shard(partly, groups))
     expect(
@@ -422,7 +422,7 @@ def tied_across_groups():
 def test_a_tied_leaf_on_two_groups(ranks):
     assert on_all_ranks(ranks, tied_across_groups) == (
         "PlanError",
-        "shard: params['b'] is tied to params['a'], but on other groups\n"
+        "shard: params.b is tied to params.a, but on other groups\n"
         "  n=4 p=2 levels=rank:2 against n=4 p=4 levels=node:2,rank:2\n"
         "  fix: give tied leaves the same groups, or clone one of them",
     )
@@ -448,7 +448,7 @@ def donating():
         torch.func.grad(lambda s: mf.sync_replicas(s, groups, donate=True)["w"].data.sum())(shards)
     synced = mf.sync_replicas(shards, groups, donate=True)
     assert synced["w"].data.tolist() == [1.0, 1.0]
-    with pytest.raises(mf.errors.DonatedError, match=r"grads\['w'\] was donated to sync_replicas"):
+    with pytest.raises(mf.errors.DonatedError, match=r"grads.w was donated to sync_replicas"):
         mf.gather(shards, groups)
 
 

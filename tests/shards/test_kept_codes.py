@@ -92,7 +92,7 @@ def gathers(layout: Layout, kind: str, compute: str, scheme: str) -> Any:
             with mf.defer(shards, groups, policy) as full:
                 same_bits({name: x.clone() for name, x in full.items()}, now)
                 same_bits({name: x.clone() for name, x in reversed(full.items())}, now)
-    one = {name: mf.get(shards, f"[{name!r}]", groups) for name in shards}
+    one = {name: mf.get(shards, name, groups) for name in shards}
     held = sum(row.numel() for row in rows(shards))
     kept = sum(b.codes.nbytes(b.chunk) for b in buckets_of(shards) if b.codes is not None)
     return now, mf.unshard(shards, groups), one, (held, kept)
@@ -216,7 +216,7 @@ def read_from_files(layout: Layout, path: str) -> Any:
     groups = groups_of(layout)
     how = {"precision": "*base*: param=int4[64]", "frozen": is_base, "bucket_bytes": 1200}
     order = list(values())
-    how["order"] = lambda name: order.index(name[2:-2])
+    how["order"] = lambda name: order.index(name)
     want = mf.shard({k: x for k, x in values().items() if x.ndim}, groups, **how)
     got = mf.load_shards(path, groups, **how)
     assert as_list(groups, got) == as_list(groups, want)
@@ -320,10 +320,10 @@ def used(layout: Layout) -> Any:
     mixed = mf.unshard({**shards, "base.big": more["base.big"]}, groups)
     same_bits(mixed.pop("base.big"), mf.unshard(more, groups)["base.big"])
     found["mixed"] = {**mixed, "base.big": full["base.big"]}
-    new = mf.set(shards, "['base.bias']", torch.arange(7.0), groups)
+    new = mf.set(shards, "base.bias", torch.arange(7.0), groups)
     found["set"] = {**mf.unshard(new, groups), "base.bias": full["base.bias"]}
     text = str(mf.summary(shards, groups))
-    return full, found, mf.get(new, "['base.bias']", groups), text
+    return full, found, mf.get(new, "base.bias", groups), text
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
@@ -375,7 +375,7 @@ def refused(layout: Layout) -> list[str]:
             lambda: coded(groups, "int4[64]", where=f"params=disk:{folder}"),
             lambda: mf.gather(plain, groups),
             lambda: mf.defer(other, groups, mf.on_demand(live_bytes=0)),
-            lambda: mf.set(shards, "['base.one']", float("nan"), groups),
+            lambda: mf.set(shards, "base.one", float("nan"), groups),
             lambda: mf.shards.cut({**full, **bad}, groups, like=shards),
             lambda: shards["base.big"].data.mul_(2),
             lambda: grad(inside)(torch.ones(())),
@@ -391,13 +391,13 @@ def refused(layout: Layout) -> list[str]:
 
 NOT_FINITE = "has a value that is not finite, which param=int4[64] cannot hold"
 WORDS = [
-    ("PlanError", "trained cannot be kept as codes", "params['base.big']: param=int4[64]"),
-    ("LeafError", "params['base.wide']", NOT_FINITE),  # on the other rank in a DesyncError
+    ("PlanError", "trained cannot be kept as codes", "params.base.big: param=int4[64]"),
+    ("LeafError", "params.base.wide", NOT_FINITE),  # on the other rank in a DesyncError
     ("PlanError", "leaves that are kept as codes lie on the device, not on disk", "param=int4[64]"),
     ("LeafError", "gather: leaf", "expected codes, int4[64]"),
     ("LeafError", "of int4[2]", "expected codes, int4[64]"),
-    ("LeafError", "set: ['base.one']", NOT_FINITE),
-    ("LeafError", "cut: full['base.wide']", NOT_FINITE),
+    ("LeafError", "set: base.one", NOT_FINITE),
+    ("LeafError", "cut: full.base.wide", NOT_FINITE),
     ("LeafError", "writes to a coded tensor", "set()"),
     ("LeafError", "shard: its result has no derivative", "outside of torch.func"),
 ]
@@ -414,8 +414,8 @@ def test_errors_are_named_on_all_ranks(ranks):
 def test_texts_of_codes(text):
     precision = mf.Precision.parse(f"*base*: param={text}; *.bias*: param=f32")
     assert mf.Precision.parse(str(precision)) == precision
-    assert precision.codes("['base.w']", torch.bfloat16) == Codec.parse(text)
-    assert precision.codes("['base.bias']", torch.bfloat16) is None
+    assert precision.codes("base.w", torch.bfloat16) == Codec.parse(text)
+    assert precision.codes("base.bias", torch.bfloat16) is None
     assert mf.Precision(param=text).param == Codec.parse(text)  # pyright: ignore
     assert not mf.Precision(param=text).casts  # pyright: ignore
     with pytest.raises(PlanError, match="is not a codec"):

@@ -237,7 +237,7 @@ def means_and_bytes(layout, scheme, policies, accumulate):
             for other, part in product(range(n), range(accumulate))
         ]
         for ys in each:  # one tensor at two places: its cotangents are added, where they come
-            ys["['embed']"] = ys["['embed']"] + ys.pop("['zhead']")
+            ys["embed"] = ys["embed"] + ys.pop("zhead")
         for path in each[0]:
             parts = [ys[path].double() for ys in each]
             error = (at[path].double() - torch.stack(parts).sum(0) / count).abs()

@@ -48,7 +48,7 @@ def test_blocks_that_fit_into_each_other_add_little(precision):
 def test_blocks_of_one_leaf_fit_into_each_other(precision, fields, multiple):
     with pytest.raises(mf.errors.PlanError) as caught:
         factor(precision)
-    text = f"""shard: blocks of different lengths for ['w0'] do not fit into each other
+    text = f"""shard: blocks of different lengths for w0 do not fit into each other
   {fields}
   it would be padded to a multiple of {multiple} elements
   fix: choose lengths of which the longest is a multiple of the others, as 64 and 256"""

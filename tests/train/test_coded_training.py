@@ -230,7 +230,7 @@ def kept_exactly(layout, folder):
         trainer.step(batch(step, groups.rank))
     params = mf.unshard(trainer.state.params, groups)
     name = next(iter(params))
-    same_bits(mf.get(trainer.state.params, f"['{name}']", groups), params[name])
+    same_bits(mf.get(trainer.state.params, name, groups), params[name])
     mf.checkpoint.save(folder, trainer.state, groups, step=2)
     other = trainer_of(groups, "hop2=int4[32]")
     loaded = mf.checkpoint.load(folder, other.state, groups).state

@@ -47,24 +47,24 @@ def wrong(layout: Layout) -> None:
     full = {k: p.detach() for k, p in Net().named_parameters(remove_duplicate=False)}
     names = "params= are not those of the model\n  "
     cases: list[tuple[type, str, Any]] = [
-        (TreeError, names + r"params\['a.weight'\] is missing", {"params": others["lacks"]}),
-        (TreeError, names + r"params\['d'\] is not expected", {"params": others["more"]}),
-        (TreeError, names + r"params\['a.bias'\] is missing", {"params": [*shards.values()]}),
-        (TreeError, names + r"params\['a.weight'\]: expected \(4, 3\), got \(5, 3\)",
+        (TreeError, names + r"params.a.weight is missing", {"params": others["lacks"]}),
+        (TreeError, names + r"params.d is not expected", {"params": others["more"]}),
+        (TreeError, names + r"params.a.bias is missing", {"params": [*shards.values()]}),
+        (TreeError, names + r"params.a.weight: expected \(4, 3\), got \(5, 3\)",
          {"params": of_wide}),
-        (TreeError, names + r"params\['c.weight'\]: expected tied to 'a.weight', got not tied",
+        (TreeError, names + r"params.c.weight: expected tied to 'a.weight', got not tied",
          {"params": of_untied}),
-        (LeafError, names + r"params\['b.bias'\]: expected float32, got int64",
+        (LeafError, names + r"params.b.bias: expected float32, got int64",
          {"params": counts}),
-        (LeafError, r"params\['a.weight'\] is Tensor, not a shard",
+        (LeafError, r"params.a.weight is Tensor, not a shard",
          {"params": {**shards, "a.weight": torch.ones(4, 3)}}),
-        (PlanError, r"params\['a.bias'\] was not made with this precision=\n"
+        (PlanError, r"params.a.bias was not made with this precision=\n"
          "  expected float32/float32/float32/float32\n  got float32/bfloat16/float32/float32",
          {"params": half, "precision": "output=f32"}),
-        (LeafError, r"params\['a.bias'\] is on meta, without a value", {}),
-        (TreeError, names + r"params\['c.weight'\]: expected tied to 'a.weight', got not tied",
+        (LeafError, r"params.a.bias is on meta, without a value", {}),
+        (TreeError, names + r"params.c.weight: expected tied to 'a.weight', got not tied",
          {"params": {k: x.clone() for k, x in full.items()}}),
-        (TreeError, names + r"params\['seen'\] is not expected",
+        (TreeError, names + r"params.seen is not expected",
          {"params": dict(Net().state_dict())}),
     ]  # fmt: skip
     for kind, text, options in cases:
@@ -79,7 +79,7 @@ def wrong(layout: Layout) -> None:
             trainer(skeleton, groups, params=shards, **options)
     with pytest.raises(LeafError, match="buffer 'seen' is on meta, without a value"):
         trainer(Net().to("meta"), groups, params=shards)
-    with pytest.raises(LeafError, match=r"params\['w'\] is on meta"):
+    with pytest.raises(LeafError, match=r"params.w is on meta"):
         trainer(lambda params, x: x, groups, params={"w": torch.ones(2, device="meta")})
     for text, options in (("needs params=", {}), ("takes no loss=", {"params": full, "loss": max})):
         with pytest.raises(TreeError, match=f"a loss_fn {text}"):

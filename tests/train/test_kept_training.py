@@ -278,7 +278,7 @@ def drifted(layout: Layout) -> str:
 
 def test_replicas_with_other_codes_are_found(ranks):
     for text in ranks(2).run(drifted, Layout((2,), 1)):
-        assert "state.params['1.base.weight']" in text
+        assert "state.params.1.base.weight" in text
 
 
 def given(own: str, precision: str | None) -> str:
@@ -301,5 +301,5 @@ def test_shards_that_are_given_are_compared_with_the_precision(own):
     assert given(own, PRECISION) == ""
     assert given(own, None) == ""
     text = given(own, "*base*: param=int8[64]")
-    assert "params['0.base.bias'] is not kept as this precision= says" in text
+    assert "params.0.base.bias is not kept as this precision= says" in text
     assert "expected param=int8[64]\n  got param=int4[64]" in text

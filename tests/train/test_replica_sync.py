@@ -550,7 +550,7 @@ def with_experts(layout, policy):
 
 
 def groups_at(groups, name):
-    return groups(f"['{name}']") if callable(groups) else groups[name]
+    return groups(name) if callable(groups) else groups[name]
 
 
 @pytest.mark.parametrize("layout", [x for x in FAR if x.partition_size > 1], ids=str)
@@ -630,7 +630,7 @@ def donated(layout, policy):
     merged, later = sync.after(params, state, groups, donate=True)
     assert memory_of(merged, outer_of(later)) == places, "not in place"
     same_bits(merged, want)
-    gone = "params['a'] was donated to ReplicaSync.after"
+    gone = "params.a was donated to ReplicaSync.after"
     for use in (
         lambda: mf.unshard(params, groups),
         lambda: params["a"].data + 1,
@@ -802,14 +802,14 @@ REFUSED = {
     "a function of none": ("GroupsError", "ReplicaSync.groups: got int, expected Groups"),
     "a hierarchy at init": ("GroupsError", "ReplicaSync.init: got a hierarchy, needs groups"),
     "a hierarchy when due": ("GroupsError", "ReplicaSync.after: got a hierarchy, needs groups"),
-    "no shards": ("LeafError", "ReplicaSync.init: params['v'][0] is Tensor, not a shard"),
+    "no shards": ("LeafError", "ReplicaSync.init: params.v.0 is Tensor, not a shard"),
     "another policy's state": (
         "TreeError",
         f"ReplicaSync.after: the state does not fit\n  it was made by another policy{STATE}",
     ),
     "another tree's state": (
         "TreeError",
-        f"ReplicaSync.after: the state does not fit\n  params['v'][0] is missing{STATE}",
+        f"ReplicaSync.after: the state does not fit\n  params.v.0 is missing{STATE}",
     ),
     "closed": ("GroupsError", "is used after its groups were closed"),
     "another policy": (
@@ -822,7 +822,7 @@ REFUSED = {
     "another start": (
         "DesyncError",
         "ReplicaSync.init: replicas hold different values\n"
-        "  first difference: params['v'][0]\n"
+        "  first difference: params.v.0\n"
         "  rank 1: not as in the first replica\n"
         "  fix: start with what shard gave, or with sync_replicas(params, groups)",
     ),

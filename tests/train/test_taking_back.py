@@ -64,19 +64,19 @@ def unchanged(trainer: mf.Trainer, act: Callable[[], None], kind: type, *texts: 
 BAD: dict[str, tuple[list[Any], Any, str]] = {
     "no format": (["format"], None, "format None, expected 1"),
     "a later format": (["format"], 2, "format 2, expected 1"),
-    "no guard": (["guard"], None, "extra['guard'] is NoneType"),
-    "no scale": (["guard", "scale"], None, "extra['guard'] is not of a guard"),
-    "a scale of text": (["guard", "scale", 0], "8.0", "extra['guard'] is not of a guard"),
-    "norms of text": (["guard", "norms"], ["x"], "extra['guard'] is not of a guard"),
-    "buffers of others": (["buffers"], {}, "extra['buffers']['last'] is missing"),
-    "a buffer of text": (["buffers", "last"], "x", "extra['buffers']['last']: got str"),
+    "no guard": (["guard"], None, "extra.guard is NoneType"),
+    "no scale": (["guard", "scale"], None, "extra.guard is not of a guard"),
+    "a scale of text": (["guard", "scale", 0], "8.0", "extra.guard is not of a guard"),
+    "norms of text": (["guard", "norms"], ["x"], "extra.guard is not of a guard"),
+    "buffers of others": (["buffers"], {}, "extra.buffers.last is missing"),
+    "a buffer of text": (["buffers", "last"], "x", "extra.buffers.last: got str"),
     "a long buffer": (["buffers", "last"], torch.ones(2), "got a tensor of (2,)"),
-    "random states": (["random", "cpu"], torch.ones(3), "['random']: these are not states"),
-    "Python's": (["random", "python", "numbers"], torch.ones(3), "['random']: these are not"),
-    "numpy's": (["random", "numpy", "pos"], "x", "['random']: these are not states"),
-    "a position": (["data"], {"epoch": 1}, "['data']: this is not the position in a pass"),
+    "random states": (["random", "cpu"], torch.ones(3), "random: these are not states"),
+    "Python's": (["random", "python", "numbers"], torch.ones(3), "random: these are not"),
+    "numpy's": (["random", "numpy", "pos"], "x", "random: these are not states"),
+    "a position": (["data"], {"epoch": 1}, "data: this is not the position in a pass"),
     "fewer than no batches": (["data", "batches"], -1, "this is not the position in a pass"),
-    "states of a pass": (["data", "start", "cpu"], 0, "['data']['start']: these are not states"),
+    "states of a pass": (["data", "start", "cpu"], 0, "data.start: these are not states"),
     "state of a loader": (["data", "loader"], {"state": {}}, "this is not what was saved"),
     "ranks": (["ranks"], [], "this is not what was saved"),
 }
@@ -109,7 +109,7 @@ def test_a_state_of_another_model() -> None:
     trainer = run(groups)
     state, extra = carried(trainer)
     other = {"train": state["train"], "sync": 3}
-    unchanged(trainer, lambda: take_back(trainer, other, extra), TreeError, "state['sync'].step")
+    unchanged(trainer, lambda: take_back(trainer, other, extra), TreeError, "state.sync.step")
     odd = tree.map_leaves(lambda x: x.double() if isinstance(x, Tensor) else x, state)
     texts = ("take_back: it does not fit this trainer", "torch.float64", "expected a tensor of")
     unchanged(trainer, lambda: take_back(trainer, odd, extra), TreeError, *texts)
@@ -331,8 +331,8 @@ class Holding(list):
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"a": [0, {1, 2}]}, "the state_dict() of Holding['a'][1] is set"),
-        ({"a": {3: 4}}, "a key of the state_dict() of Holding['a'] is int"),
+        ({"a": [0, {1, 2}]}, "the state_dict() of Holding.a.1 is set"),
+        ({"a": {3: 4}}, "a key of the state_dict() of Holding.a is int"),
         (object(), "the state_dict() of Holding is object"),
     ],
 )

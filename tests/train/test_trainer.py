@@ -274,7 +274,7 @@ def test_bad_use_is_refused():
     trainer = mf.Trainer(TakesWords(), mf.optim.sgd(0.1), groups, accumulate=3)
     with pytest.raises(
         mf.errors.TreeError,
-        match=r"batch\[0\] has shape \(4, 3\), accumulate=3\n  fix: make dim 0 a multiple",
+        match=r"batch.0 has shape \(4, 3\), accumulate=3\n  fix: make dim 0 a multiple",
     ):
         trainer.step((torch.ones(4, 3), torch.ones(4)))
     vector = mf.Trainer(nn.Linear(2, 2), mf.optim.sgd(0.1), groups)

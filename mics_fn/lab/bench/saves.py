@@ -162,7 +162,7 @@ def _manifest(writers: int) -> dict[str, Any]:
     tracemalloc.start()
     begun = time.perf_counter()
     lines = [Line(6_000_000, 4, writers // 4) for _ in range(100)] + [Line(8 * writers, writers, 1)]
-    places = ((f"opt.moments['exp_avg']['h.{i}.w']", i // 60, i % 60) for i in range(6000))
+    places = ((f"opt.moments.exp_avg.h.{i}.w", i // 60, i % 60) for i in range(6000))
     tensors = [Stored(name, torch.float32, (1000, 100), i, 100_000 * k) for name, i, k in places]
     file, digest = "rank-00000.safetensors", "0" * 64
     records = [Writer(file, 10**9, digest, [[i % 4, i // 4]]) for i in range(writers)]
