@@ -151,7 +151,7 @@ def init_state(
     fix = "pass tensors by name, as dict(model.named_buffers())"
     checks.instance("init_state", "buffers", buffers, Mapping | None, "a dict of tensors", fix)
     for name, value in (buffers or {}).items():
-        checks.instance("init_state", f"buffers[{name!r}]", value, Tensor, "a tensor", fix)
+        checks.instance("init_state", f"buffers.{name}", value, Tensor, "a tensor", fix)
     if groups is not None:
         homes = homes_of("init_state", groups, params)
         several = any(home.partition_size * home.num_replicas > 1 for home in homes)

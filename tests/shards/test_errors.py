@@ -183,7 +183,7 @@ def test_a_dtype_is_kept_to_the_bit_or_refused_by_name():
             assert torch.equal(found.view(torch.uint8), given.view(torch.uint8)), dtype
             continue
         name = f"{dtype}".removeprefix("torch.")
-        text = f"shard: params['w'] is strided, {name}{DENSE}"
+        text = f"shard: params.w is strided, {name}{DENSE}"
         expect(mf.errors.LeafError, text, lambda given=given: mf.shard({"w": given}, groups))
 
 
