@@ -115,5 +115,5 @@ def test_other_shapes_are_refused_in_every_form(tmp_path: Path):
         folder, other = tmp_path / (before or "plain"), {**values(), "base.c": torch.ones(5, 1000)}
         if not folder.exists():
             mf.checkpoint.save(folder, sharded(values(), groups, before), groups, step=1)
-        with pytest.raises(CheckpointMismatch, match=r"base\.c: saved "):
+        with pytest.raises(CheckpointMismatch, match=r"\n  base\.c( as .*)?: saved "):
             mf.checkpoint.load(folder, sharded(other, groups, form), groups)

@@ -214,7 +214,7 @@ TreeError: global_norm: tree is None
 TreeError: init_state: params is None
   fix: pass what shard gave
 >>> mf.init_state({"w": x}, optim.sgd(0.1))
-LeafError: init_state: params['w'] is Tensor, not a shard
+LeafError: init_state: params.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.init_state(shards(), None)
 OptimizerError: NoneType is not an optimizer of init and update
@@ -232,7 +232,7 @@ OptimizerError: the function sgd is not an optimizer of init and update
 PlanError: init_state: buffers=5, expected a dict of tensors
   fix: pass tensors by name, as dict(model.named_buffers())
 >>> mf.init_state(shards(), optim.sgd(0.1), buffers={"a": 5})
-PlanError: init_state: buffers['a']=5, expected a tensor
+PlanError: init_state: buffers.a=5, expected a tensor
   fix: pass tensors by name, as dict(model.named_buffers())
 >>> mf.TrainState("a", shards(), (), {}, optim.sgd(0.1))
 PlanError: TrainState: step='a', expected an int of at least 0
@@ -291,7 +291,7 @@ PlanError: shard: frozen cannot be called as frozen(path)
   it takes (): too many positional arguments
   fix: pass a function such as lambda path: 'bias' in path
 >>> mf.shard({"w": x}, 5)
-TreeError: groups['w']: got int, which is no groups
+TreeError: groups.w: got int, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> mf.shard(groups, {"w": x})
 GroupsError: shard: params is of type Groups
@@ -344,16 +344,16 @@ GroupsError: gather: shards is of type Groups
 LeafError: gather: shards.step is int, not a shard
   fix: of a TrainState pass its params
 >>> mf.unshard({"w": x}, groups)
-LeafError: unshard: shards['w'] is Tensor, not a shard
+LeafError: unshard: shards.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.reduce_grads(None, groups)
 TreeError: reduce_grads: grads is None
   fix: pass a tree of tensors or shards
 >>> mf.scatter_grads({"w": x}, groups, like={"w": x})
-LeafError: scatter_grads: like['w'] is Tensor, not a shard
+LeafError: scatter_grads: like.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
-TreeError: opt_step: grads['b'] does not match its parameter
+TreeError: opt_step: grads.b does not match its parameter
   it lies at 0 of bucket 0 (16 x float32), the parameter at 0 of bucket 0 (8 x float32)
   fix: pass like=state.params to reduce_grads
 >>> mf.sync_replicas(shards(), groups, donate="no")
@@ -667,7 +667,7 @@ OptimizerError: float is not an optimizer of init and update
 GroupsError: Trainer: groups=None, expected groups
   fix: the order is Trainer(model, optimizer, groups, loss=...)
 >>> trainer(nn.Linear(2, 1), optim.sgd(0.1), 5)
-TreeError: groups['bias']: got int, which is no groups
+TreeError: groups.bias: got int, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
@@ -972,15 +972,15 @@ OptimizerError: from_update: update gave dict
   fix: return (updates, state) from it
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
 TreeError: from_update: the updates that update gave do not fit the parameters
-  updates['b'] is missing
+  updates.b is missing
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"w": x}, s))), shards())
 TreeError: from_update: the updates that update gave do not fit the parameters
-  updates['b'] is missing
+  updates.b is missing
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())
 TreeError: from_update: the updates that update gave do not fit the parameters
-  updates['b']: expected a piece of 3 elements, got 2
+  updates.b: expected a piece of 3 elements, got 2
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": 5}, s))), shards())
 TreeError: from_update: the updates that update gave do not fit the parameters
@@ -1047,13 +1047,13 @@ PlanError: Timeline.picture: path='x.nope', expected the name of an image
 >>> mf.get(shards(), None, groups)
 TreeError: get: the path is NoneType, expected str
 >>> mf.get(shards(), groups, "w")
-TreeError: groups['b']: got str, which is no groups
+TreeError: groups.b: got str, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> mf.set(shards(), "w", "1", groups)
-LeafError: set: ['w']: the value is str
+LeafError: set: w: the value is str
   fix: pass a plain tensor of the full shape, or a number to fill the leaf with
 >>> mf.set(shards(), "w", True, groups)
-LeafError: set: ['w']: the value is True, and the leaf has dtype float32
+LeafError: set: w: the value is True, and the leaf has dtype float32
   fix: pass 1 to fill the leaf with that number
 >>> mf.set(roots(), "opt.moments.exp_avg_sq.w", -1.0, groups)
 LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
