@@ -126,7 +126,7 @@ def _difference(updates: Unpacked, params: Unpacked) -> str:
         return ""
     rows = zip(params.paths, params.lengths, updates.lengths, strict=True)
     path, want, got = next(row for row in rows if row[1] != row[2])
-    return f"updates{path}: expected a piece of {want} elements, got {got}"
+    return f"{tree.join('updates', path)}: expected a piece of {want} elements, got {got}"
 
 
 def from_step(
