@@ -9,6 +9,7 @@ than it may. The thread may be stuck for good; then nobody else is.
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,6 +27,9 @@ class StoreLost(RuntimeError):
     def __init__(self, text: str, *, silent: bool) -> None:
         super().__init__(text)
         self.silent = silent
+
+
+_GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
 
 
 class Errand:
@@ -54,10 +58,15 @@ class Clerk:
 
     def __init__(self, store: Any) -> None:
         self._given = store
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew on another thread with another connection, once this one was lost."""
         self._errands = SimpleQueue[Errand | None]()
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
-        self._thread = threading.Thread(target=self._serve, name="mics_fn store", daemon=True)
+        serve = partial(self._serve, self._errands)
+        self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
         start(self._thread)
 
     def ask(self, call: Callable[[Any], Any]) -> Errand:
@@ -96,11 +105,12 @@ class Clerk:
         self._thread.join(patience_s)
         self.lost = self.lost or StoreLost("this process ends", silent=False)
 
-    def _serve(self) -> None:
+    def _serve(self, errands: SimpleQueue[Errand | None]) -> None:
         store = None
-        while (errand := self._errands.get()) is not None:
-            if self.lost is not None:
-                errand.error = self.lost
+        while (errand := errands.get()) is not None:
+            given_up = self.lost or (errands is not self._errands and _GIVEN_UP)
+            if given_up:
+                errand.error = given_up
                 errand.done.set()
                 continue
             try:
@@ -111,7 +121,9 @@ class Clerk:
             except BaseException as error:  # no connection
                 errand.error = error
             if _is_lost(errand.error):
-                self.lost = errand.error = StoreLost(first_line(errand.error), silent=False)
+                errand.error = StoreLost(first_line(errand.error), silent=False)
+                if errands is self._errands:
+                    self.lost = errand.error
             errand.done.set()
 
 

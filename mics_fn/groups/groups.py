@@ -1,5 +1,6 @@
 """`Groups`: the ranks that share a replica, and those that hold the same shard, as one value."""
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -147,9 +148,12 @@ class Groups:
     def close(self) -> None:
         """Destroy the process groups, whose later use raises GroupsError. Closing twice is fine.
 
+        While an exception is handled, as in a `finally`, and after an error in a step without
+        another call, it abandons them, as a `with` block does, and others read of that error.
+
         Communication: on NCCL, all ranks of a group wait for each other and for what is under way.
         """
-        self.life.close()
+        self.life.close(sys.exception())
 
     def __enter__(self) -> "Groups":
         return self
@@ -160,10 +164,7 @@ class Groups:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-        else:
-            self.life.abandon(error)
+        self.life.close(error)
 
     def __reduce__(self) -> tuple:
         text = "groups belong to this process: they cannot be in a pickle or a deep copy"

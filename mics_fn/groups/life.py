@@ -6,7 +6,8 @@ wait for it, and its traceback would be lost. It abandons its groups instead: it
 which all other ranks read within about a second, and aborts its groups. Aborting frees
 memory, for which a device waits for all of its kernels, those of other groups too, and NCCL may
 wait for other ranks of the node. So each group is aborted on a thread of its own, all at once, and
-this rank goes on after `_PATIENCE_S` in any case.
+this rank goes on after `_PATIENCE_S` in any case. To close groups while an exception is handled, as
+in a `finally`, or after an error that this rank has told and not withdrawn, is to leave by it.
 
 [Note: failed groups] After a collective that failed, or that one rank gave up, ranks no longer know
 what the others have sent, and the next one might mix its bytes with theirs. So the first such error
@@ -14,6 +15,7 @@ ends the groups: each later use of them raises at once, and says what to call. A
 program does not end them, because what is in flight can still be completed.
 """
 
+import sys
 import threading
 import time
 from collections import deque
@@ -63,6 +65,9 @@ class Life:
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, Failure] = field(default_factory=dict)
     told: Failure | None = None  # what this rank said of itself last
+    stands: bool = False  # whether it has not withdrawn that
+    # The exception that was handled when these groups began, which is not the reason of their end.
+    amid: int = field(default_factory=lambda: id(sys.exception()))
     # Calls by communicator when this rank raised, of the last times; others may be behind.
     _raised_at: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=64))
     # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
@@ -70,11 +75,12 @@ class Life:
     moved: Callable[[], None] = lambda: None
     job: Job = field(default_factory=Job)
     # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
-    # this rank (False if another rank has given up because of it); look at once.
+    # this rank (False if another rank has given up because of it); look at once, which returns
+    # whether some rank gives no sign at present.
     report: Callable[[Failure], None] = lambda failure: None
     settle: Callable[[Failure], bool] = lambda failure: True
     retract: Callable[[], bool] = lambda: True
-    listen: Callable[[], None] = lambda: None
+    listen: Callable[[], bool] = bool
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
     depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
     again: Any = None  # makes groups like these; see `again`
@@ -159,10 +165,12 @@ class Life:
 
         Args:
           error: to raise if it is not known.
-          wait: whether to wait for up to a second to learn of it.
+          wait: whether to wait for up to a second to learn of it; longer while some rank gives no
+            sign, of which `heartbeat_s` will tell.
           call: what failed; some rank may have closed its groups without a part in it.
         """
-        deadline = time.monotonic() + _LEARN_S * wait
+        began = time.monotonic()
+        deadline = began + _LEARN_S * wait
         try:
             self.job.raise_reported()
         except MicsError as told:
@@ -177,9 +185,9 @@ class Life:
             if gone is not None:
                 error = gone
                 break
-            if time.monotonic() > deadline:
+            silent, now = wait and self.listen(), time.monotonic()
+            if now > deadline and not (silent and now < began + self.heartbeat_s + _LEARN_S):
                 break
-            self.listen()
             time.sleep(0.02)
         return self.finish(error)
 
@@ -210,19 +218,21 @@ class Life:
         if isinstance(error, SystemExit):
             text = f"rank {self.rank} exited, and its groups were still open"
         self.told = replace(failure, text=text, kind=kind or failure.kind)
-        self.job.raised = not final
+        self.job.raised = self.stands = not final
         self._raised_at.append(counts["made"])
         self.report(self.told)
 
-    def abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException | None) -> None:
         """Give up the process groups without the other ranks; see [Note: leaving by an error].
 
         Args:
-          error: why; ranks of the job that wait for this one raise an error that names it.
+          error: why; ranks of the job that wait for this one raise an error that names it. None if
+            they have been told.
         """
         if self.forked:
             return self._let_go()
-        quietly(partial(self.tell, error, final=True))  # first: what is aborted fails elsewhere
+        if error is not None:  # first: what is aborted fails elsewhere
+            quietly(partial(self.tell, error, final=True))
         tasks = self.left, self.depart(LEFT)
         threads = [*self._abort(), *map(_started, tasks)]
         self._let_go()
@@ -231,11 +241,23 @@ class Life:
             thread.join(max(0.0, deadline - time.monotonic()))
         return None
 
-    def close(self) -> None:
-        """Destroy the owned process groups, newest first; a second call has no effect."""
-        if self.failed is not None and not self.closed:
-            self.abandon(GroupsError(self.failed))
-        elif not self.closed:
+    def close(self, error: BaseException | None = None) -> None:
+        """Destroy the owned process groups, newest first; a second call has no effect.
+
+        Args:
+          error: that is handled meanwhile; see [Note: leaving by an error].
+        """
+        in_order = isinstance(error, GeneratorExit | SystemExit) and not getattr(error, "code", 0)
+        if in_order or id(error) == self.amid:
+            error = None
+        if self.closed:
+            return
+        if self.stands and self.told is not None and len(self.ranks) > 1:
+            self.settle(self.told)
+            self.abandon(None)
+        elif error is not None or self.failed is not None:
+            self.abandon(error or GroupsError(self.failed))
+        else:
             for ending in list(self.endings):
                 ending()
             self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
@@ -255,7 +277,7 @@ class Life:
         self.failed = None
         # These refer to what is to be freed.
         self.look, self.moved, self.depart, self.job = quiet, quiet, lambda how: quiet, Job()
-        self.report, self.settle, self.listen, self.left = quiet, bool, quiet, quiet
+        self.report, self.settle, self.listen, self.left = quiet, bool, bool, quiet
         self.retract = lambda: True
         if groups:
             thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)

@@ -2,14 +2,15 @@
 
 [Note: signs of life] Each rank counts in the store, a few times per second, and reads the counts of
 a few other ranks. A count that stands still for `heartbeat_s` is a rank that is silent: stopped, or
-cut off. How long it stands still is added up from the reader's own ticks, each of which adds no
-more than its length, so a process that was stopped itself, or whose interpreter was held, accuses
-nobody. With its count a rank writes which process it is. Those on its host see at their next tick
-that it is gone, so a rank that is killed is named before the others know more than that some
-connection was closed. One that closes its groups writes that before it may end, so whoever sees
-that a process is gone reads what it wrote last before it accuses that rank. Who finds a failure
-writes it into the journal of each groups that the rank is in, see [Note: the journal] in `peers`,
-and all ranks read it at their next tick.
+cut off, or gone with its host. It is measured anew from each meeting on. How long it stands still
+is added up from the reader's own ticks, each of which adds no more than its length, so a process
+that was stopped itself, or whose interpreter was held, accuses nobody. With its count a rank writes
+which process it is. Those on its host see at their next tick that it is gone, so a rank that is
+killed is named before the others know more than that some connection was closed. Nobody else calls
+a rank killed, however silent it is. One that closes its groups writes that before it may end, so
+whoever sees that a process is gone reads what it wrote last before it accuses that rank. Who finds
+a failure writes it into the journal of each groups that the rank is in, see [Note: the journal] in
+`peers`, and all ranks read it at their next tick.
 
 Two threads do this. The clerk talks to the store, and may be stuck in it. The other one ticks, and
 finds out that the clerk is stuck: then the store, or the rank that holds it, has failed. They run
@@ -37,7 +38,7 @@ from mics_fn.threads import Bell, Latch, start
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
-_GONE_S = 0.6  # after a connection was closed, the only rank that is silent for this long is gone
+_DOUBT_S = 0.6  # after a connection was closed, ranks that are silent for this long may be gone
 
 
 class Monitor:
@@ -73,7 +74,9 @@ class Monitor:
         if plain and self._store is not None and store is not self._store:
             self._lives.clear()  # groups of a torch.distributed that was shut down
             self._clerk = None
-        if self._clerk is None or self._clerk.lost is not None:
+        if self._clerk is not None and self._clerk.lost is not None:
+            self._connect_again(self._clerk)
+        elif self._clerk is None:
             self._clerk, self._store = Clerk(store), store if plain else None
             self._begin(self._clerk)
         elif not self._lives:
@@ -82,8 +85,7 @@ class Monitor:
         life.report, life.settle = partial(self._report, life), partial(self._settle, life)
         life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
         life.retract = partial(self._retract, life)
-        gone = [] if waits else self.gone(life.ranks)
-        life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
+        life.standing = {} if waits else self._ended_of(dict.fromkeys(life.ranks, ""))
         self._lives[life] = Journal("")
         failed = partial(self._store_failed, life)
         try:  # to connect may take long, as it looks for names of hosts
@@ -98,10 +100,24 @@ class Monitor:
         return self._own.name
 
     def check_store(self, life: Life) -> None:
-        """Raise PeerFailed if the store is gone, without which these ranks cannot meet."""
+        """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
+
+        If it only gave no answer, what it could not be told is said again.
+        """
         lost = None if self._clerk is None else self._clerk.lost
-        if lost is not None and not lost.silent and len(life.ranks) > 1:
+        if self._clerk is None or lost is None or len(life.ranks) == 1:
+            return
+        if not lost.silent:
             raise self._store_failed(life, lost)
+        self._connect_again(self._clerk)
+
+    def _connect_again(self, clerk: Clerk) -> None:
+        """Begin anew with a store that was lost, and say again what it may not have heard."""
+        clerk.renew()
+        self._begin(clerk)
+        for life, journal in self._lives.items():
+            if life.told is not None and life.key:
+                clerk.ask(partial(said_to_all, journal, failure=life.told))
 
     def gone(self, ranks: Sequence[int]) -> list[int]:
         """Those of these ranks whose processes are known to have ended, and did not come back."""
@@ -110,13 +126,16 @@ class Monitor:
     def name(self, life: Life, key: str, processes: Mapping[int, str] | None = None) -> None:
         """Give groups the key that all ranks agreed on, and their processes if these are known."""
         if processes is not None:  # they have met again, whatever was known of them before
-            gone = self._peers.gone_of(processes)
-            life.standing = {rank: without_a_word(rank, "killed") for rank in gone}
+            life.standing = self._ended_of(processes)
         journal = self._lives[life] = Journal(key)
         life.key, life.processes = key, dict(processes or {})
         for failure in life.standing.values():
             self._ask(partial(self._say_and_read, life, journal, failure))
         self._wake.ring()
+
+    def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, Failure]:
+        """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
+        return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
 
     def leave(self, life: Life) -> None:
         """Stop watching for these groups, which this rank has closed."""
@@ -161,13 +180,11 @@ class Monitor:
             return True
         return self._bounded(partial(journal.settle, rank=failure.rank), True)
 
-    def _listen(self, life: Life) -> None:
-        """Have the next tick at once, and find who is gone on another host, for `explained`."""
+    def _listen(self, life: Life) -> bool:
+        """Have the next tick at once; whether some rank may be found silent, for `explained`."""
         self._again = True
         self._wake.ring()
-        silent = self._peers.silent(life.ranks, _GONE_S)
-        if len(silent) == 1 and self._peers[silent[0]].mark_gone():
-            self._accuse(silent[0], "killed")
+        return bool(self._peers.silent(life.ranks, _DOUBT_S))
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
         if self._clerk is not None:

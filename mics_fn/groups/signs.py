@@ -222,9 +222,23 @@ class Peers(dict[int, Peer]):
         found = [(rank, self[rank]) for rank in ranks if rank in self]
         return [rank for rank, peer in found if peer.gone and not peer.parked]
 
-    def gone_of(self, processes: Mapping[int, str]) -> list[int]:
-        """The ranks of which these processes are gone."""
-        return [rank for rank in self.gone(processes) if self[rank].name == processes[rank]]
+    def anew(self, processes: Mapping[int, str]) -> list[int]:
+        """Measure signs of life anew, as these ranks meet: silence before it means nothing.
+
+        Args:
+          processes: of the ranks that meet, by rank; "" for the last one that was heard of.
+
+        Returns:
+          Those of them whose process was seen to end, with open groups.
+        """
+        gone = []
+        for rank, peer in ((rank, self[rank]) for rank in processes if rank in self):
+            ended = peer.process is not None and peer.process.is_gone() and not peer.parked
+            if ended and processes[rank] in ("", peer.name):
+                gone.append(rank)
+            elif not ended:
+                peer.silent_s, peer.gone = 0.0, False
+        return gone
 
     def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
         """Those of these ranks with open groups that gave no sign for so long."""

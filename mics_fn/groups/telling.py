@@ -62,6 +62,7 @@ def withdraw_all(goes_on: Life | None = None) -> None:
     for life in list(OPEN):
         told = life.told
         if told is None or told.final or life.retract():
+            life.stands = False
             continue
         life.told = replace(told, final=True)
         life.fail(told.error(""))

@@ -11,7 +11,7 @@ from torch.utils import deterministic as torch_deterministic
 
 from mics_fn import checks
 from mics_fn.errors import CheckpointError
-from mics_fn.groups import StopRequest
+from mics_fn.groups import StopRequest, Telling
 from mics_fn.train.metrics import StepMetrics
 
 
@@ -110,8 +110,12 @@ def train_for(
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one."""
     metrics: list[StepMetrics] = []
+    home = trainer.member.home
     try:
-        with closing(trainer.epochs.batches(loader, trainer.member.home)) as batches:
+        with (
+            Telling(home.life, trainer.state.step + 1),  # of the loader, or of the bar
+            closing(trainer.epochs.batches(loader, home)) as batches,
+        ):
             for _ in range(steps):
                 batch = next(batches)
                 try:

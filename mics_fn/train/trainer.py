@@ -233,8 +233,8 @@ class Trainer(Exporting):
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
-        batch = to_device(batch, home.device)
         with (
+            Telling(home.life, self.state.step),
             home.life.turns.alone(),
             torch.no_grad(),
             self.program.evaluating(),

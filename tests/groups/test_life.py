@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,9 +16,11 @@ import torch.distributed as dist
 from mics_fn import _torch
 from mics_fn.collectives import collect
 from mics_fn.collectives.hierarchical import start_all_gather
-from mics_fn.errors import GroupsError, PeerFailed
-from mics_fn.groups import Groups, make_groups
+from mics_fn.errors import GroupsError, PeerFailed, first_line
+from mics_fn.groups import Groups, Telling, make_groups, withdraw_all
 from mics_fn.lab.ranks.pool import RankPool
+from mics_fn.optim import init_state, sgd
+from mics_fn.shards import gather, shard
 
 Pools = Callable[[int], RankPool]
 
@@ -129,11 +131,15 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
     ],
     ids=repr,
 )
-def test_an_error_destroys_nothing(fakes: Any, error: BaseException | None, end: str) -> None:
+@pytest.mark.parametrize("how", ["with", "finally"])
+def test_an_error_destroys_nothing(
+    fakes: Any, error: BaseException | None, end: str, how: str
+) -> None:
     groups, owned = fakes(False, False)
     told: list[Any] = []
     groups.life.report = told.append
-    with pytest.raises(type(error)) if error is not None else nullcontext(), groups:
+    block = groups if how == "with" else closing(groups)  # which calls it in a `finally`
+    with pytest.raises(type(error)) if error is not None else nullcontext(), block:
         if error is not None:
             raise error
     assert [group.ended for group in owned] == [end] * 2
@@ -142,6 +148,79 @@ def test_an_error_destroys_nothing(fakes: Any, error: BaseException | None, end:
         groups.partition.process_group()
     groups.close()  # later, as in a `finally`: nothing
     assert [group.ended for group in owned] == [end] * 2
+
+
+def fail_and_close(how: str) -> tuple[str, Any]:
+    """Rank 1 fails and closes its groups, or closes them although nothing failed; rank 0 waits."""
+    groups, text = make_groups(timeout_s=20), ""
+    state = init_state(shard({"w": torch.ones(4)}, groups), sgd(0.1))
+
+    def step(loss: Any) -> None:
+        with Telling(groups.life, 1):
+            loss()
+            gather(state.params, groups)
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    if dist.get_rank() == 0:
+        with pytest.raises((PeerFailed, GroupsError)) as caught:
+            step(lambda: None)
+        groups.close()
+        return first_line(caught.value), getattr(caught.value, "rank", None)
+    with suppress(KeyError):
+        if how == "told and caught":
+            with suppress(KeyError):
+                step(fail)
+            groups.close()
+        elif how == "in a finally":  # of a loader, say, in a loop of one's own
+            try:
+                fail()
+            finally:
+                groups.close()
+        elif how == "in its handler":
+            try:
+                fail()
+            except KeyError:
+                groups.close()
+        elif how == "withdrawn":
+            with suppress(KeyError):
+                step(fail)
+            withdraw_all()
+            groups.close()
+        else:
+            groups.close()
+    return text, None
+
+
+_CLOSED = "a call that rank 1 will not make, since it closed its groups"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("told and caught", "rank 1 failed: KeyError: 'mine'"),
+        ("in a finally", "rank 1 left its groups: KeyError: 'mine'"),
+        ("in its handler", "rank 1 left its groups: KeyError: 'mine'"),
+        ("withdrawn", _CLOSED),
+        ("in order", _CLOSED),
+    ],
+)
+def test_closing_does_not_hide_an_error(ranks: Pools, how: str, text: str) -> None:
+    found = ranks(2).run(fail_and_close, how)[0]
+    assert found == (text, None if text == _CLOSED else 1)
+
+
+def close_amid_another_error() -> str:
+    """A whole job that runs in the handler of an error which it has nothing to do with."""
+    try:
+        raise ImportError("an optional module")
+    except ImportError:
+        return fail_and_close("in order")[0]
+
+
+def test_an_error_that_was_handled_before_is_none_of_the_groups(ranks: Pools) -> None:
+    assert ranks(2).run(close_amid_another_error)[0] == _CLOSED
 
 
 def test_groups_that_cannot_be_aborted_in_time_are_left(fakes: Any) -> None:

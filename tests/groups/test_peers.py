@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ import mics_fn as mf
 from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.groups import uncaught
-from mics_fn.groups.monitor import monitor
+from mics_fn.groups.monitor import Monitor, monitor
+from mics_fn.groups.peers import Journal
 from mics_fn.groups.signs import Process
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
@@ -194,10 +197,82 @@ def elsewhere() -> Any:
     return train("killed", 2)
 
 
-def test_a_rank_of_another_host_whose_connections_close_is_named(fork: Any) -> None:
+def test_a_rank_of_another_host_is_named_once_it_is_silent_for_the_limit(fork: Any) -> None:
     for done, kind, who, seconds, text in fork(elsewhere).wait({0, 1, 3}).values():
-        assert (done, kind, who) == (AT, "killed", 2), text
-        assert seconds < 1.5
+        assert (done, kind, who) == (AT, "silent", 2), text
+        assert LIMIT_S - 0.5 < seconds < LIMIT_S + 1.0
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_only_a_process_that_has_ended_was_killed(alive: bool) -> None:
+    """However long it was silent before ranks meet; and its next silence is found again."""
+    watching: Any = Monitor()
+    own, asked = Process.own(), list[Any]()
+    child = subprocess.Popen(["sleep", "30"])
+    time.sleep(0.2)  # until it sleeps
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    names = {1: f"{own.host} {child.pid} {started}", 2: "elsewhere 7 1"}
+    watching._own, watching._ask = own, asked.append
+    life = mf.groups.Life((0, 1, 2), 0, "groups", heartbeat_s=LIMIT_S)
+    watching._lives[life], beats = Journal(life.key), {r: f"1 open {names[r]}" for r in names}
+    try:
+        for _ in range(12):
+            watching._judge(beats, 0.25)
+        assert len(asked) == 2, "both are silent"
+        assert watching._listen(life)
+        if not alive:
+            child.kill()
+            child.wait()
+        watching.name(life, "again", names)
+        assert set(life.standing) == (set() if alive else {1})
+        for how in ({}, names):
+            assert watching._ended_of(how or dict.fromkeys(names, "")) == life.standing
+        del asked[:]
+        for _ in range(4):
+            watching._judge(beats, 0.25)
+        assert not asked
+        for _ in range(4):
+            watching._judge(beats, 0.25)
+        assert len(asked) == 1 + alive
+    finally:
+        child.kill()
+        child.wait()
+
+
+def thawed(pause_s: float) -> Any:
+    """A rank is stopped until the others have failed; they meet again once it goes on."""
+    groups, errors = grouped(), []
+    shards = mf.shard({"w": torch.ones(8)}, groups)
+    rank, began = int(os.environ["RANK"]), time.monotonic()
+    while time.monotonic() < began + 12.0:
+        try:
+            mf.gather(shards, groups)
+            mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
+            if errors:
+                break
+            time.sleep(0.01)
+        except MicsError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            if len(errors) > 1:
+                break
+            time.sleep(pause_s * (rank > 0))  # no sign of life where the store was lost
+            groups = mf.reset(groups)
+    return errors
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 3 * LIMIT_S], ids=["at once", "later"])
+@pytest.mark.parametrize("odd", [2, 0], ids=["a rank", "the rank that holds the store"])
+def test_silence_before_a_meeting_means_nothing_after_it(
+    fork: Any, odd: int, pause_s: float
+) -> None:
+    started = fork(thawed, pause_s)
+    time.sleep(1.5)
+    os.kill(started.pids[odd], signal.SIGSTOP)
+    time.sleep(2 * LIMIT_S)
+    os.kill(started.pids[odd], signal.SIGCONT)
+    for rank, errors in started.wait(set(range(N))).items():
+        assert len(errors) == 1, (rank, errors)
+        assert f"rank {odd}" in errors[0] or rank == odd, (rank, errors)
 
 
 @pytest.mark.parametrize("fault", ["late", "holds its interpreter"])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from collections import Counter
 
 import pytest
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 import mics_fn as mf
+from mics_fn.train import trainer
+from mics_fn.train.loop import Progress
 from mics_fn.train.passes import Epochs
 
 FOUR = Layout((2, 2), 2)
@@ -313,3 +316,52 @@ def test_fit_takes_every_sample_in_every_epoch_in_another_order(ranks, layout):
         assert seen[0] != seen[1] != seen[2]
         # float64: sums of a few dozen multiples of 1/8, exact but for the means over ranks
         assert (weights - want).abs().max() < 1e-13
+
+
+# A loader that fails on one rank
+
+
+def fit_alone(how):
+    """Rank 1 fails in `fit` outside of a step, and its caller catches that; the others go on."""
+    groups = mf.make_groups(timeout_s=20.0)
+
+    def fails(k):
+        return dist.get_rank() == 1 and k == 2
+
+    def batches():
+        for k in range(4):
+            if fails(k) and how == "raises":
+                raise ValueError("no such file")
+            if fails(k) and how == "ends":
+                return
+            yield torch.ones(2, 2)
+
+    class Bar(Progress):
+        def update(self, metrics):
+            if fails(len(metrics)):
+                raise BrokenPipeError("no terminal")
+
+    train = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
+    trainer.Progress = Bar if how == "bar" else Progress
+    began = time.monotonic()
+    try:
+        train.fit(batches(), 4, progress=False)
+    except (OSError, ValueError, mf.errors.PeerFailed) as error:
+        time.sleep(1.0)  # this rank goes on with something else, and closes nothing
+        return mf.errors.first_line(error), time.monotonic() - began
+    finally:
+        trainer.Progress = Progress
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("raises", "no such file"), ("ends", "the loader gave no batch"), ("bar", "no terminal")],
+)
+def test_an_error_of_fit_outside_of_a_step_is_told(ranks, how, text):
+    first, own, last = ranks(3).run(fit_alone, how)
+    assert text in own[0]
+    for told, seconds in (first, last):
+        assert told.startswith("rank 1 failed: ")
+        assert text in told
+        assert seconds < 4
