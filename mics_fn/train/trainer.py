@@ -240,6 +240,7 @@ class Trainer(Exporting):
             self.program.evaluating(),
             defer(self.state.params, self.groups, self.eval_schedule) as full,
         ):
+            batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.state.buffers)
             loss = self.program(full, before, batch).loss
         return evaluated(self, loss, batch)
