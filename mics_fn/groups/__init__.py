@@ -86,7 +86,7 @@ from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.devices import device_of
 from mics_fn.groups.distributed import init_distributed
-from mics_fn.groups.environment import read_launch
+from mics_fn.groups.environment import nccl_problems, read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
 from mics_fn.groups.life import Life
@@ -122,6 +122,7 @@ __all__ = [
     "fold_ranks",
     "init_distributed",
     "make_groups",
+    "nccl_problems",
     "placement",
     "plan_groups",
     "read_launch",

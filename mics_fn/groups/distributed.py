@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -33,7 +34,13 @@ from mics_fn.groups.devices import (
     device_of,
     spot_of,
 )
-from mics_fn.groups.environment import Launch, launched_world_size, read_launch
+from mics_fn.groups.environment import (
+    NCCL_SETTINGS,
+    Launch,
+    launched_world_size,
+    nccl_problems,
+    read_launch,
+)
 from mics_fn.groups.rendezvous import meet, until_read
 from mics_fn.groups.returning import part_of_start, returning, some_rank_lives
 from mics_fn.groups.topology import fold_ranks
@@ -94,7 +101,7 @@ def init_distributed(
         devices.machine.use(chosen)
     if launch is None:
         return chosen
-    order_launches(own)
+    own_failures(own, begun=False)
     backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
     if back:
         _torch_store.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
@@ -212,14 +219,28 @@ def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:
     check_distinct("init_distributed", spots)
 
 
-def order_launches(backend: str) -> None:
-    """Let NCCL start kernels of different communicators in the order of the calls on this rank."""
-    # Gathers and reductions are in flight at once, on communicators of their own. If two ranks
-    # start them in different orders, each can fill its GPU with a kernel that waits for the other.
-    # All ranks call them in one order, which NCCL (2.26 or newer) keeps if this is set; from CUDA
-    # 12.3 on they still overlap. It is read when the first communicator is made.
-    if backend == "nccl":
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+def own_failures(backend: str, *, begun: bool) -> None:
+    """Set what NCCL and torch's watchdog read, and warn of what forbids that; see NCCL_SETTINGS.
+
+    Gathers and reductions are in flight at once, on communicators of their own. If two ranks start
+    them in different orders, each can fill its GPU with a kernel that waits for the other. All
+    ranks call them in one order, which NCCL (2.26 or newer) keeps if it is told to; from CUDA 12.3
+    on they still overlap.
+
+    Args:
+      backend: of the groups.
+      begun: whether a group with NCCL may have been made before.
+    """
+    found = nccl_problems(os.environ, begun=begun) if backend == "nccl" else {}
+    for name, problem in found.items():
+        if (name, problem) not in _WARNED:
+            _WARNED.add((name, problem))
+            fix = f"export {name}={_VALUES[name]} before the start, or leave it unset"
+            warnings.warn(message(name, [problem], fix), stacklevel=3)
+
+
+_VALUES = {setting.name: setting.value for setting in NCCL_SETTINGS}
+_WARNED = set[tuple[str, str]]()  # of what this process was warned
 
 
 def _served_kind(config: str) -> str:

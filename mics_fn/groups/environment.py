@@ -8,7 +8,7 @@ an error, and so are the ranks of another launcher: its script sets the variable
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from mics_fn.errors import GroupsError, message
@@ -225,3 +225,74 @@ def _int(env: Mapping[str, str], name: str, *, least: int = 1) -> int:
         kind = "a positive number" if least else "a number"
         raise GroupsError(message(f"{name}={env[name]!r} is not {kind}", fix="set it, or unset it"))
     return value
+
+
+class Setting(NamedTuple):
+    """A variable that NCCL, or torch's watchdog of it, reads when groups are made."""
+
+    name: str
+    value: str
+    early: bool  # whether it is read once, with the first group of the process
+    why: str  # what another value does
+    fine: str = ""  # another value that does no harm
+
+
+# This library finds failures, ends what waits for a lost rank, and raises `PeerFailed`. So torch's
+# watchdog must do neither first: a process that it ends cannot go on with `reset`.
+NCCL_SETTINGS = (
+    Setting(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        False,
+        "1 and 3 end a process that waits for a lost rank; 2 lets it compute on what never came",
+    ),
+    Setting(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        True,
+        "1 ends a process whose watchdog is held up for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, or after "
+        "the error of another rank",
+    ),
+    Setting(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "0",
+        True,
+        "1 writes a file on each rank when one fails, and delays its end",
+        fine="1",
+    ),
+    Setting(
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "0",
+        False,
+        "1 waits in C++ for each collective, where a host hears neither Ctrl-C nor of failures",
+    ),
+    Setting(
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        "1",
+        True,
+        "0 starts kernels of two communicators in an order that may differ between ranks, which "
+        "then wait for each other",
+    ),
+)
+_OF_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what it sets if nobody does
+
+
+def nccl_problems(env: MutableMapping[str, str], *, begun: bool = False) -> dict[str, str]:
+    """Set what is not set of `NCCL_SETTINGS`; returns what is wrong, by name.
+
+    torchrun sets error handling to 1 where its user did not, so there this counts as not set.
+
+    Args:
+      env: the environment, which is changed.
+      begun: whether a group with NCCL may have been made before.
+    """
+    found = {}
+    for name, value, early, why, fine in NCCL_SETTINGS:
+        given = env.get(name)
+        if given is None or ((name, given) == _OF_TORCHRUN and "TORCHELASTIC_RUN_ID" in env):
+            env[name] = value
+            if begun and early and not fine:
+                found[name] = f"it was set to {value} after torch.distributed was started: {why}"
+        elif given not in (value, fine):
+            found[name] = f"it is {given!r}, expected {value!r}: {why}"
+    return found

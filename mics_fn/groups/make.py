@@ -23,7 +23,7 @@ from mics_fn.groups.communicator import Maker
 from mics_fn.groups.devices import spot_of
 from mics_fn.groups.distributed import (
     device_and_backend,
-    order_launches,
+    own_failures,
     require_distributed,
     universe_of,
 )
@@ -131,7 +131,7 @@ def make_groups(
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
     chosen, served_by = device_and_backend(device, mesh, backend)
-    order_launches(served_by)
+    own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
     sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
     problem = _problem(timeout_s, heartbeat_s, **wiring, **sizes)

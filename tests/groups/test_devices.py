@@ -15,8 +15,8 @@ from mics_fn import _torch
 from mics_fn.errors import DesyncError, GroupsError, MicsError
 from mics_fn.groups import devices, make_groups
 from mics_fn.groups.devices import Machine, spot_of
-from mics_fn.groups.distributed import _choose, device_and_backend, init_distributed, order_launches
-from mics_fn.groups.environment import Launch
+from mics_fn.groups.distributed import _choose, device_and_backend, init_distributed, own_failures
+from mics_fn.groups.environment import NCCL_SETTINGS, Launch, nccl_problems
 from mics_fn.groups.topology import Topology
 from mics_fn.lab.ranks.pool import RankPool, run_ranks
 
@@ -226,13 +226,48 @@ def test_groups_take_the_device_that_the_default_group_serves(
         assert str(device_and_backend(None, None, "gloo")[0]) == "cpu"
 
 
-def test_nccl_starts_kernels_in_the_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for before, backend, after in (("", "gloo", ""), ("", "nccl", "1"), ("0", "nccl", "0")):
-        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", before)
-        if not before:
-            monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-        order_launches(backend)
-        assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "") == after
+ORDER, HANDLING, MONITOR = (
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "begun", "becomes", "problems"),
+    [
+        ({}, False, {ORDER: "1", HANDLING: "0", MONITOR: "0"}, ()),
+        ({}, True, {ORDER: "1", HANDLING: "0"}, (ORDER, MONITOR)),
+        ({ORDER: "1", MONITOR: "0"}, True, {HANDLING: "0"}, ()),
+        ({ORDER: "0"}, False, {ORDER: "0"}, (ORDER,)),
+        ({HANDLING: "1"}, False, {HANDLING: "1"}, (HANDLING,)),
+        ({HANDLING: "1", "TORCHELASTIC_RUN_ID": "1"}, False, {HANDLING: "0"}, ()),
+        ({HANDLING: "3", "TORCHELASTIC_RUN_ID": "1"}, False, {HANDLING: "3"}, (HANDLING,)),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, False, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, ()),
+    ],
+)
+def test_this_library_owns_the_failures_of_nccl(
+    given: dict[str, str], begun: bool, becomes: dict[str, str], problems: tuple[str, ...]
+) -> None:
+    env = dict(given)
+    found = nccl_problems(env, begun=begun)
+    assert env.items() >= becomes.items()
+    assert {setting.name for setting in NCCL_SETTINGS} <= set(env)
+    assert set(found) == set(problems)
+    if begun:
+        assert nccl_problems(env, begun=True) == {}, "set by then"
+
+
+def test_a_setting_of_nccl_that_forbids_to_go_on_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for setting in NCCL_SETTINGS:
+        monkeypatch.setenv(setting.name, setting.value)
+    monkeypatch.setenv(ORDER, "0")
+    own_failures("gloo", begun=False)
+    with pytest.warns(UserWarning, match=f"{ORDER}\\n  it is '0', expected '1': 0 starts kernels"):
+        own_failures("nccl", begun=False)
+    own_failures("nccl", begun=True)
 
 
 def connected(fails_on: int) -> Any:

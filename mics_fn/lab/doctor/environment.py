@@ -13,6 +13,7 @@ from torch.cuda import nccl
 
 from mics_fn import _device, _torch
 from mics_fn._version import __version__
+from mics_fn.groups import nccl_problems
 from mics_fn.lab.doctor.rank import Job, Rank
 from mics_fn.lab.report import human_bytes
 
@@ -36,6 +37,7 @@ def environment(job: Job) -> dict[str, Any]:
         "system": lambda: f"{platform.system()} {platform.machine()}, {_libc()}",
         "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": lambda: human_bytes(_device.total_memory(torch.device("cpu"))),
+        "settings of NCCL": _nccl_settings,
         "backends": lambda: " ".join(b for b in BACKENDS if dist.is_backend_available(b)),
     }
     found: dict[str, Any] = {name: _or_why_not(fact) for name, fact in facts.items()}
@@ -47,6 +49,11 @@ def environment(job: Job) -> dict[str, Any]:
         _or_why_not(lambda i=i: _device_text(torch.device(kind, i))) for i in range(count)
     ]
     return found
+
+
+def _nccl_settings() -> list[str] | str:
+    found = nccl_problems(dict(os.environ))
+    return [f"{name}: {why}" for name, why in found.items()] or "as init_distributed sets them"
 
 
 def _or_why_not(fact: Callable[[], Any]) -> Any:
