@@ -9,9 +9,9 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -156,18 +156,36 @@ def call(verb: str, fn: Callable[..., Any] | None, form: str, fix: str) -> None:
       it takes (model): too many positional arguments
       fix: return one number from it
     """
-    if fn is None:
-        return
+    name, _, arguments = form.partition("(")
+    why = None if fn is None else misfit(fn, arguments.split(","), {})
+    if why is not None:
+        text = f"{verb}: {name} cannot be called as {form}"
+        raise PlanError(message(text, [f"it takes {why}"], fix))
+
+
+def parameters(fn: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """The parameters of a function by name; none if Python does not know them."""
+    try:
+        return signature(fn).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def misfit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What a function takes, and why these arguments do not fit; None if they do, or may.
+
+    >>> misfit(lambda x: x, [1, 2], {})
+    '(x): too many positional arguments'
+    """
     try:
         found = signature(fn)
     except (TypeError, ValueError):
-        return
-    name, _, arguments = form.partition("(")
+        return None
     try:
-        found.bind(*arguments.split(","))
+        found.bind(*args, **kwargs)
     except TypeError as error:
-        text = f"{verb}: {name} cannot be called as {form}"
-        raise PlanError(message(text, [f"it takes {found}: {error}"], fix)) from None
+        return f"{found}: {error}"
+    return None
 
 
 def instance(

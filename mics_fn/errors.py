@@ -265,6 +265,16 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
 
 
+def name_some(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are.
+
+    >>> name_some(["a", "b"]), name_some(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
 def by_value(found: Mapping[int, T]) -> list[tuple[T, list[int]]]:
     """Each value that ranks have, with those that have it; what most have comes first.
 

@@ -10,6 +10,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.deferred.autograd import fetch_all
 from mics_fn.deferred.grad_sum import GradSum
 from mics_fn.deferred.live import LiveBuckets, sizes_of
+from mics_fn.deferred.tensor import from_dynamo
 from mics_fn.errors import PlanError, TreeError, message
 from mics_fn.groups import require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Schedule, joined
@@ -76,7 +77,10 @@ class DeferredParams:
     ) -> None:
         if error is not None:
             self._live.abandon()
-            tell_all(error)
+            refused = from_dynamo(error)
+            tell_all(refused or error)
+            if refused is not None:
+                raise refused from error
         elif not self._pending():
             self.close()
 

@@ -16,6 +16,11 @@ from mics_fn.schedules import Run
 from mics_fn.shards import Arrival, Opened, Sharded, check_dtype, forget_origins, refuse_derivative
 from mics_fn.tree import Tree
 
+_OTHER = message(
+    "defer(into=): another backward went through it than that of its GradSum",
+    fix="call total.backward(loss), not loss.backward()",
+)
+
 
 class GradSum:
     """The gradients of a step: hop 1 of every pass, their mean over passes, then hop 2.
@@ -62,6 +67,7 @@ class GradSum:
         self.before_last: Callable[[], None] = lambda: None  # see `Reduction`
         # Whether a pass counts nothing, so that its gradients are zeros whatever they are.
         self.void: bool | Tensor = False
+        self.other_backward = _OTHER  # the error of a backward that is not that of this object
         self._bound: _Bound | None = None
         self._running = False  # whether `backward` is running
         self._released = False  # whether its memory was given back
@@ -143,8 +149,7 @@ class GradSum:
         if bound is None or not self._running:
             if all(grad is None for grad in grads):
                 return
-            text = "defer(into=): another backward went through it than that of its GradSum"
-            raise TreeError(message(text, fix="call total.backward(loss), not loss.backward()"))
+            raise TreeError(self.other_backward)
         if self.void is not False:
             grads = [None if grad is None else self._emptied(grad) for grad in grads]
         if bound.reduction.has(index):

@@ -13,7 +13,7 @@ without waiting for anyone.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,30 @@ from mics_fn.shards import BucketUse
 def check_loss(verb: str, loss: Any) -> None:
     """Raise LeafError unless a loss is one number, as a tensor."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        text = f"{verb}: the loss has {got}, expected one number"
-        raise LeafError(message(text, fix="return a scalar tensor"))
+        got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind_of(loss)
+        text = f"{verb}: the loss {got}, expected one number"
+        raise LeafError(message(text, fix=_as_one_number(loss)))
+
+
+def _kind_of(value: Any) -> str:
+    """What is given for a loss, in words."""
+    named = f" of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, Mapping) else ""
+    return f"is {'None' if value is None else type(value).__name__}{named}"
+
+
+def _as_one_number(value: Any) -> str:
+    """How a scalar tensor is made of what was given for a loss."""
+    if isinstance(value, Tensor):
+        return "take the mean() over its samples"
+    if value is None:
+        return "return the loss"
+    if isinstance(value, float):
+        return "return the tensor, without item() or float()"
+    if isinstance(getattr(value, "loss", None), Tensor):
+        return "return its .loss"
+    if isinstance(value, Mapping | Sequence):
+        return "return the loss alone, and append what else is to be seen to a list of your own"
+    return "return a scalar tensor"
 
 
 class Graph(NamedTuple):

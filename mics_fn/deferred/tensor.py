@@ -22,6 +22,8 @@ from mics_fn.read_only import ReadOnly
 from mics_fn.shards import dtype_name
 
 aten = torch.ops.aten
+_COMPILED = "torch.compile: a deferred parameter enters a compiled region"
+_COMPILED_FIX = "use gather around compiled code, or clone() parameters before it"
 
 
 class Deferred(ReadOnly):
@@ -66,9 +68,7 @@ class Deferred(ReadOnly):
 
     def __tensor_flatten__(self) -> Any:
         """Raise LeafError: torch.compile calls this, and would trace through the fetch."""
-        text = "torch.compile: a deferred parameter enters a compiled region"
-        fix = "use gather around compiled code, or clone() parameters before it"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(message(_COMPILED, [self.lies_in()], _COMPILED_FIX))
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 
@@ -80,6 +80,13 @@ class Deferred(ReadOnly):
         if handle is None:
             handle = _HANDLERS[func] = _handler(func)
         return handle(func, args, kwargs or {})
+
+
+def from_dynamo(error: BaseException) -> LeafError | None:
+    """The refusal of a deferred parameter, if dynamo wrapped it in an error of its own."""
+    if isinstance(error, LeafError) or _COMPILED not in f"{error}":
+        return None
+    return LeafError(message(_COMPILED, fix=_COMPILED_FIX))
 
 
 _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, dtype of the cast

@@ -47,7 +47,7 @@ from mics_fn.init.loading import load_shards, read_shards
 from mics_fn.init.model import init_model
 from mics_fn.init.reading import File, Limits, check_shape, is_text
 from mics_fn.init.safetensors import DTYPES, strict_json, with_texts
-from mics_fn.init.skeleton import on_meta_copy, refuse_lazy
+from mics_fn.init.skeleton import on_meta_copy, refuse_lazy, warn_of_compile
 
 __all__ = [
     "DTYPES",
@@ -61,5 +61,6 @@ __all__ = [
     "read_shards",
     "refuse_lazy",
     "strict_json",
+    "warn_of_compile",
     "with_texts",
 ]

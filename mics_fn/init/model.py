@@ -23,7 +23,7 @@ from mics_fn.init.loading import matched, renamed
 from mics_fn.init.reading import Limits, Weights
 from mics_fn.init.recorder import Recorder
 from mics_fn.init.replay import Memory
-from mics_fn.init.skeleton import meta_like, tensors_of, with_tensors
+from mics_fn.init.skeleton import meta_like, tensors_of, warn_of_compile, with_tensors
 from mics_fn.init.tape import NotRecorded
 from mics_fn.init.without_data import Recorded
 from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
@@ -127,7 +127,10 @@ def init_model(
         text = "init_model: this model cannot be made in parts, so each rank made all of it"
         warnings.warn(message(text, [reason], fix=fix), stacklevel=2)
     filling.check_copies()
-    return made.skeleton(), filling.shards
+    skeleton = made.skeleton()
+    if skeleton is not made.model:
+        warn_of_compile("init_model", made.model, stacklevel=3)
+    return skeleton, filling.shards
 
 
 def _check(model_fn: Any, seed: Any, options: Mapping[str, Any]) -> None:

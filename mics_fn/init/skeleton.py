@@ -5,6 +5,7 @@ modules stay right. A model whose tensors belong to other code is copied.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mics_fn.errors import LeafError, message
+from mics_fn._torch import compiles_itself
+from mics_fn.errors import LeafError, message, name_some
 from mics_fn.init.without_data import META, Recorded
 
 OWN = {"recorder", "_is_param"}  # attributes of a recorded tensor that its user did not set
@@ -66,6 +68,15 @@ def refuse_lazy(model: nn.Module) -> None:
     if any(nn.parameter.is_lazy(value) for value in (*model.parameters(), *model.buffers())):
         text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
         raise LeafError(message(text, fix="call it once on a batch, which gives them one"))
+
+
+def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
+    """Warn of modules that `compile()` was called on, which a copy of the model has not."""
+    found = [f"model.{k}".rstrip(".") for k, x in model.named_modules() if compiles_itself(x)]
+    if found:
+        text = f"{verb}: compile() of {name_some(found)} is dropped: it runs eagerly"
+        fix = "leave compile() out; see Limits in README for what can be compiled"
+        warnings.warn(message(text, fix=fix), stacklevel=stacklevel)
 
 
 def on_meta_copy(model: nn.Module, values: Iterable[Tensor]) -> nn.Module:

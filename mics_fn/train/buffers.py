@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mics_fn.collectives import mean_over_ranks
+from mics_fn.collectives import SHORT_NAMES, mean_over_ranks
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
 from mics_fn.shards import MemoryPlace, each_once, overlaps
@@ -29,7 +29,8 @@ class ModuleBuffers:
       saved: the module's state dict, whose names tell which buffers are persistent.
 
     Raises:
-      LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype.
+      LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype; or a
+        persistent one is float8, which no mean over ranks has.
     """
 
     def __init__(
@@ -50,6 +51,11 @@ class ModuleBuffers:
             persistent |= set(group) if persistent & set(group) else set()
         floats = [name for name, value in buffers.items() if value.is_floating_point()]
         self.averaged = [name for name in floats if name in persistent]
+        for name in self.averaged:
+            if buffers[name].dtype not in SHORT_NAMES:
+                text = f"Trainer: buffer {name!r} is {buffers[name].dtype}, which has no mean"
+                fix = "keep it as bfloat16, or register it with persistent=False"
+                raise LeafError(message(f"{text} over ranks", fix=fix))
 
     @staticmethod
     def _refuse(first: str, second: str, kind: str, which: str) -> None:

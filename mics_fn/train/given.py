@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mics_fn import checks, tree
+from mics_fn import _torch, checks, tree
 from mics_fn.collectives import SHORT_NAMES, Wire
-from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, message
+from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, message, name_some
 from mics_fn.groups import Groups, placement
+from mics_fn.init import warn_of_compile
 from mics_fn.offload import where_of
 from mics_fn.optim import Guard, Transform, as_transform
 from mics_fn.schedules import OnDemand, Schedule
@@ -29,8 +30,13 @@ from mics_fn.train.defaults import bucket_bytes_for
 from mics_fn.train.syncing import ReplicaSync
 from mics_fn.tree import Tree
 
-_NUMBER = "return one number from it"
 _COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"
+_FUNCTION = "write loss_fn(params, batch), with full tensors as params, and return one number"
+_LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+# Names of arguments of losses of torch, and of such as people write.
+_OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
+_OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
+_TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
 _SAME = "pass the shards that init_model or load_shards made for this model"
 
 
@@ -60,10 +66,10 @@ def check_model(
         expected = "an nn.Module or a function loss_fn(params, batch)"
         if not callable(model):
             checks.refuse("Trainer", "model", model, expected, fix)
-        checks.call("Trainer", model, "model(params, batch)", _NUMBER)
-    checks.function("Trainer", "loss", loss, "loss(model, batch)", _NUMBER)
+        checks.call("Trainer", model, "model(params, batch)", _FUNCTION)
+    checks.function("Trainer", "loss", loss, "loss(model, batch)", _LOSS)
     if loss is not None:
-        checks.call("Trainer", loss, "loss(model, batch)", _NUMBER)
+        _check_loss(loss)
     if groups is None or isinstance(groups, nn.Module | Transform):
         checks.refuse("Trainer", "groups", groups, "groups", fix, GroupsError)
     as_transform(optimizer)
@@ -78,6 +84,17 @@ def check_weight(weight: Any) -> None:
     """Raise PlanError unless `weight` of a `Trainer` is a function of a batch, or None."""
     checks.function("Trainer", "weight", weight, "weight(batch)", _COUNT)
     checks.call("Trainer", weight, "weight(batch)", _COUNT)
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise PlanError for a loss of other arguments, such as `loss(output, target)` of torch."""
+    call = loss.forward if isinstance(loss, nn.Module) else loss
+    checks.call("Trainer", call, "loss(model, batch)", _LOSS)
+    names = list(checks.parameters(call))[:2]
+    if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        text = f"Trainer: loss={name} takes ({', '.join(names)}), expected loss(model, batch)"
+        raise PlanError(message(text, fix=_LOSS))
 
 
 def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
@@ -106,6 +123,40 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
     saves = checkpoint is None or hasattr(checkpoint, "begin")
     if not saves or isinstance(checkpoint, type):
         checks.refuse(verb, "checkpoint", checkpoint, "a Checkpoints", "pass Checkpoints(folder)")
+
+
+def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
+    """Warn of modules whose `compile()` is dropped, and refuse what `torch.compile` wraps.
+
+    Compiled code takes only plain tensors, which parameters are where each rank holds all of them.
+
+    Args:
+      model, loss: as they were given.
+      full_bytes: bytes of the parameters that are gathered.
+
+    Raises:
+      PlanError: such code would be given parameters that are gathered while it runs, or those of
+        the model as it was given.
+    """
+    made, bound = {"model": model}, []
+    if isinstance(model, nn.Module):
+        warn_of_compile("Trainer", model, stacklevel=5)
+        named = {f"model.{name}".rstrip("."): module for name, module in model.named_modules()}
+        made |= {name: module.forward for name, module in named.items()}
+        own = [name for name, module in named.items() if "forward" in vars(module)]
+        bound = [name for name in own if not hasattr(named[name], "_orig_mod")]
+    compiled = [name for name, call in {**made, "loss": loss}.items() if _torch.is_compiled(call)]
+    bound = [f"{name}.forward" for name in bound if name in compiled]
+    if bound:
+        text = f"Trainer: torch.compile made {name_some(bound)} for the modules as they were given"
+        lines = ["it would go on with their parameters, and not with those that are trained"]
+        raise PlanError(message(text, lines, "leave it out; see Limits in README"))
+    if compiled and full_bytes:
+        text = (
+            f"Trainer: torch.compile wraps {name_some(compiled)}, which would be given parameters"
+        )
+        fix = "use its _orig_mod, or the function itself; or partition_size=1; see Limits in README"
+        raise PlanError(message(f"{text} that are gathered while it runs", fix=fix))
 
 
 def as_shards(

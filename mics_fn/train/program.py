@@ -3,6 +3,7 @@
 Modules are read and never changed: `functional_call` swaps parameters into a copy on meta.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mics_fn import points
+from mics_fn import checks, points
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.init import on_meta_copy, refuse_lazy
@@ -19,6 +20,8 @@ from mics_fn.train.buffers import ModuleBuffers, Values
 from mics_fn.train.casting import Casting
 from mics_fn.tree import Tree
 
+_PASS_LOSS = "pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+_NAMED = "name the arguments of forward in the batch, or pass loss=: it is given (model, batch)"
 Backward = Callable[[Tensor], None]
 
 
@@ -153,7 +156,12 @@ class _Step(nn.Module):
         model: Any = self.model
         if self.precision.casts:
             model = Casting(model, self.precision)
-        return _finished(self.loss(model, batch), backward)
+        try:
+            loss = self.loss(model, batch)
+        except (AttributeError, TypeError) as error:
+            _say_how_called(error, self.model, batch)
+            raise
+        return _finished(loss, backward)
 
 
 class _Saved(nn.Module):
@@ -190,12 +198,42 @@ def program_of(
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The result of the model for a batch, or the `.loss` of that result."""
-    if isinstance(batch, Mapping):
-        out = model(**batch)
-    else:
-        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    return out if isinstance(out, Tensor) else out.loss
+    """The result of the model for a batch, or the `.loss` of that result.
+
+    Raises:
+      TreeError: the model does not take the parts of the batch as its arguments.
+      LeafError: the result is not one number, and has none as its `.loss`.
+    """
+    named = isinstance(batch, Mapping)
+    args = () if named else batch if isinstance(batch, tuple | list) else (batch,)
+    kwargs = dict(batch) if named else {}
+    try:
+        out = model(*args, **kwargs)
+    except TypeError as error:
+        if (why := checks.misfit(model.forward, args, kwargs)) is None:
+            raise  # from inside of the model
+        given = ", ".join([*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)])
+        text = f"Trainer: the {model.__class__.__name__} cannot be called with this batch, as "
+        text, fix = f"{text}model({given})", _NAMED if named else _PASS_LOSS
+        raise TreeError(message(text, [f"its forward takes {why}"], fix)) from error
+    loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    name = model.__class__.__name__
+    if loss is None and hasattr(out, "loss"):
+        text = f"Trainer: the {name} gave no loss: its .loss is None"
+        raise LeafError(message(text, fix="give the batch what it computes the loss from: labels"))
+    got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+    text = f"Trainer: the {name} gave {got}, and without loss= that is the loss"
+    raise LeafError(message(text, ["expected one number, or a result with a .loss"], _PASS_LOSS))
+
+
+def _say_how_called(error: Exception, model: nn.Module, batch: Any) -> None:
+    """Add a note to the error of a loss that did not come from inside of a module."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if not any(frame.f_code is nn.Module.__call__.__code__ for frame, _ in frames):
+        given = f"the {type(model).__name__} and a {type(batch).__name__}, the whole batch"
+        error.add_note(f"  Trainer called loss(model, batch) with {given}")
 
 
 def _finished(loss: Any, backward: Backward | None) -> Tensor:

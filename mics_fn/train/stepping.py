@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mics_fn.deferred import GradSum, defer
+from mics_fn.errors import message
 from mics_fn.interrupts import Commit
 from mics_fn.optim import StepTotals, same_step
 from mics_fn.train.batch import cut, to_device
@@ -17,6 +18,11 @@ from mics_fn.train.options import start_comparison
 from mics_fn.train.weights import Weights, counted, weights_of
 from mics_fn.train.writing import comes, overlaps, reduced, update, update_early, update_late
 from mics_fn.tree import Tree
+
+_BACKWARD = message(
+    "Trainer: the loss called backward(), which Trainer does once the loss is returned",
+    fix="return the loss, and leave out backward(), zero_grad() and the optimizer's step()",
+)
 
 
 class MicroSteps:
@@ -32,6 +38,7 @@ class MicroSteps:
         self._weights = weights
         self._program, self._total, self._scale = trainer.program, total, trainer.guard.scale
         self._losses: list[Tensor] = []
+        total.other_backward = _BACKWARD
         self._buffers = self._program.buffers.copies(trainer.state.buffers)  # to write to
 
     def run(self, full: Tree, batch: Any) -> None:

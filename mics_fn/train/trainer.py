@@ -20,6 +20,7 @@ from mics_fn.train.exporting import Exporting
 from mics_fn.train.given import (
     as_shards,
     check_buffers,
+    check_compiled,
     check_model,
     check_options,
     check_weight,
@@ -173,6 +174,7 @@ class Trainer(Exporting):
         params = as_shards(own, params, groups, home, wanted, options)
         self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
+        check_compiled(model, loss, full_bytes)
         chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
         begin(self, params, optimizer, buffers)

@@ -1,10 +1,13 @@
-"""torch.compile: deferred parameters are refused where they enter a compiled region."""
+"""torch.compile: what a compiled region may take, what is refused, and what is dropped."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from cases import random
+from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import mics_fn as mf
@@ -42,13 +45,198 @@ def compiled(backend, fullgraph):
         assert torch.allclose(now[name], value, rtol=1e-5, atol=1e-6), name
 
 
-def quietly(backend, fullgraph):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo's own, of .grad of a clone and the like
-        compiled(backend, fullgraph)
+def quiet(fn, *args):
+    with warnings.catch_warnings(action="ignore"):  # dynamo's own, of .grad of a clone and the like
+        fn(*args)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_deferred_parameter_is_refused_and_a_clone_is_right(ranks, backend, fullgraph):
-    ranks(1).run(quietly, backend, fullgraph)
+    ranks(1).run(quiet, compiled, backend, fullgraph)
+
+
+# In a Trainer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return torch.tanh(self.down(self.norm(self.up(x))))
+
+
+class Inside(nn.Module):
+    """Calls a compiled function with parameters, or with their clones."""
+
+    def __init__(self, clones):
+        super().__init__()
+        self.linear, self.clones = nn.Linear(4, 4), clones
+        self.fast = torch.compile(block, backend="eager")
+
+    def forward(self, x):
+        w, b = self.linear.weight, self.linear.bias
+        return self.fast(w.clone(), b.clone(), x) if self.clones else self.fast(w, b, x)
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def wrap(model) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def with_first(model, kind):
+    model[0] = kind(model[0])
+    return model
+
+
+class Decorated(Block):
+    forward = torch.compile(Block.forward, backend="aot_eager")
+
+
+def with_class(model):
+    model[1].__class__ = Decorated
+    return model
+
+
+def with_forward(model):
+    model[1].forward = wrap(model[1].forward)
+    return model
+
+
+def trained(groups, model, loss=square, **options):
+    """Losses and parameters after some steps."""
+    torch.manual_seed(0)
+    model = model(nn.Sequential(Block(), Block(), nn.Linear(4, 1)))
+    trainer = mf.Trainer(model, mf.optim.adamw(0.01), groups, loss=loss, **options)
+    losses = [trainer.step(random(i, 8, 4)).loss.item() for i in range(4)]
+    losses.append(trainer.eval(random(9, 8, 4)).item())
+    return losses, {k.replace("_orig_mod.", ""): v for k, v in trainer.state_dict().items()}
+
+
+def whole(p):
+    """Where each rank holds all parameters, compiled code trains as the model itself does."""
+    groups = mf.make_groups(p)
+    for options in ({}, {"accumulate": 2}):
+        expected = trained(groups, lambda m: m, **options)
+        for model in (wrap, lambda m: with_first(m, wrap), with_class):
+            torch._dynamo.reset()
+            losses, values = trained(groups, model, **options)
+            assert losses == expected[0]
+            assert all(torch.equal(values[k], x) for k, x in expected[1].items())
+        assert trained(groups, lambda m: m, wrap(square), **options)[0] == expected[0]
+
+
+def of_an_instance(p):
+    groups = mf.make_groups(p)
+    with pytest.raises(mf.errors.PlanError) as caught:
+        trained(groups, with_forward)
+    assert str(caught.value) == (
+        "Trainer: torch.compile made model.1.forward for the modules as they were given\n"
+        "  it would go on with their parameters, and not with those that are trained\n"
+        "  fix: leave it out; see Limits in README"
+    )
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_compiled_forward_of_one_module_is_refused(ranks, p):
+    ranks(2).run(quiet, of_an_instance, p)
+
+
+def test_compiled_modules_train_where_ranks_hold_all_parameters(ranks):
+    ranks(2).run(quiet, whole, 1)
+
+
+WRAPPED = (
+    "Trainer: torch.compile wraps {}, which would be given parameters that are gathered while it "
+    "runs\n  fix: use its _orig_mod, or the function itself; or partition_size=1; see Limits in "
+    "README"
+)
+
+
+def refused(p, options):
+    groups, x = mf.make_groups(p), random(9, 8, 4)
+    for name, made in {
+        "model": (wrap,),
+        "model.0": (lambda m: with_first(m, wrap),),
+        "model.1": (with_class,),
+        "loss": (lambda m: m, wrap(square)),
+        "model.0, loss": (lambda m: with_first(m, wrap), wrap(square)),
+    }.items():
+        with pytest.raises(mf.errors.PlanError) as caught:
+            trained(groups, *made, **options)
+        assert str(caught.value) == WRAPPED.format(name)
+    summed = wrap(lambda params, x: (params["w"] * x).sum())
+    with pytest.raises(mf.errors.PlanError) as caught:
+        mf.Trainer(summed, mf.optim.sgd(0.1), groups, params={"w": torch.ones(4)}, **options)
+    assert str(caught.value) == WRAPPED.format("model")
+    skeleton, shards = mf.init_model(lambda: wrap(Block()), groups, seed=0)
+    assert functional_call(skeleton, mf.gather(shards, groups), (x,)).shape == x.shape
+    with pytest.raises(mf.errors.PlanError) as caught:
+        mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards, loss=square, **options)
+    assert str(caught.value) == WRAPPED.format("model")
+    torch.manual_seed(0)
+    step = mf.Trainer(Inside(True), mf.optim.sgd(0.1), groups, loss=square, **options).step
+    assert step(x).loss.isfinite()
+    torch.manual_seed(0)
+    step = mf.Trainer(Inside(False), mf.optim.sgd(0.1), groups, loss=square, **options).step
+    with pytest.raises(mf.errors.LeafError) as caught:
+        step(x)
+    assert str(caught.value) == (
+        "torch.compile: a deferred parameter enters a compiled region\n"
+        "  fix: use gather around compiled code, or clone() parameters before it"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"live_bytes": 0}, {"live_bytes": None}], ids=str)
+def test_compiled_modules_that_would_be_given_deferred_parameters_are_refused(ranks, options):
+    ranks(2).run(quiet, refused, 2, options)
+
+
+def compiling(module):
+    module.compile(backend="eager")
+    return module
+
+
+def in_init(made) -> Any:
+    """A model of which one block is compiled, and one parameter is not made in it."""
+    model: Any = nn.Sequential(Block(), nn.Linear(4, 1))
+    model[0].down.bias = made
+    return with_first(model, compiling)
+
+
+def dropped(p):
+    groups = mf.make_groups(p)
+    expected = trained(groups, lambda m: m)
+    for model, names in (
+        (lambda m: with_first(m, compiling), "model.0"),
+        (compiling, "model"),
+        (lambda m: m.apply(lambda x: compiling(x) if isinstance(x, nn.Linear | Block) else x),
+         "model.0, model.0.up, model.0.down and 4 more"),
+    ):  # fmt: skip
+        with pytest.warns(UserWarning, match="is dropped") as caught:
+            found = trained(groups, model)
+        assert [str(each.message) for each in caught] == [
+            f"Trainer: compile() of {names} is dropped: it runs eagerly\n"
+            "  fix: leave compile() out; see Limits in README for what can be compiled"
+        ]
+        assert caught[0].filename == __file__
+        assert found[0] == expected[0]
+    made = nn.Parameter(torch.zeros(4))
+    with pytest.warns(UserWarning, match="init_model: compile.. of model.0 is dropped") as caught:
+        mf.init_model(lambda: in_init(made), groups, seed=0)
+    assert [each.filename for each in caught] == [__file__]
+    with warnings.catch_warnings(action="error"):
+        skeleton, shards = mf.init_model(lambda: compiling(Block()), groups, seed=0)
+    with pytest.warns(UserWarning, match="Trainer: compile.. of model is dropped"):
+        mf.Trainer(skeleton, mf.optim.sgd(0.1), groups, params=shards, loss=square)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_compile_of_a_module_is_dropped_with_one_warning(ranks, p):
+    ranks(2).run(dropped, p)

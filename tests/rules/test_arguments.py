@@ -6,27 +6,47 @@ what depends on the machine.
 """
 
 import math
+import pickle  # noqa: F401 - the calls below name it
 import re
 from copy import deepcopy
 from dataclasses import replace  # noqa: F401 - the calls below name it
 from io import BytesIO
+from types import SimpleNamespace  # noqa: F401 - the calls below name it
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call  # noqa: F401 - the calls below name it
 from torch.utils.data import DataLoader  # noqa: F401 - the calls below name it
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim, placement, replicas, schedules, testing, tree  # noqa: F401
 
 nan = math.nan
-x = torch.ones(4, 2)
+x, y = torch.ones(4, 2), torch.ones(4, 1)
 record = schedules.Schedule.parse("use 0; reduce 0")
 
 
 def mse(model: Any, batch: Any) -> Any:
     return model(batch).square().mean()
+
+
+class Giving(nn.Module):
+    """A linear layer, whose result a function makes into another."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(2, 1), made
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.made(self.linear(x))
+
+
+class Eighths(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("scale", torch.ones(2).to(torch.float8_e4m3fn))
 
 
 TABLE = r"""
@@ -446,7 +466,7 @@ PlanError: record: loss_fn=None, expected a function that gives a loss
   fix: pass a function of full parameters and a batch, such as lambda full, x: ...
 >>> mf.record(lambda full, x: full["w"], shards(), x)
 LeafError: record: the loss has shape (2,), expected one number
-  fix: return a scalar tensor
+  fix: take the mean() over its samples
 >>> mf.record(lambda full, x: full["w"].sum(), None, x)
 TreeError: record: shards is None
   fix: pass a tree of tensors or shards
@@ -467,10 +487,13 @@ PlanError: GradSum: where='states=host, host_bytes=2097152' has no effect: it do
   fix: write grads=, as in where='grads=host'
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
-  fix: return a scalar tensor
+  fix: take the mean() over its samples
 >>> summed(lambda full: 1.0)
-LeafError: GradSum.backward: the loss has float, expected one number
-  fix: return a scalar tensor
+LeafError: GradSum.backward: the loss is float, expected one number
+  fix: return the tensor, without item() or float()
+>>> summed(lambda full: full["w"].sum().backward())
+TreeError: defer(into=): another backward went through it than that of its GradSum
+  fix: call total.backward(loss), not loss.backward()
 
 # Groups
 >>> mf.groups.Topology(8)
@@ -686,7 +709,7 @@ TypeError: Trainer: there is no option lr=
   fix: help(Trainer) lists what there is
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
-  fix: return one number from it
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(accumulate=0)
 PlanError: Trainer: accumulate=0, expected an int of at least 1
 >>> trainer(accumulate=True)
@@ -789,11 +812,11 @@ TreeError: Trainer: the batch is a function
 >>> trainer(loss=lambda model: model(x).sum())
 PlanError: Trainer: loss cannot be called as loss(model, batch)
   it takes (model): too many positional arguments
-  fix: return one number from it
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> mf.Trainer(lambda params: params["w"].sum(), optim.sgd(0.1), groups, params={"w": x})
 PlanError: Trainer: model cannot be called as model(params, batch)
   it takes (params): too many positional arguments
-  fix: return one number from it
+  fix: write loss_fn(params, batch), with full tensors as params, and return one number
 >>> trainer(hop2=lambda grads: grads)
 PlanError: reduced_by: hop2 cannot be called as hop2(grads, groups)
   it takes (grads): too many positional arguments
@@ -806,9 +829,6 @@ PlanError: reduced_by: hop2 cannot be called as hop2(grads, state, groups)
 PlanError: reduced_by: init cannot be called as init(params)
   it takes (): too many positional arguments
   fix: it returns the first state
->>> trainer(loss=lambda model, x: None).step(x)
-LeafError: Trainer: the loss has NoneType, expected one number
-  fix: return a scalar tensor
 >>> trainer().fit(None, 1)
 PlanError: Trainer.fit: loader=None, expected batches
   fix: the order is fit(loader, steps); a loader gives a batch per step
@@ -877,6 +897,108 @@ OptimizerError: int is not an optimizer of init and update
 >>> replicas.local_sgd(2).after(shards(), state(), groups)
 PlanError: ReplicaSync.after: state is of type TrainState, expected a SyncState
   fix: pass what init or the last after gave; a TrainState is another thing
+
+# The first day
+>>> trainer(loss=None).step((x, y))
+TreeError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
+  its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=None, precision="compute=bf16").eval((x, y))
+TreeError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
+  its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=None).step({"x": x, "y": y})
+TreeError: Trainer: the Linear cannot be called with this batch, as model(x=, y=)
+  its forward takes (input: torch.Tensor) -> torch.Tensor: missing a required argument: 'input'
+  fix: name the arguments of forward in the batch, or pass loss=: it is given (model, batch)
+>>> trainer(loss=None).step(x)
+LeafError: Trainer: the Linear gave shape (4, 1), and without loss= that is the loss
+  expected one number, or a result with a .loss
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(Giving(lambda out: {"out": out}), loss=None).step(x)
+LeafError: Trainer: the Giving gave dict, and without loss= that is the loss
+  expected one number, or a result with a .loss
+  fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(Giving(lambda out: SimpleNamespace(loss=None)), loss=None).step(x)
+LeafError: Trainer: the Giving gave no loss: its .loss is None
+  fix: give the batch what it computes the loss from: labels
+>>> trainer(Giving(lambda out: out + None), loss=None).step(x)
+TypeError: unsupported operand type(s) for +: 'Tensor' and 'NoneType'
+>>> trainer(Giving(lambda out: sum(out, 1, 2)), loss=None).step(x)
+TypeError: sum() takes at most 2 arguments (3 given)
+>>> trainer(loss=nn.functional.cross_entropy)
+PlanError: Trainer: loss=cross_entropy takes (input, target), expected loss(model, batch)
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=nn.MSELoss())
+PlanError: Trainer: loss=MSELoss takes (input, target), expected loss(model, batch)
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=lambda out, y: (out - y).square().mean())
+PlanError: Trainer: loss=<lambda> takes (out, y), expected loss(model, batch)
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=lambda model, x, y: nn.functional.mse_loss(model(x), y))
+PlanError: Trainer: loss cannot be called as loss(model, batch)
+  it takes (model, x, y): missing a required argument: 'y'
+  fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+>>> trainer(loss=lambda a, b: (a - b).square().mean()).step((x, y))
+TypeError: unsupported operand type(s) for -: 'Linear' and 'tuple'
+  Trainer called loss(model, batch) with the Linear and a tuple, the whole batch
+>>> trainer(loss=lambda model, batch: model(batch.inputs).mean()).step({"inputs": x})
+AttributeError: 'dict' object has no attribute 'inputs'
+  Trainer called loss(model, batch) with the Linear and a dict, the whole batch
+>>> trainer(Giving(lambda out: out.nope), loss=mse).step(x)
+AttributeError: 'Tensor' object has no attribute 'nope'
+>>> trainer(loss=lambda model, x: None).step(x)
+LeafError: Trainer: the loss is None, expected one number
+  fix: return the loss
+>>> trainer(loss=lambda model, x: model(x).square()).step(x)
+LeafError: Trainer: the loss has shape (4, 1), expected one number
+  fix: take the mean() over its samples
+>>> trainer(loss=lambda model, x: {"loss": mse(model, x), "seen": 4}).step(x)
+LeafError: Trainer: the loss is dict of loss, seen, expected one number
+  fix: return the loss alone, and append what else is to be seen to a list of your own
+>>> trainer(loss=lambda model, x: (mse(model, x), model(x))).step(x)
+LeafError: Trainer: the loss is tuple, expected one number
+  fix: return the loss alone, and append what else is to be seen to a list of your own
+>>> trainer(loss=lambda model, x: mse(model, x).item()).step(x)
+LeafError: Trainer: the loss is float, expected one number
+  fix: return the tensor, without item() or float()
+>>> trainer(loss=lambda model, x: SimpleNamespace(loss=mse(model, x))).step(x)
+LeafError: Trainer: the loss is SimpleNamespace, expected one number
+  fix: return its .loss
+>>> trainer(loss=lambda model, x: mse(model, x).backward()).step(x)
+TreeError: Trainer: the loss called backward(), which Trainer does once the loss is returned
+  fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
+>>> trainer(loss=lambda model, x: mse(model, x).backward(), live_bytes=0).step(x)
+TreeError: Trainer: the loss called backward(), which Trainer does once the loss is returned
+  fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
+>>> mf.shard(nn.Linear(2, 1), groups)
+LeafError: shard: params is Linear, expected torch.Tensor
+  fix: pass dict(model.named_parameters()); a Trainer takes the module itself
+>>> mf.shard(nn.Linear(2, 1).parameters(), groups)
+LeafError: shard: params is generator, expected torch.Tensor
+  fix: pass dict(model.named_parameters()), or list(model.parameters())
+>>> functional_call(nn.Linear(2, 1), of_linear(), (x,))
+TypeError: Sharded(...), of which gather(shards, groups) makes a tensor, is not an instance of torch.Tensor
+>>> trainer().save("run")
+AttributeError: Trainer has no attribute 'save'
+  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone torch.save(trainer.state_dict(), path), on one rank, or checkpoint.save_pretrained
+>>> trainer().train()
+AttributeError: Trainer has no attribute 'train'
+  fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)
+>>> trainer().optimizer.zero_grad()
+AttributeError: Trainer has no attribute 'optimizer'
+  fix: trainer.state.opt is its state; the optimizer itself is a function of values
+>>> trainer().nope
+AttributeError: Trainer has no attribute 'nope'
+>>> pickle.dumps(trainer())
+GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
+  fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
+>>> deepcopy(trainer())
+GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
+  fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
+>>> trainer(Eighths())
+LeafError: Trainer: buffer 'scale' is torch.float8_e4m3fn, which has no mean over ranks
+  fix: keep it as bfloat16, or register it with persistent=False
 
 # Checkpoints
 >>> checkpoint.save(None, state(), groups, step=1)
@@ -1113,10 +1235,8 @@ TreeError: tree.node: None is not a dataclass
 """
 
 
-@pytest.fixture(scope="module")
-def names() -> dict[str, Any]:
-    """What the calls below may name."""
-    groups = mf.make_groups(1)
+def names_for(groups: Any) -> dict[str, Any]:
+    """What the calls above may name."""
 
     def shards() -> Any:
         return mf.shard({"b": torch.ones(3), "w": torch.ones(2)}, groups)
@@ -1124,13 +1244,17 @@ def names() -> dict[str, Any]:
     def state(optimizer: Any = None) -> Any:
         return mf.init_state(shards(), optimizer or optim.adam(0.1))
 
+    def of_linear() -> Any:
+        return mf.shard(dict(nn.Linear(2, 1).named_parameters()), groups, replicas="broadcast")
+
     def roots() -> Any:
         full = {"w": torch.zeros(4096)}
         return mf.init_state(mf.shard(full, groups, precision="state=int8"), optim.adam(0.1))
 
     def trainer(*given: Any, **options: Any) -> Any:
         usual: list[Any] = [nn.Linear(2, 1), optim.sgd(0.1), groups]
-        return mf.Trainer(*given, *usual[len(given) :], **{"loss": mse, **options})
+        options = {"loss": mse, "replicas": "broadcast", **options}
+        return mf.Trainer(*given, *usual[len(given) :], **options)
 
     def planned(plan: Any) -> None:
         policy, held = mf.on_demand(plan=plan), shards()
@@ -1156,20 +1280,48 @@ def names() -> dict[str, Any]:
     return {**globals(), **locals()}
 
 
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    return names_for(mf.make_groups(1))
+
+
 def rows() -> list[tuple[str, str]]:
     """Each call of the table with the text of its error."""
     parts = re.split(r"^>>> ", re.sub(r"\n# .*\n", "\n", TABLE), flags=re.MULTILINE)[1:]
     return [(call, text.strip()) for call, text in (part.split("\n", 1) for part in parts)]
 
 
+def said(call: str, names: dict[str, Any]) -> str:
+    """The error of a call, with its notes."""
+    with pytest.raises((mf.MicsError, TypeError, AttributeError)) as caught:
+        eval(call, dict(names))
+    error = caught.value
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def fits(text: str, found: str) -> bool:
+    return re.fullmatch(re.escape(text).replace(re.escape("..."), ".*"), found) is not None
+
+
 @pytest.mark.parametrize(("call", "text"), rows(), ids=[call for call, _ in rows()])
 def test_a_wrong_argument_is_named(names, call: str, text: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((mf.MicsError, TypeError)) as caught:
-        eval(call, dict(names))
-    found = f"{type(caught.value).__name__}: {caught.value}"
-    assert re.fullmatch(re.escape(text).replace(re.escape("..."), ".*"), found), found
+    found = said(call, names)
+    assert fits(text, found), found
     assert not list(tmp_path.iterdir())
+
+
+def said_on_a_rank(calls: list[str]) -> list[str]:
+    return [said(call, names_for(mf.make_groups(2))) for call in calls]
+
+
+def test_the_errors_of_the_first_day_are_those_of_all_ranks(ranks):
+    begin = TABLE.partition("# The first day\n")[2].partition("\n#")[0]
+    table = [(call, text) for call, text in rows() if f">>> {call}\n" in begin]
+    assert len(table) > 30
+    for found in ranks(2).run(said_on_a_rank, [call for call, _ in table]):
+        for (call, text), got in zip(table, found, strict=True):
+            assert fits(text, got), f"{call}\n{got}"
 
 
 def test_sizes_can_be_written_with_units():

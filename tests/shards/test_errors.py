@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -190,12 +191,14 @@ def test_a_dtype_is_kept_to_the_bit_or_refused_by_name():
 def test_a_shard_is_no_tensor_and_says_what_makes_one():
     groups, x = mf.make_groups(1), torch.ones(4, 2)
     shards = mf.shard(dict(nn.Linear(2, 1).named_parameters()), groups)
-    w, fix = shards["weight"], "fix: gather(shards, groups) gives tensors"
+    w: Any = shards["weight"]
+    given: Any = shards
+    fix = "fix: gather(shards, groups) gives tensors"
     model = nn.Linear(2, 1)
     for call in (
         lambda: x @ w.T, lambda: torch.mm(x, w), lambda: nn.functional.linear(x, w),
         lambda: w @ x.T, lambda: torch.stack([w]), lambda: x.copy_(w), lambda: w.sum(),
-        lambda: model.load_state_dict(shards),
+        lambda: model.load_state_dict(given),
     ):  # fmt: skip
         with pytest.raises((mf.errors.LeafError, AttributeError)) as caught:
             call()
