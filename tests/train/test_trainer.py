@@ -279,7 +279,7 @@ def test_bad_use_is_refused():
         trainer.step((torch.ones(4, 3), torch.ones(4)))
     vector = mf.Trainer(nn.Linear(2, 2), mf.optim.sgd(0.1), groups)
     with pytest.raises(
-        mf.errors.LeafError, match=r"the loss has shape \(1, 2\), expected one number"
+        mf.errors.LeafError, match=r"the Linear gave shape \(1, 2\), and without loss="
     ):
         vector.step(torch.ones(1, 2))
     with pytest.raises(ValueError, match="the loader gave no batch"):
