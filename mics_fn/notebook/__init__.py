@@ -1,4 +1,4 @@
-"""Ranks that a notebook drives, cell by cell, on ipyparallel (the extra "notebook").
+r"""Ranks that a notebook drives, cell by cell, on ipyparallel (the extra "notebook").
 
 `cluster = mf.notebook.start()` starts one rank per GPU, or four on the CPU, with torch.distributed
 and groups. A cell that begins with `%%ranks` runs on all of them, `%%ranks 0,2` on some. What it
@@ -26,15 +26,29 @@ imports torch once and forks the ranks (`node.py`). So a start takes about as lo
 torch, and `restart()` a second. The store in which ranks meet is held by the kernel, and outlives
 each of them. Both processes watch the kernel, and end with all that they forked once it is gone,
 also by `kill -9` (`boot.py`). Nothing listens beyond loopback, where messages are signed and not
-encrypted. With `listen=` they are encrypted, and `hosts=` machines take part: `start` prints a line
-to run on each of the others. It holds a secret that lets them join. torch's own connections between
-ranks trust the network, as with any launcher.
+encrypted.
 
-Start reading at `cluster.py`. `starting.py` has `start`; `machines.py` is the kernel's side of
+*Several machines.* `start` starts ranks on this machine alone. ipyparallel's own engines run the
+same code on several: any launcher that `init_distributed` knows starts an engine as each rank, in a
+folder that the machines share:
+
+    ipcontroller --ip=10.0.0.1 --enable-curve --profile-dir=shared  # on the first machine
+    # on each, with --node-rank 0 and up; with Slurm: srun ipengine --file=...
+    torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 10.0.0.1 \
+      --master-port 29500 --no-python ipengine --file=shared/security/ipcontroller-engine.json
+
+In the notebook `ranks = ipyparallel.Client("shared/security/ipcontroller-client.json")[:]` and
+`ranks.activate()` offer `%%px`. The first such cell calls `device = mf.init_distributed()` and
+`groups = mf.make_groups(device=device, timeout_s=60)`; engines have numbers of their own, so a
+cell asks `groups.rank`. Output is that of each engine. A rank that waits for one whose cell failed
+waits for `timeout_s`, `ranks.client.send_signal(signal.SIGINT)` interrupts all, `mf.reset(groups)`
+goes on, and after a rank was killed the launcher starts all of them anew.
+
+Start reading at `cluster.py`. `starting.py` has `start`; `processes.py` is the kernel's side of
 `node.py`; `cells.py` waits for a cell, `folding.py` makes one text of many, and `magic.py` is
 `%%ranks`. To add something that a person asks of ranks, write a function for `engine.py`, which
 runs on each of them, and a method of `Cluster` that sends it by `_run` and ends with `_done`. To
-add a message to the process that forks ranks, send it in `machines.py` and read it in `node.py`.
+add a message to the process that forks ranks, send it in `processes.py` and read it in `node.py`.
 """
 
 from mics_fn.notebook import magic

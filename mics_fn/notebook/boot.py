@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.5
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     if told["work"] == "controller":
         control(told)
     node = importlib.import_module("mics_fn.notebook.node")
-    node.serve_kernel(told["descriptor"])
+    node.serve(told["descriptor"], told["folder"])
 
 
 def tie(parent: int, folder: str = "") -> None:
@@ -45,9 +46,9 @@ def control(told: dict) -> None:
     from ipyparallel.controller.app import IPController
 
     options = {
-        "IPController.ip": told["listen"],
-        "IPController.location": told["listen"],
-        "IPController.enable_curve": told["encrypted"],
+        "IPController.ip": LOOPBACK,
+        "IPController.location": LOOPBACK,
+        "IPController.enable_curve": False,  # messages are signed, and do not leave this machine
         "IPController.use_threads": True,  # one process and one for signs of life, instead of nine
         "IPController.db_class": "nodb",  # which else keeps all messages for ever
         "TaskScheduler.scheme_name": "none",

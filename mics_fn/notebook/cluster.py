@@ -15,7 +15,7 @@ from mics_fn.errors import CellError, message, name_ranks, rank_lines
 from mics_fn.notebook import engine
 from mics_fn.notebook.cells import Cell, Outcome
 from mics_fn.notebook.folding import FOLLOWS, Refused, folded, plain
-from mics_fn.notebook.machines import Machines, gone
+from mics_fn.notebook.processes import Processes, gone
 
 _ASK_AGAIN_S = 0.3
 
@@ -23,7 +23,7 @@ _ASK_AGAIN_S = 0.3
 class Places(NamedTuple):
     """What ranks are told at their start."""
 
-    environment: Callable[[int, int], Mapping[str, str]]  # by rank, and number on its machine
+    environment: Callable[[int], Mapping[str, str]]  # by rank
     begin: str  # as `engine.begin` reads it
 
 
@@ -36,7 +36,7 @@ class Cluster:
 
     Args:
       size: number of ranks.
-      machines: their machines.
+      processes: what forks and watches them.
       client: the client of ipyparallel.
       connection: what engines need to reach ipyparallel's controller.
       places: makes what ranks are told at a start, and the store that they meet in.
@@ -46,14 +46,14 @@ class Cluster:
     def __init__(
         self,
         size: int,
-        machines: Machines,
+        processes: Processes,
         client: Any,
         connection: Mapping[str, Any],
         places: Callable[[], tuple[Places, Any]],
         folder: str,
     ) -> None:
         self.size = size
-        self._machines, self._client, self._connection = machines, client, connection
+        self._processes, self._client, self._connection = processes, client, connection
         self._make_places, self._folder = places, folder
         self._places: Places | None = None
         self._store: Any = None  # which ranks meet in; it outlives each of them
@@ -141,7 +141,7 @@ class Cluster:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what ranks run, as the stop button of a notebook does."""
-        self._machines.signal(range(self.size), signal.SIGINT)
+        self._processes.signal(range(self.size), signal.SIGINT)
 
     def reset(self) -> None:
         """`groups = mf.reset(groups)` on all ranks: new groups after an error ended the old ones.
@@ -164,7 +164,7 @@ class Cluster:
           GroupsError, CollectiveTimeoutError: they do not start.
         """
         self._check_open()
-        self._machines.kill(range(self.size))
+        self._processes.kill()
         self._busy.clear()
         self.begin()
         print("all ranks are new: what cells had defined is gone, so run those cells again")
@@ -176,7 +176,7 @@ class Cluster:
         self.stopped = True
         with contextlib.suppress(Exception):  # of sockets whose other end is gone
             self._client.close(linger=0)
-        self._machines.stop()
+        self._processes.stop()
         self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -194,7 +194,7 @@ class Cluster:
     def __repr__(self) -> str:
         if self.stopped:
             return f"Cluster({self.size} ranks, stopped)"
-        ended = self._machines.look()
+        ended = self._processes.look()
         lines = rank_lines({rank: f"on {facts['device']}" for rank, facts in self._facts.items()})
         lines += sorted({f"groups: {facts['groups']}" for facts in self._facts.values()})
         if ended:
@@ -217,9 +217,9 @@ class Cluster:
         self._places, self._store = self._make_places()
         self._engines = {rank: self._count + rank for rank in ranks}
         self._count += self.size  # no number is used twice
-        self._machines.start(ranks, self._told, self._connection)
+        self._processes.start(self._told, self._connection)
         while not set(self._engines.values()) <= set(self._client.ids):
-            self._machines.check_start(deadline, "ranks")
+            self._processes.check_start(deadline, "ranks")
         self._meet(ranks, deadline)
         begin = self._places.begin
         found = self._run(None, lambda view: view.apply_async(engine.begin, begin))
@@ -239,10 +239,10 @@ class Cluster:
             for rank in list(waiting):
                 if any(one.ready() and one.wait_for_output(0) for one in waiting[rank]):
                     del waiting[rank]
-            self._machines.check_start(deadline, "ranks")
+            self._processes.check_start(deadline, "ranks")
 
-    def _told(self, rank: int, local: int) -> Mapping[str, Any]:
-        environment = self._places.environment(rank, local) if self._places else {}
+    def _told(self, rank: int) -> Mapping[str, Any]:
+        environment = self._places.environment(rank) if self._places else {}
         return {"environment": environment, "engine": self._engines[rank]}
 
     # How cells run
@@ -253,8 +253,8 @@ class Cluster:
         self._check_alive(chosen)
         sent = {rank: send(self._client[self._engines[rank]]) for rank in chosen}
         others = [rank for rank in range(self.size) if rank not in chosen]
-        stop = partial(self._machines.signal, number=signal.SIGINT)
-        cell = Cell(sent, others, self._machines.look, self._aside, stop)
+        stop = partial(self._processes.signal, number=signal.SIGINT)
+        cell = Cell(sent, others, self._processes.look, self._aside, stop)
         outcome = cell.wait()
         self._busy.update((rank, sent[rank]) for rank in outcome.busy)
         return outcome
@@ -296,7 +296,7 @@ class Cluster:
 
     def _check_alive(self, ranks: Sequence[int]) -> None:
         """Raise GroupsError if ranks cannot run a cell."""
-        ended = {rank: how for rank, how in self._machines.look().items() if rank in ranks}
+        ended = {rank: how for rank, how in self._processes.look().items() if rank in ranks}
         if ended:
             fix = "cluster.restart() starts new ranks, without what cells defined"
             raise Refused(message(f"notebook: {gone(ended)}", fix=fix))

@@ -1,4 +1,4 @@
-"""The process of one machine: it imports everything once, forks the ranks, and watches them.
+"""The process that forks ranks: it imports everything once, and watches what it forked.
 
 Four processes that import torch at once take four times as long on few cores, so only this one
 does. What it forks has its own interpreter from there on. Nothing here starts a thread pool or an
@@ -10,8 +10,6 @@ import importlib
 import json
 import os
 import signal
-import socket
-import struct
 import sys
 import traceback
 from collections.abc import Mapping
@@ -21,29 +19,23 @@ from typing import Any
 
 from mics_fn.notebook.boot import tie
 
-_ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR
 _LOOK_S = 0.05
 _LAST_CHARACTERS = 2_000  # of what a rank that ended has printed outside of cells
 
 
-def serve_kernel(descriptor: int) -> None:
-    """Do what the kernel says over an inherited connection, until that ends."""
-    serve(Connection(descriptor))
-
-
-def serve(kernel: Any, folder: str = "") -> None:
+def serve(descriptor: int, folder: str) -> None:
     """Do what the kernel says, and tell it which ranks end; ends with the connection.
 
     Args:
-      kernel: a connection to the kernel.
-      folder: the folder for files; "" if the kernel names one.
+      descriptor: of an inherited connection to the kernel.
+      folder: the folder for files.
     """
+    kernel = Connection(descriptor)
     for name in ("mics_fn.notebook.engine", "ipyparallel.engine.app", "torch._dynamo"):
         importlib.import_module(name)  # torch.func imports the last one, in each rank
     _show_an_error()
     node = _Node(kernel, folder)
     with contextlib.suppress(EOFError, ConnectionError):
-        node.say({"ready": True})
         while True:
             if kernel.poll(_LOOK_S):
                 node.obey(json.loads(kernel.recv_bytes()))
@@ -64,9 +56,9 @@ def _show_an_error() -> None:
 
 
 class _Node:
-    """The ranks of this machine."""
+    """The ranks, and the connection to the kernel."""
 
-    def __init__(self, kernel: Any, folder: str) -> None:
+    def __init__(self, kernel: Connection, folder: str) -> None:
         self._kernel, self._folder = kernel, folder
         self.pids: dict[int, int] = {}  # by rank
 
@@ -76,7 +68,6 @@ class _Node:
     def obey(self, order: dict[str, Any]) -> None:
         """Start ranks, or send a signal to some."""
         if order["do"] == "start":
-            self._folder = order["folder"] or self._folder
             for rank, told in order["ranks"].items():
                 self._fork(int(rank), told, order["connection"])
         elif order["do"] == "kill":
@@ -104,15 +95,6 @@ class _Node:
         for pid in pids:
             os.waitpid(pid, 0)
 
-    def _interface(self) -> str:
-        """The network interface of this machine that the kernel's machine is reached by."""
-        address = os.environ["MASTER_ADDR"]
-        with contextlib.suppress(OSError), socket.socket(fileno=self._kernel.fileno()) as end:
-            if end.family == socket.AF_INET:
-                address = end.getsockname()[0]
-            end.detach()
-        return interface_of(address)
-
     def _output(self, rank: int) -> str:
         path = Path(self._folder) / f"rank{rank}.txt"
         return path.read_text(errors="replace")[-_LAST_CHARACTERS:] if path.exists() else ""
@@ -129,8 +111,8 @@ class _Node:
             for descriptor in (1, 2):
                 os.dup2(output, descriptor)
             os.environ.update(told["environment"])
-            if self._interface():
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface())
+            loopback = "lo" if sys.platform == "linux" else "lo0"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
             self._kernel.close()
             sys.argv[:] = [""]
             from mics_fn.notebook import engine
@@ -141,25 +123,3 @@ class _Node:
             sys.stderr.flush()
         finally:
             os._exit(1)
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address; "" if none is found.
-
-    >>> interface_of("127.0.0.1") in ("lo", "lo0")
-    True
-    """
-    if address.startswith("127."):
-        return "lo" if sys.platform == "linux" else "lo0"
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(end.fileno(), _ADDRESS_OF, asked)[20:24]
-                if socket.inet_ntoa(found) == address:
-                    return name
-    return ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import free_port
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
@@ -286,7 +287,7 @@ def test_a_bar_of_fit_is_shown_once(cluster, capsys):
 
 def processes_of(cluster: mf.notebook.Cluster) -> list[int]:
     """The processes that were started for a cluster here, and all that they have started."""
-    own = {str(process.pid) for process in cluster._machines._started}
+    own = {str(process.pid) for process in cluster._processes._started}
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -333,8 +334,8 @@ KERNEL = """
 import os, sys, time
 import mics_fn as mf
 cluster = mf.notebook.start(1, device="cpu", timeout_s=100)
-machines = cluster._machines
-print(cluster.run(os.getpid)[0], *(p.pid for p in machines._started), flush=True)
+processes = cluster._processes
+print(cluster.run(os.getpid)[0], *(p.pid for p in processes._started), flush=True)
 print(cluster._folder, flush=True)
 time.sleep(100)
 """
@@ -366,26 +367,53 @@ def is_there(pid: int) -> bool:
         return False
 
 
+ENGINE = """
+import torch, mics_fn as mf
+device = mf.init_distributed(device="cpu", timeout_s=30)
+groups = mf.make_groups(device=device, timeout_s=5)
+s = mf.shard({"w": torch.arange(6.0)}, groups)
+"""
+
+
 @pytest.mark.thorough
-def test_other_machines_join_with_the_line_that_is_printed(capfd):
-    """Here the other machine is another process, at another address of the loopback device."""
-    joined: list[subprocess.Popen] = []
+@pytest.mark.limit(200)
+def test_engines_of_ipyparallel_run_cells_as_the_page_says(tmp_path):
+    """As on several machines: a launcher starts them, and each is a rank by its variables."""
+    import ipyparallel
 
-    def join() -> None:
-        while not (found := [x for x in capfd.readouterr().out.splitlines() if "MICS_FN" in x]):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    files, tools = tmp_path / "shared/security", Path(sys.executable).parent
+    engine, client = files / "ipcontroller-engine.json", files / "ipcontroller-client.json"
+    controller = [f"{tools}/ipcontroller", "--ip=127.0.0.1", f"--profile-dir={tmp_path}/shared"]
+    launcher = [f"{tools}/torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    launcher += [f"--master-port={free_port(0)}", "--no-python", f"{tools}/ipengine"]
+    started, deadline = [subprocess.Popen(controller, env=env)], time.monotonic() + 60
+    try:
+        while not all(x.exists() and x.read_text().endswith("}") for x in (engine, client)):
+            assert time.monotonic() < deadline
             time.sleep(0.1)
-        variable, _, module = found[0].split()[0], *found[0].split()[1:3]
-        name, _, value = variable.partition("=")
-        env = {**os.environ, name: value, "PYTHONPATH": str(ROOT)}
-        joined.append(subprocess.Popen([sys.executable, module, "mics_fn.notebook"], env=env))
-
-    threading.Thread(target=join).start()
-    options = {"device": "cpu", "timeout_s": 100}
-    with mf.notebook.start(1, hosts=2, listen="127.0.0.2", **options) as cluster:
-        assert cluster.run(typed("lambda: (rank, groups.world_size)")) == [(0, 2), (1, 2)]
-        cluster.cell(SHARDED)
-        assert gathers(cluster)
-    assert joined[0].wait(LONGEST_S) == 0
+        started.append(subprocess.Popen([*launcher, f"--file={engine}"], env=env))
+        with ipyparallel.Client(str(client)) as every:
+            every.wait_for_engines(2, timeout=60)
+            ranks = every[:]
+            ranks.execute(ENGINE).get(timeout=60)
+            failing = "if groups.rank == 1:\n    raise ValueError\nmf.gather(s, groups)"
+            with pytest.raises(ipyparallel.CompositeError) as raised:
+                ranks.execute(failing).get(timeout=30)
+            kinds = {error[0] for error in raised.value.elist}
+            assert kinds == {"ValueError", "CollectiveTimeoutError"}
+            ranks.execute("groups = mf.reset(groups)\nfull = mf.gather(s, groups)['w']").get(30)
+            assert all(torch.equal(full, torch.arange(6.0)) for full in ranks["full"])
+            endless = ranks.execute("while True:\n    mf.gather(s, groups)")
+            time.sleep(0.5)
+            every.send_signal(signal.SIGINT)
+            with pytest.raises(ipyparallel.CompositeError):
+                endless.get(timeout=30)
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait(20)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +423,6 @@ def test_other_machines_join_with_the_line_that_is_printed(capfd):
         ({"n": 3, "nodes": 2}, "3 ranks cannot be 2 equal nodes"),
         ({"n": 2, "nodes": 2, "topology": mf.groups.Topology((2,))}, "are both given"),
         ({"n": 2, "topology": mf.groups.Topology((2, 2))}, "has 4 ranks, not 2"),
-        ({"n": 2, "hosts": 2}, "2 hosts, and no address"),
         ({"n": 2, "partition_size": 3}, "partition_size=3"),
         ({"n": 2, "timeout_s": "x"}, "timeout_s='x', expected a finite number above 0"),
     ],

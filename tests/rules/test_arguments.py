@@ -1201,9 +1201,6 @@ PlanError: notebook.start: device=5, expected the name of a device
 >>> mf.notebook.start(2, device="gpu")
 PlanError: notebook.start: device='gpu', which torch does not know
   fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
->>> mf.notebook.start(2, listen=None)
-PlanError: notebook.start: listen=None, expected an address
-  fix: pass an address of this machine, such as '10.0.0.1'
 >>> mf.summary(None)
 TreeError: summary: shards=None, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
