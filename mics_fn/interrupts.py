@@ -39,7 +39,12 @@ from itertools import chain, starmap
 from types import FrameType, TracebackType
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+# Not SIGPROF, whose handlers look at the program again and again, and those of faults. DataLoader
+# raises where SIGCHLD tells it that a worker has died, and a batch system's limit is SIGXCPU.
+_NAMES = (
+    *("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2"),
+    *("SIGCHLD", "SIGXCPU", "SIGVTALRM", "SIGQUIT"),
+)
 _SIGNALS = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
 _MOMENT_S = 0.001  # in which a result is assigned
 _PATIENCE_S = 1.0  # how long a wait without progress keeps a signal before anything is written
@@ -64,6 +69,7 @@ class Commit:
     """
 
     def __init__(self) -> None:
+        self.began = False  # whether signals were held from some instant on
         self._writes = False  # whether something was written
         self._handlers: dict[int, Handler] = {}  # those of the signals that are held
         self._held: list[Any] = []  # signals that came, each once
@@ -72,6 +78,7 @@ class Commit:
     def hold(self) -> None:
         """Hold signals from here on; waits may still give way to them."""
         global _holding
+        self.began = True
         main = threading.current_thread() is threading.main_thread()
         if _holding is not None or not main:
             return

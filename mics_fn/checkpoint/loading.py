@@ -20,8 +20,15 @@ from mics_fn.groups import Groups
 from mics_fn.log import LOG
 from mics_fn.offload import is_apart, is_coded, unset_like
 from mics_fn.optim import by_leaf, replaced
-from mics_fn.shards import Fixed, Sharded, is_leaf, refuse_derivative, require_groups
-from mics_fn.shards import donate as mark_donated
+from mics_fn.shards import (
+    Fixed,
+    Sharded,
+    Writing,
+    is_leaf,
+    reclaimed,
+    refuse_derivative,
+    require_groups,
+)
 from mics_fn.tree import Tree
 
 
@@ -106,36 +113,34 @@ def load(
     checks.flag("load", "donate", donate)
     if points.observers:
         points.passing("load")
+    like = reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = main_home("load", groups, homes_by_bucket("load", like, groups))
     folder, refused = Folder(path), dict[int, CheckpointError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
-    given, taken = copy_of(like, into=lambda x: x) if donate else like, not donate
-
-    def take() -> None:
-        nonlocal taken
-        if not taken:
-            mark_donated(like, "like", "checkpoint.load")
-        taken = True
-
-    while True:
-        with together(home) as words:
-            folder_to_read("load", path, raises=True)
-            if home.position == 0:
-                words.mine = _chosen(folder, step, refused)
-        number, place = words.all[home.ranks[0]]
-        try:
-            how = replicas, take if donate else None
-            found = _load(Path(place), number, given, groups, home, *how)
-        except CheckpointFormatError as error:
-            if on_corrupt == "raise" or step is not None:
-                raise
-            refused[number] = error
-            folder.refuse(Path(place))
-            if home.position == 0:
-                LOG.warning("load: step %d is refused, and an older one tried: %s", number, error)
-        else:
-            folder.accept(Path(place))
-            return found
+    given = copy_of(like, into=lambda x: x) if donate else like
+    with Writing() as writing:
+        if donate:
+            writing.covers(like, "like", "checkpoint.load")
+        while True:
+            with together(home) as words:
+                folder_to_read("load", path, raises=True)
+                if home.position == 0:
+                    words.mine = _chosen(folder, step, refused)
+            number, place = words.all[home.ranks[0]]
+            try:
+                how = replicas, writing if donate else None
+                found = _load(Path(place), number, given, groups, home, *how)
+            except CheckpointFormatError as error:
+                if on_corrupt == "raise" or step is not None:
+                    raise
+                refused[number] = error
+                folder.refuse(Path(place))
+                if home.position == 0:
+                    text = "load: step %d is refused, and an older one tried: %s"
+                    LOG.warning(text, number, error)
+            else:
+                folder.accept(Path(place))
+                return found
 
 
 def _chosen(folder: Folder, step: int | None, refused: Mapping[int, CheckpointError]) -> list[Any]:
@@ -156,9 +161,9 @@ def _load(
     groups: Any,
     home: Groups,
     replicas: Replicas,
-    take: Callable[[], None] | None,
+    writing: Writing | None,
 ) -> Loaded:
-    """Read one step; `take` is called before the memory of `like` is written."""
+    """Read one step; with `writing` into the memory of `like`, which it covers."""
     with together(home) as words:
         manifest, digest = manifest_in(path, step)
         target = contents_of("load", like, groups, replicas)
@@ -169,9 +174,9 @@ def _load(
         text = f"load: ranks see different files in {path}"
         raise CheckpointFormatError(message(text, fix="load from a folder that ranks share"))
     with together(home), torch.no_grad():
-        state = copy_of(like, into=None if take is None else lambda x: x)
-        if take is not None:
-            take()
+        state = copy_of(like, into=None if writing is None else lambda x: x)
+        if writing is not None:
+            writing.give_away()
         extra = sources.fill(contents_of("load", state, groups, replicas))
         state = with_values(state, manifest.values)
     return Loaded(state, step, extra)

@@ -191,7 +191,7 @@ class Life:
             time.sleep(0.02)
         return self.finish(error)
 
-    def finish(self, error: Exception) -> Exception:
+    def finish(self, error: Any) -> Any:
         """The same error, after which these groups are of no use any more; the others are told."""
         self.fail(error)
         self.tell(error, final=True)

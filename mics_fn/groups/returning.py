@@ -113,7 +113,6 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
 def came_back(what: str, rank: int) -> PeerFailed:
     """The error of a process that uses groups as if it had been there from the start."""
     text = f"{what}: rank {rank} was lost, and this process has taken its place"
-    text += ", or its last step failed while it was written"
     fix = "call trainer.reset(), or groups = mf.reset(groups), on all ranks; go on at state.step"
     return PeerFailed(message(text, fix=fix), rank, "returned")
 

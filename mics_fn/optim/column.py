@@ -1,50 +1,12 @@
 """`Column`: corresponding tensors of several trees, on which an optimizer works in one go."""
 
-from collections.abc import Generator, Hashable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from contextvars import ContextVar
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mics_fn import spans
 from mics_fn.shards import Bucket
-
-
-class Writes:
-    """What a step writes: whether it has begun to, and what is to be closed when it ends."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.open = ExitStack()
-
-
-_WRITES: ContextVar[Writes | None] = ContextVar("writes", default=None)
-
-
-@contextmanager
-def noting_writes() -> Iterator[Writes]:
-    """A step whose parts are written one after the other, so that it may fail between two."""
-    writes = Writes()
-    token = _WRITES.set(writes)
-    try:
-        with writes.open:
-            yield writes
-    finally:
-        _WRITES.reset(token)
-
-
-def note_write() -> None:
-    """A part of a state is written from here on."""
-    writes = _WRITES.get()
-    if writes is not None:
-        writes.begun = True
-
-
-def closed_after(blocks: Generator[Any]) -> Generator[Any]:
-    """The same generator, which ends with the step if it has not ended before."""
-    writes = _WRITES.get()
-    return blocks if writes is None else writes.open.enter_context(closing(blocks))
 
 
 class Column(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 from mics_fn import _torch, tree
 from mics_fn.errors import OptimizerError, message
 from mics_fn.offload import is_coded
-from mics_fn.optim.column import Column, closed_after, note_write, updating
+from mics_fn.optim.column import Column, updating
 from mics_fn.optim.coming import Coming
 from mics_fn.optim.elsewhere import Elsewhere, far_runs
 from mics_fn.optim.flat import FlatShards, Unpacked
@@ -29,7 +29,7 @@ from mics_fn.optim.runs import (
     copied,
     is_in_chunk,
 )
-from mics_fn.shards import needs_derivative
+from mics_fn.shards import closed_after, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 
@@ -105,9 +105,9 @@ def columns(
         if any(far):
             blocks = closed_after(Elsewhere(done, held[n:], coming, keys, donate).blocks())
         elif coming is None:
-            blocks = [_all(done, held[n:], keys)]
+            blocks = _all(done, held[n:], keys, donate)
         else:
-            blocks = closed_after(_as_they_arrive(done, held[n], coming, keys))
+            blocks = closed_after(_as_they_arrive(done, held[n], coming, keys, donate))
     return Columns(blocks, live, lambda: [each.renewed() for each in done])
 
 
@@ -218,15 +218,25 @@ def _copies(held: Sequence[Held], far: Sequence[Sequence[int]]) -> list[Held]:
 
 
 def _all(
-    targets: Sequence[Held], reads: Sequence[Held], keys: Sequence[Hashable] | None
-) -> list[Column]:
+    targets: Sequence[Held],
+    reads: Sequence[Held],
+    keys: Sequence[Hashable] | None,
+    donate: bool,
+) -> Iterator[list[Column]]:
     """The columns of all runs."""
     every = [*targets, *readable(reads, targets)]
-    return [x for r in range(len(targets[0].runs)) for x in _columns_of_run(every, r, keys)]
+    found = [x for r in range(len(targets[0].runs)) for x in _columns_of_run(every, r, keys)]
+    if donate:
+        note_write()
+    yield found
 
 
 def _as_they_arrive(
-    targets: Sequence[Held], grads: Held, coming: Coming, keys: Sequence[Hashable] | None
+    targets: Sequence[Held],
+    grads: Held,
+    coming: Coming,
+    keys: Sequence[Hashable] | None,
+    donate: bool,
 ) -> Generator[list[Column]]:
     """The columns of each run, once the gradients that it needs have arrived.
 
@@ -241,6 +251,8 @@ def _as_they_arrive(
         every = [*targets, *readable([grads.arrived(ready)], targets, ready)]
         for r in ready:
             del left[r]
-        note_write()
-        yield [x for r in ready for x in _columns_of_run(every, r, keys)]
+        found = [x for r in ready for x in _columns_of_run(every, r, keys)]
+        if donate and found:
+            note_write()
+        yield found
         coming.drop(i for r in ready for i in grads.runs[r].members)

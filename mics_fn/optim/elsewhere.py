@@ -30,12 +30,13 @@ from mics_fn.offload import (
     renewed,
     stream,
 )
-from mics_fn.optim.column import Column, note_write
+from mics_fn.optim.column import Column
 from mics_fn.optim.coming import Coming
 from mics_fn.optim.held import Held, readable
 from mics_fn.optim.lines import LINE, Part, Stretch, parts_of
 from mics_fn.optim.runs import Run, split
 from mics_fn.optim.staging import staged
+from mics_fn.shards import note_write
 
 _CODED = 2**17  # elements of a part that is decoded, a multiple of every block
 Tensors = dict[int, Tensor]  # by the number of the target
@@ -119,7 +120,8 @@ class Elsewhere:
                     run, low, high, given, set(here), self._keys, LINE if self._coded(r) else 1
                 )
                 found = list(cut.parts(len(self.targets)))
-                note_write()
+                if self._donate:
+                    note_write()
                 yield [Column(key, part.tensors, run.bucket) for key, part in found]
                 for _, part in found:
                     part.finish()

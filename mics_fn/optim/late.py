@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mics_fn import tree
-from mics_fn.errors import TreeError, message
+from mics_fn.errors import MicsError, TreeError, message
 from mics_fn.offload import Stored
 from mics_fn.optim.flat import unpacked
 from mics_fn.optim.runs import devices
@@ -22,7 +22,7 @@ from mics_fn.shards import Arrival, Arriving, reduced_over
 from mics_fn.tree import Tree
 
 
-class Refused(Exception):
+class Refused(MicsError):
     """A step is not taken, since its gradients were refused; nothing was written."""
 
 

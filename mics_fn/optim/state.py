@@ -1,7 +1,7 @@
 """What training carries from step to step, and the step of an optimizer."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mics_fn import _torch, checks, points, spans, tree
-from mics_fn.errors import OffloadError, OptimizerError, TreeError, message
+from mics_fn.errors import MicsError, OffloadError, OptimizerError, TreeError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
-from mics_fn.offload import Where
-from mics_fn.optim.column import noting_writes
+from mics_fn.offload import Where, is_stored, read
 from mics_fn.optim.coming import Coming, gradients
 from mics_fn.optim.fitting import check_grads
 from mics_fn.optim.flat import Unpacked, unpacked
@@ -21,17 +20,17 @@ from mics_fn.optim.making import check_coded
 from mics_fn.optim.moving import as_before, init_elsewhere
 from mics_fn.optim.options import optimizer_facts, same_options
 from mics_fn.optim.steps import compare_once
-from mics_fn.optim.transform import Optimizer, Transform, as_transform
+from mics_fn.optim.transform import Optimizer, Transform, as_transform, step_of_tree
 from mics_fn.shards import (
     Arriving,
+    Writing,
     check_leaves,
-    give_away,
     homes_of,
     is_leaf,
     names,
+    note_write,
     reduced_over,
 )
-from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
 
 P = TypeVar("P")  # a tree of shards
@@ -251,46 +250,63 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
         tell_memory(state)
     # Parameters may be leaves of autograd: a step is a function of them only if gradients are.
     start = before.with_pieces([x.detach() for x in before.pieces]) if variables else before
-    with spans.span("opt_step", state.step + 1, parts=True), noting_writes() as writes:
+    with spans.span("opt_step", state.step + 1, parts=True), Writing() as writing:
+        if donate:
+            to = f"opt_step at step {state.step}"
+            writing.covers_leaves(before.leaves, before.spec, "params", to)
+            writing.covers(state.opt, "opt", to)
         try:
-            if state.transform.step_unpacked is not None:
-                after, opt = state.transform.step_unpacked(ahead, state.opt, start, donate)
-                params = after.closed()
-            else:
-                given = start.closed() if variables else state.params
-                whole = ahead.arrival.whole() if isinstance(ahead, Coming) else grads
-                params, opt = state.transform.step(whole, state.opt, given, donate)
-                opt = as_before(opt, state.opt)
-                after = unpacked(params) if donate else start
-            if isinstance(ahead, Coming):
-                ahead.arrival.first()  # a rank without elements has taken nothing
+            given = start.closed() if variables else state.params
+            params, opt, after = _updated(state, grads, ahead, start, given, donate)
         except BaseException as error:
-            if donate and writes.begun:
-                _give_up(state, before)
-            home = _home_of(ahead)
-            several = isinstance(home, Groups) and home.world_size > 1
-            if isinstance(error, OffloadError) and several:
-                home.life.finish(error)  # the others may have taken this step
+            _told(state, error, _home_of(ahead), donate)
             raise
-    if donate:
-        _give_up(state, before, after, opt)
-        # torch's optimizers write through tensors that count versions separately; autograd must
-        # notice if somebody saved or gathered the old values.
-        increment_version(after.pieces)
-        if variables:
-            params = tree.map_leaves(Tensor.requires_grad_, params)
-    return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
+        if donate:
+            writing.give_away([*after.leaves, *tree.flatten(opt, is_leaf)[0]])
+            # torch's optimizers write through tensors that count versions separately; autograd must
+            # notice if somebody saved or gathered the old values.
+            increment_version(after.pieces)
+            if variables:
+                params = tree.map_leaves(Tensor.requires_grad_, params)
+        return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
-def _give_up(
-    state: TrainState, before: Unpacked, after: Unpacked | None = None, opt: Any = ()
-) -> None:
-    """Mark a state as donated, but for what a new one has of it."""
-    to = f"opt_step at step {state.step}"
-    to = to if after is not None else f"{to}, which failed between two buckets"
-    kept = after.leaves if after is not None else ()
-    give_away(before.leaves, (before.spec, "params", to), keep=kept)
-    mark_donated(state.opt, "opt", to, keep=opt)
+def _updated(
+    state: TrainState, grads: Any, ahead: Unpacked, start: Unpacked, given: Tree, donate: bool
+) -> tuple[Any, Any, Unpacked]:
+    """What the optimizer gives: the parameters, its state, and the parameters taken apart."""
+    transform = state.transform
+    if transform.step_unpacked is not None:
+        after, opt = transform.step_unpacked(ahead, state.opt, start, donate)
+        params = after.closed()
+    else:
+        whole = ahead.arrival.whole() if isinstance(ahead, Coming) else grads
+        params, opt = step_of_tree(transform, whole, state.opt, given, donate)
+        opt = as_before(opt, state.opt)
+        after = unpacked(params) if donate else start
+    if isinstance(ahead, Coming):
+        ahead.arrival.first()  # a rank without elements has taken nothing
+    return params, opt, after
+
+
+def _told(state: TrainState, error: BaseException, home: Any, donate: bool) -> None:
+    """See to it that nobody goes on with a step that some ranks may have taken and others not."""
+    if donate and type(error) is OffloadError and not _can_be_read(tree.flatten(state)[0]):
+        note_write()  # nothing was, but there is no state either
+    known = isinstance(error, MicsError) and not isinstance(error, OffloadError)
+    if isinstance(home, Groups) and home.world_size > 1 and not known:
+        home.life.finish(error)  # the others may have taken this step
+
+
+def _can_be_read(leaves: Sequence[Any]) -> bool:
+    """Whether files still hold a state that was not written to; its leaves are read one by one."""
+    try:
+        for leaf in leaves:
+            if is_stored(leaf):
+                read(leaf)
+    except MicsError:
+        return False
+    return True
 
 
 def tell_memory(state: TrainState) -> None:

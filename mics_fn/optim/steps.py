@@ -19,9 +19,10 @@ from mics_fn.offload import read
 from mics_fn.optim.handing import in_new_memory
 from mics_fn.optim.moving import as_before
 from mics_fn.optim.options import OPTIONS, optimizer_facts, same_options
-from mics_fn.shards import names, open_shards
+from mics_fn.shards import any_lost, names, open_shards, reclaimed
 
 _SEEN = "steps"  # in `Groups.agreed`: their ranks were at one step
+_NO_STEP = -1  # of a rank without a state
 
 
 def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
@@ -55,16 +56,18 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     """
     require_state("same_step", state)
     checks.flag("same_step", "heal", heal)
+    lost = any_lost((state.params, state.opt))  # by a write that was cut short
+    given, state = state, reclaimed(state)
     opened = open_shards("same_step", state.params, groups, root="state.params").require_replicas()
     homes = [home for home in dict.fromkeys(opened.homes) if isinstance(home, Groups)]
     for home in homes:
-        steps = _steps(state.step, home)
-        if len(set(steps.values())) > 1:
+        steps = _steps(_NO_STEP if lost else state.step, home)
+        if len(set(steps.values())) > 1 or max(steps.values()) == _NO_STEP:
             if not heal or len(homes) > 1 or _lost(steps, home):
                 raise _torn("same_step", steps, home)
-            state = _healed(state, steps, home)
+            given = _healed(state, steps, home)
             home.agreed.add(_SEEN)
-    return state
+    return given
 
 
 def require_state(verb: str, state: Any) -> None:
@@ -109,7 +112,8 @@ def _steps(step: int, home: Groups) -> dict[int, int]:
 
 
 def _torn(verb: str, steps: dict[int, int], home: Groups) -> TornStepError:
-    lines = rank_lines({rank: f"step {step}" for rank, step in steps.items()})
+    said = {rank: f"step {step}" if step >= 0 else "lost" for rank, step in steps.items()}
+    lines = rank_lines(said)
     fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"
@@ -120,7 +124,7 @@ def _lost(steps: dict[int, int], home: Groups) -> bool:
     """Whether no rank has some part of the newest state."""
     p, newest = home.partition_size, max(steps.values())
     parts = [[steps[rank] for rank in home.ranks[place::p]] for place in range(p)]
-    return any(newest not in part for part in parts)
+    return newest == _NO_STEP or any(newest not in part for part in parts)
 
 
 def _healed(state: Any, steps: dict[int, int], home: Groups) -> Any:

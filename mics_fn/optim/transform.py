@@ -12,7 +12,7 @@ from mics_fn.errors import OptimizerError, TreeError, message
 from mics_fn.optim.columns import map_columns
 from mics_fn.optim.coming import settled
 from mics_fn.optim.flat import Unpacked, unpacked
-from mics_fn.shards import is_leaf, names, needs_derivative
+from mics_fn.shards import is_leaf, names, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 # A learning rate, or a function from the step, counted from 0, to one. A tensor may be
@@ -113,6 +113,7 @@ def from_update(
             raise TreeError(message(what, [where], fix))
         return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
 
+    step.notes_writes = True  # pyright: ignore[reportFunctionMemberAccess]
     return Transform(init, update, step, facts=facts)
 
 
@@ -154,8 +155,18 @@ def step_of(
     """A step of any transform, on trees that were taken apart."""
     if part.step_unpacked is not None:
         return part.step_unpacked(grads, state, params, donate)
-    found, state = part.step(settled(grads).closed(), state, params.closed(), donate)
+    given = settled(grads).closed()
+    found, state = step_of_tree(part, given, state, params.closed(), donate)
     return unpacked(found), state
+
+
+def step_of_tree(
+    part: Transform, grads: Tree, state: Any, params: Tree, donate: bool
+) -> tuple[Tree, Any]:
+    """A step of any transform on trees; one of one's own may write from its beginning on."""
+    if donate and not getattr(part.step, "notes_writes", False):
+        note_write()
+    return part.step(grads, state, params, donate)
 
 
 def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:

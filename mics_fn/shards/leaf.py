@@ -8,19 +8,25 @@ treat them as a special case. Their structure is the same on every rank, so tree
 across ranks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from inspect import currentframe
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import _torch, _torch_tensors, tree
 from mics_fn.collectives import SHORT_NAMES
-from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.errors import DonatedError, LeafError, LostStateError, TreeError, message
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.copied import from_parts, parts_of
 from mics_fn.tree import Tree
+
+V = TypeVar("V")  # a tree
 
 # Texts of errors about it; see [Note: rows of ranks] in `shards.rows`.
 LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
@@ -83,6 +89,10 @@ class Sharded(NotATensor):
 
     def __getattr__(self, name: str) -> Any:
         # Called only for an attribute that is missing, such as the data of a donated leaf.
+        if name == "data" and is_lost(self):
+            fix = "Trainer.reset takes it from a replica, or load a save: trainer.state = loaded"
+            why = "a write that was cut short leaves values of two steps"
+            raise LostStateError(message(self._story(), [why], fix))
         if name == "data" and hasattr(self, "_donated"):
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(message(self._story(), fix=fix))
@@ -93,8 +103,10 @@ class Sharded(NotATensor):
         return from_parts, parts_of(self)
 
     def _story(self) -> str:
-        (spec, root, to), number = self._donated
+        (spec, root, to, _), number = self._donated
         path = tree.join(root, tree.spec_paths(spec)[number])
+        if is_lost(self):
+            return f"{path} is lost: {to} was cut short while it wrote it"
         return f"{path} was donated to {to}"
 
     def __repr__(self) -> str:
@@ -195,6 +207,108 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class Writing:
+    """A block that writes into the memory of given values, which nobody may use until it ends well.
+
+    [Note: torn writes] From its first write to its last the memory of a state holds the values of
+    two steps. Whatever ends the block in between, in any thread and at any instant, leaves its
+    leaves without data: using them raises LostStateError. If it ends before the first write, they
+    stay as they were; if it ends well, what was given away raises DonatedError from then on.
+    `reclaimed` gives lost leaves their memory back, to be overwritten. A block inside of another
+    one is a part of it.
+
+    Example:
+      >>> shards = shard([torch.ones(2)], make_groups(1))
+      >>> try:
+      ...     with Writing() as writing:
+      ...         writing.covers(shards, "params", "a step")
+      ...         note_write()
+      ...         raise MemoryError
+      ... except MemoryError:
+      ...     print(shards[0])
+      Sharded(params[0] is lost: a step was cut short while it wrote it)
+    """
+
+    def __init__(self) -> None:
+        self.open = ExitStack()  # what is closed when the block ends
+        self.whole = self  # the outermost block
+        self.begun = False
+        self.memory: dict[int, Tensor] | None = {}  # of leaves without data, by their id
+        self._parts: list[tuple[Sequence[Any], tuple]] = []
+
+    def covers(self, shards: Tree, root: str, to: str) -> None:
+        """Add a tree to what is lost if the block is cut short after its first write."""
+        leaves, spec = tree.flatten(shards, is_leaf)
+        self.covers_leaves(leaves, spec, root, to)
+
+    def covers_leaves(self, leaves: Sequence[Any], spec: Any, root: str, to: str) -> None:
+        """`covers` for the leaves of a tree and its structure."""
+        for block in {id(self): self, id(self.whole): self.whole}.values():
+            block._parts.append((leaves, (spec, root, to, self.whole)))
+
+    def give_away(self, keep: Sequence[Any] = ()) -> None:
+        """Take the data of what this block covers, but for the leaves that are kept."""
+        self.whole.begun = True
+        for leaves, story in self._parts:
+            _give_away(leaves, story, keep)
+
+    def __enter__(self) -> "Writing":
+        outer, frame = _WRITING.get(), getattr(currentframe(), "f_back", None)
+        self._frame = frame
+        # One whose exit was cut short may still be there, but nothing that it is a part of runs.
+        while outer is not None and frame is not outer._frame:
+            frame = getattr(frame, "f_back", None)
+            outer = outer if frame is not None else None
+        self.whole = self if outer is None else outer.whole
+        try:
+            self._outer = outer
+            _WRITING.set(self)
+            return self
+        except BaseException:
+            _WRITING.set(outer)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            _WRITING.set(self._outer)
+            self._frame = self._outer = None
+            self.open.close()
+            if self.whole is self and error is None:
+                self.memory, self._parts = None, []
+        finally:
+            try:
+                self._lose()
+            finally:  # where that was cut short, too
+                self._lose()
+                self._parts = []
+
+    def _lose(self) -> None:
+        """Leave what is covered without data, unless the block has ended well or is a part."""
+        if self.whole is self and self.begun:
+            self.give_away()
+
+
+_WRITING: ContextVar[Writing | None] = ContextVar("writing", default=None)
+
+
+def note_write() -> None:
+    """Say that the memory of what the innermost block covers is written from here on."""
+    writing = _WRITING.get()
+    if writing is not None:
+        writing.whole.begun = True
+
+
+def closed_after(blocks: Generator[Any]) -> Generator[Any]:
+    """The same generator, which ends with the innermost block if it has not ended before."""
+    writing = _WRITING.get()
+    return blocks if writing is None else writing.open.enter_context(closing(blocks))
+
+
 def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
     """Mark every `Sharded` leaf of a tree as donated, so that reading its data raises DonatedError.
 
@@ -205,29 +319,56 @@ def donate(shards: Tree, root: str, to: str, *, keep: Tree = ()) -> None:
       keep: a tree whose leaves stay usable even if they are the same objects.
     """
     leaves, spec = tree.flatten(shards, is_leaf)
-    give_away(leaves, (spec, root, to), keep=tree.flatten(keep, is_leaf)[0])
+    _give_away(leaves, (spec, root, to, None), tree.flatten(keep, is_leaf)[0])
 
 
-def give_away(leaves: Sequence[Any], story: tuple, *, keep: Sequence[Any] = ()) -> None:
-    """`donate` for the leaves of a tree; the story is its structure, `root` and `to`."""
+def _give_away(leaves: Sequence[Any], story: tuple, keep: Sequence[Any]) -> None:
+    """Take the data of leaves; the story is their structure, root, taker and block."""
     kept = set(map(id, keep))
+    memory = None if story[-1] is None else story[-1].memory
     # Leaves are frozen. A second new attribute, or asking for their `__dict__`, would make a dict
     # for each, and Python would have as many more objects to search for garbage.
     put, drop = object.__setattr__, object.__delattr__
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Sharded) and id(leaf) not in kept:
-            put(leaf, "_donated", (story, i))  # paths are computed only for an error
-            drop(leaf, "data")
+        if not isinstance(leaf, Sharded) or id(leaf) in kept:
+            continue
+        if memory is not None:
+            if getattr(leaf, "_donated", (story,))[0] is not story:
+                continue
+            if id(leaf) not in memory:
+                memory[id(leaf)] = leaf.data
+            elif is_donated(leaf) and "data" not in vars(leaf):
+                continue
+        put(leaf, "_donated", (story, i))  # paths are computed only for an error
+        drop(leaf, "data")
 
 
 def is_donated(leaf: Any) -> bool:
-    """Whether a leaf was donated, so that it has no data any more."""
+    """Whether a leaf was donated or lost, so that it has no data any more."""
     return hasattr(leaf, "_donated")
 
 
-def is_given_away(shards: Tree) -> bool:
-    """Whether some leaf of a tree was donated."""
-    return any(map(is_donated, tree.flatten(shards, is_leaf)[0]))
+def is_lost(leaf: Any) -> bool:
+    """Whether a block that wrote a leaf was cut short; see [Note: torn writes]."""
+    story: Any = getattr(leaf, "_donated", ((None,), 0))[0]
+    return story[-1] is not None and story[-1].memory is not None
+
+
+def any_lost(value: Tree) -> bool:
+    """Whether some leaf of a tree is lost."""
+    return any(map(is_lost, tree.flatten(value, is_leaf)[0]))
+
+
+def reclaimed(value: V) -> V:
+    """A tree with new leaves where some are lost, in their memory, which is to be overwritten."""
+
+    def back(leaf: Any) -> Any:
+        if not is_lost(leaf):
+            return leaf
+        memory: Any = leaf._donated[0][-1].memory
+        return Sharded(memory[id(leaf)], leaf.bucket, leaf.slot)
+
+    return tree.map_leaves(back, value, is_leaf=is_leaf)
 
 
 def mark_reduced(leaves: Iterable[Leaf], home: Any) -> None:

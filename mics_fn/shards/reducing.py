@@ -1,6 +1,7 @@
 """Both hops of the gradients, which are means: hop 1 in partition groups, hop 2 over replicas."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,8 +14,7 @@ from mics_fn.errors import DonatedError, LeafError, TreeError, message
 from mics_fn.offload import laid_like
 from mics_fn.shards.arguments import check_leaves, require_tree
 from mics_fn.shards.gathering import PendingTree
-from mics_fn.shards.leaf import Sharded, dtype_name, is_leaf, mark_reduced
-from mics_fn.shards.leaf import donate as mark_donated
+from mics_fn.shards.leaf import Sharded, Writing, dtype_name, is_leaf, mark_reduced, note_write
 from mics_fn.shards.linear import apply, deal, put, replica_mean, start
 from mics_fn.shards.opened import BucketUse, Opened, open_shards
 from mics_fn.shards.pack import dense
@@ -299,14 +299,16 @@ def _averaged(
         text = "sync_replicas: donate=True under autograd"
         fix = "pass donate=False where gradients are differentiated"
         raise DonatedError(message(text, fix=fix))
-    if donate:
-        with torch.no_grad():
+    with Writing() as writing, torch.no_grad() if donate else nullcontext():
+        if donate:
+            writing.covers(grads, "grads", verb)
+            note_write()
             members = [data[i] for use in uses for i in use.members]
             found = replica_mean(uses, members, in_place=True).wait()
-    else:
-        found = apply("mean", uses, data)
-    dealt = zip(indexes, deal(uses, found), strict=True)
-    out = opened.rebuild({i: laid_like(new, opened.held(i)) for i, (_, new) in dealt})
-    if donate:
-        mark_donated(grads, "grads", "sync_replicas", keep=out)
+        else:
+            found = apply("mean", uses, data)
+        dealt = zip(indexes, deal(uses, found), strict=True)
+        out = opened.rebuild({i: laid_like(new, opened.held(i)) for i, (_, new) in dealt})
+        if donate:
+            writing.give_away(tree.flatten(out, is_leaf)[0])
     return out

@@ -30,7 +30,7 @@ from mics_fn.errors import MicsError, OptimizerError, TreeError, message
 from mics_fn.interrupts import Commit
 from mics_fn.offload import is_coded, is_stored, laid_like, read
 from mics_fn.optim import Guard, differing
-from mics_fn.shards import Fixed, Sharded, is_leaf
+from mics_fn.shards import Fixed, Sharded, Writing, is_leaf, note_write, reclaimed
 from mics_fn.train.guarding import guard_numbers, with_numbers
 from mics_fn.train.options import lasting_options
 from mics_fn.train.plain import Randoms
@@ -150,12 +150,15 @@ def take_back(
     same_call("take_back", [trainer.member.home], about, error)
     if error is not None or taken is None:
         raise error or RuntimeError(about)
-    with Commit() as commit:
+    own = reclaimed(state_of(trainer))
+    with Commit() as commit, Writing() as writing:
         commit.write()
-        state = _written(state_of(trainer), taken.state)
+        writing.covers(own, "state", "take_back")
+        note_write()
+        state = _written(own, taken.state)
         trainer.state = replace(state["train"], buffers=taken.buffers)
         trainer.sync_state, trainer.guard = state["sync"], taken.guard
-        trainer.member.compared = trainer.replica_sync.apart
+        trainer.member.compared, trainer.member.merges = trainer.replica_sync.apart, False
         trainer.epochs.go_on(taken.resume)
         took_back = getattr(trainer.checkpoint, "took_back", None)
         if took_back is not None:
@@ -177,7 +180,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         now.pop("accumulate", None)
     same_scale = _compare_options(saved, now, strict)
     own = _own_buffers(trainer)
-    _check_like(_without(trainer, own), state, "state")
+    _check_like(reclaimed(_without(trainer, own)), state, "state")
     mine = {name: x for name, x in trainer.state.buffers.items() if name in own}
     _check_like(mine, extra["buffers"], "extra.buffers")
     found = {**state["train"].buffers, **extra["buffers"]}

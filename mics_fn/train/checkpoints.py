@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 from mics_fn import checks
@@ -9,6 +10,7 @@ from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, 
 from mics_fn.collectives import collect_bytes
 from mics_fn.errors import CheckpointError, CheckpointNotFound
 from mics_fn.log import LOG
+from mics_fn.shards import Writing
 from mics_fn.train.carried import OnChange, carried, state_of, take_back
 from mics_fn.train.syncing import has_own_state
 
@@ -123,18 +125,17 @@ class Checkpoints:
         if not self.resume:
             return False
         where = self.folder, state_of(trainer), trainer.groups
+        how: dict[str, Any] = {"on_corrupt": self.on_corrupt, "replicas": _replicas(trainer)}
         try:
-            found = load(
-                *where, on_corrupt=self.on_corrupt, replicas=_replicas(trainer), donate=True
-            )
+            with Writing():  # until it is the state of the trainer
+                found = load(*where, donate=True, **how)
+                buffers, state = trainer.state.buffers, found.state["train"]
+                trainer.state = replace(state, buffers=buffers)
+                trainer.sync_state = found.state["sync"]
         except CheckpointNotFound:
             if trainer.member.home.position == 0:
                 LOG.info("no checkpoint in %s: beginning at step 0", self.folder)
             return False
-        buffers = trainer.state.buffers
-        state = found.state["train"]
-        trainer.state = type(state)(state.step, state.params, state.opt, buffers, state.transform)
-        trainer.sync_state = found.state["sync"]
         take_back(trainer, found.state, found.extra, other_options=self.other_options)
         self._saved, self._failed = found.step, None
         if trainer.member.home.position == 0:

@@ -26,9 +26,11 @@ class Member:
       compared: whether all ranks are known to be at one step; replicas that are apart need not be.
       lost: whether this rank is to take its state from others.
       ready: what is left to do of a step that all ranks can write; None if nothing is.
+      merges: whether the last step is written, and the merge of replicas after it is left to do.
     """
 
     home: Groups
     compared: bool
     lost: bool
     ready: Ready | None = None
+    merges: bool = False

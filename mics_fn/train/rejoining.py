@@ -35,6 +35,7 @@ from mics_fn.groups import Groups, errors_told
 from mics_fn.log import LOG
 from mics_fn.optim import Comparison, handed_over, same_step
 from mics_fn.schedules import OnDemand
+from mics_fn.shards import any_lost, reclaimed
 from mics_fn.train.guarding import guard_numbers, with_numbers
 from mics_fn.train.options import compare_options
 from mics_fn.train.writing import write
@@ -50,8 +51,10 @@ class Said:
     step: int
     scale: list[Any]
     norms: list[float] | None
-    lost: bool  # whether its state is that of a process that has just begun
+    back: bool  # whether its state is that of a process that has just begun
+    cut: bool  # whether its state is lost, as a write of it was cut short
     ready: bool  # whether it has kept what it needs to write one more step
+    merges: bool  # whether a merge of replicas is left to do of its last step
     epoch: int | None  # of the last pass of `fit`
     policies: list[list[Any] | None]  # for training and evaluation
 
@@ -59,6 +62,11 @@ class Said:
     def at(self) -> tuple[int, int]:
         """How far it has come."""
         return self.calls, self.step
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has no state."""
+        return self.back or self.cut
 
 
 def told_by_all(trainer: Any) -> dict[int, Said]:
@@ -72,7 +80,9 @@ def told_by_all(trainer: Any) -> dict[int, Said]:
         trainer.state.step,
         *guard_numbers(trainer.guard),
         trainer.member.lost,
+        any_lost((trainer.state, trainer.sync_state)),
         trainer.member.ready is not None,
+        trainer.member.merges,
         trainer.epochs.epoch,
         [_limits(policy) for policy in policies],
     ]
@@ -106,7 +116,6 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
     if home.rank in ready:
         write(trainer, member.ready)
-        trainer.epochs.took()
     member.ready = None
     have = [rank for rank in whole if rank in ready or found[rank].at == newest]
     needy = [rank for rank in home.ranks if rank not in have]
@@ -131,17 +140,18 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
             raise _no_replica(home, found, have, "no replica holds all of the newest state")
         sources |= {rank: holders[i % len(holders)] for i, rank in enumerate(takers)}
     guide = max((found[rank] for rank in have), key=lambda said: said.at)
-    behind = trainer.sync_state.step < guide.calls or member.lost
+    mine, own = found[home.rank], reclaimed(trainer.state)
+    behind = trainer.sync_state.step < guide.calls or mine.lost
     guard = trainer.guard
     if behind:
         guard = with_numbers(guard, guide.scale, guide.norms)
     if lost:
-        compare_options(trainer, trainer.state.params, trainer.groups, guard)
+        compare_options(trainer, own.params, trainer.groups, guard)
     if home.position == 0:
         pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
-        came = f"{name_ranks(lost)} came back; " if lost else ""
+        came = f"{name_ranks(lost)} had no state; " if lost else ""
         LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
-    state = handed_over(trainer.state, home, sources, in_place=member.lost)
+    state = handed_over(own, home, sources, in_place=mine.lost)
     if home.rank in sources:
         trainer.state, trainer.guard = state, guard
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
@@ -176,10 +186,19 @@ def _limited(policy: Any, limits: list[Any] | None) -> Any:
 
 
 def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
-    """Raise LostStateError if a rank was lost while replicas have states of their own."""
-    if any(said.lost for said in found.values()):
-        why = "replicas are apart, so each has a state of its own"
-        raise _no_replica(home, found, [], why)
+    """Raise LostStateError if replicas with states of their own lack a part of one."""
+    why, p, ranks = "replicas are apart, so each has a state of its own", home.partition_size, []
+    for start in range(0, len(found), p):
+        replica = home.stacked_ranks[start : start + p]
+        lost = [rank for rank in replica if found[rank].lost]
+        alike = len({(found[rank].at, found[rank].merges) for rank in replica}) == 1
+        ranks += lost or ([] if alike else replica)
+    newest = max(said.calls for said in found.values())
+    merged = {said.merges for said in found.values() if said.calls == newest}
+    if not ranks and len(merged) > 1:
+        why, ranks = "only some ranks have merged after the last step", list(found)
+    if ranks:
+        raise _gone(found, why, [f"rank {rank} {_place(found[rank])}" for rank in ranks])
 
 
 def refuse_own_state(home: Groups, found: Mapping[int, Said], name: str) -> None:
@@ -200,15 +219,25 @@ def _no_replica(
         if not set(ranks) & set(have):
             states = [f"rank {rank} {_place(found[rank])}" for rank in ranks]
             lines.append(f"part {place + 1} of {p}: {', '.join(states)}")
+    return _gone(found, why, lines)
+
+
+def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateError:
+    """The error of a state that no rank holds, with the saves to go on from."""
     what = "Trainer.reset: no replica holds the state that a lost rank had"
     if not any(said.lost for said in found.values()):
         what = "Trainer.reset: no replica holds the newest state"
-    fix = "go on from a state that all ranks have saved"
+    newest = max(said.step for said in found.values())
+    fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
+    fix += "; with checkpoint= the Trainer goes back to the newest by itself"
     return LostStateError(message(f"{what}: {why}", lines, fix))
 
 
 def _place(said: Said) -> str:
-    return "was lost" if said.lost else f"is at step {said.step}"
+    if said.cut:
+        return f"was cut short while it wrote step {said.step + 1}"
+    merges = ", before its merge" if said.merges else ""
+    return "came back without it" if said.back else f"is at step {said.step}{merges}"
 
 
 def torn(found: Mapping[int, Said]) -> TornStepError:

@@ -23,7 +23,6 @@ from mics_fn.optim import (
     opt_step,
     sgd,
 )
-from mics_fn.shards import donate as mark_donated
 from mics_fn.shards import is_leaf, sync_replicas
 from mics_fn.train.syncing import ReplicaSync, SyncState
 from mics_fn.tree import Tree
@@ -78,7 +77,7 @@ def local_sgd(every: int) -> ReplicaSync:
 
     def merge(params: Tree, outer: Any, groups: Any, donate: bool) -> tuple[Tree, Any]:
         # Parameters, unlike differences of them, must be sent in full precision.
-        return sync_replicas(_own(params, donate), groups, donate=True, exact=True), outer
+        return sync_replicas(fresh(params), groups, donate=True, exact=True), outer
 
     return ReplicaSync(f"local_sgd({every})", every, True, lambda params: (), merge, exact=True)
 
@@ -130,7 +129,7 @@ def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
 
     def merge(params: Tree, kept: Any, groups: Any, donate: bool) -> tuple[Tree, TrainState]:
         _check_anchor(params, kept)
-        own = _own(params, donate)
+        own = fresh(params)  # a merge that fails leaves the parameters as they were
         moved = map_columns(lambda p, a: p.neg_().add_(a), own, kept.params, donate=True)
         # A difference may be sent in fewer bits than parameters have.
         mean = sync_replicas(moved, groups, donate=True)
@@ -229,17 +228,3 @@ def _check_anchor(params: Tree, kept: Any) -> None:
         where = tree.first_mismatch(kept.params, params, "params", is_leaf) or where
     fix = "pass what init and after of this policy gave for this tree"
     raise TreeError(message("ReplicaSync.after: the state does not fit", [where], fix=fix))
-
-
-def _own(params: Tree, donate: bool) -> Tree:
-    """Parameters that may be written to: a copy, or with `donate` the given memory in new leaves.
-
-    The old leaves are marked as donated before anything is written, so that a failed merge cannot
-    be used by mistake.
-    """
-    if not donate:
-        return fresh(params)
-    pieces, spec = tree.flatten(params)
-    own = spec.unflatten([piece.detach() for piece in pieces])
-    mark_donated(params, "params", "ReplicaSync.after")
-    return own

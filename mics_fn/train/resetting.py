@@ -4,7 +4,9 @@
 behind by what it had not written yet: parameters and optimizer state, or, if the step was refused,
 only the scale and the watch of the guard. Ranks compare both numbers, that of steps and that of
 steps with those that were refused. One that is behind takes what it lacks from a rank that is not.
-Replicas that are apart have states of their own, so each of them must be at one step by itself.
+Replicas that are apart have states of their own. If one of them is behind, for it the steps that
+the others have taken count as refused; and a merge that has failed is made again. If a rank has no
+state, or the ranks of a replica are at different steps, nobody holds what is missing.
 Ranks that come back have nothing; see [Note: replicas are checkpoints] in `rejoining`.
 """
 
@@ -15,8 +17,9 @@ from typing import Any
 
 from mics_fn import checks, tree
 from mics_fn.collectives import collect_bytes
-from mics_fn.errors import CollectiveError, LostStateError, PeerFailed
+from mics_fn.errors import CollectiveError, LostStateError, PeerFailed, name_ranks
 from mics_fn.groups import Groups, replaced
+from mics_fn.log import LOG
 from mics_fn.optim import same_step
 from mics_fn.shards import is_leaf
 from mics_fn.train.guarding import with_numbers
@@ -30,6 +33,7 @@ from mics_fn.train.rejoining import (
     torn,
 )
 from mics_fn.train.syncing import has_own_state
+from mics_fn.train.writing import merge
 from mics_fn.tree import Tree
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed
@@ -59,7 +63,7 @@ def renew(trainer: Any, *, heal: bool) -> None:
             if not attempt:
                 raise
         except LostStateError:  # whoever goes on puts a saved state here; the next step compares it
-            member.lost, member.ready = False, None
+            member.lost, member.ready, member.merges = False, None, False
             if trainer.checkpoint.begin(trainer):
                 return
             raise
@@ -102,7 +106,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     home, found = trainer.member.home, told_by_all(trainer)
     if trainer.replica_sync.apart:
         refuse_apart(home, found)
-        _check_apart(found, home)
+        _merged(trainer, found, heal=heal)
         return
     if has_own_state(trainer.replica_sync, trainer.sync_state):
         refuse_own_state(home, found, trainer.replica_sync.name)
@@ -131,11 +135,23 @@ def _go_on_in_data(home: Groups, epochs: Epochs) -> None:
         epochs.repeat(max(places, key=lambda place: place[:2]), home.device)
 
 
-def _check_apart(found: Mapping[int, Said], home: Groups) -> None:
-    """Raise TornStepError unless all ranks merge at one step, and each replica is at one step."""
-    p, ranks = home.partition_size, home.stacked_ranks
-    for start in range(0, len(ranks), p):
-        if len({found[rank].at for rank in ranks[start : start + p]}) > 1:
-            raise torn(found)
-    if len({said.calls for said in found.values()}) > 1:
+def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
+    """Bring replicas that are apart to one call; see [Note: one step again].
+
+    Communication: that of a merge, if one is left to do.
+    """
+    member, last = trainer.member, max(found.values(), key=lambda said: said.at)
+    mine = found[member.home.rank]
+    behind = [rank for rank in found if found[rank].calls < last.calls]
+    if behind and not heal:
         raise torn(found)
+    if mine.calls < last.calls:
+        trainer.epochs.took()
+        trainer.sync_state = replace(trainer.sync_state, step=last.calls)
+        trainer.guard = with_numbers(trainer.guard, last.scale, last.norms)
+        trainer.state = replace(trainer.state, step=last.step)
+    if behind and member.home.position == 0:
+        text = "reset: replicas are apart, and %s did not take what steps the others have taken"
+        LOG.warning(text, name_ranks(behind))
+    member.merges = last.merges
+    merge(trainer)

@@ -1,13 +1,16 @@
 """One step of a `Trainer`: micro-steps, both hops, the guard, and the optimizer's step."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn.deferred import GradSum, defer
-from mics_fn.errors import message
+from mics_fn.errors import MicsError, message
+from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.optim import StepTotals, same_step
 from mics_fn.train.batch import cut, to_device
@@ -16,7 +19,15 @@ from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.options import start_comparison
 from mics_fn.train.weights import Weights, counted, weights_of
-from mics_fn.train.writing import comes, overlaps, reduced, update, update_early, update_late
+from mics_fn.train.writing import (
+    comes,
+    merge,
+    overlaps,
+    reduced,
+    update,
+    update_early,
+    update_late,
+)
 from mics_fn.tree import Tree
 
 _BACKWARD = message(
@@ -70,6 +81,7 @@ class MicroSteps:
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
     """Take a step on a batch, on all ranks together; see `Trainer.step`."""
     member = trainer.member
+    merge(trainer)  # where that of the last step was cut short
     if not member.compared:  # a state may have been put in its place since
         same_step(trainer.state, trainer.groups)
         member.compared = True
@@ -84,7 +96,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     commit = Commit()
     done = MicroSteps(trainer, total, weights_of(trainer, parts))
     total.before_last = commit.hold  # see [Note: commit] in `interrupts`
-    with commit, learning(trainer.deterministic):
+    with commit, learning(trainer.deterministic), _alike(home, commit):
         with defer(state.params, groups, trainer.schedule, into=total) as full:
             for part in parts:
                 done.run(full, part)
@@ -103,8 +115,8 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
             verdict = update_late(trainer, total, buffers, commit, totals)
         else:
             verdict = update(trainer, grads, buffers, commit, totals)
+        merge(trainer)
         totals.warn_of_unequal()
-        trainer.epochs.took()
         total.release()
     seconds = time.perf_counter() - started
     found = verdict.norm, guard.scale.value, verdict.accept, verdict.spike, verdict.nonfinite
@@ -117,3 +129,18 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         *found,
         verdict.next.skipped,
     )
+
+
+@contextmanager
+def _alike(home: Groups, commit: Commit) -> Iterator[None]:
+    """A block after whose last message ranks may be at other steps, if an error of one ends it.
+
+    So these groups are finished then, and `reset` compares; an error of this library is raised
+    before that, or on all ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if commit.began and home.world_size > 1 and not isinstance(error, MicsError):
+            home.life.finish(error)
+        raise

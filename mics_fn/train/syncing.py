@@ -10,8 +10,8 @@ from mics_fn import checks, tree
 from mics_fn.collectives import check_same
 from mics_fn.errors import GroupsError, TreeError, message
 from mics_fn.groups import Groups
-from mics_fn.optim import fresh
-from mics_fn.shards import check_equal, open_shards, refuse_derivative
+from mics_fn.optim import fresh, map_columns
+from mics_fn.shards import Writing, check_equal, open_shards, refuse_derivative
 from mics_fn.tree import Tree
 
 
@@ -43,7 +43,8 @@ class ReplicaSync:
         hop 2, and nothing is left to merge.
       begin: `begin(params) -> outer`, the first `outer` of a `SyncState`.
       merge: `merge(params, outer, groups, donate) -> (params, outer)`, after which all replicas
-        hold the same bits.
+        hold the same bits. It leaves the memory of `params` alone; with `donate` it may write into
+        that of `outer`, once it needs no other rank any more.
       facts: those of the outer optimizer, as for a `Transform`.
       reduce: `reduce(grads, outer, groups) -> (grads, outer)`, in place of hop 2; None does hop 2.
       exact: whether `merge` sends values as they are, so that no codes of hop 2 are sent.
@@ -175,15 +176,15 @@ class ReplicaSync:
         Communication: at every H-th step one all-reduce per bucket over r replicas, 2(r - 1)/r of
           the shards' bytes. None at other steps, or if r = 1.
 
-        Memory: at a merge a copy of the shards and of `state`; none with `donate`.
+        Memory: at a merge a copy of the shards and of `state`; with `donate` of the shards alone,
+          until it is done.
 
         Raises:
           PlanError: `groups` are those of the steps, which contain no other replica.
           TreeError: `state` belongs to another tree or policy.
           LeafError: replicas go apart, and this is called inside torch.func, or a parameter
             requires a gradient: a merge has no derivative.
-          CollectiveError: the merge failed. With `donate` the parameters are lost then, but the
-            anchor is not.
+          CollectiveError, PeerFailed: the merge failed; `params` and `state` are as they were.
         """
         _check_state("after", state)
         later = replace(state, step=state.step + 1)
@@ -194,9 +195,19 @@ class ReplicaSync:
             open_shards("ReplicaSync.after", params, groups, root="params").require_replicas()
         if not self.due(state):
             return params, later
-        with torch.no_grad():
+        return self.merged(params, later, groups, donate=donate)
+
+    def merged(
+        self, params: Tree, state: SyncState, groups: Any, *, donate: bool
+    ) -> tuple[Tree, SyncState]:
+        """The merge that `after` makes when it is due, for a state that counts the step already."""
+        with torch.no_grad(), Writing() as writing:
             merged, outer = self.merge(params, state.outer, groups, donate)
-        return merged, replace(later, outer=outer)
+            if donate:  # from here on no other rank is needed
+                writing.covers(params, "params", "ReplicaSync.after")
+                merged = map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
+                writing.give_away()
+            return merged, replace(state, outer=outer)
 
     def _refuse_derivative(self, verb: str, params: Tree) -> None:
         if self.apart or verb == "reduced":

@@ -11,19 +11,17 @@ Where a guard has to see all, states elsewhere come meanwhile; see [Note: states
 it takes from a replica, too.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mics_fn import spans, tree
+from mics_fn import spans
 from mics_fn.collectives import collect_all
 from mics_fn.deferred import GradSum
-from mics_fn.errors import MicsError, OffloadError
 from mics_fn.interrupts import Commit
-from mics_fn.offload import is_stored, read, where_of
+from mics_fn.offload import where_of
 from mics_fn.optim import (
     Late,
     Refused,
@@ -35,7 +33,7 @@ from mics_fn.optim import (
     opt_step,
     tell_memory,
 )
-from mics_fn.shards import is_given_away
+from mics_fn.shards import Writing
 from mics_fn.train.buffers import Values
 from mics_fn.train.given import warn_of_hop2
 from mics_fn.train.member import Ready
@@ -73,33 +71,8 @@ def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
     if spans.watchers:
         tell_memory(trainer.state)
     verdict = Verdict(total, None, None, False, True, trainer.guard)
-    with _or_lost(trainer):
-        write(trainer, Ready(verdict, buffers, trainer.sync_state))
+    write(trainer, Ready(verdict, buffers, trainer.sync_state))
     return verdict
-
-
-@contextmanager
-def _or_lost(trainer: Any) -> Iterator[None]:
-    """A block that writes a step; if it fails in between, this rank is to take another state."""
-    leaves, spec = tree.flatten(trainer.state)
-    try:
-        yield
-    except BaseException as error:
-        unread = type(error) is OffloadError and not _can_be_read(leaves)
-        if unread or is_given_away(trainer.state.params):
-            trainer.state, trainer.member.lost = spec.unflatten(leaves), True
-        raise
-
-
-def _can_be_read(leaves: Sequence[Any]) -> bool:
-    """Whether files still hold a state that was not written to; its leaves are read one by one."""
-    try:
-        for leaf in leaves:
-            if is_stored(leaf):
-                read(leaf)
-    except MicsError:
-        return False
-    return True
 
 
 def comes(trainer: Any) -> bool:
@@ -120,7 +93,7 @@ def reduced(trainer: Any, total: GradSum) -> Any:
 def update(
     trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals
 ) -> Verdict:
-    """The optimizer's step if the guard accepts it, and the merge of replicas if it is due.
+    """The optimizer's step, if the guard accepts it.
 
     Args:
       trainer: the `Trainer`, before the step.
@@ -132,8 +105,7 @@ def update(
     if spans.watchers:  # a step that is refused ends here
         tell_memory(trainer.state)
     ready = _judged(trainer, grads, buffers, commit, totals)
-    with _or_lost(trainer) if where_of(trainer.where).moves() else nullcontext():  # a disk may fail
-        write(trainer, ready)
+    write(trainer, ready)
     return ready.verdict
 
 
@@ -153,7 +125,7 @@ def update_late(
         trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
-    with _or_lost(trainer):
+    with Writing():
         state = trainer.state
         with suppress(Refused):
             state = opt_step(state, Late(total, judged), donate=True)
@@ -179,7 +151,7 @@ def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: S
 
 @torch.no_grad()
 def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None:
-    """Write a step, for which no other rank is needed unless replicas merge after it.
+    """Write a step, for which no other rank is needed.
 
     Args:
       trainer: the `Trainer`, before the step.
@@ -188,10 +160,29 @@ def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None
     """
     (verdict, buffers, kept), state, sync = ready, trainer.state, trainer.replica_sync
     trainer.member.ready = None
-    if verdict.accept:
-        after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
-        state = replace(after, buffers=buffers)
-    kept = kept if verdict.accept else trainer.sync_state
-    merged = sync.after(state.params, kept, trainer.groups, donate=True)
-    params, trainer.sync_state = merged
-    trainer.state, trainer.guard = replace(state, params=params), verdict.next
+    with Writing():
+        if verdict.accept:
+            after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
+            state = replace(after, buffers=buffers)
+        kept = kept if verdict.accept else trainer.sync_state
+        merges, member = sync.apart and sync.due(kept), trainer.member
+        kept = replace(kept, step=kept.step + 1)
+        trainer.epochs.took()
+        # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
+        trainer.state, trainer.sync_state, trainer.guard = state, kept, verdict.next
+        member.merges = merges
+
+
+@torch.no_grad()
+def merge(trainer: Any) -> None:
+    """Merge replicas, if that is left to do of the last step; the state is whole until it is done.
+
+    Communication: that of `ReplicaSync.after`.
+    """
+    if not trainer.member.merges:
+        return
+    state, kept, member = trainer.state, trainer.sync_state, trainer.member
+    with Writing():
+        found = trainer.replica_sync.merged(state.params, kept, trainer.groups, donate=True)
+        state, kept = replace(state, params=found[0]), found[1]
+        trainer.state, trainer.sync_state, member.merges = state, kept, False

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import DonatedError, OffloadError, PeerFailed, PeerOffloadError
+from mics_fn.errors import (
+    DonatedError,
+    LostStateError,
+    OffloadError,
+    PeerFailed,
+    PeerOffloadError,
+)
 from mics_fn.offload import is_stored
 from mics_fn.optim.flat import by_leaf
 
@@ -90,12 +96,12 @@ def trial(verb: str, fault: str, folder: str) -> tuple[Any, ...]:
     try:
         same_bits((state.params, by_leaf(state.opt)), before)
         held = "whole"
-    except (DonatedError, OffloadError) as error:
+    except (DonatedError, LostStateError, OffloadError) as error:
         held = type(error).__name__
     if bad or "donated" not in verb:
         lost = fault in ("cut off", "stale")
-        assert held in (["OffloadError", "DonatedError"] if lost and bad else ["whole"]) or (
-            "opt_step, " in verb and held == "DonatedError"
+        assert held in (["OffloadError", "LostStateError"] if lost and bad else ["whole"]) or (
+            "opt_step, " in verb and held in ("DonatedError", "LostStateError")
         ), held
     if not bad:
         assert (found.rank, found.kind) == (1, "raised")  # pyright: ignore

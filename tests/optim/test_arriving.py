@@ -155,10 +155,10 @@ def test_a_state_is_whole_or_known_to_be_lost(donate, at):
     with pytest.raises(Fault):
         mf.opt_step(state, Broken(total, at), donate=donate)
     if at and donate:
-        lost = "donated to opt_step at step 0, which failed between two buckets"
-        with pytest.raises(mf.errors.DonatedError, match=lost):
+        lost = "is lost: opt_step at step 0 was cut short while it wrote it"
+        with pytest.raises(mf.errors.LostStateError, match=lost):
             mf.gather(state.params, groups)
-        with pytest.raises(mf.errors.DonatedError, match=lost):
+        with pytest.raises(mf.errors.LostStateError, match=lost):
             by_leaf(state.opt)
     else:
         same_bits(state.params, before)

@@ -1,11 +1,19 @@
-"""A step that Ctrl-C meets at any instant is taken in full or not at all, and by all ranks."""
+"""A step that is cut short is taken in full or not at all, or its state is refused from then on.
 
+By Ctrl-C at random instants, which is held, and by any other exception at planted ones: one is
+raised at each call that a write makes, of Python or of C, and behind each one of C.
+"""
+
+import copy
 import os
 import random
 import signal
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +24,11 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import interrupts, tree
+from mics_fn.errors import LostStateError
 from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.optim import by_leaf
+from mics_fn.shards import any_lost
+from mics_fn.train import Checkpoints, stepping, writing
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": lambda: {"optimizer": mf.optim.adamw(1e-2)},
@@ -218,3 +230,182 @@ def test_ranks_end_at_one_step(ranks):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_end_at_one_step_in_many_trials(ranks, n, kind):
     check_together(ranks(n), kind, range(100, 150))
+
+
+# Planted instants.
+
+
+class Cut(BaseException):
+    """What nobody catches: an asynchronous exception, a handler that raises, no memory left."""
+
+
+_ROOT = f"{Path(mf.__file__).parent}"
+
+
+@contextmanager
+def cut_at(number: int, begin: Any) -> Iterator[list[int]]:
+    """Raise `Cut` at a call of this number within a function of the package; counts the calls."""
+    counted, inside = [0], list[Any]()
+
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in begin and not inside:
+            inside.append(frame)
+        elif event == "return" and inside and frame is inside[0]:
+            inside.clear()
+        elif inside and event != "return" and frame.f_code.co_filename.startswith(_ROOT):
+            # What a generator raises where it is dropped is lost; and no lock is ever left held.
+            lost = frame.f_code.co_name == "<genexpr>"
+            if lost or (event != "call" and arg.__name__ in ("__exit__", "release")):
+                return
+            counted[0] += 1
+            if counted[0] == number:
+                sys.setprofile(None)
+                raise Cut
+
+    sys.setprofile(watch)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(None)
+
+
+def codes_of(*functions: Any) -> list[Any]:
+    return [getattr(fn, "__wrapped__", fn).__code__ for fn in functions]
+
+
+UPDATES = codes_of(writing.update, writing.update_early, writing.update_late, writing.merge)
+
+PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
+    **{kind: (lambda folder, made=made: made()) for kind, made in KINDS.items()},
+    "overlap": lambda folder: {"optimizer": mf.optim.adamw(1e-2), "overlap_step": True},
+    "files": lambda folder: {
+        "optimizer": mf.optim.adamw(1e-2), "where": f"params=disk:{folder}, states=disk:{folder}"
+    },
+    "judged files": lambda folder: {
+        "optimizer": mf.optim.lion(1e-2), "where": f"states=disk:{folder}",
+        "guard": mf.optim.Guard(max_norm=1.0, on_nonfinite="skip"),
+    },
+    "own": lambda folder: {
+        "optimizer": mf.optim.from_update(
+            lambda params: mf.shards.map(torch.zeros_like, params),
+            lambda grads, mean, params: (mf.shards.map(torch.neg, grads), grads),
+        )
+    },
+    "recoverable": lambda folder: {
+        "optimizer": mf.optim.sgd(0.1, momentum=0.9), "recoverable": True
+    },
+    "average": lambda folder: {
+        "optimizer": mf.optim.sgd(0.1), "replica_sync": mf.replicas.local_sgd(1)
+    },
+}  # fmt: skip
+
+
+def bits(trainer: mf.Trainer) -> list[Any]:
+    """All that a step changes; raises where it is lost."""
+    found = by_leaf((trainer.state, trainer.sync_state))
+    leaves = tree.flatten(mf.optim.move(found[0], ""))[0] + tree.flatten(found[1])[0]
+    return [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+
+
+def equal(found: list[Any], want: list[Any]) -> bool:
+    pairs = zip(found, want, strict=True)
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+USES: list[Callable[[mf.Trainer, str], Any]] = [
+    lambda trainer, folder: trainer.step(batch()),
+    lambda trainer, folder: trainer.eval(batch()),
+    lambda trainer, folder: trainer.params(),
+    lambda trainer, folder: trainer.state_dict(),
+    lambda trainer, folder: mf.get(trainer.state, "params.layers.0.bias", trainer.groups),
+    lambda trainer, folder: mf.checkpoint.save(folder, trainer.state, trainer.groups, step=1),
+    lambda trainer, folder: Checkpoints(folder).save(trainer),
+    lambda trainer, folder: mf.opt_step(trainer.state, trainer.state.params, donate=True),
+    lambda trainer, folder: copy.deepcopy(trainer.state),
+    lambda trainer, folder: mf.gather(trainer.state.params, trainer.groups),
+    lambda trainer, folder: mf.optim.move(trainer.state, ""),
+]
+
+
+def refused(trainer: mf.Trainer, folder: str) -> None:
+    # A merge that is cut may have lost what it keeps alone, without which no step is taken.
+    for use in USES if any_lost(trainer.state) else [USES[0], USES[6]]:
+        with pytest.raises(LostStateError, match="is lost: .* was cut short while it wrote it"):
+            use(trainer, folder)
+
+
+def trained(path: str, folder: str) -> mf.Trainer:
+    torch.manual_seed(0)
+    options = PATHS[path](folder)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    groups = mf.make_groups(1)
+    return mf.Trainer(Net(), options.pop("optimizer"), groups, bucket_bytes=1_200, **options)
+
+
+def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> list[str]:
+    """How a step ends that is cut at each of its instants, or at every so many of them."""
+    trainer = trained(path, f"{folder}/scratch")
+    trainer.step(batch())
+    kept = copy.deepcopy((trainer.state, trainer.sync_state)), trainer.guard
+
+    def put_back() -> None:
+        (state, sync), trainer.guard = copy.deepcopy(kept[0]), kept[1]
+        trainer.state, trainer.sync_state = mf.optim.move(state, trainer.where), sync
+        trainer.member.merges = False
+
+    put_back()
+    with patch.context() as patched:
+        patched.setattr(stepping, "merge", lambda trainer: None)
+        known = {"old": bits(trainer)}
+        trainer.step(batch())
+        known["not merged"] = bits(trainer)
+    put_back()
+    with cut_at(0, UPDATES) as counted:
+        trainer.step(batch())
+    known["new"], ends, count = bits(trainer), list[str](), counted[0]
+    assert not equal(known["old"], known["new"])
+    for number in range(1, count + 1, 1 if every else 1 + count // 60):
+        put_back()
+        with cut_at(number, UPDATES), suppress(Cut):
+            trainer.step(batch())
+        try:
+            now = bits(trainer)
+        except LostStateError:
+            ends.append("lost")
+            if ends.count("lost") in (1, 9):
+                refused(trainer, f"{folder}/saved")
+            continue
+        ends.append(next((name for name, x in known.items() if equal(now, x)), "torn"))
+        if trainer.member.merges:  # the next step begins with it
+            writing.merge(trainer)
+            assert equal(bits(trainer), known["new"])
+    return ends
+
+
+def check_ends(ends: list[str]) -> None:
+    assert "torn" not in ends, ends
+    assert {"old", "lost"} <= set(ends), ends
+    assert "lost" not in ends[: ends.index("old") + 1], "a step that had not begun is not lost"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+@pytest.mark.parametrize("path", PATHS)
+def test_a_write_that_is_cut_leaves_the_old_state_the_new_one_or_none(path, tmp_path, monkeypatch):
+    check_ends(ends_of(path, f"{tmp_path}", False, monkeypatch))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+@pytest.mark.thorough
+@pytest.mark.limit(900)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_write_may_be_cut_at_each_of_its_instants(path, tmp_path, monkeypatch):
+    check_ends(ends_of(path, f"{tmp_path}", True, monkeypatch))

@@ -81,8 +81,8 @@ def test_eight_ranks(p: int, scheme: str) -> None:
 def test_what_no_replica_holds_is_said_on_all_ranks() -> None:
     (text,) = errors_of(run_loss(SHORT._replace(killed=(1, 3))))
     assert text.startswith("LostStateError: Trainer.reset: no replica holds the state that a lost")
-    assert "part 2 of 2: rank 1 was lost, rank 3 was lost" in text
-    assert "fix: go on from a state that all ranks have saved" in text
+    assert "part 2 of 2: rank 1 came back without it, rank 3 came back without it" in text
+    assert "fix: put a state in its place that all ranks have saved, of step " in text
 
 
 class FromAFile(Rank):
@@ -335,7 +335,7 @@ def test_each_part_travels_once(ranks: Pools, p: int, lost: tuple[int, ...]) -> 
         asked = [whole[i % len(whole)] for i in range(len(takers))].count(rank)
         assert asked * nbytes <= sent <= asked * nbytes + WORDS * (4 // p)
         assert bool(said) == (rank == 0)
-    assert "came back; all go on at step 3; state of rank" in found[0][2][0]
+    assert "had no state; all go on at step 3; state of rank" in found[0][2][0]
 
 
 def told_late(late: tuple[int, ...]) -> str:
