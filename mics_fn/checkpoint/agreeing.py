@@ -1,5 +1,6 @@
 """The start of a save: what all ranks compare before the first byte is written."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,22 +154,24 @@ def agree_on(
             extras = {EXTRA: torch.tensor(list(text.encode()), dtype=torch.uint8), **tensors}
             what = f"step {options.step} in {folder.path}, {options}"
             said = [what, _values(found, steps=True), _values(found)]
-            digests = [found.plain_digest(), Contents(plain=extras).plain_digest() + text]
+            sums = found.plain_sums()
+            digests = [json.dumps(sums), text + json.dumps(Contents(plain=extras).plain_sums())]
             path = None
             if home.position == 0:
                 path = str(folder.begin(options.step, options.overwrite, options.commit))
             words.mine = [said, [tree.digest([each]).hex() for each in digests], path]
         _compare({rank: each[0] for rank, each in words.all.items()})
         agree(home, "save: the state", found.facts())
+        equal = [len({each[1][i] for each in words.all.values()}) == 1 for i in range(2)]
+        own = {} if equal[0] else _differing(home, found, sums)
     except BaseException:
         if home.position == 0:
             folder.abandon()
         raise
     first = words.all[home.ranks[0]]
-    equal = [len({each[1][i] for each in words.all.values()}) == 1 for i in range(2)]
     kept, path = {} if equal[1] and home.position else extras, Path(first[2])
     try:
-        return _agreed(home, folder, path, options, found, equal, kept)
+        return _agreed(home, folder, path, options, found, own, kept, "same" if equal[1] else "own")
     except Exception as error:  # the other ranks have begun, and hear of it as of one of writing
         return Agreed(home, folder, path, options, {}, [], _no_manifest, error)
 
@@ -179,12 +182,12 @@ def _agreed(
     path: Path,
     options: Options,
     found: Contents,
-    equal: list[bool],
+    own: dict[str, Tensor],
     extras: dict[str, Tensor],
+    kind: str,
 ) -> Agreed:
-    """What this rank writes, and how the manifest is made."""
-    own = {} if equal[0] else found.plain
-    shared = found.plain if equal[0] else {}
+    """What this rank writes, and how the manifest is made; `own` differs between ranks."""
+    shared = {name: x for name, x in found.plain.items() if name not in own}
     line, places, bytes_mine = on_bytes(shared, home.world_size, len(found.lines), home.position)
     mine = {slice_name(name, part): x for name, (part, x) in found.mine().items()}
     mine |= {slice_name(name, part): x for name, (part, x) in bytes_mine.items()}
@@ -207,11 +210,19 @@ def _agreed(
             values=values,
             ties=ties,
             writers=writers,
-            extra="same" if equal[1] else "own",
+            extra=kind,
             commit=options.commit,
         )
 
     return Agreed(home, folder, path, options, mine, cells, manifest)
+
+
+def _differing(home: Groups, found: Contents, sums: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors held in full that are not equal on all ranks."""
+    with together(home) as words:
+        words.mine = sums
+    own = {name for each in words.all.values() for name in sums if each[name] != sums[name]}
+    return {name: x for name, x in found.plain.items() if name in own}
 
 
 def _values(found: Contents, *, steps: bool = False) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
+from mics_fn import tree
+from mics_fn.checkpoint.extras import savable
 from mics_fn.checkpoint.layout import (
     Line,
     Slice,
@@ -19,7 +19,6 @@ from mics_fn.checkpoint.layout import (
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
-from mics_fn.init import DTYPES
 from mics_fn.offload import is_coded
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import Bucket, Nothing, Tied, dtype_name, homes_of, is_leaf, pieces
@@ -100,9 +99,9 @@ class Contents:
         """For each set of groups, the numbers of this rank's chunk and replica."""
         return [[each.hierarchy.route.chunk, each.replicas.rank] for each in self.homes]
 
-    def plain_digest(self) -> str:
-        """A digest of the values of tensors that this rank holds in full."""
-        return tree.digest(f"{int(checksum(x))}" for x in self.plain.values()).hex()
+    def plain_sums(self) -> dict[str, str]:
+        """The checksum of each tensor that this rank holds in full, by name."""
+        return {name: f"{int(checksum(x))}" for name, x in self.plain.items()}
 
     def mine(self) -> dict[str, tuple[Slice, Tensor]]:
         """The slices of cut tensors that this rank writes, by name."""
@@ -208,7 +207,7 @@ class _Reader:
             self._owners[leaf.bucket, leaf.slot] = name
             self._cut(name, leaf)
         elif isinstance(leaf, Tensor) or is_leaf(leaf):
-            self.found.plain[name] = self._checked(name, leaf.data if is_leaf(leaf) else leaf)
+            self.found.plain[name] = savable(self.verb, name, leaf.data if is_leaf(leaf) else leaf)
         elif isinstance(leaf, bool | int | float | str):
             self.found.values[name] = leaf
         else:
@@ -216,17 +215,9 @@ class _Reader:
             fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
             raise LeafError(message(text, fix=fix))
 
-    def _checked(self, name: str, x: Tensor) -> Tensor:
-        unknown = dtype_name(x.dtype) not in DTYPES.values()
-        if _torch.has_no_data(x) or x.layout != torch.strided or unknown:
-            what = "has no values" if _torch.has_no_data(x) else f"is {x.layout}, {x.dtype}"
-            fix = "pass dense real tensors with values"
-            raise LeafError(message(f"{self.verb}: {name} {what}", fix=fix))
-        return x.detach()
-
     def _cut(self, name: str, leaf: Any) -> None:
         bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.main)
-        route, data = home.hierarchy.route, self._checked(name, leaf.data)
+        route, data = home.hierarchy.route, savable(self.verb, name, leaf.data)
         right = bucket.parts == route.size
         piece = pieces(bucket, route.chunk)[leaf.slot] if right else None
         if piece is None or data.shape != (piece.length,):

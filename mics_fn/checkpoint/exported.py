@@ -17,10 +17,19 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
+from mics_fn.checkpoint.extras import savable
 from mics_fn.collectives import agree
 from mics_fn.errors import GroupsError, LeafError, TreeError, message
 from mics_fn.groups import Groups
-from mics_fn.shards import Nothing, check_dtype, is_leaf, open_shards, require_groups, unshard
+from mics_fn.shards import (
+    Nothing,
+    check_dtype,
+    check_tensor,
+    is_leaf,
+    open_shards,
+    require_groups,
+    unshard,
+)
 
 Names = Callable[[str], str | None]
 
@@ -115,9 +124,13 @@ def saved(
     """How a leaf is written: a shard, or a tensor that every rank has in full.
 
     Raises:
-      LeafError: it is a piece in another dtype than its bucket, so that gathering it would round.
+      LeafError: it is a piece in another dtype than its bucket, so that gathering it would round;
+        or a tensor that could not be loaded as a shard.
     """
     data = leaf.data if is_leaf(leaf) else leaf
+    if data is leaf:
+        where = f"params.{key}"
+        check_tensor(verb, where, savable(verb, where, data), data.device)
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None and data.dtype != bucket.dtype:
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"

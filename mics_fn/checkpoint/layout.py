@@ -16,7 +16,23 @@ from typing import NamedTuple
 
 import torch
 
-BYTES_ALIGN = 8  # of a tensor on the line of bytes; a multiple of the size of every dtype
+from mics_fn.init import DTYPES
+
+BYTES_ALIGN = 16  # of a tensor on the line of bytes; a multiple of the size of every dtype
+_AS_BYTES = ("complex32", "complex64", "complex128", "float4_e2m1fn_x2")
+_AS_BYTES += ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+# By name the dtypes that are saved; those that a file has no word for are saved as their bytes.
+SAVED = {x: getattr(torch, x) for x in (*DTYPES.values(), *_AS_BYTES) if hasattr(torch, x)}
+
+
+def in_file(dtype: torch.dtype, numel: int) -> tuple[torch.dtype, int]:
+    """As which dtype, and as how many elements, a file has elements of a dtype.
+
+    >>> in_file(torch.float32, 3), in_file(torch.complex128, 3)
+    ((torch.float32, 3), (torch.uint8, 48))
+    """
+    as_bytes = f"{dtype}".removeprefix("torch.") in _AS_BYTES
+    return (torch.uint8, numel * dtype.itemsize) if as_bytes else (dtype, numel)
 
 
 @dataclass(frozen=True)

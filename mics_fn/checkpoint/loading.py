@@ -207,7 +207,8 @@ def copy_of(state: Tree, into: Callable[[Tensor], Tensor] | None = None) -> Tree
             return x.within(row)
         if is_apart(x):
             return unset_like(x)
-        return copied(x) if into is None else into(x)
+        lazy = x.is_conj() or x.is_neg()  # memory that is read into holds the values themselves
+        return copied(x) if into is None or lazy else into(x)
 
     def leaf_of(x: Any) -> Any:
         if isinstance(x, Sharded | Fixed):

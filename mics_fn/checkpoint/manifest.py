@@ -7,12 +7,10 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from mics_fn.checkpoint.extras import decoded, encoded
-from mics_fn.checkpoint.layout import Line, Stored
+from mics_fn.checkpoint.layout import SAVED, Line, Stored
 from mics_fn.errors import CheckpointFormatError, CheckpointSecurityError, message
-from mics_fn.init import DTYPES, check_shape, is_text, strict_json
+from mics_fn.init import check_shape, is_text, strict_json
 from mics_fn.shards import dtype_name
 
 NAME = "MANIFEST.json"
@@ -197,8 +195,8 @@ def _check_cells(
 def _tensor(facts: Any, lines: list[Line]) -> Stored:
     name, kind, shape, line, offset = facts
     _require(isinstance(name, str) and is_text(name), f"{name!r}")
-    _require(kind in DTYPES.values(), f"{name!r} is of {kind!r}")
-    dtype: torch.dtype = getattr(torch, kind)
+    _require(isinstance(kind, str) and kind in SAVED, f"{name!r} is of {kind!r}")
+    dtype = SAVED[kind]
     check_shape(shape, dtype)
     _require(type(line) is int and -1 <= line < len(lines), f"{name!r} is on no line")
     unit = dtype.itemsize if line == len(lines) - 1 else 1

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mics_fn.checkpoint.disk import make_file
-from mics_fn.checkpoint.layout import Slice, Stored
+from mics_fn.checkpoint.layout import Slice, Stored, in_file
 from mics_fn.checkpoint.sums import BLOCK, block_sums, joined
 from mics_fn.errors import (
     CheckpointCorrupt,
@@ -95,15 +95,12 @@ def _written(library: Any, path: Path, tensors: Mapping[str, Tensor]) -> tuple[b
     Checksums stand in front of the values. They are computed while the library writes these, and
     then put into the place that it has left for them.
     """
-    specs = {
-        name: library.TensorSpec(
-            dtype=dtype_name(x.dtype),
-            shape=list(x.shape),
-            data_ptr=x.data_ptr(),
-            data_len=x.numel() * x.itemsize,
-        )
-        for name, x in tensors.items()
-    }
+    specs = {}
+    for name, x in tensors.items():
+        dtype, count = in_file(x.dtype, x.numel())
+        shape = list(x.shape) if dtype == x.dtype else [count]
+        place = {"data_ptr": x.data_ptr(), "data_len": x.numel() * x.itemsize}
+        specs[name] = library.TensorSpec(dtype=dtype_name(dtype), shape=shape, **place)
     blank = {name: "0" * (8 * -(-x.numel() * x.itemsize // BLOCK)) for name, x in tensors.items()}
     mode = make_file(path)
     summed = beside(lambda: {name: block_sums(x) for name, x in tensors.items()})
@@ -189,10 +186,11 @@ class Part:
             been written to.
         """
         entry, sums = self._entries.get(name), self._sums.get(name)
-        if entry is None or entry.dtype != out.dtype or start + len(out) > entry.numel:
+        size, stop = out.dtype.itemsize, start + len(out)
+        dtype, count = in_file(out.dtype, stop)
+        if entry is None or entry.dtype != dtype or count > entry.numel:
             raise self._corrupt("it is not in the file", name)
-        size, stop = entry.dtype.itemsize, start + len(out)
-        end = entry.numel * size
+        end = entry.numel * dtype.itemsize
         if sums is None or len(sums) != 8 * -(-end // BLOCK):
             raise self._corrupt("its checksums are missing", name)
         memory: Any = out.view(torch.uint8).numpy()
@@ -228,7 +226,8 @@ class Part:
     def expect(self, name: str, tensor: Stored) -> None:
         """Raise unless the file has a tensor as the manifest says."""
         entry = self._entries.get(name)
-        if entry is None or (entry.dtype, entry.numel) != (tensor.dtype, tensor.numel):
+        wanted = in_file(tensor.dtype, tensor.numel)
+        if entry is None or (entry.dtype, entry.numel) != wanted:
             raise self._corrupt("it is not in the file as the manifest says", name)
 
     def check(self, name: str) -> None:

@@ -1,14 +1,18 @@
 """`save` and `start_save`: a state becomes a committed step, written by all ranks together."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
+
+from torch import Tensor
 
 from mics_fn import checks, points
 from mics_fn.checkpoint.agreeing import Agreed, Options, agree_on
 from mics_fn.checkpoint.contents import Replicas
 from mics_fn.checkpoint.directory import Commit, Folder, Overwrite
+from mics_fn.checkpoint.extras import savable
 from mics_fn.checkpoint.parts import Record, cannot_write, write_part
 from mics_fn.checkpoint.snapshot import Snapshot
 from mics_fn.checkpoint.together import together
@@ -155,20 +159,24 @@ def start_save(
     return pending
 
 
-def check_folder(path: str | os.PathLike[str], home: Groups) -> None:
-    """Make a folder for checkpoints if it is missing, and try whether every rank can write there.
+def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[str, Tensor]) -> None:
+    """Make a folder for checkpoints if it is missing, and try whether every rank can save there.
 
     Args:
       path: the folder that steps will be saved in.
       home: the groups whose ranks will save.
+      buffers: tensors that will be saved, by name.
 
     Communication: two small all-gathers over the partition group and the replication group.
 
     Raises:
       CheckpointWriteError: some rank cannot; on all of them.
+      LeafError: a tensor cannot be saved; on other ranks a CheckpointError.
     """
     folder = Folder(path).path
     with together(home):
+        for name, x in buffers.items():
+            savable("Checkpoints", f"buffer {name!r}", x)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):

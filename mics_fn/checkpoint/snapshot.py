@@ -146,4 +146,4 @@ def _view(memory: Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 
 def _dense(x: Any) -> Tensor:
-    return mapped(x) if is_stored(x) else read(x).detach().resolve_neg().contiguous()
+    return mapped(x) if is_stored(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()

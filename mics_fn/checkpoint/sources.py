@@ -15,13 +15,15 @@ from mics_fn.checkpoint.layout import Stored, covering
 from mics_fn.checkpoint.manifest import Manifest
 from mics_fn.checkpoint.opening import check_files
 from mics_fn.checkpoint.parts import READ, Part, Record, as_load_error, slice_name
-from mics_fn.errors import CheckpointError, CheckpointMismatch, FileError, message
+from mics_fn.errors import CheckpointError, CheckpointMismatch, FileError, message, name_ranks
 from mics_fn.groups import Groups
 from mics_fn.offload import is_apart, set_part
 from mics_fn.shards import dtype_name
 from mics_fn.threads import each
 
 _READERS = 2  # threads of a rank: while one reads, another compares; more would read out of order
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OWN = "which saved it, and these ranks are others"
 _SHOWN = 8  # at most so many mismatches are listed
 
 
@@ -72,6 +74,11 @@ class Sources:
             more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
             text = f"load: {self.path} does not fit the state"
             fix = "pass like= as it was saved: the same model, optimizer and options"
+            if all(line.endswith(_OWN) for line in wrong):
+                p, r = self.manifest.homes[0]
+                fix = (
+                    f"load it on {p * r} ranks with make_groups({p}), or save it equal on all ranks"
+                )
             raise CheckpointMismatch(message(text, [*wrong[:_SHOWN], *more], fix), str(self.path))
 
     def _differences(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
@@ -82,8 +89,8 @@ class Sources:
             want, got = dtype_name(dtype), dtype_name(found.dtype)
             return [f"{name}: saved {found.shape} {got}, expected {shape} {want}"]
         if found.line < 0 and not self.alike:
-            count = len(self.manifest.writers)
-            return [f"{name} differed between the {count} ranks that saved it, and here are others"]
+            who = name_ranks(range(len(self.manifest.writers)))
+            return [f"{name} differed between {who}, {_OWN}"]
         return []
 
     def named(self, name: str) -> Stored | None:
@@ -161,8 +168,11 @@ class Wanted(NamedTuple):
         """Read these elements into the target."""
         x: Any = self.target
         direct = x.is_cpu and x.is_contiguous() and not is_apart(x)
-        out = x.view(-1)[self.low : self.high] if direct else torch.empty(0, dtype=x.dtype)
-        out = out if direct else out.new_empty(self.high - self.low)
+        count = self.high - self.low
+        if direct:  # one element may have any stride
+            out = x.as_strided((count,), (1,), x.storage_offset() + self.low)
+        else:
+            out = torch.empty(count, dtype=x.dtype)
         try:
             part.read(self.name, self.start, out)
         except FileError as error:
@@ -175,7 +185,8 @@ class Wanted(NamedTuple):
             x.view(-1)[self.low : self.high].copy_(out)
         elif not direct:
             at = torch.arange(self.low, self.high, device=x.device)
-            x.put_(at, out.to(x.device))
+            kind = _BITS.get(x.itemsize, x.dtype)  # as torch cannot put values of every dtype
+            x.view(kind).put_(at, out.view(kind).to(x.device))
 
 
 class _opened:
@@ -211,5 +222,5 @@ def _extra_in(part: Part) -> Any:
         raise
     except FileError as error:
         raise as_load_error(error, part.path) from error
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
         raise as_load_error(ValueError(f"{EXTRA}: {error}"), part.path) from error

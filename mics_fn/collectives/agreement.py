@@ -121,7 +121,8 @@ def checksum(tensor: Tensor) -> Tensor:
     >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
     (True, False)
     """
-    flat = tensor.detach().resolve_neg().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.view(kinds[flat.dtype.itemsize])
     total = torch.tensor(flat.numel(), dtype=torch.int64, device=flat.device)

@@ -30,13 +30,15 @@ class ModuleBuffers:
 
     Raises:
       LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype; or a
-        persistent one is float8, which no mean over ranks has.
+        persistent one is float8, which no mean over ranks has; or torch cannot copy it.
     """
 
     def __init__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
     ) -> None:
         names, self.shared = [*params, *buffers], []
+        for name, x in buffers.items():
+            _check_copied(name, x)
         for group in overlaps([*params.values(), *buffers.values()]):
             here = {names[i]: buffers[names[i]] for i in group if i >= len(params)}
             if here and len(here) < len(group):
@@ -49,13 +51,14 @@ class ModuleBuffers:
         persistent = {name for name in buffers if name in saved}
         for group in self.shared:
             persistent |= set(group) if persistent & set(group) else set()
-        floats = [name for name, value in buffers.items() if value.is_floating_point()]
-        self.averaged = [name for name in floats if name in persistent]
+        numbers = [k for k, x in buffers.items() if x.is_floating_point() or x.is_complex()]
+        self.averaged = [name for name in numbers if name in persistent]
         for name in self.averaged:
-            if buffers[name].dtype not in SHORT_NAMES:
-                text = f"Trainer: buffer {name!r} is {buffers[name].dtype}, which has no mean"
+            dtype = buffers[name].dtype
+            if (dtype.to_real() if dtype.is_complex else dtype) not in SHORT_NAMES:
+                text = f"Trainer: buffer {name!r} is {dtype}, which has no mean over ranks"
                 fix = "keep it as bfloat16, or register it with persistent=False"
-                raise LeafError(message(f"{text} over ranks", fix=fix))
+                raise LeafError(message(text, fix=fix))
 
     @staticmethod
     def _refuse(first: str, second: str, kind: str, which: str) -> None:
@@ -84,7 +87,7 @@ class ModuleBuffers:
         self.shared = [group for group in self.shared if len(group) > 1]
 
     def average(self, values: Values, home: Groups) -> Values:
-        """The values with persistent float buffers averaged over ranks.
+        """The values with persistent buffers of floats and complex numbers averaged over ranks.
 
         Communication: for each dtype one mean of all of them, over each of the two groups.
         """
@@ -94,7 +97,21 @@ class ModuleBuffers:
             mine = [name for name in self.averaged if values[name].dtype == dtype]
             flat = torch.cat([values[name].flatten() for name in mine])
             sizes = [values[name].numel() for name in mine]
-            means = mean_over_ranks(home, flat).split(sizes)
+            real = torch.view_as_real(flat.resolve_conj()) if dtype.is_complex else flat
+            mean = mean_over_ranks(home, real.flatten()).view(real.shape)
+            means = (torch.view_as_complex(mean) if dtype.is_complex else mean).split(sizes)
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values
+
+
+def _check_copied(name: str, x: Tensor) -> None:
+    """Raise LeafError unless each step can begin with a copy of a buffer."""
+    wrong = "nested" if x.is_nested else "quantized" if x.is_quantized else ""
+    try:
+        wrong or torch.empty(1, dtype=x.dtype).clone()
+    except (RuntimeError, NotImplementedError):
+        wrong = f"{x.dtype}, of which torch makes no copies"
+    if wrong:
+        text = f"Trainer: buffer {name!r} is {wrong}"
+        raise LeafError(message(text, fix="keep the numbers that it stands for in buffers"))

@@ -119,9 +119,10 @@ class Checkpoints:
 
         Raises:
           CheckpointWriteError: some rank cannot write to the folder; on all of them.
+          LeafError: a buffer cannot be saved.
         """
         self._forget(self._ended())
-        check_folder(self.folder, trainer.member.home)
+        check_folder(self.folder, trainer.member.home, trainer.state.buffers)
         if not self.resume:
             return False
         where = self.folder, state_of(trainer), trainer.groups

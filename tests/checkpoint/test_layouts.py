@@ -1,6 +1,9 @@
 """A state comes back bit for bit, from any layout to any other."""
 
+import contextlib
 import json
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +14,15 @@ import torch
 from cases import DTYPES, LAYOUTS, TREES, Layout, groups_of, placed_as, small_first
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim, tree
 from mics_fn.checkpoint.contents import on_bytes
-from mics_fn.checkpoint.layout import Line, Slice, Stored, covering, within
+from mics_fn.checkpoint.layout import SAVED, Line, Slice, Stored, covering, within
 from mics_fn.checkpoint.loading import copy_of
+from mics_fn.checkpoint.opening import manifest_in
+from mics_fn.errors import CheckpointMismatch, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards.leaf import is_leaf
@@ -249,3 +254,238 @@ def test_a_rank_reads_its_own_part(
     ranks(source.world_size).run(filled, source, str(tmp_path))
     for read, needed in ranks(target.world_size).run(counted, target, str(tmp_path)):
         assert needed <= read <= 1.05 * needed
+
+
+# Every dtype that torch has: what is saved can be loaded, and all else is refused by name.
+
+ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+SHAPES: dict[str, tuple[int, ...]] = {"2D": (5, 3), "0-dim": (), "empty": (0, 3)}
+
+
+def value_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """A tensor of any bits; those of complex numbers are numbers, and those of bool are."""
+    if dtype.is_complex:
+        real = value_of(dtype.to_real(), (*shape, 2), seed)
+        return torch.view_as_complex(real)
+    random, count = torch.Generator().manual_seed(seed), int(torch.Size(shape).numel())
+    most = 2 if dtype == torch.bool else 100
+    raw = torch.randint(most, (count * dtype.itemsize,), dtype=torch.uint8, generator=random)
+    return raw.view(dtype).view(shape)
+
+
+def bits(x: Tensor) -> list[int]:
+    whole = x.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).tolist()
+
+
+def forms_of(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of a dtype of every shape, and views of other tensors where torch can copy these."""
+    found = {name: value_of(dtype, shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
+    try:
+        whole = value_of(dtype, (6, 4), 9)
+        whole.t().contiguous()
+        found |= {"transposed": whole.t(), "every other": whole[::2, 1:], "one": whole[1:2, 0]}
+    except (RuntimeError, NotImplementedError):
+        return found
+    if dtype.is_complex:
+        found["conj"] = value_of(dtype, (5,), 4).conj()
+    elif dtype in (torch.float16, torch.float32, torch.float64):
+        found["neg"] = torch.view_as_complex(value_of(dtype, (5, 2), 4)).conj().imag
+    return found
+
+
+def roles_of(x: Tensor, groups: mf.Groups) -> dict[str, tuple[Any, Any]]:
+    """State and extra with a tensor in each role that one can have, if it can have that at all."""
+    rest = {"w": torch.ones(3)}
+    own = value_of(x.dtype, tuple(x.shape), 77) if groups.rank else x
+    shards, adam = mf.shard(rest, groups), optim.adamw(0.1)
+    found = {
+        "equal on all ranks": ({"x": x, **rest}, None),
+        "own": ({"x": own, **rest}, None),
+        "extra": (rest, {"deep": [{"x": own}, 1]}),
+        "a buffer": (mf.init_state(shards, adam, buffers={"x": x}), None),
+    }
+    with contextlib.suppress(MicsError):
+        found["shards"] = (mf.shard({"x": x, **rest}, groups, frozen=lambda path: True), None)
+    return found
+
+
+def saves_all_dtypes(layout: Layout, folder: str) -> dict[str, set[str]]:
+    """Save and load each dtype in each form and role, and tell which were refused."""
+    groups, ends = groups_of(layout), dict[str, set[str]]()
+    warnings.simplefilter("ignore")  # torch warns of some dtypes
+    for dtype in ALL_DTYPES:
+        for form, x in forms_of(dtype).items():
+            for role, (state, extra) in roles_of(x, groups).items():
+                end = comes_back(f"{folder}/{dtype}-{form}-{role}", state, extra, groups)
+                ends.setdefault(f"{dtype} {role}", set()).add(end)
+    return ends
+
+
+def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
+    """Whether a state that was saved is the same, to the bit; or what the refusal says."""
+    try:
+        checkpoint.save(where, state, groups, step=1, extra=extra)
+    except LeafError as error:
+        left = sorted(os.listdir(where)) if os.path.exists(where) else []
+        return f"{error}" if left in ([], [".lock"]) else f"{left}"
+    checkpoint.verify(where)
+    like = copy_of(state)
+    for donate in (False, True):
+        found = checkpoint.load(where, like, groups, donate=donate)
+        pairs = zip(tree.flatten(found.state)[0], tree.flatten(state)[0], strict=True)
+        pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
+        if extra is not None:
+            pairs.append((found.extra["deep"][0]["x"], extra["deep"][0]["x"]))
+        for a, b in pairs:
+            assert (a.dtype, a.shape, bits(a)) == (b.dtype, b.shape, bits(b)), where
+    return "comes back"
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
+    for ends in ranks(layout.world_size).run(saves_all_dtypes, layout, str(tmp_path)):
+        assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))
+        for case, end in ends.items():
+            dtype, _, role = case.partition(" ")
+            if dtype.removeprefix("torch.") in SAVED:
+                assert end == {"comes back"}, case
+            else:
+                assert all("x" in text and dtype in text for text in end), (case, end)
+                assert role != "shards"
+
+
+def exports_all_dtypes(layout: Layout, folder: str) -> dict[str, set[str]]:
+    """Export each dtype, as a tensor and as shards, and tell which were refused."""
+    groups, ends = groups_of(layout), dict[str, set[str]]()
+    warnings.simplefilter("ignore")
+    for dtype in ALL_DTYPES:
+        for form, x in forms_of(dtype).items():
+            given: dict[str, Any] = {"tensor": {"x": x, "w": torch.ones(3)}}
+            with contextlib.suppress(MicsError):
+                given["shards"] = mf.shard(given["tensor"], groups, frozen=lambda path: True)
+            for role, params in given.items():
+                for save in (checkpoint.save_pretrained, checkpoint.save_dcp):
+                    end = is_exported(f"{folder}/{dtype}-{form}-{role}", save, params, x, groups)
+                    ends.setdefault(f"{dtype} {role}", set()).add(end)
+    return ends
+
+
+def is_exported(where: str, save: Any, params: Any, x: Tensor, groups: mf.Groups) -> str:
+    """Whether `x` comes back from an export, to the bit; or what the refusal says."""
+    path = f"{where}-{save.__name__}"
+    try:
+        save(path, params, groups)
+    except LeafError as error:
+        left = [name for name in os.listdir(Path(path).parent) if Path(path).name in name]
+        return f"{left or error}"
+    if save is checkpoint.save_dcp:
+        found = checkpoint.load_dcp(path, groups, like=None)
+    else:
+        found = mf.load_shards(path, groups)
+    a = mf.unshard(found, groups)["x"]
+    assert (a.dtype, a.shape, bits(a)) == (x.dtype, x.shape, bits(x)), path
+    return "comes back"
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+def test_every_dtype_that_is_exported_can_be_loaded(ranks, tmp_path, layout: Layout) -> None:
+    for ends in ranks(layout.world_size).run(exports_all_dtypes, layout, str(tmp_path)):
+        back = {case for case, end in ends.items() if end == {"comes back"}}
+        assert back >= {f"torch.{x} shards" for x in ("float64", "bfloat16", "bool", "uint64")}
+        for case in set(ends) - back:
+            dtype, _, role = case.partition(" ")
+            assert role == "tensor"
+            assert all("x" in text and dtype[6:] in text for text in ends[case]), ends[case]
+
+
+class Buffered(nn.Module):
+    def __init__(self, x: Tensor, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("x", x, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def mean_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def trains_with_all_buffers(layout: Layout, folder: str) -> list[str]:
+    """Train with a buffer of each dtype and go on; tell which dtypes were refused at the start."""
+    groups, refused = groups_of(layout), list[str]()
+    warnings.simplefilter("ignore")
+    for dtype in ALL_DTYPES:
+        for persistent in (True, False):
+
+            def made(seed: int, dtype: Any = dtype, persistent: Any = persistent) -> mf.Trainer:
+                model = Buffered(value_of(dtype, (3,), seed), persistent)
+                saved = mf.Checkpoints(f"{folder}/{dtype}{persistent}", every=1)
+                return mf.Trainer(model, optim.sgd(0.1), groups, loss=mean_of, checkpoint=saved)
+
+            try:
+                trainer = made(groups.rank)
+            except LeafError as error:
+                refused.append(f"{error}")
+                continue
+            trainer.step(torch.ones(2, 2))
+            x = trainer.state.buffers["x"]
+            if persistent and (dtype.is_complex or dtype in (torch.float32, torch.float64)):
+                every = [real(value_of(dtype, (3,), rank)) for rank in range(groups.world_size)]
+                mean = torch.stack(every).double().mean(0).to(every[0].dtype)
+                torch.testing.assert_close(real(x), mean)
+            else:
+                assert persistent or bits(x) == bits(value_of(dtype, (3,), groups.rank))
+            again = made(9)
+            assert (again.state.step, bits(again.state.buffers["x"])) == (1, bits(x)), dtype
+    return refused
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 1)], ids=str)
+def test_buffers_of_every_dtype_go_on(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
+    for refused in ranks(layout.world_size).run(trains_with_all_buffers, layout, str(tmp_path)):
+        wanted = list[torch.dtype]()
+        for dtype in ALL_DTYPES:
+            narrow = (
+                dtype.is_floating_point and dtype.itemsize == 1
+            )  # these have no mean over ranks
+            wanted += [dtype] * (narrow if f"{dtype}"[6:] in SAVED else 2)
+        assert len(refused) == len(wanted)
+        for dtype, text in zip(wanted, refused, strict=True):
+            assert "buffer 'x' is" in text
+            assert f"{dtype}" in text
+
+
+def differs(layout: Layout, folder: str, save: bool) -> str:
+    """Save a state of which one buffer differs between ranks; or load it."""
+    groups = groups_of(layout)
+    own = torch.tensor([1.0, float(groups.rank == 1)])
+    params, buffers = mf.shard({"w": torch.ones(6)}, groups), {"mean": torch.ones(2), "own": own}
+    state = mf.init_state(params, optim.adamw(0.1), buffers=buffers)
+    if save:
+        checkpoint.save(folder, state, groups, step=1)
+    try:
+        found = checkpoint.load(folder, state, groups).state.buffers
+    except CheckpointMismatch as error:
+        return f"{error}"
+    assert torch.equal(found["own"], own)
+    assert torch.equal(found["mean"], torch.ones(2))
+    return ""
+
+
+def test_a_buffer_that_differs_is_named_alone(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2).run(differs, Layout((2,), 2), str(tmp_path), True) == ["", ""]
+    for n in (1, 4):
+        for text in ranks(n).run(differs, Layout((n,), 1), str(tmp_path), False):
+            lines = [line for line in text.splitlines() if "differed" in line]
+            assert len(lines) == 1
+            assert "own" in lines[0]
+            assert "between ranks 0, 1, which saved it, and these ranks are others" in lines[0]
+            assert "fix: load it on 2 ranks with make_groups(2), or save it equal" in text
+    assert sum(x.line < 0 for x in manifest_in(tmp_path / "step-00000001", 1)[0].tensors) == 1
