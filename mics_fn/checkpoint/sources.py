@@ -186,7 +186,8 @@ class Wanted(NamedTuple):
         elif not direct:
             at = torch.arange(self.low, self.high, device=x.device)
             kind = _BITS.get(x.itemsize, x.dtype)  # as torch cannot put values of every dtype
-            x.view(kind).put_(at, out.view(kind).to(x.device))
+            given: Any = out
+            x.view(kind).put_(at, given.view(kind).to(x.device))
 
 
 class _opened:

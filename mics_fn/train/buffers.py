@@ -109,8 +109,8 @@ def _check_copied(name: str, x: Tensor) -> None:
     """Raise LeafError unless each step can begin with a copy of a buffer."""
     wrong = "nested" if x.is_nested else "quantized" if x.is_quantized else ""
     try:
-        wrong or torch.empty(1, dtype=x.dtype).clone()
-    except (RuntimeError, NotImplementedError):
+        torch.empty(0 if wrong else 1, dtype=x.dtype).clone()
+    except RuntimeError:
         wrong = f"{x.dtype}, of which torch makes no copies"
     if wrong:
         text = f"Trainer: buffer {name!r} is {wrong}"

@@ -231,7 +231,7 @@ CASES: dict[str, Bad] = {
     "negative size": (put("tensors", 0, 2, [-6]), FORMAT, "sizes"),
     "beyond its line": (put("tensors", 0, 4, 2**50), FORMAT, "does not lie on its line"),
     "dtype of a module": (put("tensors", 0, 1, "_dynamo"), FORMAT, "is of '_dynamo'"),
-    "unreadable dtype": (put("tensors", 0, 1, "complex64"), FORMAT, "is of 'complex64'"),
+    "unreadable dtype": (put("tensors", 0, 1, "quint8"), FORMAT, "is of 'quint8'"),
     "half a character in a name": (put("tensors", 0, 0, "\ud800"), FORMAT, "does not fit"),
     "a tensor in the numbers": (
         put("values", "epoch", {"$tensor": "x"}),
@@ -403,14 +403,6 @@ def test_a_step_that_cannot_be_listed_is_never_removed(
         assert checkpoint.steps(tmp_path) == [1]
         checkpoint.save(tmp_path, state(groups), groups, step=2)
     assert checkpoint.verify(tmp_path, 1).step == 1
-
-
-def test_what_no_reader_knows_is_not_written(tmp_path: Path) -> None:
-    groups = mf.make_groups(1)
-    for dtype in (torch.float8_e8m0fnu, torch.complex64):
-        with pytest.raises(mf.errors.LeafError, match="save: x "):
-            checkpoint.save(tmp_path, {"x": torch.empty(4, dtype=dtype)}, groups, step=1)
-    assert checkpoint.latest(tmp_path) is None
 
 
 def test_another_state_is_a_mismatch(tmp_path: Path) -> None:
