@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in FENCES if language == "python"]
-TRAINER, BY_HAND, AS_SHARDS, PRECISION, SAVED, PLACED = PYTHON
+TRAINER, LOOP, BY_HAND, AS_SHARDS, PRECISION, SAVED, LORA, PLACED = PYTHON
 SCRIPT = TRAINER + BY_HAND + 'print(f"rank {groups.rank}: loss {loss.item():.3f}")\n'
 SHELL = [line for language, code in FENCES if language == "bash" for line in code.splitlines()]
 
@@ -46,6 +46,9 @@ def run_readme(folder: str) -> dict:
     found = {"groups": groups.describe(), "full": names["full"]}
     found["held_out"] = names["held_out"].item()
     found["history"] = [m.loss.item() for m in names["history"]]
+    run("a loop", LOOP)
+    found["loop"] = names["tested"].item(), names["m"].samples, names["rate"](names["m"].step - 1)
+    found["looped"] = names["trainer"].params()
     run("by hand", BY_HAND)
     found |= {"step": names["state"].step, "loss": names["loss"].item()}
     found["by_hand"] = mf.unshard(names["state"].params, groups)
@@ -108,6 +111,60 @@ def test_its_code_trains_and_all_ways_agree(n: int, ranks):
             torch.testing.assert_close(one["full"][name], by_hand, rtol=1e-4, atol=1e-5)
     mean = sum(one["loss"] for one in found) / n
     assert mean == pytest.approx(found[0]["history"][-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_its_loop_counts_valid_labels_on_all_ranks(n: int, ranks):
+    for found in on_ranks(ranks, n):
+        tested, samples, rate = found["loop"]
+        assert tested == on_ranks(ranks, n)[0]["loop"][0] < found["history"][0]
+        assert samples == 16 * n
+        assert rate == mf.optim.warmup_cosine(1e-2, 4, 96)(2 * 768 // (16 * n) - 1)
+        for name, value in loop_alone(n).items():
+            torch.testing.assert_close(found["looped"][name], value, rtol=1e-3, atol=1e-4)
+
+
+def loop_alone(n: int) -> dict[str, torch.Tensor]:
+    """README's loop in plain torch, over the batches of n ranks as one."""
+    names: dict = {}
+    exec(LOOP.partition("sampler =")[0], {**vars(torch), "torch": torch}, names)
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    model, rate = torch.nn.Sequential(*layers), mf.optim.warmup_cosine(1e-2, 4, 96)
+    optimizer, step = torch.optim.AdamW(model.parameters()), 0
+    for epoch in range(2):
+        order = torch.randperm(768, generator=torch.Generator().manual_seed(epoch))
+        for chosen in order.split(16 * n):
+            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.zero_grad()
+            x, y = (each[chosen] for each in names["data"].tensors)
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            step += 1
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def run_lora() -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """README's LoRA: losses, and parameters before and after."""
+    names: dict = {}
+    exec(TRAINER.partition("trainer =")[0] + LORA, names)
+    trainer = names["trainer"]
+    before = trainer.params()
+    history = trainer.fit(names["batches"](20), steps=20, progress=False)
+    after = trainer.state_dict()
+    names["lora"].load_state_dict(after)
+    names["groups"].close()
+    return [m.loss.item() for m in history], before, after
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_its_lora_trains_adapters_alone(n: int, ranks):
+    pytest.importorskip("peft")
+    for losses, before, after in ranks(n).run(run_lora):
+        assert sum(losses[-5:]) < sum(losses[:5])
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        assert len(changed) == 4
+        assert all("lora_" in name for name in changed)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -251,12 +308,14 @@ def test_the_table_of_p_on_the_page_of_groups_follows_from_the_formulas():
         for micro_steps, share in zip((1, 8), crossing, strict=True):
             names = ["node", "rank"][-len(plan.level_sizes) :]
             sent = step_bytes(names, plan.level_sizes, 32 // int(p), 1.0, micro_steps)
-            across = [x for what, (x, _) in sent.items() if "rank" not in what]
+            across = [
+                x for what, (x, _) in sent.items() if "rank" not in what and what != "step totals"
+            ]
             assert 8 * sum(across) == float(share)  # 8 ranks of a machine
 
 
 def test_it_is_no_longer_than_it_was():
-    assert len(README.splitlines()) <= 213
+    assert len(README.splitlines()) <= 243
 
 
 def test_some_of_its_rules_on_one_rank():
