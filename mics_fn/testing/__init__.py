@@ -11,7 +11,8 @@ Nothing in the library imports this wing. A script or a test wraps its training 
   'defer: fetch of bucket 0 (weight, bias; layout ...), 32 bytes'
 
 Where a fault can be is in [Note: points] in `points`; which faults there are is in `faults`, one
-function each. `python -m mics_fn bench faults` injects hundreds of them and counts what came of it.
+function each. `python -m tests.stress faults`, in a clone, injects hundreds and counts what came
+of them.
 
 Start reading at `inject` in `injector`, then `faults`; `machine` has what Linux shows of links and
 processes.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mics_fn.lab.bench.kills import MEMORY
+from tests.stress.kills import MEMORY
 
 
 @pytest.fixture

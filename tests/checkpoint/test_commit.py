@@ -15,9 +15,9 @@ import torch
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.__main__ import main
 from mics_fn.checkpoint.directory import Folder
-from mics_fn.lab.bench.kills import KillsConfig, measure_kills, missed, render_kills
+from tests.stress.__main__ import main
+from tests.stress.kills import KillsConfig, measure_kills, missed, render_kills
 
 COMMITS = ["rename", "file"]
 # What changes a disk, or makes it durable; pathlib and shutil look these up in `os`.
@@ -51,7 +51,7 @@ def test_a_lost_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_kills_call_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert missed(Counter(kills=2, inside=1)) == []
     assert missed(Counter(kills=9, inside=4, wrong=1, hang=2)) == ["wrong", "hang", "inside"]
-    assert main(["bench", "faults", "--kills", "1", "--lanes", "1"]) == 0
+    assert main(["faults", "--kills", "1", "--lanes", "1"]) == 0
     assert "goals met" in capsys.readouterr().out
 
 

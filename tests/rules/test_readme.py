@@ -252,14 +252,17 @@ def test_its_slurm_script_sets_what_a_job_of_several_nodes_needs():
     assert line in SHELL
 
 
-COMMANDS = sorted(set(re.findall(r"python -m mics_fn ([\w -]+)", README)))
+COMMANDS = sorted(set(re.findall(r"python -m ((?:mics_fn|tests\.stress) [\w -]+)", README)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_its_commands_parse(command: str):
-    name, *flags = shlex.split(command)
+    module, name, *flags = shlex.split(command)
     parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"mics_fn.lab.{name}.command").add_arguments(parser)
+    if module == "mics_fn":
+        importlib.import_module(f"mics_fn.lab.{name}.command").add_arguments(parser)
+    else:
+        importlib.import_module("tests.stress.__main__").STRESS[name](parser)
     if flags != ["--help"]:
         parser.parse_args(flags)
 

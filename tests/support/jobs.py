@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mics_fn.lab.bench.fault_ranks import take_place
-from mics_fn.lab.bench.fault_trials import end, fork, free_port, host_store
+from tests.stress.fault_ranks import take_place
+from tests.stress.fault_trials import end, fork, free_port, host_store
 
 
 class Ended(NamedTuple):

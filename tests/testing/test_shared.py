@@ -8,7 +8,7 @@ import pytest
 from cases import Layout, groups_of
 
 from mics_fn import testing
-from mics_fn.lab.bench.fault_ranks import batch_of, digest, trainer_for
+from tests.stress.fault_ranks import batch_of, digest, trainer_for
 
 STEPS, AT = 4, 2
 LAYOUTS = [Layout((2, 2), 1), Layout((2, 2), 2), Layout((2, 2), 4)]

@@ -17,10 +17,10 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import DesyncError, PlanError
-from mics_fn.lab.bench.rejoin import judged, run_loss
-from mics_fn.lab.bench.rejoin_ranks import Heard, Loss, Rank
-from mics_fn.lab.bench.rejoin_ranks import made as rejoin_trainer
 from mics_fn.offload import Coded, Stored
+from tests.stress.rejoin import judged, run_loss
+from tests.stress.rejoin_ranks import Heard, Loss, Rank
+from tests.stress.rejoin_ranks import made as rejoin_trainer
 
 PRECISION = "*base*: param=int4[64]"
 TWO_BY_TWO = Layout((2, 2), 2)

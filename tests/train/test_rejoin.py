@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import DesyncError, LostStateError, PeerFailed, TornStepError
-from mics_fn.lab.bench.rejoin import Outcome, judged, run_loss
-from mics_fn.lab.bench.rejoin_ranks import Heard, Loss, Rank, batch_of, made
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.optim.handing import _rounds
 from mics_fn.train import writing
 from mics_fn.train.passes import Epochs
+from tests.stress.rejoin import Outcome, judged, run_loss
+from tests.stress.rejoin_ranks import Heard, Loss, Rank, batch_of, made
 
 Pools = Callable[[int], RankPool]
 SHORT = Loss(0, 4, 2, (3,), 3, 0.0, steps=6, timeout_s=15.0)

@@ -38,25 +38,6 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   bench memory --ranks 4 --node-size 2`
 - Peak of `init_model`, beside that of a whole model that is then cut: its shards, a bucket and
   the largest parameter. `python -m mics_fn bench memory --init --ranks 4 --node-size 2`
-- 500 faults of every kind on 4 and 8 ranks, at the start, while a model is built and in steps, with
-  a heartbeat limit of 2 s: 0 hangs, 0 processes that died unasked, 0 wrong states, 0 false alarms,
-  the rank named in all errors; 488 s. Seconds until the last rank had its error, median and most:
-  raised 0.44 and 0.56, exited 0.42 and 0.62, killed 0.30 and 0.51, stopped 2.7 and 3.2. `python -m
-  mics_fn bench faults`; `--soak` looks at what grows, `--cost` at the price of the monitor. 3,000
-  more, three times 1,000, while about twenty other processes computed: the same counts, and 13
-  errors later than their goals, the latest by 2.8 s. In 4 trials a rank was not heard in time; made
-  again with twice the limits they found nothing wrong. `--trials 1000 --seed 101` (102, 103). 420
-  on a quiet machine, in saves and loads too: the same counts, none made again; raised, exited or
-  killed at most 0.55 s, stopped 2.6 and 2.8; two stores that ended at the start took 6 s of 4.5.
-  `--trials 420 --seed 41`
-- 100 losses of 1 to p ranks, killed at random moments of steps on 4 and 8 ranks and started again,
-  a fifth of them killed once more as they came back: all states right to the bit, no step lost.
-  From the start of a process, torch being imported, to the end of its next step 0.68 s (median) and
-  1.94 s (most), on a machine that was busy. `python -m mics_fn bench faults --rejoin --seed 5`
-- 300 jobs on 1 to 4 ranks, 617 of whose ranks were killed, 282 times in a save, in 68 s: no
-  committed step lost, none that did not load, no save refused afterwards; 5,000 more on a busy
-  machine, of which 10,506 ranks were killed, 4,864 times in a save, the same.
-  `python -m mics_fn bench faults --kills 300 --seed 21` (`--kills 5000`)
 - Saving a state of 403 MB in one process, on a disk that other machines share, medians of three
   runs of 5 or 7 rounds (least to most of all rounds): 0.90 (0.48 to 1.21) of the speed of plain
   writing, 0.87 (0.81 to 1.03) of plain reading where the system has forgotten the file, and 0.45

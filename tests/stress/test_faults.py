@@ -1,4 +1,4 @@
-"""`bench faults`: what it calls wrong, a few faults of each kind, and its parts on tiny sizes."""
+"""`stress faults`: what it calls wrong, a few faults of each kind, and its parts on tiny sizes."""
 
 import os
 import signal
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from mics_fn.__main__ import main
-from mics_fn.lab.bench.fault_cost import CostConfig, measure_cost, render_cost
-from mics_fn.lab.bench.fault_ranks import STEPS, Told, Trial
-from mics_fn.lab.bench.fault_soak import SoakConfig, grown, render_soak, soak
-from mics_fn.lab.bench.fault_trials import Found, end, fork
-from mics_fn.lab.bench.faults import (
+from mics_fn.lab.ranks.pool import run_ranks
+from mics_fn.testing.faults import FAULTS as KNOWN
+from tests.stress.__main__ import main
+from tests.stress.cost import CostConfig, measure_cost, render_cost
+from tests.stress.fault_ranks import STEPS, Told, Trial
+from tests.stress.fault_trials import Found, end, fork
+from tests.stress.faults import (
     FAULTS,
     PLACES,
     FaultsConfig,
@@ -25,9 +26,8 @@ from mics_fn.lab.bench.faults import (
     trials_of,
     worthless,
 )
-from mics_fn.lab.bench.stalls import Stalls
-from mics_fn.lab.ranks.pool import run_ranks
-from mics_fn.testing.faults import FAULTS as KNOWN
+from tests.stress.soak import SoakConfig, grown, render_soak, soak
+from tests.stress.stalls import Stalls
 
 TRIAL = Trial(7, 2, 1, "raise", "fetch", 2, 1, False, False, heartbeat_s=2.0, timeout_s=5.0)
 TWIN = {rank: {step: f"{rank}/{step}" for step in range(STEPS + 1)} for rank in range(2)}
@@ -235,7 +235,7 @@ def test_what_watching_costs():
 
 
 def test_its_flags(capsys: pytest.CaptureFixture):
-    code = main(["bench", "faults", "--trials", "1", "--ranks", "2", "--lanes", "1"])
+    code = main(["faults", "--trials", "1", "--ranks", "2", "--lanes", "1"])
     printed = capsys.readouterr().out.rstrip()
     assert "1 faults on 2 ranks" in printed
     # A machine that runs other tests, too, is no clock.

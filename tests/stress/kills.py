@@ -1,4 +1,4 @@
-"""`bench faults --kills`: jobs that are killed while they save, and what the next job finds.
+"""`stress faults --kills`: jobs that are killed while they save, and what the next job finds.
 
 Each job goes on in the folder that the one before it left: it loads the newest step, compares every
 bit, and saves one step after the other, until one to all of its ranks are killed at some moment.
@@ -25,9 +25,9 @@ import torch
 
 import mics_fn as mf
 from mics_fn.errors import CheckpointError
-from mics_fn.lab.bench.fault_trials import end, fork, free_port, host_store
-from mics_fn.lab.bench.kill_ranks import KEPT, SAVING, Job, Rank
 from mics_fn.lab.report import table
+from tests.stress.fault_trials import end, fork, free_port, host_store
+from tests.stress.kill_ranks import KEPT, SAVING, Job, Rank
 
 PROBLEMS = ("lost", "unloadable", "wrong", "stuck", "hang", "untyped", "left over")
 LEGEND = """\
@@ -44,7 +44,7 @@ SURVIVE_SHARE = 0.08  # of the trials, in which survivors are left alone
 
 @dataclass(frozen=True)
 class KillsConfig:
-    """What `bench faults --kills` does.
+    """What `stress faults --kills` does.
 
     Args:
       kills: how many jobs are killed.

@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Self
 
-from mics_fn.lab.bench.fault_trials import end, fork
+from tests.stress.fault_trials import end, fork
 
 _SLEEP_S = 0.02
 LEAST_S = 0.25  # what other processes that compute may take before one that slept has its turn

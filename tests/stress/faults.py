@@ -1,4 +1,4 @@
-"""`bench faults`: faults of every kind, one in each of many small jobs, and what came of them.
+"""`stress faults`: faults of every kind, one in each of many small jobs, and what came of them.
 
 Each job is judged against one without a fault, bit for bit. What may not happen: a rank that lives
 and neither ends nor raises, a process that dies although nothing ended it, a state that is none of
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from mics_fn.errors import GroupsError
-from mics_fn.lab.bench.fault_ranks import SAVED, STEPS, Told, Trial
-from mics_fn.lab.bench.fault_trials import Found, run_trial
-from mics_fn.lab.bench.stalls import Stalls
 from mics_fn.lab.report import table
+from tests.stress.fault_ranks import SAVED, STEPS, Told, Trial
+from tests.stress.fault_trials import Found, run_trial
+from tests.stress.stalls import Stalls
 
 LANE_LIMIT_S = 240.0  # of one trial, if all else fails
 HARMLESS = ("slow", "gil", "disk_full")
@@ -61,7 +61,7 @@ sleeps woke up so late."""
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """What `bench faults` does.
+    """What `stress faults` does.
 
     Args:
       trials: how many faults.
@@ -140,7 +140,7 @@ def measure_faults(config: FaultsConfig) -> dict[str, Any]:
         for found in _all(lanes, sorted(plain, reverse=True)):
             errors = [told.text for told in found.told.values() if told.error]
             if errors or len(found.told) < found.trial.ranks:
-                raise GroupsError(f"bench faults: a job without a fault failed: {errors[:1]}")
+                raise GroupsError(f"faults: a job without a fault failed: {errors[:1]}")
             told = found.told.values()
             twins[_key(found.trial)] = {each.rank: each.digests for each in told}
         rows = {found.trial.number: _row(found, twins) for found in _all(lanes, trials)}

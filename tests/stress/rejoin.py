@@ -1,4 +1,4 @@
-"""`bench faults --rejoin`: ranks are killed and started again, and go on from their replicas.
+"""`stress faults --rejoin`: ranks are killed and started again, and go on from their replicas.
 
 In each trial 1 to p ranks, no two of which hold the same part of the model, are killed at a random
 moment, and started again at once, as a launcher would; some are killed once more while they come
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn.errors import GroupsError
-from mics_fn.lab.bench.fault_trials import end, fork, free_port, host_store, stacks_of
-from mics_fn.lab.bench.rejoin_ranks import STEP, Heard, Loss, Rank
 from mics_fn.lab.report import table
+from tests.stress.fault_trials import end, fork, free_port, host_store, stacks_of
+from tests.stress.rejoin_ranks import STEP, Heard, Loss, Rank
 
 GOAL_S = 3.0  # from the start of a process to the end of its first step
 LIMIT_S = 60.0  # of one trial
@@ -35,7 +35,7 @@ SCHEMES = ("", "", "zero2", "hpz")
 
 @dataclass(frozen=True)
 class RejoinConfig:
-    """What `bench faults --rejoin` does.
+    """What `stress faults --rejoin` does.
 
     Args:
       trials: how many.
@@ -167,7 +167,7 @@ def measure_rejoin(config: RejoinConfig) -> dict[str, Any]:
             twins[plain] = run_loss(plain).heard
             errors = [heard.error for heard in twins[plain].values() if heard.error]
             if errors or len(twins[plain]) < trial.ranks:
-                raise GroupsError(f"bench faults: a job without a fault failed: {errors[:1]}")
+                raise GroupsError(f"faults: a job without a fault failed: {errors[:1]}")
         rows.append(judged(run_loss(trial), twins[plain]))
     return {"rows": rows, "seconds": time.monotonic() - started}
 

@@ -1,4 +1,4 @@
-"""One trial of `bench faults`: forked ranks, a fault on one of them, and what they say in time.
+"""One trial of `stress faults`: forked ranks, a fault on one of them, and what they say in time.
 
 [Note: trials] Ranks are forked from a process that has imported torch and has no threads, so a
 trial starts in tenths of a second. A rank that an error ends either stays, as the kernel of a
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from mics_fn.lab.bench.fault_ranks import MARK, Rank, Told, Trial
 from mics_fn.lab.ranks import loopback
 from mics_fn.lab.ranks.process import PR_SET_PDEATHSIG
+from tests.stress.fault_ranks import MARK, Rank, Told, Trial
 
 
 class Found(NamedTuple):

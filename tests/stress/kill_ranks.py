@@ -1,4 +1,4 @@
-"""What a rank of a trial of `bench faults --kills` does: it loads, checks, and saves until it dies.
+"""A rank of a trial of `stress faults --kills`: it loads, checks, and saves until it dies.
 
 The state is a function of the step, so that whoever loads it knows each bit of it.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import MicsError
-from mics_fn.lab.bench.fault_ranks import take_place
+from tests.stress.fault_ranks import take_place
 
 SAVING = struct.Struct("b")  # on the board, one per rank: whether it is inside of a save
 KEPT = 3  # steps

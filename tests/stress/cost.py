@@ -1,4 +1,4 @@
-"""`bench faults --cost`: what watching over ranks costs a step, in time and in messages.
+"""`stress faults --cost`: what watching over ranks costs a step, in time and in messages.
 
 Turns with the monitor and without it alternate in one run, as [Note: taking turns] in `turns` says.
 """
@@ -27,7 +27,7 @@ DIM, WARMUP, NEVER_S = 256, 6, 1e6
 
 @dataclass(frozen=True)
 class CostConfig:
-    """What `bench faults --cost` measures.
+    """What `stress faults --cost` measures.
 
     Args:
       rounds: pairs of turns, one with the monitor and one without.

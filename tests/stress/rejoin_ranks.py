@@ -1,4 +1,4 @@
-"""A rank of a trial of `bench faults --rejoin`: it trains, and goes on wherever it is put."""
+"""A rank of a trial of `stress faults --rejoin`: it trains, and goes on wherever it is put."""
 
 import contextlib
 import faulthandler
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn.errors import PeerFailed
-from mics_fn.lab.bench.fault_ranks import digest
 from mics_fn.lab.ranks import loopback
+from tests.stress.fault_ranks import digest
 
 STEP = struct.Struct("i")
 WIDTH = 24

@@ -1,4 +1,4 @@
-"""What a rank of a trial of `bench faults` does, and what it says at its end."""
+"""What a rank of a trial of `stress faults` does, and what it says at its end."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""`bench faults --soak`: what grows where a process trains, saves, resets and makes trainers."""
+"""`stress faults --soak`: what grows where a process trains, saves, resets and makes trainers."""
 
 import gc
 import itertools
@@ -16,10 +16,10 @@ import torch.distributed as dist
 import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.errors import human_bytes
-from mics_fn.lab.bench.fault_ranks import batch_of, trainer_for
 from mics_fn.lab.bench.process_memory import memory_bytes
 from mics_fn.lab.bench.turns import of_all_ranks, on_ranks, say
 from mics_fn.lab.report import table
+from tests.stress.fault_ranks import batch_of, trainer_for
 
 GROWTH_BYTES = 3e6  # of resident memory, from the first look to the last
 SETTLES_S = 3.0  # how long threads that end saves and free groups may take
@@ -28,7 +28,7 @@ COUNTS = ("descriptors", "threads", "store keys")
 
 @dataclass(frozen=True)
 class SoakConfig:
-    """How long `bench faults --soak` goes on.
+    """How long `stress faults --soak` goes on.
 
     Args:
       steps, saves, resets, trainers: how many of each. Counts are compared from the half of each to
