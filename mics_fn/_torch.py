@@ -305,6 +305,11 @@ def op_takes(func: Any, name: str) -> bool:
     return any(argument.name == name for argument in func._schema.arguments)
 
 
+def op_views(func: Any) -> bool:
+    """Whether an op gives a view of a tensor, and not, as `to` may, a copy on another device."""
+    return func.is_view and not op_takes(func, "device")
+
+
 def op_changes(func: Any) -> bool:
     """Whether an op writes to any of its arguments."""
     return func._schema.is_mutable

@@ -33,6 +33,7 @@ from mics_fn.shards import (
     is_elsewhere,
     linear_map,
     refuse_tracing,
+    with_zeros,
 )
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
@@ -56,7 +57,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.live, ctx.trained = inputs[:2]
-        ctx.devices = [piece.device for piece in inputs[2:]]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[2:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -72,14 +73,14 @@ class _Join(torch.autograd.Function):
         reduction.end_pass()
         found = _Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i]))
         # A gradient lies where its piece does.
-        return (None, None, *(g.to(to) for g, to in zip(found, ctx.devices, strict=True)))
+        return (None, None, *(g.to(to) for g, (_, _, to) in zip(found, ctx.like, strict=True)))
 
     @staticmethod
     def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
         uses = [ctx.live.uses[i] for i in ctx.trained]
         homes = [use.home for use in uses for _ in use.members]
-        seen = zip(_seen_together(uses, tangents), homes, strict=True)
-        return tuple(None if t is None else _here(t, home.device) for t, home in seen)
+        seen = with_zeros(_seen_together(uses, tangents), ctx.like)
+        return tuple(_here(t, home.device) for t, home in zip(seen, homes, strict=True))
 
     vmap = staticmethod(_refuse_batch)
 
@@ -173,6 +174,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.uses = [use for use in inputs[0].uses if use.bucket.trainable]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -181,7 +183,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _reduction: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return tuple(None if t is None else t.view_as(t) for t in tangents)
+        return tuple(t.view_as(t) for t in with_zeros(tangents, ctx.like))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, reduction: Reduction, *pieces: Any) -> tuple:  # pyright: ignore

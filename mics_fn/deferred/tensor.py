@@ -291,6 +291,6 @@ _HANDLERS: dict[Any, Callable[[Any, tuple, dict], Any]] = {
 
 
 def _handler(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    if func.is_view:
+    if _torch.op_views(func):
         return _view
     return _refuse if _torch.op_changes(func) else _compute

@@ -58,7 +58,7 @@ class Apart(ReadOnly):
     ) -> Any:
         handle = _HANDLERS.get(func)
         if handle is None:
-            handle = _HANDLERS[func] = _view if func.is_view else _compute
+            handle = _HANDLERS[func] = _view if _torch.op_views(func) else _compute
         return handle(func, args, kwargs or {})
 
 

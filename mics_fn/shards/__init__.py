@@ -105,7 +105,7 @@ from mics_fn.shards.leaf import (
     reduced_over,
     refuse_tracing,
 )
-from mics_fn.shards.linear import deal, linear_map, put
+from mics_fn.shards.linear import deal, linear_map, put, with_zeros
 from mics_fn.shards.mapping import map
 from mics_fn.shards.memory import (
     MemoryPlace,
@@ -239,5 +239,6 @@ __all__ = [
     "watch_origins",
     "whole_chunk",
     "with_parts",
+    "with_zeros",
     "zero_padding",
 ]

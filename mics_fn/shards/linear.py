@@ -204,13 +204,14 @@ def _here(uses: Sequence[BucketUse], data: Sequence[Tensor], *, scaled: bool = F
     return Started([], lambda _: out)
 
 
-_MAPS: dict[str, Callable[..., Started]] = {
-    "gather": _all_gather,
-    "scatter": _reduce_scatter,
-    "mean": replica_mean,
+_LOCAL: dict[str, Callable[..., Started]] = {
     "own": _here,
     "part": _here,
     "times parts": partial(_here, scaled=True),
+}
+_MAPS: dict[str, Callable[..., Started]] = {
+    **{"gather": _all_gather, "scatter": _reduce_scatter, "mean": replica_mean},
+    **_LOCAL,
 }
 # See [Note: adjoint]. "own" gives parts as they are, so that `check_rows` sees them. "part" takes a
 # full value as this rank's part of a value; cotangents of full values are averaged later.
@@ -237,7 +238,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.name, _, ctx.uses = inputs[:3]
-        ctx.given = [None if value is None else value.device for value in inputs[3:]]
+        ctx.given = [
+            None if value is None else (value.shape, value.dtype, value.device)
+            for value in inputs[3:]
+        ]
         # A missing cotangent is packed as zeros, without making a tensor of zeros for it.
         ctx.set_materialize_grads(False)
 
@@ -245,15 +249,16 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
         # The transpose of a gather is hop 1 of gradients. Further ones have no codes.
         uses = ctx.uses if ctx.name == "gather" else [use.uncoded for use in ctx.uses]
-        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *cotangents)
+        found = _Linear.apply(_TRANSPOSED[ctx.name], 0, uses, *_filled(ctx, cotangents))
         return (
             *(None, None, None),
-            *(None if to is None else g.to(to) for g, to in zip(found, ctx.given, strict=True)),
+            *(None if x is None else g.to(x[2]) for g, x in zip(found, ctx.given, strict=True)),
         )
 
     @staticmethod
     def jvp(ctx: Any, _name: None, _levels: None, _uses: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        return _Linear.apply(ctx.name, 0, [use.uncoded for use in ctx.uses], *tangents)
+        uses = [use.uncoded for use in ctx.uses]
+        return _Linear.apply(ctx.name, 0, uses, *_filled(ctx, tangents))
 
     @staticmethod
     def vmap(  # pyright: ignore
@@ -262,6 +267,24 @@ class _Linear(torch.autograd.Function):
         levels = None if levels is None else levels + 1
         found = _Linear.apply(name, levels, uses, *in_front(info, in_dims[3:], data))
         return found, (0,) * len(found)
+
+
+def _filled(ctx: Any, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """(Co)tangents as a map takes them: what is sent is packed with zeros for those missing."""
+    return with_zeros(values, ctx.given) if ctx.name in _LOCAL else values
+
+
+def with_zeros(values: Sequence[Tensor | None], like: Sequence[Any]) -> list[Tensor]:
+    """(Co)tangents, with zeros for those missing; torch fails inside where a tangent is None.
+
+    Args:
+      values: the (co)tangents.
+      like: shape, dtype and device of each.
+    """
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if value is None else value
+        for value, (shape, dtype, device) in zip(values, like, strict=True)
+    ]
 
 
 def linear_map(

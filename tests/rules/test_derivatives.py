@@ -6,7 +6,7 @@ one process. Each runs under every transform of torch.func and under plain autog
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +45,9 @@ def loss_of(full: Any, rank: int) -> Any:
     w = full["tied"][0]
     scale = (rank + 1) * full["still"].sum().detach() * full["steps"]
     both = (w * full["tied"][1]).sin().sum() + (w.t() @ full["a"][:3]).square().sum()
-    return scale * (both + full["a"].pow(3).sum() + full["zero"].exp().sum())
+    halves = torch.full((4,), 0.5, dtype=torch.float64, device=full["zero"].device)  # a constant
+    zero = full["zero"] * halves
+    return scale * (both + full["a"].pow(3).sum() + zero.exp().sum())
 
 
 class Program(NamedTuple):
@@ -147,7 +149,26 @@ def within_one(full: Any) -> Any:
     return (1.0 / (norm + 1e-6)).clamp(max=1.0)
 
 
+def idling(full: Any) -> Any:
+    """Parameters of which one bucket gets no gradient, and passes no tangent on."""
+    return {**full, "zero": torch.zeros(4, dtype=torch.float64)}
+
+
 PROGRAMS: dict[str, Program] = {
+    "gather, a bucket idle": Program(
+        lambda s, at: loss_of(idling(mf.gather(s, at.groups)), at.rank),
+        lambda p, at: loss_of(idling(p), at.rank),
+    ),
+    "defer, a bucket idle": Program(
+        lambda s, at: loss_of(idling(mf.defer(s, at.groups, at.schedule).params), at.rank),
+        lambda p, at: loss_of(idling(p), at.rank),
+        over_models=False,
+    ),
+    "defer, keep_all, a bucket idle": Program(
+        lambda s, at: loss_of(idling(mf.defer(s, at.groups, mf.keep_all()).params), at.rank),
+        lambda p, at: loss_of(idling(p), at.rank),
+        over_models=False,
+    ),
     "gather": Program(
         lambda s, at: loss_of(mf.gather(s, at.groups), at.rank),
         lambda p, at: loss_of(p, at.rank),
@@ -270,16 +291,22 @@ def dot(a: Any, b: Any) -> Any:
     return sum((x * y).sum() for x, y in pairs)
 
 
-def check_program(layout: Layout, name: str) -> None:
+def one_leaf(sharded: Any, plain: Any, shards: Any, full: Any) -> Iterator[tuple]:
+    """What `jvp` is given of a function of one leaf, and of its twin."""
+    for fn, x in ((sharded, shards["a"]), (plain, full["a"])):
+        yield fn, (x,), (tree.map_leaves(torch.cos, x),)
+
+
+def check_program(layout: Layout, name: str, where: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "defer: the order of use changed")
-        check_transforms(layout, name)
+        check_transforms(layout, name, where)
 
 
-def check_transforms(layout: Layout, name: str) -> None:
+def check_transforms(layout: Layout, name: str, where: str) -> None:
     program, groups = PROGRAMS[name], groups_of(layout)
     params = make_params()
-    shards = mf.shard(params, groups, bucket_bytes=100)
+    shards = mf.shard(params, groups, bucket_bytes=100, where=where)
     schedule = fixed_order(shards) if "fixed" in name else mf.on_demand(live_bytes=0)
     place, start = Place(groups, shards, schedule), trained(params)
 
@@ -304,6 +331,15 @@ def check_transforms(layout: Layout, name: str) -> None:
     second = mean(jvp(grad(plain), (start,), (v,))[1], place)
     close("grad of grad", full(grad(lambda s: dot(grad(sharded)(s), v_shards))(shards)), second)
     close("forward over reverse", full(jvp(grad(sharded), (shards,), (v_shards,))[1]), second)
+    # Along one leaf alone: the others have no tangents.
+    one, one_plain = (lambda x: sharded({**shards, "a": x})), (lambda x: plain({**start, "a": x}))
+    close("jvp of one", *(list(jvp(*x)) for x in one_leaf(one, one_plain, shards, start)))
+    one, one_plain = (
+        (lambda x: grad(sharded)({**shards, "a": x})),
+        (lambda x: grad(plain)({**start, "a": x})),
+    )
+    found, wanted = (jvp(*x)[1] for x in one_leaf(one, one_plain, shards, start))
+    close("forward over reverse of one", full(found), mean(wanted, place))
 
     x = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
     samples = vmap(grad(lambda s, t: sharded(s) * t), in_dims=(None, 0))(shards, x)
@@ -325,18 +361,21 @@ def check_transforms(layout: Layout, name: str) -> None:
     leaves, spec = tree.flatten(shards)
     variables = [leaf.detach().requires_grad_() for leaf in leaves]
     value = sharded(spec.unflatten(variables))
-    found = torch.autograd.grad(value, variables, create_graph=True)
+    how: Any = {"allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad(value, variables, create_graph=True, **how)
     first = spec.unflatten([each.detach() for each in found])
     close("autograd", full(first), want)
-    again = torch.autograd.grad(dot(spec.unflatten(found), v_shards), variables)
+    again = torch.autograd.grad(dot(spec.unflatten(found), v_shards), variables, **how)
     close("autograd twice", full(spec.unflatten(again)), second)
 
 
 @pytest.mark.parametrize("layout", [ALONE, COPIES, PAIR, BOTH], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("where", ["", "params=host", "params=disk:"])
 @pytest.mark.covering(layout=BOTH)
-def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, layout, name):
-    ranks(layout.world_size).run(check_program, layout, name)
+def test_what_has_a_derivative_equals_the_unsharded_twin(ranks, tmp_path, layout, name, where):
+    where = f"{where}{tmp_path}" if "disk" in where else where
+    ranks(layout.world_size).run(check_program, layout, name, where)
 
 
 def check_own_orders(layout: Layout, transform: str) -> None:
