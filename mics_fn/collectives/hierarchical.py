@@ -185,8 +185,8 @@ def spare_numel(
       route: the levels.
       numel: elements of `full`.
       device: where they are.
-      direct: whether `out` has the dtype of `full`, and memory of its own, so that the last level
-        can write there.
+      direct: whether `out` has the dtype of `full`, and lies beside it, so that the last level can
+        write there.
       wire: as for `start_reduce_scatter`.
       itemsize: bytes of an element, with a wire.
     """
@@ -251,4 +251,7 @@ def _codes_room(wire: Wire, numel: int, comm: Comm, spare: Tensor) -> Tensor:
 
 def _direct(full: Tensor, out: Tensor) -> bool:
     """Whether the last level can write to `out` while it reads from `full`."""
-    return out.dtype == full.dtype and _torch.storage_id(out) != _torch.storage_id(full)
+    if out.dtype != full.dtype or _torch.storage_id(out) != _torch.storage_id(full):
+        return out.dtype == full.dtype
+    first, second = sorted((full, out), key=Tensor.storage_offset)
+    return first.storage_offset() + first.numel() <= second.storage_offset()

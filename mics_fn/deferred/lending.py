@@ -84,8 +84,7 @@ class Lending:
         codes, wire, sums = self.coded_bytes(use), bucket.mean_wire, self.sum_sizes(index)
         if self.copies(use) and isinstance(wire, torch.dtype):
             packed.append(mine // late.size * wire.itemsize)
-        own_memory = self.has_target and not sums  # other than the ring's
-        direct = same and own_memory and not (own and self.stays_there(index))
+        direct = same and self.has_target and not (own and self.stays_there(index))
         how = {"wire": bucket.hop1, "itemsize": bucket.reduce.itemsize}
         arriving = max(
             spare_numel(now, bucket.numel, device, direct=direct, **how),

@@ -178,8 +178,8 @@ def renewed(values: Sequence[Tensor]) -> list[Tensor]:
     """The same parts of files as new values, to be overwritten; tensors in memory as they are.
 
     Args:
-      values: whatever is to live on. All other values that share an extent with one of them are
-        void, and so are these.
+      values: whatever is to live on. All other values that share bytes with one of them are void,
+        and so are these.
 
     Returns:
       The new values, in this order.
@@ -204,8 +204,8 @@ def renewed(values: Sequence[Tensor]) -> list[Tensor]:
             fix = "wait() for that save, or write to a new tensor, which empty() makes"
             text = f"renewed: {x.lies_in()} is read by a save under way"
             raise PlanError(message(text, fix=fix))
-    for extent in {id(x.extent): x.extent for x in given}.values():
-        extent.generation += 1
+    for x in given:
+        x.extent.give_away(x.start, x.start + x.size_bytes)
     return [
         Stored(x.extent, x.start, like_of(x), x.device, x.leaf) if type(x) is Stored else x
         for x in values

@@ -13,9 +13,11 @@ has locked, and logs their names. They end in `.scratch`, which no loader of che
 """
 
 import contextlib
+import math
 import os
 import threading
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -206,6 +208,7 @@ class Extent:
 
     __slots__ = (
         "__weakref__",
+        "_given",
         "_state",
         "_sums",
         "generation",
@@ -220,7 +223,9 @@ class Extent:
     def __init__(self, scratch: Scratch, offset: int, length: int, leaf: str) -> None:
         self.scratch, self.offset, self.length, self.leaf = scratch, offset, length, leaf
         self.nbytes = nbytes = padded(length)
-        self.generation = 0  # counts how often it was given away to be overwritten
+        self.generation = 0  # counts how often some of it was given away to be overwritten
+        # From which byte on it was last given away in which generation, in order.
+        self._given: list[tuple[float, int]] = [(0, 0)]
         self.holders = weakref.WeakSet[Any]()  # each `Hold` for which its bytes stay
         units = -(-nbytes // UNIT)
         with torch.inference_mode(mode=False):  # threads write to it
@@ -260,6 +265,22 @@ class Extent:
             wrong = zip((wanted != found).tolist(), self._state[units], strict=True)
             if any(differs and state == _SUMMED for differs, state in wrong):
                 raise OSError("its values are not those that were written there")
+
+    def give_away(self, start: int, stop: int) -> None:
+        """Count that the bytes from `start` to `stop` are given away to be overwritten."""
+        stop += not self.length  # what has no bytes at all counts as one
+        if start == stop:
+            return
+        self.generation += 1
+        first, end = bisect_left(self._given, (start,)), bisect_right(self._given, (stop, math.inf))
+        rest = (stop, self._given[end - 1][1])
+        self._given[first:end] = [(start, self.generation), rest]
+
+    def was_given(self, start: int, stop: int, generation: int) -> bool:
+        """Whether any of these bytes was given away after a generation."""
+        stop += not self.length
+        first, end = bisect_right(self._given, (start, math.inf)), bisect_left(self._given, (stop,))
+        return start < stop and any(last > generation for _, last in self._given[first - 1 : end])
 
     @property
     def is_held(self) -> bool:

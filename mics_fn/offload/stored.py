@@ -95,7 +95,7 @@ class Stored(Apart):
 
     def check(self) -> None:
         """Raise DonatedError if what it has held was given away to be overwritten."""
-        if self._generation != self.extent.generation:
+        if self.extent.was_given(self.start, self.start + self.size_bytes, self._generation):
             text = f"offload: {self.lies_in()} was overwritten by a step that was given it"
             fix = "use the new state, or pass donate=False"
             raise DonatedError(message(text, fix=fix))

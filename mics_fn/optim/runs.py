@@ -128,6 +128,8 @@ def _in_one_file(run: Run, pieces: Sequence[Any]) -> Tensor | None:
     here = [(x.start - first.start, x.numel()) for x in pieces]
     if here != [(start * size, n) for start, n in zip(starts, lengths, strict=True)]:
         return None
+    for x in pieces:
+        x.check()  # the whole would be valid although a piece was given away
     like = torch.empty(run.numel, dtype=first.dtype, device="meta")
     return Stored(extent, first.start, like, first.device, first.leaf)
 

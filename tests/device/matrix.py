@@ -216,6 +216,9 @@ SCENARIOS: dict[str, Scenario] = {
         node=1,
         options=_options(live_bytes=0, where="grads=host", accumulate=2),
     ),
+    "gradients on the host, zero1": Scenario(
+        place="zero1", options=_options(live_bytes=0, where="grads=host", accumulate=2)
+    ),
     "gradients on the host, keep all": Scenario(
         options=_options(live_bytes=None, where="grads=host")
     ),

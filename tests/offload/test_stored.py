@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,35 @@ def test_what_was_given_away_raises(scratch: Scratch):
                 use(old)
     assert torch.equal(new, torch.ones(5000))
     assert torch.equal(other, torch.ones(3))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 12)))
+)
+def test_giving_a_part_away_leaves_the_other_parts(n: int, calls: list[tuple[bool, int, int]]):
+    """A value is void exactly if some of its bytes were given away after it was made."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, parts = store(torch.arange(float(n)), Scratch(folder)), list[list[Any]]()
+        for gives, a, b in calls:
+            low, high = sorted((min(a, n), min(b, n)))
+            part = Stored(
+                whole.extent, 4 * low, torch.empty(high - low, device="meta"), whole.device
+            )
+            if gives:
+                (part,) = renewed([part])
+                for other in parts:
+                    other[3] |= max(low, other[1]) < min(high, other[2])
+            parts.append([part, low, high, False])
+        for part, low, high, void in parts:
+            if void:
+                with pytest.raises(DonatedError):
+                    read(part)
+            else:
+                assert read(part).tolist() == list(range(low, high))
+        del whole, part, parts
 
 
 def test_what_was_never_written_raises(scratch: Scratch):

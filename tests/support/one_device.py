@@ -21,7 +21,7 @@ _device: dict[int, Any] = {}  # by process: threads of a device do not survive a
 class OneDevice(Gloo):
     """A gloo group on the one device of its process."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any):
         if os.getpid() not in _device:
             interface = os.environ["GLOO_SOCKET_IFNAME"]
             _device[os.getpid()] = Gloo.create_device(interface=interface)
@@ -29,6 +29,8 @@ class OneDevice(Gloo):
         options._devices = [_device[os.getpid()]]
         options._threads = 2  # as many as with a device of its own
         options._timeout = timeout
+        for name, value in others.items():  # which only some releases of torch give
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 

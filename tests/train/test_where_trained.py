@@ -1,5 +1,6 @@
 """A `Trainer` with states or gradients in files, or which steps before all is there: same bits."""
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -117,6 +118,111 @@ def test_the_same_of_one_rank_whose_gradients_lie_apart(tmp_path, monkeypatch, e
     monkeypatch.setitem(globals(), "LAYOUT", Layout((1,), 1))
     moved = {"where": f"grads=disk:{tmp_path}", "overlap_step": early}
     of_bits("zero3", (None, "none", "steps", "few"), moved)
+
+
+EVERYWHERE = [
+    *("", "grads=host", "grads=disk:D", "params=host", "params=disk:D", "states=disk:D"),
+    *(
+        "params=disk:D, states=disk:D, grads=disk:D",
+        "params=disk:D, grads=disk:D; *weight*: grads=device",
+    ),
+]
+
+
+def exact_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def of_the_twin(layout: Layout, placement: str, options: dict[str, Any]) -> None:
+    """Steps of all ranks are those of one process, in float64, on the batches of all."""
+    layout = layout._replace(partition_size=1) if placement == "ddp" else layout
+    groups, accumulate = placed_as(groups_of(layout), placement), options["accumulate"]
+    torch.manual_seed(0)
+    model, twin = (copy.deepcopy(x) for x in [Net().double()] * 2)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    trainer = mf.Trainer(
+        model, optim.sgd(0.1, momentum=0.9), groups, loss=exact_loss, bucket_bytes=600, **options
+    )
+    for step in range(3):
+        count = groups.world_size * accumulate * 2
+        x, y = (random(9 * step + k, count, k, dtype=torch.float64) for k in (6, 3))
+        own = slice(groups.rank * accumulate * 2, (groups.rank + 1) * accumulate * 2)
+        trainer.step((x[own], y[own]))
+        optimizer.zero_grad()
+        exact_loss(twin, (x, y)).backward()
+        optimizer.step()
+    params = trainer.params()
+    for name, want in twin.named_parameters():
+        torch.testing.assert_close(params[name], want.detach(), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", [Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
+@pytest.mark.parametrize("placement", mf.placement.PLACEMENTS)
+@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("live_bytes", [0, 600, None])
+@pytest.mark.covering("placement", where="grads=disk:D")
+@pytest.mark.meeting(3)
+def test_every_placement_trains_as_one_process_wherever_things_lie(
+    ranks, tmp_path, layout, placement, where, accumulate, live_bytes
+):
+    options = {"where": where.replace("D", f"{tmp_path}"), "accumulate": accumulate}
+    options["live_bytes"] = live_bytes
+    ranks(layout.world_size).run(of_the_twin, layout, placement, options)
+
+
+def by_path(parts: int, last: Any) -> Any:
+    patterns = ["*bias*", "*norm*", "*last*"][:parts]
+    given = [optim.sgd(0.1), optim.chain(optim.clip_by_value(0.01), optim.adamw(1e-2)), last]
+    return optim.by_path(dict(zip(patterns, given, strict=False)), default=last)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda groups: optim.adamw(1e-2),
+    "chain": lambda groups: optim.chain(optim.clip_by_value(1.0), optim.adamw(1e-2)),
+    "by_path": lambda groups: by_path(1, optim.adamw(1e-2)),
+    "by_path of three": lambda groups: by_path(3, optim.lion(1e-3)),
+    "by_path of torch's": lambda groups: by_path(2, optim.from_torch(torch.optim.RMSprop, lr=1e-3)),
+    "chain of by_path": lambda groups: optim.chain(
+        optim.clip_by_global_norm(0.1, groups), by_path(2, optim.sgd(0.1, momentum=0.9))
+    ),
+}
+
+
+def of_optimizer(layout: Layout, name: str, where: str, bucket_bytes: int | None, how: str) -> None:
+    """Steps give the bits of steps in memory, whatever becomes of the states before them."""
+    groups, found = groups_of(layout), []
+    for places in ("", where):
+        torch.manual_seed(0)
+        params = {k: x.detach().clone() for k, x in Net().named_parameters()}
+        shards = mf.shard(params, groups, bucket_bytes=bucket_bytes, where=places)
+        state = mf.init_state(shards, OPTIMIZERS[name](groups), where=places)
+        for step in range(3):
+            grads = {k: random(step, *x.shape) for k, x in params.items()}
+            before = [x.data.clone() for x in state.params.values()]
+            hold = mf.offload.Hold([x.data for x in state.params.values()] if how == "held" else [])
+            old, donate = state, how != "kept" and step > 0
+            means = mf.reduce_grads(grads, groups, like=state.params)
+            state = mf.opt_step(state, means, donate=donate)
+            hold.release()
+            if not donate:
+                same_bits([x.data.clone() for x in old.params.values()], before)
+        found.append(([x.data.clone() for x in state.params.values()], mf.move(state, "").opt))
+    same_bits(found[1][0], found[0][0])
+    same_bits(by_leaf(found[1][1]), by_leaf(found[0][1]))
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("where", [x for x in EVERYWHERE if "params" in x or "states" in x])
+@pytest.mark.parametrize("bucket_bytes", [25 * 2**20, 300])
+@pytest.mark.parametrize("how", ["given", "kept", "held"])
+@pytest.mark.covering("name", where="params=disk:D")
+def test_every_optimizer_steps_wherever_things_lie(
+    ranks, tmp_path, layout, name, where, bucket_bytes, how
+):
+    where = where.replace("D", f"{tmp_path}")
+    ranks(layout.world_size).run(of_optimizer, layout, name, where, bucket_bytes, how)
 
 
 def of_refusal(folder: str) -> None:
