@@ -152,7 +152,8 @@ def test_giving_a_part_away_leaves_the_other_parts(n: int, calls: list[tuple[boo
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        whole, parts = store(torch.arange(float(n)), Scratch(folder)), list[list[Any]]()
+        scratch, parts = Scratch(folder), list[list[Any]]()
+        whole = store(torch.arange(float(n)), scratch)
         for gives, a, b in calls:
             low, high = sorted((min(a, n), min(b, n)))
             part = Stored(
@@ -169,7 +170,7 @@ def test_giving_a_part_away_leaves_the_other_parts(n: int, calls: list[tuple[boo
                     read(part)
             else:
                 assert read(part).tolist() == list(range(low, high))
-        del whole, part, parts
+        scratch.close()
 
 
 def test_what_was_never_written_raises(scratch: Scratch):
