@@ -166,8 +166,8 @@ def of_the_twin(layout: Layout, placement: str, options: dict[str, Any]) -> None
 def test_every_placement_trains_as_one_process_wherever_things_lie(
     ranks, tmp_path, layout, placement, where, accumulate, live_bytes
 ):
-    options = {"where": where.replace("D", f"{tmp_path}"), "accumulate": accumulate}
-    options["live_bytes"] = live_bytes
+    options: dict[str, Any] = {"where": where.replace("D", f"{tmp_path}")}
+    options |= {"accumulate": accumulate, "live_bytes": live_bytes}
     ranks(layout.world_size).run(of_the_twin, layout, placement, options)
 
 
