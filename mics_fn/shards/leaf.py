@@ -49,8 +49,11 @@ class NotATensor:
         raise LeafError(message(text, fix=_GATHER))
 
     def __format__(self, spec: str) -> str:
-        """The text of it in the TypeError that `torch.func.functional_call` raises."""
-        return f"{self!r}, of which gather(shards, groups) makes a tensor,"
+        """Its text, with the mend where torch puts it into an error of its own."""
+        caller: Any = currentframe()
+        if not caller.f_back.f_globals.get("__name__", "").startswith("torch."):
+            return repr(self)
+        return f"{self!r}, of which gather(shards, groups) makes a tensor,"  # in functional_call
 
 
 @tree.node

@@ -18,6 +18,7 @@ from mics_fn.train.batch import to_device
 from mics_fn.train.defaults import schedules_for
 from mics_fn.train.exporting import Exporting
 from mics_fn.train.given import (
+    INSTEAD,
     as_shards,
     check_buffers,
     check_compiled,
@@ -121,7 +122,7 @@ class Trainer(Exporting):
     sync_state: SyncState
     on_drift: Literal["raise", "heal"]
 
-    @checks.named_options("Trainer")
+    @checks.named_options("Trainer", INSTEAD)
     def __init__(
         self,
         model: nn.Module | Callable[[Tree, Any], Tensor],
@@ -273,6 +274,7 @@ class Trainer(Exporting):
         """
         renew(self, heal=heal)
 
+    @checks.named_options("Trainer.fit", INSTEAD)
     def fit(
         self,
         loader: Iterable[Any],
