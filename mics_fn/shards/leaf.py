@@ -229,7 +229,7 @@ class Writing:
       ...         raise MemoryError
       ... except MemoryError:
       ...     print(shards[0])
-      Sharded(params[0] is lost: a step was cut short while it wrote it)
+      Sharded(params.0 is lost: a step was cut short while it wrote it)
     """
 
     def __init__(self) -> None:
