@@ -33,6 +33,8 @@ Its words:
 - The *manifest* says what lies where: one line of JSON per tensor and per file, and a digest of
   itself. Each file has a checksum for each 16 KiB of each tensor, and the manifest has the digest
   of these. A reader compares what it reads, and takes a checksum that is missing for an error.
+- Dense tensors are saved of every dtype that torch computes with, down to complex32 and float4.
+  `save` refuses others, such as quantized ones, by name, and before a byte is written.
 - The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*. Leaves
   that are not trained, and are kept as codes, are saved as these codes; see [Note: other codes] in
   `converting` for a state that keeps them in another form.
