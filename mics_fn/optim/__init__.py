@@ -109,7 +109,7 @@ from mics_fn.optim.optimizers import adam, adamw, lion, sgd, warmup_cosine
 from mics_fn.optim.options import differing, optimizer_facts, same_options, versions
 from mics_fn.optim.state import TrainState, init_state, opt_step, tell_memory
 from mics_fn.optim.steps import same_step
-from mics_fn.optim.torch_optim import from_torch
+from mics_fn.optim.torch_optim import from_torch, masked_by
 from mics_fn.optim.totals import StepTotals
 from mics_fn.optim.transform import Optimizer, Rate, Transform, as_transform, from_update
 
@@ -146,6 +146,7 @@ __all__ = [
     "leaf_norms",
     "lion",
     "map_columns",
+    "masked_by",
     "move",
     "no_scale",
     "norm_spike",

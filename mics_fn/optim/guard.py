@@ -126,6 +126,8 @@ class Verdict(NamedTuple):
       next: the guard for the next step, whether this one was taken or refused.
       nonfinite: the first leaf that is not finite, and on which ranks that arose, in words, the
         same on all ranks; None if the norm is finite or nothing was decided.
+      found_inf: of a verdict for which the host has not waited: 0-dim float32 tensor on the device,
+        1 if the step is not to be taken; `accept` and `next` are then as if it were. Else None.
     """
 
     grads: Tree  # or `Arriving`, if that was judged
@@ -135,6 +137,7 @@ class Verdict(NamedTuple):
     accept: bool
     next: "Guard"
     nonfinite: str | None = None
+    found_inf: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,7 @@ class Guard:
         donate: bool = False,
         *,
         totals: StepTotals | None = None,
+        wait: bool = True,
     ) -> Verdict:
         """Unscale and clip gradients, and decide whether to step on them.
 
@@ -236,6 +240,8 @@ class Guard:
           donate: write into the chunks of `grads`, which cannot be used afterwards if anything had
             to be written.
           totals: of a `Trainer`, whose message carries the norm as well.
+          wait: whether the host waits for the verdict; see `Verdict.found_inf`. It does all the
+            same if more is to be decided than by default, or if the last step was refused.
 
         Returns:
           A `Verdict`, with the same decision on all ranks even if replicas differ.
@@ -259,9 +265,11 @@ class Guard:
         leaves = [getattr(leaf, "data", leaf) for leaf in held]
         refuse_derivative("Guard.judge", leaves, fix)
         with torch.no_grad():
-            return self._judge(grads, groups, donate, totals)
+            return self._judge(grads, groups, donate, totals, wait)
 
-    def _judge(self, grads: Any, groups: Any, donate: bool, totals: StepTotals | None) -> Verdict:
+    def _judge(
+        self, grads: Any, groups: Any, donate: bool, totals: StepTotals | None, wait: bool
+    ) -> Verdict:
         like = grads.arrival().like if isinstance(grads, Arriving) else grads
         homes = dict.fromkeys(homes_of("Guard.judge", groups, like))
         exact = self.check_groups(like, groups)
@@ -282,6 +290,10 @@ class Guard:
         factor = clip_factor(here, self.max_norm or math.inf)
         if not decides:
             return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
+        if not (wait or self.chosen or self.in_row) and totals is not None:
+            bad = (highest + totals.loss).isfinite().logical_not().float()
+            given = self._limited(grads, 1.0 if self.max_norm is None else factor, donate)
+            return Verdict(given, norm, None, False, True, self, None, bad)
         # The host waits once for both numbers.
         times, highest = torch.stack([factor, highest]).tolist()
         finite, spike, watch = math.isfinite(highest), False, self.spike
@@ -307,6 +319,10 @@ class Guard:
     @property
     def _falls(self) -> bool:
         return self.scale.kind == "dynamic" and self.scale.value > self.scale.min
+
+    def after_refusal(self) -> "Guard":
+        """This guard after a step that was masked; see `Verdict.found_inf`."""
+        return replace(self, in_row=self.in_row + 1, skipped=self.skipped + 1)
 
     def check_groups(self, like: Tree, groups: Any) -> bool:
         """Refuse groups on which this guard cannot know what it needs.

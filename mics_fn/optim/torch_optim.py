@@ -3,9 +3,16 @@
 The arithmetic is torch's: for each step a `torch.optim` object is made around the parameters and
 the state that the pytree carries, and dropped afterwards. Only elementwise optimizers can work on
 flat pieces of parameters; others are refused, with the reason.
+
+[Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
+the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
+it is 1. So the host need not wait for the norm in each step. It reads the number a step later, and
+takes back what only the host has, the counts of steps.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, get_args
 
@@ -40,6 +47,23 @@ from mics_fn.tree import Tree
 _FUSED_ADAM = {"lr", "betas", "eps", "weight_decay", "fused"}
 # Their state begins with zeros, and torch's code for them has derivatives by the rate too.
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+_FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)
+
+
+@contextmanager
+def masked_by(found_inf: Tensor | None) -> Iterator[None]:
+    """A block whose fused steps write nothing if a number of the device is 1.
+
+    Args:
+      found_inf: 0-dim float32 tensor, 0 or 1; None masks nothing.
+    """
+    token = _FOUND_INF.set(found_inf)
+    try:
+        yield
+    finally:
+        _FOUND_INF.reset(token)
 
 
 class TorchState(NamedTuple):
@@ -147,9 +171,14 @@ def torch_rule(
         moments = dict(zip(state.moments, kept, strict=True))
         return params, TorchState(state.count + 1, moments, scalars)
 
+    def masked(state: TorchState) -> bool:
+        # What torch makes itself in the first step would be made in one that is not taken, too.
+        return isinstance(state, TorchState) and (state.count > 0 or not kind.late)
+
     kind_of = f"{cls.__module__}.{cls.__qualname__}"
     facts = facts_from(kind_of, {**options, "lr": lr, "decay_mask": decay_mask})
-    return from_step(init, step, facts)
+    fused = cls in DIFFERENTIABLE and options.get("fused") is True
+    return from_step(init, step, facts, masked if fused else None)
 
 
 def _by_key(block: Iterable[Column]) -> dict[Hashable, list[Column]]:
@@ -204,7 +233,7 @@ def _step(
         (steps,) = map(list, scalars)
         given = {name: options[name] for name in ("lr", "weight_decay", "eps", "fused")}
         given |= dict(zip(("beta1", "beta2"), options["betas"], strict=True))
-        given |= {"amsgrad": False, "maximize": False}
+        given |= {"amsgrad": False, "maximize": False, "found_inf": _FOUND_INF.get()}
         given["decoupled_weight_decay"] = cls is torch.optim.AdamW
         adam(values, grads, means, squares, [], steps, **given)
         return dict.fromkeys(kind.scalars, steps[0])
@@ -220,6 +249,8 @@ def _step(
         if state.count == 0:
             for name in kind.late:  # torch makes these itself
                 del optimizer.state[param][name]
+    if _FOUND_INF.get() is not None:
+        optimizer.found_inf = _FOUND_INF.get()
     optimizer.step()
     for param, targets in zip(params, kept, strict=True):
         found = optimizer.state[param]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mics_fn import _device
 from mics_fn.collectives import start_mean_over_ranks
 from mics_fn.errors import message
 from mics_fn.groups import Groups
@@ -39,6 +40,7 @@ class StepTotals:
     ) -> None:
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
         self._weighted, self._found = weighted, torch.empty(0)
+        self._arrived: torch.Event | None = None  # what came back, on the host
 
     def exchange(self, squares: Tensor | None = None) -> Tensor:
         """Send it, once; the host does not wait on an accelerator.
@@ -54,6 +56,11 @@ class StepTotals:
         sent = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
         alone = self.home.world_size == 1
         self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
+        self._on_host = self._found
+        if _device.is_async(self.home.device):
+            host = _device.host_buffer(sent.nbytes, self.home.device).view(torch.float64)
+            self._on_host = host.copy_(self._found, non_blocking=True)
+            self._arrived = _device.record(self.home.device)
         return self._found[1]
 
     def reaches(self, homes: Iterable[Any]) -> bool:
@@ -68,13 +75,20 @@ class StepTotals:
 
     @cached_property
     def _read(self) -> list[float]:
-        """What came back; the host waits for it."""
-        return self._found.tolist()
+        """What came back; the host waits for that, and for nothing that was queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._on_host.tolist()
 
     @property
     def finite(self) -> bool:
         """Whether the losses of all ranks are finite."""
         return math.isfinite(self._read[0])
+
+    @property
+    def all_finite(self) -> bool:
+        """Whether losses and what `exchange` was given are finite on all ranks."""
+        return self.finite and math.isfinite(self._read[1])
 
     @property
     def samples(self) -> int:

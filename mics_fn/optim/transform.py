@@ -49,6 +49,8 @@ class Transform(NamedTuple):
         has one, for a caller who has taken the trees apart already.
       facts: from the paths of the trained leaves to texts of its options by name, for ranks to
         compare. Without it they compare nothing, and say so.
+      masked: whether the step from a state can be one of [Note: masked steps] in `torch_optim`;
+        None if none can.
     """
 
     init: Callable[[Tree], Any]
@@ -56,6 +58,7 @@ class Transform(NamedTuple):
     step: Callable[[Tree, Any, Tree, bool], tuple[Tree, Any]]
     step_unpacked: Callable[[Unpacked, Any, Unpacked, bool], tuple[Unpacked, Any]] | None = None
     facts: Facts | None = None
+    masked: Callable[[Any], bool] | None = None
 
 
 def from_update(
@@ -134,6 +137,7 @@ def from_step(
     init: Callable[[Tree], Any],
     step_unpacked: Callable[..., tuple[Unpacked, Any]],
     facts: Facts | None = None,
+    masked: Callable[[Any], bool] | None = None,
 ) -> Transform:
     """A `Transform` whose updates are the new parameters minus the old ones."""
 
@@ -146,7 +150,7 @@ def from_step(
         own = not needs_derivative(tree.flatten((new, params))[0])
         return map_columns(lambda n, p: n.sub_(p), new, params, donate=own), state
 
-    return Transform(init, update, step, step_unpacked, facts)
+    return Transform(init, update, step, step_unpacked, facts, masked)
 
 
 def step_of(

@@ -173,9 +173,11 @@ class Checkpoints:
           CheckpointError: a save has failed, on all ranks after the same step. The step is done,
             a save that is due has begun all the same, and training may go on.
         """
-        pending, step = self._pending, trainer.state.step
+        pending, step = self._pending, trainer.ahead.step
         error = self._ended() if pending is not None and pending.due() else None
-        if self._again or (step % self.every == 0 and step != self._saved):
+        due = step % self.every == 0 and step != self._saved
+        # To look whether an accelerator has taken the step waits for it, so only if it matters.
+        if self._again or (due and trainer.state.step == step):
             error = self._ended() or error
             try:
                 self._begin_save(trainer, background=self.background)

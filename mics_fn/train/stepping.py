@@ -12,7 +12,7 @@ from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
-from mics_fn.optim import StepTotals, same_step
+from mics_fn.optim import StepTotals, Verdict, same_step
 from mics_fn.train.batch import cut, to_device
 from mics_fn.train.buffers import Values
 from mics_fn.train.loop import learning
@@ -50,7 +50,7 @@ class MicroSteps:
         self._program, self._total, self._scale = trainer.program, total, trainer.guard.scale
         self._losses: list[Tensor] = []
         total.other_backward = _BACKWARD
-        self._buffers = self._program.buffers.copies(trainer.state.buffers)  # to write to
+        self._buffers = self._program.buffers.copies(trainer.ahead.buffers)  # to write to
 
     def run(self, full: Tree, batch: Any) -> None:
         """One micro-step, forward and backward."""
@@ -83,13 +83,13 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     member = trainer.member
     merge(trainer)  # where that of the last step was cut short
     if not member.compared:  # a state may have been put in its place since
-        same_step(trainer.state, trainer.groups)
+        same_step(trainer.ahead, trainer.groups)
         member.compared = True
     started, guard, member.ready = time.perf_counter(), trainer.guard, None
     home, groups = member.home, trainer.replica_sync.groups(trainer.groups)
     batch = to_device(batch, home.device)
     parts = cut(batch, trainer.accumulate)
-    state, counts = trainer.state, trainer.epochs.using(batch)
+    state, counts = trainer.ahead, trainer.epochs.using(batch)
     drift = start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
@@ -116,18 +116,16 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         else:
             verdict = update(trainer, grads, buffers, commit, totals)
         merge(trainer)
-        totals.warn_of_unequal()
         total.release()
-    seconds = time.perf_counter() - started
-    found = verdict.norm, guard.scale.value, verdict.accept, verdict.spike, verdict.nonfinite
-    return StepMetrics(
-        trainer.state.step,
-        totals.loss.to(done.dtype),
-        totals.samples,
-        totals.tokens,
-        seconds,
-        *found,
-        verdict.next.skipped,
+    return metrics_of(
+        trainer,
+        totals,
+        verdict,
+        {
+            "loss": totals.loss.to(done.dtype),
+            "seconds": time.perf_counter() - started,
+            "scale": guard.scale.value,
+        },
     )
 
 
@@ -144,3 +142,28 @@ def _alike(home: Groups, commit: Commit) -> Iterator[None]:
         if commit.began and home.world_size > 1 and not isinstance(error, MicsError):
             home.life.finish(error)
         raise
+
+
+def metrics_of(
+    trainer: Any, totals: StepTotals, verdict: Verdict, known: dict[str, Any]
+) -> StepMetrics:
+    """The metrics of a step; of a masked one, what the host has to wait for is read later."""
+    known |= {"grad_norm": verdict.norm, "spike": verdict.spike}
+    step, skipped = trainer.ahead.step, verdict.next.skipped
+
+    def rest() -> dict[str, Any]:
+        refused = verdict.found_inf is not None and not totals.all_finite
+        why = "a loss or a gradient is not finite" if refused else verdict.nonfinite
+        return {
+            "step": step - refused,
+            "samples": totals.samples,
+            "tokens": totals.tokens,
+            "accepted": verdict.accept and not refused,
+            "nonfinite": why,
+            "skipped": skipped + refused,
+        }
+
+    if verdict.found_inf is not None:
+        return StepMetrics.known_later(rest, **known)
+    totals.warn_of_unequal()
+    return StepMetrics(**known, **rest())

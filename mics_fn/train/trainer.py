@@ -38,7 +38,7 @@ from mics_fn.train.saving import Checkpoint, NothingSaved
 from mics_fn.train.stepping import one_step
 from mics_fn.train.syncing import ReplicaSync, SyncState
 from mics_fn.train.weights import evaluated
-from mics_fn.train.writing import begin
+from mics_fn.train.writing import begin, settle
 from mics_fn.tree import Tree
 
 
@@ -118,7 +118,7 @@ class Trainer(Exporting):
       4
     """
 
-    state: TrainState
+    ahead: TrainState  # as if the last step was taken, if the host has not looked yet
     sync_state: SyncState
     on_drift: Literal["raise", "heal"]
 
@@ -183,6 +183,19 @@ class Trainer(Exporting):
         if not self.member.lost:
             self.checkpoint.begin(self)
 
+    @property
+    def state(self) -> TrainState:
+        """The state behind the last step, which may be replaced by another one.
+
+        On an accelerator, to read it waits for the verdict on the last step.
+        """
+        settle(self)
+        return self.ahead
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.member.masked, self.ahead = None, state
+
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step.
 
@@ -213,8 +226,8 @@ class Trainer(Exporting):
         member, home = self.member, self.member.home
         if member.lost:  # the batch is that of the first step, and the others have come further
             raise came_back("Trainer.step", home.rank)
-        seen, self.last_step = spans.span("step", self.state.step + 1, parts=True), NOT_WATCHED
-        with home.life.turns.stepping(), Telling(home.life, self.state.step + 1), seen:
+        seen, self.last_step = spans.span("step", self.ahead.step + 1, parts=True), NOT_WATCHED
+        with home.life.turns.stepping(), Telling(home.life, self.ahead.step + 1), seen:
             metrics = one_step(self, batch)
             self.checkpoint.after(self)
         self.last_step = seen.result or NOT_WATCHED
@@ -241,10 +254,10 @@ class Trainer(Exporting):
             home.life.turns.alone(),
             torch.no_grad(),
             self.program.evaluating(),
-            defer(self.state.params, self.groups, self.eval_schedule) as full,
+            defer(self.ahead.params, self.groups, self.eval_schedule) as full,
         ):
             batch = to_device(batch, home.device)
-            before = self.program.buffers.copies(self.state.buffers)
+            before = self.program.buffers.copies(self.ahead.buffers)
             loss = self.program(full, before, batch).loss
         return evaluated(self, loss, batch)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mics_fn import spans
+from mics_fn import _device, spans, tree
 from mics_fn.collectives import collect_all
 from mics_fn.deferred import GradSum
 from mics_fn.interrupts import Commit
@@ -29,14 +29,15 @@ from mics_fn.optim import (
     TrainState,
     Verdict,
     init_state,
+    masked_by,
     move,
     opt_step,
     tell_memory,
 )
-from mics_fn.shards import Writing
+from mics_fn.shards import Writing, is_leaf
 from mics_fn.train.buffers import Values
 from mics_fn.train.given import warn_of_hop2
-from mics_fn.train.member import Ready
+from mics_fn.train.member import Masked, Ready
 from mics_fn.train.options import compare_options
 from mics_fn.tree import Tree
 
@@ -69,7 +70,7 @@ def overlaps(trainer: Any) -> bool:
 def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
     """`update` that steps each bucket once its hop 2 is done."""
     if spans.watchers:
-        tell_memory(trainer.state)
+        tell_memory(trainer.ahead)
     verdict = Verdict(total, None, None, False, True, trainer.guard)
     write(trainer, Ready(verdict, buffers, trainer.sync_state))
     return verdict
@@ -103,7 +104,7 @@ def update(
       totals: of this step.
     """
     if spans.watchers:  # a step that is refused ends here
-        tell_memory(trainer.state)
+        tell_memory(trainer.ahead)
     ready = _judged(trainer, grads, buffers, commit, totals)
     write(trainer, ready)
     return ready.verdict
@@ -115,7 +116,7 @@ def update_late(
 ) -> Verdict:
     """`update` on states elsewhere, which begin to come before gradients are reduced and judged."""
     if spans.watchers:
-        tell_memory(trainer.state)
+        tell_memory(trainer.ahead)
     found: list[Ready] = []
 
     def judged() -> Any:
@@ -126,7 +127,7 @@ def update_late(
         return found[0].verdict.grads
 
     with Writing():
-        state = trainer.state
+        state = trainer.ahead
         with suppress(Refused):
             state = opt_step(state, Late(total, judged), donate=True)
         write(trainer, found[0], state)
@@ -135,13 +136,21 @@ def update_late(
 
 def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals) -> Ready:
     """All that is left to know of a step before it is written, and signals held from then on."""
-    sync, home = trainer.replica_sync, trainer.member.home
+    settle(trainer)  # the guard counts steps in a row
+    sync, home, old = trainer.replica_sync, trainer.member.home, trainer.ahead
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
-    verdict = trainer.guard.judge(grads, trainer.groups, donate=True, totals=totals)
+    how = {"totals": totals, "wait": not can_be_masked(trainer, grads)}
+    verdict = trainer.guard.judge(grads, trainer.groups, donate=True, **how)
     if verdict.accept:
         over = home if sync.due(trainer.sync_state) else sync.groups(home)
         buffers = trainer.program.buffers.average(buffers, over)
-    ready = Ready(verdict, buffers, kept)
+    masked = None
+    if verdict.found_inf is not None:
+        masked = Masked(totals, _plain(old.opt))
+        for name, new in buffers.items():
+            if new.shape == old.buffers[name].shape:
+                new.copy_(torch.where(verdict.found_inf > 0, old.buffers[name], new))
+    ready = Ready(verdict, buffers, kept, masked)
     if trainer.recoverable:  # see [Note: steps written together] in `rejoining`
         trainer.member.ready = ready
         collect_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
@@ -158,19 +167,20 @@ def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None
       ready: what is to be written.
       stepped: the state after the optimizer's step, if that is done.
     """
-    (verdict, buffers, kept), state, sync = ready, trainer.state, trainer.replica_sync
+    (verdict, buffers, kept, _), state, sync = ready, trainer.ahead, trainer.replica_sync
     trainer.member.ready = None
     with Writing():
         if verdict.accept:
-            after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
+            with masked_by(verdict.found_inf):
+                after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
             state = replace(after, buffers=buffers)
         kept = kept if verdict.accept else trainer.sync_state
         merges, member = sync.apart and sync.due(kept), trainer.member
         kept = replace(kept, step=kept.step + 1)
         trainer.epochs.took()
         # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
-        trainer.state, trainer.sync_state, trainer.guard = state, kept, verdict.next
-        member.merges = merges
+        trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
+        member.merges, member.masked = merges, ready.masked
 
 
 @torch.no_grad()
@@ -181,8 +191,43 @@ def merge(trainer: Any) -> None:
     """
     if not trainer.member.merges:
         return
-    state, kept, member = trainer.state, trainer.sync_state, trainer.member
+    state, kept, member = trainer.ahead, trainer.sync_state, trainer.member
     with Writing():
         found = trainer.replica_sync.merged(state.params, kept, trainer.groups, donate=True)
         state, kept = replace(state, params=found[0]), found[1]
-        trainer.state, trainer.sync_state, member.merges = state, kept, False
+        trainer.ahead, trainer.sync_state, member.merges = state, kept, False
+
+
+def can_be_masked(trainer: Any, grads: Any) -> bool:
+    """Whether a step can be launched before the host knows if it is to be taken.
+
+    Where more than parameters, moments and buffers changes with a step, or a step writes without
+    torch's fused kernels, the host waits. See [Note: masked steps] in `optim.torch_optim`.
+    """
+    state, sync, masked = trainer.ahead, trainer.replica_sync, trainer.ahead.transform.masked
+    if not _device.is_async(trainer.member.home.device) or masked is None or comes(trainer):
+        return False
+    more = sync.apart or sync.reduce is not None or trainer.recoverable
+    buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
+    coded = any(x is not None and (x.state or x.codes) for x in buckets)
+    return masked(state.opt) and not (more or coded or isinstance(grads, GradSum))
+
+
+def settle(trainer: Any) -> None:
+    """Look whether the last step was taken, if it was masked, and take its counts back if not."""
+    masked, state, guard = trainer.member.masked, trainer.ahead, trainer.guard
+    if masked is None:
+        return
+    masked.totals.warn_of_unequal()
+    if not masked.totals.all_finite:
+        leaves, spec = tree.flatten(state.opt)
+        before = iter(masked.before)
+        leaves = [x if isinstance(x, torch.Tensor) else next(before) for x in leaves]
+        state = replace(state, step=state.step - 1, opt=spec.unflatten(leaves))
+        guard = guard.after_refusal()
+    trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
+
+
+def _plain(opt: Any) -> list[Any]:
+    """The leaves of an optimizer's state that are no tensors, such as counts."""
+    return [x for x in tree.flatten(opt)[0] if not isinstance(x, torch.Tensor)]
