@@ -58,7 +58,6 @@ def step_bytes(
         gather rank: 500 = (2-1) M/2
         reduce rank: 1500 = s (2-1) M/2
         replicas: 500 = 2 (r-1)/r M/p
-        step totals: 64 = 2 (p-1)/p 32 + 2 (r-1)/r 32
     """
     p = prod(level_sizes)
     found: dict[str, tuple[float, str]] = {}
@@ -71,7 +70,7 @@ def step_bytes(
     if num_replicas > 1:
         sent = 2 * (num_replicas - 1) / num_replicas * full_bytes / p
         found["replicas"] = (sent, "2 (r-1)/r M/p")
-    return found | totals_bytes(p, num_replicas)
+    return found
 
 
 def totals_bytes(p: int, r: int, *, fixed_order: bool = False) -> dict[str, tuple[float, str]]:
@@ -79,7 +78,7 @@ def totals_bytes(p: int, r: int, *, fixed_order: bool = False) -> dict[str, tupl
     if p * r == 1:
         return {}
     sent = sum(2 * (n - 1) * (8 * -(-4 // n) if fixed_order else 32 / n) // 1 for n in (p, r))
-    return {"step totals": (int(sent), "2 (p-1)/p 32 + 2 (r-1)/r 32")}
+    return {"step totals": (int(sent), "2 (n-1)/n 32, n = p, r")}
 
 
 def bytes_or_dash(nbytes: float | None) -> str:

@@ -287,6 +287,8 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     scale: Any = saved.get("scale")
     found = saved.get("norms")
     kinds = [float, int, int, int, int, int]
+    if isinstance(scale, list):  # earlier versions did not count steps that were refused
+        scale = [*scale, *[0] * (len(kinds) - len(scale))]
     found = [] if found is None else found
     good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
     if not good or not isinstance(found, list) or not all(type(x) is float for x in found):

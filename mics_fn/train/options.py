@@ -60,8 +60,8 @@ def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
         "grad_dtype": f"{trainer.grad_dtype}",
         "precision": f"{trainer.precision}" or "as given",
         "replica_sync": sync.name,
-        "weight": "given" if trainer.weight else "none",
     }
+    facts |= {"weight": "a function"} if trainer.weight is not None else {}
     facts |= _under("", optimizer_facts("Trainer", transform, paths, several))
     return facts if sync.facts is None else facts | _under("outer ", sync.facts(paths))
 

@@ -111,6 +111,7 @@ def test_every_level_is_a_range_that_names_it(ranks):
         assert count == {
             **{"gather node": fetches, "gather rank": fetches},
             **{"reduce node": DEPTH, "reduce rank": DEPTH},
+            "step totals": 1,
         }
     (one, *_) = ranks(4).run(traced, TWO_REPLICAS)
     hop_2 = [text for text in one["ranges"] if text.startswith("hop2")]

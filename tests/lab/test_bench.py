@@ -317,6 +317,8 @@ def test_bytes_equal_the_formulas_at_every_partition_size(forked_bench: Callable
         levels[p] = part["levels"]
         crossing[p] = {wire["formula"] / full for wire in part["wire"]}
         assert all(wire["counted"] is None for wire in part["wire"])
+        totals = part["rows"].pop("step totals")["formula"]
+        assert totals == {1: 48, 2: 32 + 32, 4: 48}[p]
         total = sum(row["formula"] for row in part["rows"].values())
         r, micro_steps = 4 // p, 3
         hops = (1 + micro_steps) * (p - 1) / p + 2 * (r - 1) / r / p

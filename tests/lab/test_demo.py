@@ -79,6 +79,8 @@ def test_the_demo_trains_counts_and_agrees_with_one_process(layout: str, tmp_pat
     p = figures["config"]["partition_size"]
     full = figures["full_bytes"]
     assert 4 * figures["num_params"] <= full < 4 * figures["num_params"] + 4096
+    totals = figures["traffic"].pop("step totals")
+    assert totals["counted"] == [totals["formula"]] * ranks
     assert set(figures["traffic"]) == set(shares)
     for what, (times, share) in shares.items():
         assert figures["traffic"][what]["counted"] == [times * share * full] * ranks, what

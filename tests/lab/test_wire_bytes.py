@@ -177,7 +177,7 @@ def test_a_bucket_by_hand():
         "reduce node": (5 * (128 + 2), "s (2-1) M/4 as int4[256]"),
         "reduce rank": (5 * 512 * 4, "s (2-1) M/2"),
         "replicas": (2 * 2 * 258, "2 (r-1)/r M/p as int8[256]"),  # one replica has the only block
-        "step totals": (48 + 42, "2 (p-1)/p 32 + 2 (r-1)/r 32"),
+        "step totals": (48 + 42, "2 (n-1)/n 32, n = p, r"),
     }
     coded = buckets_for({"w": (1010,)}, 4, "hop1=int4[256]")
     found = wire_bytes(coded, route_of(node=2, rank=2), 1)
@@ -215,9 +215,9 @@ def test_values_of_one_dtype_are_as_by_the_size_alone(sizes, replicas):
     route = route_of(**sizes)
     buckets = buckets_for({f"w{i}": (17 * i,) for i in range(9)}, route.size, "", bucket_bytes=900)
     full = sum(bucket.nbytes for bucket in buckets)
-    assert wire_bytes(buckets, route, replicas, accumulate=3) == step_bytes(
-        list(sizes), list(sizes.values()), replicas, full, 3
-    )
+    found = wire_bytes(buckets, route, replicas, accumulate=3)
+    found.pop("step totals", None)  # of no bucket
+    assert found == step_bytes(list(sizes), list(sizes.values()), replicas, full, 3)
 
 
 def test_the_figures_of_the_gpt_of_13_7_m_parameters():

@@ -193,6 +193,12 @@ PROGRAMS: dict[str, Program] = {
         lambda p, at: loss_of(p, at.rank),
         over_models=False,
     ),
+    "weighted": Program(
+        lambda s, at: mf.weighted(
+            loss_of(mf.gather(s, at.groups), at.rank), [at.rank + 1, at.rank + 1], at.groups
+        ),
+        lambda p, at: loss_of(p, at.rank) / ((at.groups.world_size + 1) / 2),
+    ),
     "unshard": Program(
         lambda s, at: loss_of(mf.unshard(s, at.groups), at.rank),
         lambda p, at: loss_of(p, at.rank),
