@@ -241,6 +241,16 @@ def _check_trained(leaves: Sequence[Any]) -> None:
         raise LeafError(message(text, fix=fix))
 
 
+def warn_of_overlap(trainer: Any) -> None:
+    """Warn if steps cannot overlap hop 2, since the default guard waits for all gradients."""
+    guard = trainer.guard
+    if trainer.overlap_step and guard.decides and not guard.chosen:
+        text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
+        why = "to refuse one that is not finite, all gradients have to be known before any is used"
+        fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"
+        warnings.warn(message(text, [why], fix), stacklevel=5)
+
+
 def warn_of_hop2(params: Tree, sync: ReplicaSync) -> None:
     """Warn if hop 2 is to send codes of gradients, and replicas never send gradients."""
     leaves = [x for x in tree.flatten(params, is_leaf)[0] if isinstance(x, Sharded)]

@@ -83,8 +83,9 @@ class Trainer(Exporting):
       grad_dtype: dtype of the sum of gradients over micro-steps; default that of the precision, at
         least float32.
       where: where trained leaves, the optimizer's states and sums of gradients live; see `where`.
-      overlap_step: step each bucket once its hop 2 is done, while others are still reduced; see
-        [Note: steps that overlap hop 2] in `writing`.
+      overlap_step: step each bucket once its hop 2 is done, while others are still reduced, with
+        `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in
+        `writing`.
       replicas, source_rank, frozen: as for `shard`. These and the next three cannot be given with
         shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.

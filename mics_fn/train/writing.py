@@ -2,8 +2,10 @@
 
 [Note: steps that overlap hop 2] With `overlap_step=True` a bucket is stepped while others are still
 reduced, unless something has to be known of all gradients before: a guard with a limit or one that
-may refuse, a mean of buffers, or a hop 2 of one's own. This has a price: if a rank fails in just
-these moments, others have written a part of their states. `reset` then takes whole ones from
+may refuse, as the default one does; a mean of buffers; or a hop 2 of one's own. A bucket that is
+written cannot be taken back, so a step is refused as a whole only if all of it is known: this needs
+`Guard(on_nonfinite="ignore")`, and a `Trainer` without says so. It has a price: if a rank fails in
+just these moments, others have written a part of their states. `reset` then takes whole ones from
 replicas; if all had begun to write, it raises LostStateError: go on from a checkpoint then.
 
 Where a guard has to see all, states elsewhere come meanwhile; see [Note: states come first] in
@@ -36,7 +38,7 @@ from mics_fn.optim import (
 )
 from mics_fn.shards import Writing, is_leaf
 from mics_fn.train.buffers import Values
-from mics_fn.train.given import warn_of_hop2
+from mics_fn.train.given import warn_of_hop2, warn_of_overlap
 from mics_fn.train.member import Masked, Ready
 from mics_fn.train.options import compare_options
 from mics_fn.tree import Tree
@@ -48,6 +50,7 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
     Communication: that of `compare_options`, and of the policy that merges replicas.
     """
     warn_of_hop2(params, trainer.replica_sync)
+    warn_of_overlap(trainer)
     params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
     compare_options(trainer, params, trainer.groups, trainer.guard)

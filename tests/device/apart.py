@@ -1,6 +1,7 @@
 """What ranks do on the simulated device in tests of their own."""
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,36 @@ def timed(us_per_byte: dict[str, float]) -> list[Issued]:
         torch_cuda.costs(per_flop_us=0.01)
         trainer.step(last)
         return [each._replace(done_us=each.done_us - start_us) for each in nccl.issued]
+
+
+def masked() -> list[Any]:
+    """A default guard on some device: what each step said, read late, and whether it was taken.
+
+    The loss of rank 1 is not finite in steps 2, 4 and 5; and from 7 on, until that is an error.
+    """
+    on_cpu = []
+    for device in (torch.device("cpu"), torch.device("cuda", dist.get_rank())):
+        backend = {"backend": "gloo"} if device.type == "cpu" else {}
+        with mf.make_groups(dist.get_world_size(), device=device, timeout_s=8, **backend) as groups:
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)).to(device)
+            rate = optim.warmup_cosine(0.1, 3, 30)
+            loss = lambda model, x: model(x).square().mean() * x[0, 0].sign()  # noqa: E731
+            trainer = mf.Trainer(net, optim.adamw(rate), groups, loss=loss, bucket_bytes=64)
+            said, error = [], ""
+            for step in range(1, 10):
+                x = torch.ones(6, 5) + torch.arange(30).view(6, 5) * (groups.rank + step) / 30
+                x[0, 0] = float("nan") if step in (2, 4, 5, 7, 8, 9) and groups.rank else 1.0
+                try:
+                    said.append(trainer.step(x.to(device)))
+                except mf.errors.NonFiniteError as raised:
+                    error = f"{raised}".split("\n")[1].strip()
+            told = [(m.step, m.accepted, m.skipped, m.samples) for m in said]
+            state = trainer.state
+            values = [*trainer.params().values(), *mf.tree.flatten((state.opt, state.buffers))[0]]
+            values = [x.cpu().tolist() if isinstance(x, torch.Tensor) else x for x in values]
+            on_cpu.append((told, error, state.step, trainer.guard.skipped, values))
+    return on_cpu
 
 
 def nonfinite_on_rank_1() -> list[tuple[bool, str | None]]:

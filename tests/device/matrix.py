@@ -58,6 +58,7 @@ _F16 = "param=f32, compute=f16, reduce=f32, output=f32"
 _CODES = "gather=int8[64], hop1=int8[64], hop2=int8[64]"
 _FAR_CODES = "gather=int8[64]@node, hop1=int8[64]@node"
 _TWO_BUCKETS = 2 * BUCKET_BYTES
+_OVERLAPPED = {"overlap_step": True, "guard": optim.Guard(on_nonfinite="ignore")}
 
 SCENARIOS: dict[str, Scenario] = {
     "alone": Scenario(ranks=1, partition=1, node=1, options=_options(live_bytes=0)),
@@ -176,6 +177,7 @@ SCENARIOS: dict[str, Scenario] = {
             "live_bytes": _TWO_BUCKETS,
             "where": "states=host",
             "overlap_step": True,
+            "guard": optim.Guard(on_nonfinite="ignore"),
             "optimizer": optim.adamw(1e-2),
         },
         host_waits=1,
@@ -203,7 +205,7 @@ SCENARIOS: dict[str, Scenario] = {
     "states in files": Scenario(options=_in_files, host_waits=FILE_RUNS),
     "states in files, overlapped": Scenario(
         ranks=4,
-        options=lambda: {**_in_files(), "overlap_step": True, "accumulate": 2},
+        options=lambda: {**_in_files(), **_OVERLAPPED, "accumulate": 2},
         host_waits=FILE_RUNS,
     ),
     "gradients on the host": Scenario(
@@ -236,13 +238,13 @@ SCENARIOS: dict[str, Scenario] = {
         options=lambda: {
             "live_bytes": _TWO_BUCKETS,
             "where": "grads=host, states=host",
-            "overlap_step": True,
+            **_OVERLAPPED,
             "optimizer": optim.adamw(1e-2),
         },
         host_waits=1,
     ),
     "overlapped": Scenario(
-        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, overlap_step=True, accumulate=2)
+        ranks=4, options=_options(live_bytes=_TWO_BUCKETS, accumulate=2, **_OVERLAPPED)
     ),
     # Guards and replicas.
     "clipping": Scenario(

@@ -6,6 +6,18 @@ from simcuda.server import Server
 pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
 
 
+def test_a_step_that_is_masked_changes_nothing(device: Server):
+    """What the host reads a step late on a device is what it reads at once on the CPU."""
+    for on_cpu, there in device.run("masked", 2):
+        assert there == on_cpu
+        said, error, step, skipped, _ = on_cpu
+        assert [taken for _, taken, _, _ in said] == [True, False, True, False, False, True] + [
+            False
+        ] * 2
+        assert (step, skipped, [samples for *_, samples in said]) == (3, 5, [12] * 8)
+        assert error.startswith("grads[") and error.endswith("is NaN on rank 1")
+
+
 def test_the_rank_of_a_gradient_that_is_not_finite_is_named(device: Server):
     named = [True, None], [False, "grads.b is infinite on rank 1"], [True, None]
     found = device.run("nonfinite_on_rank_1", 2)

@@ -63,6 +63,7 @@ class ByTrainer:
         self.rank, self.groups = rank, mf.make_groups(2, timeout_s=LIMIT_S)
         self.trainer = mf.Trainer(
             net(), ADAMW, self.groups, loss=loss_of, bucket_bytes=5_000, overlap_step=True,
+            guard=optim.Guard(on_nonfinite="ignore"),
             where=f"states=disk:{folder}/scratch",
             checkpoint=mf.Checkpoints(f"{folder}/saved", every=1),
         )  # fmt: skip

@@ -18,7 +18,7 @@ LAYOUT = Layout((2, 2), 2)
 PLACEMENTS = ["zero3", "zero2", "hpz", "fixed_order"]
 PRECISIONS = [None, "param=f32, compute=bf16", "param=f32, reduce=bf16"]
 GUARDS: dict[str, dict[str, Any]] = {
-    "none": {},
+    "none": {"guard": optim.Guard(on_nonfinite="ignore")},
     "clip": {"guard": optim.Guard(max_norm=0.1)},
     "scale": {"guard": optim.Guard(optim.dynamic_scale(8.0))},
 }

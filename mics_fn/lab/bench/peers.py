@@ -66,6 +66,7 @@ def _trainer(
         precision=stage.precision,
         where=where,
         overlap_step=overlap,
+        guard=mf.optim.Guard(on_nonfinite="ignore") if overlap else None,
     )
     del model
     joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
