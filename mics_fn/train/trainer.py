@@ -251,7 +251,7 @@ class Trainer(Exporting):
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
         with (
-            Telling(home.life, self.state.step),
+            Telling(home.life, self.ahead.step),
             home.life.turns.alone(),
             torch.no_grad(),
             self.program.evaluating(),
@@ -259,8 +259,7 @@ class Trainer(Exporting):
         ):
             batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
-            loss = self.program(full, before, batch).loss
-        return evaluated(self, loss, batch)
+            return evaluated(self, self.program(full, before, batch).loss, batch)
 
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.

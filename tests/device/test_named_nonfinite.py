@@ -11,11 +11,10 @@ def test_a_step_that_is_masked_changes_nothing(device: Server):
     for on_cpu, there in device.run("masked", 2):
         assert there == on_cpu
         said, error, step, skipped, _ = on_cpu
-        assert [taken for _, taken, _, _ in said] == [True, False, True, False, False, True] + [
-            False
-        ] * 2
+        assert [n for n, (_, taken, *_) in enumerate(said, 1) if not taken] == [2, 4, 5, 7, 8]
         assert (step, skipped, [samples for *_, samples in said]) == (3, 5, [12] * 8)
-        assert error.startswith("grads[") and error.endswith("is NaN on rank 1")
+        assert error.startswith("grads")
+        assert error.endswith("is NaN on rank 1")
 
 
 def test_the_rank_of_a_gradient_that_is_not_finite_is_named(device: Server):
