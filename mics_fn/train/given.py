@@ -243,8 +243,7 @@ def _check_trained(leaves: Sequence[Any]) -> None:
 
 def warn_of_overlap(trainer: Any) -> None:
     """Warn if steps cannot overlap hop 2, since the default guard waits for all gradients."""
-    guard = trainer.guard
-    if trainer.overlap_step and guard.decides and not guard.chosen:
+    if trainer.overlap_step and trainer.guard == Guard():
         text = "Trainer: overlap_step=True has no effect with a guard that may refuse a step"
         why = "to refuse one that is not finite, all gradients have to be known before any is used"
         fix = "pass guard=optim.Guard(on_nonfinite='ignore'), or leave overlap_step= out"

@@ -169,7 +169,7 @@ SCENARIOS: dict[str, Scenario] = {
             "where": "states=host",
             "optimizer": optim.adamw(1e-2),
         },
-        host_waits=1,
+        host_waits=2,
     ),
     "states on the host, overlapped": Scenario(
         ranks=4,
@@ -202,7 +202,7 @@ SCENARIOS: dict[str, Scenario] = {
         },
         host_waits=None,
     ),
-    "states in files": Scenario(options=_in_files, host_waits=FILE_RUNS),
+    "states in files": Scenario(options=_in_files, host_waits=FILE_RUNS + 1),
     "states in files, overlapped": Scenario(
         ranks=4,
         options=lambda: {**_in_files(), **_OVERLAPPED, "accumulate": 2},
@@ -211,18 +211,20 @@ SCENARIOS: dict[str, Scenario] = {
     "gradients on the host": Scenario(
         ranks=4,
         options=_options(live_bytes=_TWO_BUCKETS, where="grads=host", accumulate=2),
+        host_waits=1,
     ),
     "gradients on the host, alone": Scenario(
         ranks=1,
         partition=1,
         node=1,
         options=_options(live_bytes=0, where="grads=host", accumulate=2),
+        host_waits=1,
     ),
     "gradients on the host, zero1": Scenario(
         place="zero1", options=_options(live_bytes=0, where="grads=host", accumulate=2)
     ),
     "gradients on the host, keep all": Scenario(
-        options=_options(live_bytes=None, where="grads=host")
+        options=_options(live_bytes=None, where="grads=host"), host_waits=1
     ),
     "gradients on the host, bf16, zero2, clipped": Scenario(
         place="zero2",
@@ -233,6 +235,7 @@ SCENARIOS: dict[str, Scenario] = {
             "guard": optim.Guard(max_norm=1.0),
             "accumulate": 4,
         },
+        host_waits=1,
     ),
     "gradients and states on the host": Scenario(
         options=lambda: {
@@ -258,11 +261,14 @@ SCENARIOS: dict[str, Scenario] = {
         host_waits=1,
     ),
     "local_sgd": Scenario(
-        partition=1, options=lambda: {"live_bytes": 0, "replica_sync": mf.replicas.local_sgd(2)}
+        partition=1,
+        options=lambda: {"live_bytes": 0, "replica_sync": mf.replicas.local_sgd(2)},
+        host_waits=1,
     ),
     "diloco": Scenario(
         ranks=4,
         options=lambda: {"live_bytes": _TWO_BUCKETS, "replica_sync": mf.replicas.diloco(2)},
+        host_waits=1,
     ),
     "fixed order": Scenario(ranks=4, options=_options(live_bytes=_TWO_BUCKETS, deterministic=True)),
     "watched": Scenario(
@@ -277,7 +283,7 @@ SCENARIOS: dict[str, Scenario] = {
     "an update before the run has ended": Scenario("updated_early"),
     "float16 on the wire": Scenario("in_float16"),
     "made as shards": Scenario("made_as_shards"),
-    "two trainers": Scenario("two_trainers"),
+    "two trainers": Scenario("two_trainers", host_waits=1),  # for the totals of each
     "a stream of the user's": Scenario("own_stream", options=_options(live_bytes=0)),
     "two compute streams, budget": Scenario("forked", options=_options(live_bytes=0)),
     "two compute streams, keep all": Scenario("forked", options=_options(live_bytes=None)),

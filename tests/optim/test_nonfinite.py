@@ -73,7 +73,7 @@ def judged(layout: Layout, way: str, guard: Any, bad: Any, placement: str = "") 
     shards = mf.shard(params(), groups, bucket_bytes=64)
     grads = WAYS[way](shards, groups, spoiled(batch_of(1), bad))
     try:
-        return guard.judge(grads, groups)[3:]
+        return guard.judge(grads, groups)[3:7]
     except mf.errors.NonFiniteError as error:
         return str(error), error.leaf, error.ranks
 
