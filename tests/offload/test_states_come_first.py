@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ def trained(groups: mf.Groups, guard: str, where: Any, **options: Any) -> list[A
         if not metrics.accepted:
             assert files_of(trainer.state) == files
             assert trainer.state.params is state.params
-        metrics = metrics._replace(seconds=0.0)
+        metrics = replace(metrics, seconds=0.0)
         found.append((read(trainer.state), repr(metrics), f"{trainer.guard}"))
     return found
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ def fit(trainer: mf.Trainer, loader: Any, steps: int) -> list[mf.StepMetrics]:
     found, plain = [], trainer.step
 
     def step(batch: Any) -> mf.StepMetrics:
-        found.append(plain(batch)._replace(seconds=0.0))
+        found.append(replace(plain(batch), seconds=0.0))
         return found[-1]
 
     trainer.step = step
