@@ -153,7 +153,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
     state = handed_over(own, home, sources, in_place=mine.lost)
     if home.rank in sources:
-        trainer.state, trainer.guard = state, guard
+        trainer.ahead, trainer.guard, member.masked = state, guard, None
         trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
         trainer.epochs.took()  # the batch of a step that failed here is used, after all
     if member.lost:
