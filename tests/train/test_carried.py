@@ -180,7 +180,7 @@ def held(trainer: mf.Trainer) -> Any:
 
 
 def same_run(one: mf.Trainer, other: mf.Trainer, metrics: Any, others: Any) -> None:
-    same_bits(metrics, others)
+    same_bits([vars(each) for each in metrics], [vars(each) for each in others])
     same_bits(held(one), held(other))
     assert one.guard == other.guard
 

@@ -277,7 +277,8 @@ UPDATES = codes_of(writing.update, writing.update_early, writing.update_late, wr
 
 PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{kind: (lambda folder, made=made: made()) for kind, made in KINDS.items()},
-    "overlap": lambda folder: {"optimizer": mf.optim.adamw(1e-2), "overlap_step": True},
+    "overlap": lambda folder: {"optimizer": mf.optim.adamw(1e-2), "overlap_step": True,
+        "guard": mf.optim.Guard(on_nonfinite="ignore")},
     "files": lambda folder: {
         "optimizer": mf.optim.adamw(1e-2), "where": f"params=disk:{folder}, states=disk:{folder}"
     },
