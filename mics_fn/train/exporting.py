@@ -11,7 +11,7 @@ from mics_fn.tree import Tree
 
 _SAVE = (
     "Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone "
-    "torch.save(trainer.state_dict(), path), on one rank, or checkpoint.save_pretrained"
+    "full = trainer.state_dict() on all ranks, and torch.save(full, path) on one"
 )
 _LOAD = (
     "Trainer(checkpoint=Checkpoints(folder)) goes on from the newest step; load weights into the "

@@ -996,7 +996,7 @@ LeafError: shard: params is generator, expected torch.Tensor
 TypeError: Sharded(...), of which gather(shards, groups) makes a tensor, is not an instance of torch.Tensor
 >>> trainer().save("run")
 AttributeError: Trainer has no attribute 'save'
-  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone torch.save(trainer.state_dict(), path), on one rank, or checkpoint.save_pretrained
+  fix: Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone full = trainer.state_dict() on all ranks, and torch.save(full, path) on one
 >>> trainer().train()
 AttributeError: Trainer has no attribute 'train'
   fix: trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)
