@@ -189,7 +189,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def of_optimizer(layout: Layout, name: str, where: str, bucket_bytes: int | None, how: str) -> None:
+def of_optimizer(layout: Layout, name: str, where: str, bucket_bytes: int, how: str) -> None:
     """Steps give the bits of steps in memory, whatever becomes of the states before them."""
     groups, found = groups_of(layout), []
     for places in ("", where):
