@@ -92,7 +92,7 @@ from mics_fn.groups.hierarchy import Hierarchy, Route
 from mics_fn.groups.life import Life
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.peers import Failure, failure_of
-from mics_fn.groups.resetting import replaced, reset
+from mics_fn.groups.resetting import current, replaced, reset
 from mics_fn.groups.returning import came_back
 from mics_fn.groups.stopping import StopRequest
 from mics_fn.groups.telling import Telling, errors_told, tell_all, withdraw_all
@@ -116,6 +116,7 @@ __all__ = [
     "Telling",
     "Topology",
     "came_back",
+    "current",
     "device_of",
     "errors_told",
     "failure_of",

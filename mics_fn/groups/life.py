@@ -84,6 +84,7 @@ class Life:
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
     depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
     again: Any = None  # makes groups like these; see `again`
+    follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: Turns = field(default_factory=Turns)
     # Called by the monitor at each tick, with its store and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)

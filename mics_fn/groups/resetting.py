@@ -34,12 +34,13 @@ def reset(groups: Any) -> Any:
     Ranks whose processes are gone are waited for: each may be started again, with the same
     environment and script, and call it, too. Until then its groups move no data.
 
-    Shards, states, policies, guards and samplers remain valid. `optim.same_step` compares the step
+    Shards, states, policies, guards and samplers remain valid, and what holds the old groups, such
+    as a part of an optimizer, goes on with the new ones. `optim.same_step` compares the step
     of a state between ranks, and `Trainer.reset` does all that a `Trainer` needs.
 
     Args:
       groups: `Groups`, with or without a placement, or a pytree of them. They may have failed, or
-        be closed; they cannot be used afterwards.
+        be closed. Where they are given to a verb afterwards, it uses the new ones.
 
     Returns:
       New groups in the same form. Use them in a `with` block, or close them.
@@ -79,8 +80,16 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     """
     homes = list(dict.fromkeys(homes))
     whose = {home.life: home for home in homes}
-    makers = {life: _Again(home, len(whose) == 1) for life, home in whose.items()}
-    return {home: makers[home.life].like(home) for home in homes}
+    for life, home in whose.items():
+        life.follows = _Again(home, len(whose) == 1).like
+    return {home: home.life.follows(home) for home in homes}
+
+
+def current(home: Any) -> Any:
+    """What has taken the place of groups in a `reset`, as often as there was one; else the same."""
+    while isinstance(home, Groups) and home.life.follows is not None:
+        home = home.life.follows(home)
+    return home
 
 
 @dataclass(eq=False)
@@ -104,12 +113,18 @@ class _Again:
         comms = [comm for route in routes for comm in route.comms]
         comms += [self.base.partition, self.base.replicas]
         self._comms = {comm.name: comm for comm in comms}
+        self._groups: dict[Groups, Groups] = {}
         self._hierarchies: dict[Hierarchy, Hierarchy] = {}
         # Pools and digests, which placements share, by those before.
         self._fresh: dict[int, Any] = {}
 
     def like(self, old: Groups) -> Groups:
         """The new groups in the placement of old ones."""
+        if old not in self._groups:
+            self._groups[old] = self._like(old)
+        return self._groups[old]
+
+    def _like(self, old: Groups) -> Groups:
         base, replicas = self.base, self._comm(old.replicas)
         if old.apart:  # see `Groups.replica`
             replicas = Comm.of_one(old.replicas.name, old.rank, base.life)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mics_fn import _torch, checks, tree
 from mics_fn.errors import GroupsError, LeafError, TreeError, message
-from mics_fn.groups import Home
+from mics_fn.groups import Home, current
 from mics_fn.shards.leaf import is_leaf
 from mics_fn.tree import Tree
 
@@ -80,6 +80,8 @@ def spread_homes(groups: Any, like: Tree) -> list[Any]:
         is_leaf=is_leaf,
         is_value=lambda value: isinstance(value, Home),
     )
-    for home in dict.fromkeys(found):
+    # A transform that was given groups holds those from before a `reset`.
+    now = {home: current(home) for home in dict.fromkeys(found)}
+    for home in now.values():
         home.partition.check_open()
-    return found
+    return [now[home] for home in found]

@@ -187,7 +187,7 @@ def _limited(policy: Any, limits: list[Any] | None) -> Any:
 
 def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
     """Raise LostStateError if replicas with states of their own lack a part of one."""
-    why, p, ranks = "replicas are apart, so each has a state of its own", home.partition_size, []
+    apart, p, ranks = "replicas are apart, so each has a state of its own", home.partition_size, []
     for start in range(0, len(found), p):
         replica = home.stacked_ranks[start : start + p]
         lost = [rank for rank in replica if found[rank].lost]
@@ -196,9 +196,11 @@ def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
     newest = max(said.calls for said in found.values())
     merged = {said.merges for said in found.values() if said.calls == newest}
     if not ranks and len(merged) > 1:
-        why, ranks = "only some ranks have merged after the last step", list(found)
+        apart, ranks = "only some ranks have merged after the last step", list(found)
+    elif ranks and not any(said.lost for said in found.values()):
+        apart = f"{apart}, and ranks of one are at different steps"
     if ranks:
-        raise _gone(found, why, [f"rank {rank} {_place(found[rank])}" for rank in ranks])
+        raise _gone(found, apart, [f"rank {rank} {_place(found[rank])}" for rank in ranks])
 
 
 def refuse_own_state(home: Groups, found: Mapping[int, Said], name: str) -> None:

@@ -1,9 +1,11 @@
 """A `Trainer` goes on after a fault: on new groups, at one step, and to the same bits."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.errors import GroupsError, MicsError, TornStepError
+from mics_fn.errors import GroupsError, LostStateError, MicsError, TornStepError
 from mics_fn.groups import Topology
 from mics_fn.lab.ranks.pool import RankPool
-from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike
+from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike, torch_optim
+from mics_fn.train import stepping, writing
 
 Pools = Callable[[int], RankPool]
 SIZE = 16
@@ -184,7 +187,7 @@ def test_where_nothing_heals_all_are_told(
     ranks: Pools, p: int, late: tuple[int, ...], heal: bool, apart: bool
 ) -> None:
     texts = ranks(4).run(behind, p, late, heal, apart)
-    assert all("ranks are at different steps" in text for text in texts)
+    assert all("at different steps" in text for text in texts)
 
 
 def refused_on_some() -> tuple[int, float]:
@@ -300,3 +303,214 @@ def test_a_world_of_one():
     trainer.reset()
     assert groups.closed
     assert trainer.step(torch.ones(1, 2)).step == 2
+
+
+# A state that is lost in a write, and what takes its place.
+
+
+def cut_write(trainer: mf.Trainer, where: str, k: int) -> str:
+    """Take a step that rank 1 does not end, by an error that is none of this library."""
+    module: Any = torch_optim if where == "in the write" else writing
+    name = "_step" if where == "in the write" else "opt_step"
+    whole = getattr(module, name)
+
+    def cut(*args: Any, **options: Any) -> Any:
+        if where == "in the write":
+            whole(*args, **options)
+        raise RuntimeError("no memory")
+
+    if dist.get_rank() == 1:
+        setattr(module, name, cut)
+    try:
+        trainer.step(batch(k))
+    except RuntimeError:
+        pass
+    finally:
+        setattr(module, name, whole)
+    try:
+        trainer.step(batch(k + 1))
+    except MicsError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def cut_and_reset(p: int, where: str, apart: bool, folder: str) -> tuple[str, ...]:
+    """What the next step says, and the reset; a twin without faults has the same bits after it."""
+    sync = mf.replicas.local_sgd(10) if apart else None
+    saved = mf.Checkpoints(folder, every=2, background=False) if folder else None
+    options: list[dict[str, Any]] = [{"checkpoint": saved}, {}]
+    groups = [mf.make_groups(p, timeout_s=20) for _ in range(2)]
+    trainer, twin = (
+        made(each, guard=Guard(), replica_sync=sync, **more)
+        for each, more in zip(groups, options, strict=True)
+    )
+    for k in range(2):
+        for each in (trainer, twin):
+            each.step(batch(k))
+    said, loaded = cut_write(trainer, where, 2), ""
+    try:
+        trainer.reset()
+    except LostStateError as error:
+        loaded = f"{error}"
+        trainer.state, trainer.sync_state = copy.deepcopy((twin.state, twin.sync_state))
+    if trainer.sync_state.step == 3:
+        twin.step(batch(2))
+    for k in range(3, 5):
+        for each in (trainer, twin):
+            each.step(batch(k))
+    if where == "in the write" or not apart:
+        same(trainer, twin)
+    for each in (trainer, twin):
+        each.groups.close()
+    return said, loaded, f"{trainer.sync_state.step}"
+
+
+@pytest.mark.parametrize("where", ["in the write", "before it"])
+def test_a_rank_whose_write_is_cut_takes_the_state_of_a_replica(ranks: Pools, where: str) -> None:
+    for said, loaded, step in ranks(2).run(cut_and_reset, 1, where, False, ""):
+        assert "no memory" in said
+        assert (loaded, step) == ("", "5")
+
+
+@pytest.mark.parametrize(("p", "apart"), [(2, False), (1, True)])
+@pytest.mark.parametrize("saves", [False, True])
+def test_where_no_replica_has_it_a_save_is_loaded_on_all_ranks(
+    ranks: Pools, tmp_path: Path, p: int, apart: bool, saves: bool
+) -> None:
+    folder = f"{tmp_path}" if saves else ""
+    found = ranks(2).run(cut_and_reset, p, "in the write", apart, folder)
+    for said, loaded, step in found:
+        assert "no memory" in said
+        assert step == "4"
+        if saves:
+            assert not loaded
+            continue
+        assert loaded.startswith("Trainer.reset: no replica holds the state that a lost rank had")
+        assert "rank 1 was cut short while it wrote step 3" in loaded
+        assert "rank 0 was" not in loaded
+        assert "a state in its place that all ranks have saved, of step" in loaded
+
+
+def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
+    """Replicas that are apart go on after a merge that failed, or where one of them is behind."""
+    sync = {"local": mf.replicas.local_sgd, "diloco": mf.replicas.diloco}[policy](2)
+    groups = mf.make_groups(1, timeout_s=20)
+    options = {"guard": Guard(), "replica_sync": sync, "where": where}
+    trainer, bad, whole = made(groups, **options), dist.get_rank() == 1, stepping.merge
+    before = copy.deepcopy((trainer.state, trainer.sync_state))
+    trainer.step(batch(0))
+
+    def cut(trainer: mf.Trainer) -> None:
+        if trainer.member.merges:
+            raise ValueError("of one rank alone")
+
+    if at == "in the merge":
+        stepping.merge = cut if bad else whole
+        try:
+            with pytest.raises((ValueError, MicsError), match="of one rank alone"):
+                trainer.step(batch(1))
+        finally:
+            stepping.merge = whole
+        with pytest.raises(MicsError, match="of one rank alone"):
+            trainer.step(batch(1))
+    elif bad:
+        trainer.state, trainer.sync_state = before
+    trainer.reset()
+    steps = [trainer.state.step, trainer.sync_state.step]
+    while trainer.sync_state.step % 2:
+        trainer.step(batch(2))
+    mf.optim.same_replicas(replace(trainer.state, opt=(), buffers={}), trainer.groups)
+    trainer.step(batch(3))
+    trainer.groups.close()
+    return *steps, trainer.state.step
+
+
+@pytest.mark.parametrize("where", ["", "params=disk:F,states=disk:F"])
+@pytest.mark.parametrize(("at", "steps"), [("in the merge", (2, 2, 3)), ("behind", (1, 1, 3))])
+@pytest.mark.parametrize("policy", ["local", "diloco"])
+def test_replicas_that_are_apart_meet_again(
+    ranks: Pools, tmp_path: Path, policy: str, at: str, steps: tuple[int, ...], where: str
+) -> None:
+    found = ranks(2).run(merge_again, policy, at, where.replace("F", f"{tmp_path}"))
+    assert found == [steps] * 2
+
+
+def follow(optimizer: str) -> None:
+    """An optimizer that was given groups goes on on those that took their place, twice."""
+    groups, plain = mf.make_groups(2, timeout_s=20), mf.make_groups(2, timeout_s=20)
+
+    def lars(groups: Any) -> Any:
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            norms = mf.optim.leaf_norms(params, groups)
+            return mf.shards.map(lambda g, n: -0.1 * g * n, grads, norms), state
+
+        return mf.optim.from_update(lambda params: (), update, lambda paths: {})
+
+    def of(groups: Any) -> Any:
+        clip = mf.optim.clip_by_global_norm(0.01, groups)
+        return {
+            "chain": lambda: mf.optim.chain(clip, adamw(1e-2)),
+            "own": lambda: lars(groups),
+            "by_path": lambda: mf.optim.by_path({"*norm*": adamw(1e-2)}, default=lars(groups)),
+        }[optimizer]()
+
+    torch.manual_seed(0)
+    model = Net()
+    trainer, twin = (mf.Trainer(model, of(each), each) for each in (groups, plain))
+    state, old = (
+        mf.init_state(mf.shard({"norm": torch.ones(6), "w": torch.ones(6)}, groups), of(groups)),
+        groups,
+    )
+    for k in range(3):
+        for each in (trainer, twin):
+            each.step(batch(k))
+        if k < 2:
+            trainer.reset()
+    same_bits(held_by(trainer)[0], held_by(twin)[0])
+    # By hand, on what followed: the groups that the optimizer knows are two resets behind.
+    now = mf.reset(trainer.groups)
+    grads = mf.reduce_grads({"norm": torch.ones(6), "w": torch.ones(6)}, now)
+    assert mf.opt_step(state, grads, donate=True).step == 1
+    assert old.closed
+    now.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("optimizer", ["chain", "own", "by_path"])
+def test_what_an_optimizer_knows_of_groups_follows_a_reset(ranks: Pools, optimizer: str) -> None:
+    ranks(2).run(follow, optimizer)
+
+
+def by_hand() -> tuple[str, str, float]:
+    """`optim.same_step` gives a rank whose write was cut the state of a replica."""
+    groups = mf.make_groups(1, timeout_s=20)
+    state = mf.init_state(mf.shard({"w": torch.ones(4)}, groups), adamw(0.1))
+    whole = torch_optim._step
+
+    def cut(*args: Any) -> Any:
+        whole(*args)
+        raise RuntimeError("no memory")
+
+    grads, said = mf.reduce_grads({"w": torch.ones(4)}, groups), ""
+    if dist.get_rank() == 1:
+        torch_optim._step = cut
+    try:
+        state = mf.opt_step(state, grads, donate=True)
+    except RuntimeError:
+        with pytest.raises(LostStateError):
+            mf.unshard(state.params, groups)
+    finally:
+        torch_optim._step = whole
+    groups = mf.reset(groups)
+    with pytest.raises(TornStepError) as caught:
+        mf.optim.same_step(state, groups)
+    said = f"{caught.value}".splitlines()[1:3]
+    state = mf.optim.same_step(state, groups, heal=True)
+    state = mf.opt_step(state, mf.reduce_grads({"w": torch.ones(4)}, groups), donate=True)
+    mf.optim.same_replicas(state, groups)
+    groups.close()
+    return *said, state.step
+
+
+def test_a_write_by_hand_that_is_cut_is_healed_by_same_step(ranks: Pools) -> None:
+    assert ranks(2).run(by_hand) == [("  rank 0: step 1", "  rank 1: lost", 2)] * 2
