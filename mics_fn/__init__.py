@@ -199,7 +199,7 @@ Errors:
   `errors.LeafError` - a leaf of the wrong kind
   `errors.DesyncError` - ranks that should agree do not
   `errors.TornStepError` - ranks that hold states of different steps
-  `errors.LostStateError` - no replica holds some part of the newest state
+  `errors.LostStateError` - a write of the state was cut short, or no replica holds all of it
   `errors.DonatedError` - a value used after it was given away
   `errors.GroupsError` - groups used before they exist or after they closed
   `errors.CollectiveError` - a collective that failed

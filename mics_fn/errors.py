@@ -224,9 +224,10 @@ class TornStepError(DesyncError):
 
 
 class LostStateError(TornStepError):
-    """No replica holds some part of the newest state, as ranks were lost or are behind.
+    """A state that is used after a write of it was cut short, so that it is that of no step.
 
-    The groups are good: all ranks raise it, and can go on from a state that was saved.
+    Or no replica holds some part of the newest state, as ranks were lost or are behind: then all
+    ranks raise it, their groups are good, and they can go on from a state that was saved.
     """
 
 

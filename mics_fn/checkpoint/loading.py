@@ -63,8 +63,9 @@ def load(
     Args:
       path: the folder that `save` was given.
       like: a state of the same structure, shapes and dtypes, such as that of before the first step.
-        Its values are not used. Leaves that are not trained may be kept in another form than they
-        were saved in, as values or as codes; see [Note: other codes] in `checkpoint.converting`.
+        Its values are not used, so it may be lost. Leaves that are not trained may be kept in
+        another form than they were saved in, as values or as codes; see [Note: other codes] in
+        `checkpoint.converting`.
       groups: those that `like` is sharded with.
       step: which one; default the newest committed one.
       on_corrupt: "previous" goes back to the next older step, on all ranks, where one is found to

@@ -186,8 +186,8 @@ def opt_step(
       partition group. Parameters that are leaves of autograd count as constants unless the
       gradients require a derivative.
 
-    If an error, such as that of a rank that failed or of a disk, comes between two buckets, then
-    with `donate` the state is lost, and using it raises. Without it the state is as before.
+    If an error ends it between its first write and its last, then with `donate` the state is lost,
+    and using it raises LostStateError: `same_step` takes it from a replica. Else it is as before.
 
     Communication: only that of transforms that were given groups, such as clipping by norm. The
       first time that gradients come from these groups, 8 bytes to compare the step and 32 for the

@@ -31,9 +31,9 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Args:
       state: a `TrainState`.
       groups: those of its parameters, with all replicas.
-      heal: let ranks that are behind take trained leaves, optimizer state and buffers from a
-        replica that is not. Frozen leaves stay as each rank has them; `same_replicas` compares
-        these, too.
+      heal: let ranks that are behind, or whose state is lost as a write of it was cut short, take
+        trained leaves, optimizer state and buffers from a replica that is not. Frozen leaves stay
+        as each rank has them; `same_replicas` compares these, too.
 
     Returns:
       The state; a new one on ranks that were behind.

@@ -38,7 +38,14 @@ equal bits, which gloo and NCCL alone do not promise.
 
 Ctrl-C: a step is taken in full or not at all, on all ranks that reduce together, and
 `KeyboardInterrupt` is raised right after its last write; see [Note: commit] in `interrupts`. A
-merge of replicas communicates while it writes, so Ctrl-C waits for it, `timeout_s` at most.
+merge of replicas behind it waits for others, so Ctrl-C waits for it, `timeout_s` at most.
+
+What cannot wait, such as memory that runs out while a step is written, leaves no state: from then
+on each use of it raises LostStateError, and so does the next step. `reset` takes the state from a
+replica, or goes back to a save; or load one, `trainer.state = loaded`. A step that had not begun to
+write leaves the state as it was. Other ranks may have taken the step, so the groups are finished in
+either case. A merge that fails leaves all replicas whole, and `reset` makes it again; for replicas
+that are apart, steps that only others have taken count as refused.
 
 Lost ranks: replicas are checkpoints. A rank that is killed, or a whole partition group, is started
 again with the same script, and takes parameters, moments, buffers, the guard and its place in the

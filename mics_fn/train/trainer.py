@@ -218,8 +218,9 @@ class Trainer(Exporting):
           TornStepError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
           OffloadError: of a file; a `PeerOffloadError` on other ranks, here or in the next step.
-          PeerFailed: another rank failed in this step; or this one was lost, or failed in a write,
-            and is to call `reset`.
+          LostStateError: a step before this one was cut short while it was written.
+          PeerFailed: another rank failed in this step; or this one came back, and is to call
+            `reset`.
           GroupsError: the groups are closed, have failed, or another thread or step uses them.
           NonFiniteError: the guard raises it; the step was not taken.
         """

@@ -41,6 +41,28 @@ def test_the_users_own_handlers_are_called_after_the_block_and_stay(heard: list[
     assert handlers() == before
 
 
+@pytest.mark.parametrize("name", ["SIGCHLD", "SIGXCPU", "SIGQUIT", "SIGVTALRM", "SIGTERM"])
+def test_what_raises_in_a_handler_waits_for_the_end_of_a_write(name: str) -> None:
+    """As torch's own handler does, where a worker of a DataLoader has died."""
+    number, done = getattr(signal, name), []
+
+    def handler(number: int, frame: Any) -> None:
+        raise RuntimeError(name)
+
+    def block(commit: Commit) -> None:
+        commit.write()
+        signal.raise_signal(number)
+        done.append(name)
+
+    before = signal.signal(number, handler)
+    try:
+        error = error_of(block)
+        assert f"{error}" == name
+        assert done == [name]
+    finally:
+        signal.signal(number, before)
+
+
 def error_of(block: Callable[[Commit], None]) -> BaseException | None:
     """What comes out of a block."""
     try:

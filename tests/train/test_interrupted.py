@@ -29,6 +29,7 @@ from mics_fn.lab.ranks.pool import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
 from mics_fn.train import Checkpoints, stepping, writing
+from mics_fn.train.carried import carried, take_back
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": lambda: {"optimizer": mf.optim.adamw(1e-2)},
@@ -410,3 +411,41 @@ def test_a_write_that_is_cut_leaves_the_old_state_the_new_one_or_none(path, tmp_
 @pytest.mark.parametrize("path", PATHS)
 def test_a_write_may_be_cut_at_each_of_its_instants(path, tmp_path, monkeypatch):
     check_ends(ends_of(path, f"{tmp_path}", True, monkeypatch))
+
+
+def test_a_load_that_is_cut_leaves_the_old_state_or_none(tmp_path):
+    """Into the memory of the state: by `load`, by `take_back`, and as `reset` does both."""
+    trainer = trained("plain", f"{tmp_path}/scratch")
+    trainer.step(batch())
+    mf.checkpoint.save(f"{tmp_path}/one", trainer.state, trainer.groups, step=1)
+    Checkpoints(f"{tmp_path}/all").save(trainer)
+    saved, extra = copy.deepcopy(carried(trainer))
+    want, resumed = bits(trainer), Checkpoints(f"{tmp_path}/all")
+
+    def load() -> None:
+        found = mf.checkpoint.load(f"{tmp_path}/one", trainer.state, trainer.groups, donate=True)
+        trainer.state = found.state
+
+    ways: list[Callable[[], Any]] = [
+        load, lambda: take_back(trainer, saved, extra), lambda: resumed.begin(trainer)
+    ]  # fmt: skip
+    for way in ways:
+        trainer.step(batch())
+        old, kept = bits(trainer), copy.deepcopy((trainer.state, trainer.sync_state))
+        codes, ends, number = [way.__code__], list[str](), 1
+        with cut_at(0, codes) as counted:
+            way()
+        assert equal(bits(trainer)[:-1], want[:-1])
+        for number in range(1, counted[0] + 1, 1 + counted[0] // 40):
+            trainer.state, trainer.sync_state = copy.deepcopy(kept)
+            with cut_at(number, codes), suppress(Cut, mf.errors.CheckpointError):
+                way()
+            try:
+                now = bits(trainer)
+                ends.append("old" if equal(now[:-1], old[:-1]) else "new")
+                assert ends[-1] == "old" or equal(now[:-1], want[:-1]), number
+            except LostStateError:
+                ends.append("lost")
+                way()  # what is lost can be loaded into
+                assert equal(bits(trainer)[:-1], want[:-1])
+        assert {"old", "lost"} <= set(ends), ends
