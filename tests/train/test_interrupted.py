@@ -254,8 +254,9 @@ def cut_at(number: int, begin: Any) -> Iterator[list[int]]:
         elif event == "return" and inside and frame is inside[0]:
             inside.clear()
         elif inside and event != "return" and frame.f_code.co_filename.startswith(_ROOT):
-            # What a generator raises where it is dropped is lost; and no lock is ever left held.
-            lost = frame.f_code.co_name == "<genexpr>"
+            # What a generator raises where it is dropped is lost; no lock is ever left held; and
+            # what holds signals has tests of its own.
+            lost = frame.f_code.co_name == "<genexpr>" or frame.f_code in HOLDING
             if lost or (event != "call" and arg.__name__ in ("__exit__", "release")):
                 return
             counted[0] += 1
@@ -274,6 +275,7 @@ def codes_of(*functions: Any) -> list[Any]:
     return [getattr(fn, "__wrapped__", fn).__code__ for fn in functions]
 
 
+HOLDING = codes_of(*(x for x in vars(interrupts.Commit).values() if hasattr(x, "__code__")))
 UPDATES = codes_of(writing.update, writing.update_early, writing.update_late, writing.merge)
 
 PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
