@@ -4,12 +4,13 @@ In a pattern `*` stands for any characters and `?` for one. All else is literal,
 pattern has to match the whole path, such as `h.0.norm.weight`.
 """
 
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import MicsError, PlanError, message
 
 V = TypeVar("V")
 
@@ -23,14 +24,38 @@ def matches(pattern: str, path: str) -> bool:
     return _regex(pattern).fullmatch(path) is not None
 
 
-def unmatched(patterns: Iterable[str], paths: Iterable[str]) -> list[str]:
-    """The patterns that match none of these paths, each once, in their order.
+def check_matched(
+    what: str,
+    patterns: Iterable[str],
+    paths: Sequence[str],
+    *,
+    leaf: str = "leaf",
+    kind: type[MicsError] = PlanError,
+) -> None:
+    """Raise unless each pattern matches a path.
 
-    >>> unmatched(["*norm*", "*w*", "*norm*"], ["w"])
-    ['*norm*']
+    Args:
+      what: the verb and the option that has the patterns, for the error.
+      patterns: any.
+      paths: of the leaves that can be meant.
+      leaf: what these are.
+      kind: of the error, which names the paths that are spelled most like the pattern.
+
+    Example:
+      >>> check_matched("shard: where", ["*bias"], ["h.0.bias", "norm.bias"])
+      >>> check_matched("shard: where", ["bais"], ["h.0.bias", "norm.bias"])
+      Traceback (most recent call last):
+      mics_fn.errors.PlanError: shard: where: the pattern 'bais' matches no leaf
+        nearest: norm.bias, h.0.bias
+        fix: a pattern is a whole path, such as 'h.0.weight', or has * for parts of it
     """
-    known = list(paths)
-    return [p for p in dict.fromkeys(patterns) if not any(matches(p, path) for path in known)]
+    for pattern in patterns:
+        if not any(matches(pattern, path) for path in paths):
+            near = difflib.get_close_matches(pattern.strip("*"), paths, n=3, cutoff=0.0)
+            text = f"{what}: the pattern {pattern!r} matches no {leaf}"
+            lines = [f"nearest: {', '.join(near)}"] if near else []
+            fix = "a pattern is a whole path, such as 'h.0.weight', or has * for parts of it"
+            raise kind(message(text, lines, fix))
 
 
 def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[str, V]:

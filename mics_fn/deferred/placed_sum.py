@@ -25,6 +25,7 @@ from mics_fn.deferred.packing import elements, free_slot, room_of, whole
 from mics_fn.deferred.sum_of_passes import SumOfPasses
 from mics_fn.groups import Comm, Slot
 from mics_fn.offload import DEVICE, Place, Scratch, Stored, Where, copied_from, copied_into, empty
+from mics_fn.patterns import check_matched
 from mics_fn.shards import BucketUse, Opened, split_chunk
 
 _PATIENCE = 16  # memory of a size that so many steps have not wanted is let go
@@ -265,6 +266,7 @@ def places_of(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
 
     A bucket's gradients lie together, where those of its largest leaf should.
     """
+    check_matched("GradSum: where", where.patterns, tree.spec_paths(opened.spec))
     found = {}
     for index, use in enumerate(opened.uses):
         sizes = use.by_member(use.bucket.numels)

@@ -54,7 +54,8 @@ class Leaves(NamedTuple):
         if len(hits) == 1:
             return self._owner(hits[0])
         if hits:
-            full = [tree.join("state" if self.is_state else "params", self.paths[i]) for i in hits]
+            root = "state" if self.is_state else "params"
+            full = [tree.join(root, self.paths[i] or "") for i in hits]
             lines, fix = [f"it may be {' or '.join(full)}"], "write it in full"
             raise TreeError(message(f"{self.verb}: {path!r} names several leaves", lines, fix))
         near = self._near(path)

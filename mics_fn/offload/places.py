@@ -166,9 +166,10 @@ class Where:
                 found.update(where._fields())
         return Places(*(found.get(name, DEVICE) for name in _FIELDS))
 
-    def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """The patterns of overrides that match none of these paths, which is likely a mistake."""
-        return patterns.unmatched((pattern for pattern, _ in self.overrides), paths)
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of its overrides."""
+        return [pattern for pattern, _ in self.overrides]
 
     def sets(self, field: str) -> bool:
         """Whether a place is given for this field, for any leaf."""

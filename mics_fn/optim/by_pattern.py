@@ -8,11 +8,9 @@ from torch import Tensor
 from mics_fn.errors import OptimizerError, message
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.transform import Facts, Transform, as_transform, step_of
-from mics_fn.patterns import matches
+from mics_fn.patterns import check_matched, matches
 from mics_fn.shards import Nothing, Sharded
 from mics_fn.tree import Tree
-
-_PATTERN = "patterns match whole paths, such as 'h.0.weight'; write '*weight*' for a part"
 
 
 def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
@@ -101,15 +99,15 @@ def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -
         if not mine and not with_default:
             lines = [f"patterns: {', '.join(map(repr, patterns))}"]
             text = f"by_path: {path} matches no pattern, and there is no default"
-            raise OptimizerError(message(text, lines, f"pass default=; {_PATTERN}"))
+            raise OptimizerError(
+                message(text, lines, "pass default=, or a pattern that matches it")
+            )
         found.append(mine[-1] if mine else len(patterns))
     for i, pattern in enumerate(patterns):
         if i not in found:
-            why = "no trained leaf"
-            if any(matches(pattern, path) for path in paths):
-                why = "only leaves that a later pattern matches, too"
-            lines = [f"paths: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"]
-            raise OptimizerError(message(f"by_path: {pattern!r} has {why}", lines, _PATTERN))
+            check_matched("by_path", [pattern], paths, leaf="trained leaf", kind=OptimizerError)
+            text = f"by_path: {pattern!r} has only leaves that a later pattern matches, too"
+            raise OptimizerError(message(text, fix="write the pattern of more leaves first"))
     return found
 
 

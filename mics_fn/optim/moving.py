@@ -30,6 +30,7 @@ from mics_fn.offload import (
 from mics_fn.optim.flat import FlatShards, Layout, Unpacked, is_node, unpacked, with_wholes
 from mics_fn.optim.making import making
 from mics_fn.optim.runs import Run, is_in_chunk, split, whole_run
+from mics_fn.patterns import check_matched, matches
 from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
 
 V = TypeVar("V")
@@ -200,10 +201,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str | None) -> Any:
     """What `init(params)` gives, its moments made at their places one after the other."""
-    places = where_of(where)
+    places, found = where_of(where), unpacked(params)
+    check_matched("init_state: where", places.patterns, tree.spec_paths(found.spec))
     if not places.moves("states"):
         return init(params)
-    found = unpacked(params)
     mover = Mover(places, "states", device_of(found.pieces))
     with errors_told(OffloadError):
         with making(mover.of_run):
@@ -216,7 +217,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
 
     Leaves of one run of a bucket lie together, where the largest of them should; `bucket=` of
     `shard` keeps leaves apart. Buffers, counts and frozen leaves stay where they are, and a pattern
-    that matches nothing else is warned of.
+    that matches frozen leaves alone is warned of.
 
     Args:
       value: a `TrainState`, whose parameters go to `params` and whose moments go to `states`; or a
@@ -233,8 +234,8 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
 
     Raises:
       OffloadError: a file cannot be made, or the disk has not so much room; see `opt_step`.
-      PlanError: `where` has no such form, or takes moments that are codes from the device; or
-        `device` is not one on which this process can compute.
+      PlanError: `where` has no such form, has a pattern that matches no leaf, or takes moments that
+        are codes from the device; or `device` is not one on which this process can compute.
       TreeError: `value` is neither a state nor a tree of shards.
       LeafError: a derivative is asked for.
 
@@ -270,20 +271,23 @@ def _moved(value: V, places: Where, device: torch.device | None) -> V:
     refuse_derivative("move", given, "move outside, and differentiate by what came back")
     if not all(hasattr(value, name) for name in ("params", "opt", "transform")):
         found = unpacked(value)
-        _warn_of_unmatched(places, found)
+        _check_patterns(places, found)
         new = Mover(places, "params", device or device_of(found.pieces)).shards(found)
         return value if new is found else new.closed()  # pyright: ignore[reportReturnType]
     state: Any = value
     params = unpacked(state.params)
-    _warn_of_unmatched(places, params)
+    _check_patterns(places, params)
     home = device or device_of(params.pieces, tensors_of(state.opt))
     new = Mover(places, "params", home).shards(params)
     opt = moved_states(state.opt, params, Mover(places, "states", home))
     return replace(state, params=state.params if new is params else new.closed(), opt=opt)
 
 
-def _warn_of_unmatched(places: Where, params: Unpacked) -> None:
-    """Tell of patterns without effect, since `move` leaves what is not trained in its place."""
-    for pattern in places.unmatched(params.paths):
-        text = f"move: where: the pattern {pattern!r} matches no leaf that is trained"
-        warnings.warn(f"{text}; leaves that are not are placed by shard(where=)", stacklevel=4)
+def _check_patterns(places: Where, params: Unpacked) -> None:
+    """Refuse patterns that match no leaf, and warn of those that match no leaf that is trained."""
+    check_matched("move: where", places.patterns, tree.spec_paths(params.spec))
+    for pattern in places.patterns:
+        # It may be meant for `shard`, which takes the same text and has placed such leaves.
+        if not any(matches(pattern, path) for path in params.paths):
+            text = f"move: where: the pattern {pattern!r} matches no leaf that is trained"
+            warnings.warn(f"{text}; leaves that are not are placed by shard(where=)", stacklevel=4)

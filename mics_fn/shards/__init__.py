@@ -77,6 +77,7 @@ from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
 from mics_fn.shards.bucketing import with_parts
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
 from mics_fn.shards.cutting import cut
+from mics_fn.shards.effects import check_patterns
 from mics_fn.shards.elsewhere import brought, copied_to, is_elsewhere
 from mics_fn.shards.fields import check_dtype
 from mics_fn.shards.gathering import PendingTree, gather, start_gather, unshard
@@ -176,6 +177,7 @@ __all__ = [
     "check_finite",
     "check_kept_place",
     "check_leaves",
+    "check_patterns",
     "checksum_of",
     "closed_after",
     "coded_pieces",

@@ -1,19 +1,20 @@
-"""Warnings of patterns in `precision=` and `where=` that change nothing, which is likely a mistake.
+"""Patterns in `precision=`, `where=` and `frozen=` that change nothing, which is likely a mistake.
 
-A pattern may match no leaf. Or it matches leaves on which a field that it sets has no effect: a
-tied leaf goes by the path of the one that it is tied to, integers are replicated as they are, and
-frozen leaves have no gradients and no moments.
+A pattern that matches no leaf is an error. One that matches leaves on which a field that it sets
+has no effect is warned of: a tied leaf goes by the path of the one that it is tied to, integers are
+replicated as they are, and frozen leaves have no gradients and no moments.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn.collectives import Codec
-from mics_fn.errors import message
-from mics_fn.patterns import matches
+from mics_fn.errors import PlanError, message
+from mics_fn.patterns import check_matched, matches
 from mics_fn.shards.bucketing import LeafSpec
 from mics_fn.shards.fields import CODED_NUMEL, FIELDS, text_of
 from mics_fn.shards.options import Chosen
@@ -54,21 +55,35 @@ def facts_of(
     return found
 
 
-def warn_of_unmatched(
-    verb: str, options: Chosen, paths: Sequence[str], stacklevel: int = 1
+def check_patterns(
+    verb: str,
+    given: Mapping[str, Sequence[str]],
+    paths: Sequence[str],
+    homes: Iterable[Any],
+    stacklevel: int = 1,
 ) -> None:
-    """Warn of each pattern that matches none of these paths.
+    """Refuse a pattern that matches none of these paths.
 
     Args:
-      verb: for the text.
-      options: whose `precision` and `where` have patterns.
+      verb: for errors.
+      given: patterns, by the option that has them.
       paths: of all leaves.
+      homes: the groups of each leaf.
       stacklevel: as for `warnings.warn`, counted from the caller.
+
+    Raises:
+      PlanError: a pattern matches no leaf.
     """
-    for name, option in (("precision", options.precision), ("where", options.where)):
-        for pattern in option.unmatched(paths):
-            text = f"{verb}: {name}: the pattern {pattern!r} matches no leaf"
-            warnings.warn(text, stacklevel=stacklevel + 1)
+    for name, patterns in given.items():
+        try:
+            check_matched(f"{verb}: {name}", patterns, paths)
+        except PlanError as error:
+            # A precision is that of a whole model. A part that lies on a part of the ranks, such as
+            # a stage of a pipeline, may have no leaf that is meant. Places are those of ranks.
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            if name == "where" or not all(home.world_size < ranks for home in homes):
+                raise
+            warnings.warn(str(error), stacklevel=stacklevel + 1)
 
 
 def warn_of_idle(

@@ -215,9 +215,10 @@ class Precision:
             raise PlanError(message(text, fix=fix))
         return codec
 
-    def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """The patterns of overrides that match none of these paths, which is likely a mistake."""
-        return patterns.unmatched((pattern for pattern, _ in self.overrides), paths)
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of its overrides."""
+        return [pattern for pattern, _ in self.overrides]
 
     @property
     def casts(self) -> bool:

@@ -15,7 +15,7 @@ from mics_fn.offload import Where
 from mics_fn.shards.arguments import GroupsTree, require_tree
 from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
 from mics_fn.shards.bucketing import plan_buckets
-from mics_fn.shards.effects import facts_of, warn_of_idle, warn_of_unmatched
+from mics_fn.shards.effects import check_patterns, facts_of, warn_of_idle
 from mics_fn.shards.kept import check_frozen
 from mics_fn.shards.laying import Laying
 from mics_fn.shards.layout import Layout, agree_on, check_kept_place, check_ties, specs_of
@@ -93,8 +93,8 @@ def shard(
       The same tree with `Sharded` leaves, `Fixed` ones for tensors that are not trained, and `Tied`
       ones for tensors that occurred before.
 
-    Warns of a pattern that matches no leaf or a field without effect on what it matches, and of
-      blocks of codes to which leaves are padded out of proportion.
+    Warns of a field of a pattern without effect on what it matches, and of blocks of codes to which
+      leaves are padded out of proportion.
 
     Communication: a digest of the tree and the values (tens of bytes per leaf); with 'broadcast'
       also every float bucket, once.
@@ -105,9 +105,10 @@ def shard(
       LeafError: a leaf is not a dense tensor, is on another device than its groups, overlaps with
         another one in memory, or was computed under autograd: only `gather` has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
-      TreeError: `groups` is not a prefix of `params`.
+      TreeError: `groups` is not a prefix of `params`, or two leaves have the same path.
       PlanError: a tied leaf lives on two groups, an option has no effect or is not what it should
-        be, or blocks of codes of one leaf do not fit into each other.
+        be, blocks of codes of one leaf do not fit into each other, or a pattern matches no leaf.
+        Where the groups are a part of the job's ranks, that is only warned of for `precision`.
       OffloadError: with `where`, a file cannot be made or written; a `PeerOffloadError` with the
         same file and leaf on all other ranks.
 
@@ -192,8 +193,9 @@ def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -
     leaves, spec = tree.flatten(params, is_leaf)
     bare = tree.unique_paths(verb, params, "", is_leaf)
     paths = [tree.join(root, path) for path in bare]
-    warn_of_unmatched(verb, options, bare, stacklevel=4)
     homes = _groups_of(params, groups)
+    given = {"precision": options.precision.patterns, "where": options.where.patterns}
+    check_patterns(verb, given, bare, homes, stacklevel=4)
     for leaf, path, home in zip(leaves, paths, homes, strict=True):
         check_tensor(verb, path, leaf, home.device)
     owners = owners_of(leaves)

@@ -20,6 +20,7 @@ from mics_fn.shards import (
     Sharded,
     check_dtype,
     check_leaves,
+    check_patterns,
     dtype_name,
     is_leaf,
     open_shards,
@@ -320,7 +321,10 @@ def _check_shards(
         text = f"Trainer: {', '.join(f'{name}=' for name in options)}: params= are shards already"
         fix = "give them to what made the shards: shard, init_model or load_shards"
         raise PlanError(message(text, fix=fix))
-    opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
+    opened = open_shards("Trainer", params, groups)
+    bare = tree.unique_paths("Trainer", params, "", is_leaf)
+    patterns = precision.patterns if precision is not None else []
+    check_patterns("Trainer", {"precision": patterns}, bare, opened.homes, stacklevel=6)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
         data, bucket, name = getattr(leaf, "data", None), leaf.bucket, tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:

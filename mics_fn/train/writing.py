@@ -36,6 +36,7 @@ from mics_fn.optim import (
     opt_step,
     tell_memory,
 )
+from mics_fn.patterns import check_matched
 from mics_fn.shards import Writing, is_leaf
 from mics_fn.train.buffers import Values
 from mics_fn.train.given import warn_of_hop2, warn_of_overlap
@@ -51,6 +52,8 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
     """
     warn_of_hop2(params, trainer.replica_sync)
     warn_of_overlap(trainer)
+    places, paths = where_of(trainer.where), tree.paths(params, "", is_leaf)
+    check_matched("Trainer: where", places.patterns, paths)
     params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
     compare_options(trainer, params, trainer.groups, trainer.guard)

@@ -1,25 +1,29 @@
 """Pytrees: both registrations, paths, prefixes (law 8), and flat buckets as arithmetic."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from cases import TREES, Block, random, same_bits
-from hypothesis import given
+from cases import TREES, Block, Pair, random, same_bits
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.optim.optimizers import LionState
 from mics_fn.optim.state import TrainState
 from mics_fn.optim.torch_optim import TorchState
+from mics_fn.patterns import matches
 from mics_fn.shards import bucket as layout
-from mics_fn.shards import pack, ranges
+from mics_fn.shards import is_leaf, pack, ranges
 from mics_fn.shards.bucketing import ALIGN_BYTES, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import Nothing
 
+SGD = mf.optim.sgd(0.1)
 BUCKET = layout.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
 
 
@@ -118,6 +122,125 @@ def test_spread_takes_a_value_a_prefix_or_a_function():
 def test_natural_order_counts_numbers(numbers):
     paths = [f"layers.{i}.w" for i in numbers]
     assert sorted(paths, key=tree.natural) == [f"layers.{i}.w" for i in sorted(numbers)]
+
+
+KEYS = st.sampled_from(["a", "b", "0", "1", "a.b", "b.0", 0, 1])
+LEAF = object()
+
+
+def _inner(below: Any) -> Any:
+    pair = st.builds(Pair, below, below)
+    block = st.builds(Block, below, below, st.just(""))
+    lists = st.lists(below, max_size=3)
+    return st.one_of(st.dictionaries(KEYS, below, max_size=3), lists, lists.map(tuple), pair, block)
+
+
+SHAPES = st.recursive(st.sampled_from([LEAF, LEAF, None]), _inner, max_leaves=8)
+SHAPES = SHAPES.filter(lambda shape: shape is not None)  # which is no tree
+
+
+def filled(shape: Any, values: Iterator[int]) -> Any:
+    """A tree of this shape with a tensor of its own in each place of `LEAF`."""
+    if shape is LEAF:
+        return torch.full((2,), float(next(values)))
+    if isinstance(shape, dict):
+        return {key: filled(x, values) for key, x in shape.items()}
+    if isinstance(shape, Pair | Block):
+        return rebuilt(shape, [filled(x, values) for x in fields_of(shape).values()])
+    return shape if shape is None else type(shape)(filled(x, values) for x in shape)
+
+
+def rebuilt(value: Any, children: list[Any]) -> Any:
+    return type(value)(*children, *([value.name] if isinstance(value, Block) else []))
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    return {name: x for name, x in fields(value).items() if name != "name"}
+
+
+def named(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, Tensor]]:
+    """The leaves with their paths, in words of the law."""
+    if value is None or isinstance(value, Tensor):
+        return [] if value is None else [(".".join(path), value)]
+    pairs = enumerate(value) if type(value) in (list, tuple) else fields_of(value).items()
+    pairs = value.items() if isinstance(value, dict) else pairs
+    return [leaf for key, x in pairs for leaf in named(x, (*path, str(key)))]
+
+
+def turned(value: Any) -> Any:
+    """The same tree, with keys of dicts in the other order."""
+    if isinstance(value, dict):
+        return {key: turned(x) for key, x in reversed(value.items())}
+    if isinstance(value, Pair | Block):
+        return rebuilt(value, [*map(turned, fields_of(value).values())])
+    return value if value is None or isinstance(value, Tensor) else type(value)(map(turned, value))
+
+
+@given(SHAPES)
+@example([LEAF, {"0": LEAF, 0: LEAF}])
+@example({"a.b": LEAF, "a": {"b": LEAF}})
+@example({"b": [LEAF], "b.0": LEAF})
+@example(LEAF)
+@settings(max_examples=200, deadline=None)
+def test_a_path_is_what_torch_would_call_the_leaf_and_means_that_leaf_alone(shape):
+    params = filled(shape, iter(range(1, 100)))
+    want, groups = named(params), mf.make_groups(1)
+    found = dict(zip(tree.paths(params), tree.flatten(params)[0], strict=True))
+    assert sorted(tree.paths(params)) == sorted(path for path, _ in want)
+    if len(found) < len(want):
+        each = [mf.shard({"w": x}, groups)["w"] for _, x in want]
+        shards = tree.flatten(params)[1].unflatten(each)
+        for verb, call in {
+            "shard": lambda: mf.shard(params, groups),
+            "Trainer": lambda: mf.Trainer(torch.sum, SGD, groups, params=shards),
+            "save": lambda: mf.checkpoint.save("never", params, groups, step=1),
+        }.items():
+            with pytest.raises(mf.errors.TreeError, match=rf"^{verb}: \d leaves have the path "):
+                call()
+        return
+    assert all(x is found[path] for path, x in want)
+    assert [*tree.paths(turned(params))] == [*found]
+    shards = mf.shard(params, groups)
+    state = mf.init_state(shards, SGD)
+    for path, x in want:
+        for value, name in ((shards, path), (state, path), (state, tree.join("params", path))):
+            assert torch.equal(mf.get(value, name, groups), x), name
+        assert [other for other in found if matches(path, other)] == [path]
+        chosen = mf.shard(params, groups, frozen=path.__eq__)
+        assert [*map(type, tree.flatten(chosen, is_leaf)[0])].count(mf.shards.Fixed) == 1
+        assert torch.equal(mf.get(chosen, path, groups), x)
+
+
+@given(
+    st.recursive(
+        st.none(),
+        lambda x: (
+            st.lists(x, max_size=3)
+            | st.dictionaries(st.sampled_from(["norm", "w", "0"]), x, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_the_paths_of_the_parts_of_a_module_are_the_names_of_its_parameters(shape):
+    def module(shape: Any) -> nn.Module:
+        if shape is None:
+            return nn.Linear(1, 1)
+        if isinstance(shape, list):
+            return nn.ModuleList(map(module, shape))
+        return nn.ModuleDict({key: module(x) for key, x in shape.items()})
+
+    def parts(model: nn.Module) -> Any:
+        if isinstance(model, nn.ModuleList):
+            return [parts(x) for x in model]
+        return {**model._parameters, **{key: parts(x) for key, x in model._modules.items()}}
+
+    model = module(shape)
+    own = dict(model.named_parameters())
+    for params in (own, parts(model)):
+        found = dict(zip(tree.paths(params), tree.flatten(params)[0], strict=True))
+        assert found.keys() == own.keys()
+        assert all(found[name] is x for name, x in own.items())
 
 
 def test_digest_depends_on_every_line_and_their_borders():

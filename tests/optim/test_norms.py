@@ -117,7 +117,7 @@ def refused() -> None:
             lambda: mf.init_state(
                 a, mf.optim.by_path({"w.*": mf.optim.sgd(0.1)}, default=mf.optim.sgd(0.1))
             ),
-            "by_path: 'w.*' has no trained leaf",
+            "by_path: the pattern 'w.*' matches no trained leaf",
         ),
         (
             lambda: mf.init_state(

@@ -6,7 +6,6 @@ The twin is the same tree of shards, all of it in memory.
 import copy
 import os
 import tempfile
-import warnings
 from itertools import product
 from typing import Any
 
@@ -24,20 +23,24 @@ from mics_fn.shards import is_leaf
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
 PRECISION = "compute=f32, reduce=bf16"
-PLACES = {"all": "", "some": "; *1*: params=device; b: params=host"}
+PLACES = {"all": (), "some": ("params=device", "params=host")}  # of the first leaves of a tree
 
 
 def pair(
-    layout: Layout, name: str, dtype: torch.dtype, folder: str, some: str = "", **options: Any
+    layout: Layout,
+    name: str,
+    dtype: torch.dtype,
+    folder: str,
+    some: tuple[str, ...] = (),
+    **options: Any,
 ) -> tuple[mf.Groups, Any, Any]:
     """Groups, and the shards of a tree in memory and in files."""
     groups = groups_of(layout)
     options.setdefault("bucket_bytes", 100)
     in_memory = mf.shard(TREES[name](dtype, 3), groups, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a pattern matches no leaf of some trees
-        where = f"params=disk:{folder}{some}"
-        stored = mf.shard(TREES[name](dtype, 3), groups, where=where, **options)
+    few = zip(tree.paths(TREES[name](dtype, 3)), some, strict=False)
+    where = "; ".join([f"params=disk:{folder}", *(f"{path}: {place}" for path, place in few)])
+    stored = mf.shard(TREES[name](dtype, 3), groups, where=where, **options)
     return groups, in_memory, stored
 
 
