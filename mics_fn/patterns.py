@@ -46,7 +46,7 @@ def check_matched(
       >>> check_matched("shard: where", ["bais"], ["h.0.bias", "norm.bias"])
       Traceback (most recent call last):
       mics_fn.errors.PlanError: shard: where: the pattern 'bais' matches no leaf
-        nearest: norm.bias, h.0.bias
+        nearest: h.0.bias, norm.bias
         fix: a pattern is a whole path, such as 'h.0.weight', or has * for parts of it
     """
     for pattern in patterns:

@@ -181,15 +181,11 @@ def _add_paths(found: list[str], spec: optree.PyTreeSpec, prefix: str) -> None:
         _add_paths(found, child, f"{prefix}{name}.")
 
 
-def unique_paths(verb: str, tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
-    """`paths`, after a check that each leaf has its own.
-
-    Raises:
-      TreeError: two leaves have the same path, as those of `{"a.b": x, "a": {"b": y}}`.
-    """
+def refuse_equal_paths(verb: str, tree: Tree, root: str, is_leaf: IsLeaf | None = None) -> None:
+    """Raise TreeError if two leaves have the same path, as those of `{"a.b": x, "a": {"b": y}}`."""
     found = paths(tree, root, is_leaf)
     if len(set(found)) == len(found):
-        return found
+        return
     first = next(path for i, path in enumerate(found) if path in found[:i])
     places = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
     same = [place.codify(root) for place, path in zip(places, found, strict=True) if path == first]

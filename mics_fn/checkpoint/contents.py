@@ -267,8 +267,9 @@ def contents_of(verb: str, state: Tree, groups: Any, replicas: Replicas) -> Cont
     homes = homes_by_bucket(verb, state, groups)
     reader = _Reader(verb, homes, main_home(verb, groups, homes), replicas == "apart")
     plain = by_leaf(state)
+    tree.refuse_equal_paths(verb, plain, "", is_leaf)
     leaves = tree.flatten(plain, is_leaf)[0]
-    for name, leaf in zip(tree.unique_paths(verb, plain, "", is_leaf), leaves, strict=True):
+    for name, leaf in zip(tree.paths(plain, "", is_leaf), leaves, strict=True):
         reader.take(name, leaf)
     return reader.found
 

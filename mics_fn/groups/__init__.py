@@ -85,7 +85,7 @@ from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.devices import device_of
-from mics_fn.groups.distributed import init_distributed
+from mics_fn.groups.distributed import init_distributed, job_size
 from mics_fn.groups.environment import nccl_problems, read_launch
 from mics_fn.groups.groups import Groups, Home, require_replicas
 from mics_fn.groups.hierarchy import Hierarchy, Route
@@ -122,6 +122,7 @@ __all__ = [
     "failure_of",
     "fold_ranks",
     "init_distributed",
+    "job_size",
     "make_groups",
     "nccl_problems",
     "placement",

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn.collectives import Codec
 from mics_fn.errors import PlanError, message
+from mics_fn.groups import job_size
 from mics_fn.patterns import check_matched, matches
 from mics_fn.shards.bucketing import LeafSpec
 from mics_fn.shards.fields import CODED_NUMEL, FIELDS, text_of
@@ -80,8 +80,7 @@ def check_patterns(
         except PlanError as error:
             # A precision is that of a whole model. A part that lies on a part of the ranks, such as
             # a stage of a pipeline, may have no leaf that is meant. Places are those of ranks.
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            if name == "where" or not all(home.world_size < ranks for home in homes):
+            if name == "where" or not all(home.world_size < job_size() for home in homes):
                 raise
             warnings.warn(str(error), stacklevel=stacklevel + 1)
 

@@ -191,7 +191,8 @@ def _assemble(layout: Layout, sources: dict[Groups, int | None], parts: Parts = 
 def _lay_out(verb: str, root: str, params: Tree, groups: Any, options: Chosen) -> Layout:
     """Check the tensors of a tree, and decide where each of them will lie."""
     leaves, spec = tree.flatten(params, is_leaf)
-    bare = tree.unique_paths(verb, params, "", is_leaf)
+    tree.refuse_equal_paths(verb, tree.replace_none(params, Nothing(), is_leaf), root, is_leaf)
+    bare = tree.paths(params, "", is_leaf)
     paths = [tree.join(root, path) for path in bare]
     homes = _groups_of(params, groups)
     given = {"precision": options.precision.patterns, "where": options.where.patterns}

@@ -321,8 +321,8 @@ def _check_shards(
         text = f"Trainer: {', '.join(f'{name}=' for name in options)}: params= are shards already"
         fix = "give them to what made the shards: shard, init_model or load_shards"
         raise PlanError(message(text, fix=fix))
-    opened = open_shards("Trainer", params, groups)
-    bare = tree.unique_paths("Trainer", params, "", is_leaf)
+    tree.refuse_equal_paths("Trainer", params, "params", is_leaf)
+    opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
     patterns = precision.patterns if precision is not None else []
     check_patterns("Trainer", {"precision": patterns}, bare, opened.homes, stacklevel=6)
     for leaf, home, path in zip(opened.leaves, opened.homes, bare, strict=True):
