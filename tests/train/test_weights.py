@@ -1,14 +1,17 @@
 """Unequal counts: weighted losses against one process on all samples, and what finds them."""
 
+import math
+import warnings
 from functools import partial
 
 import pytest
 import torch
-from cases import Layout, groups_of
+from cases import Layout, groups_of, same_bits
 from torch import nn
 from torch.func import functional_call
 
 import mics_fn as mf
+from mics_fn.optim import totals
 
 F64 = torch.float64
 ROWS, LENGTH = (4, 3, 2, 1), 5  # of the ranks, in units of micro-steps; tokens in a row
@@ -70,22 +73,27 @@ def close(found, want, what):
 
 def by_trainer(layout, accumulate, kind, options):
     groups = groups_of(layout)
+    placed = options.pop("place", None)
     params, losses, norms = twin(layout.world_size, accumulate, kind, 0.05)
+    options = {"guard": mf.optim.Guard(max_norm=0.05), **options}
+    limits = options["guard"].max_norm is not None
+    if not limits:
+        params, losses, norms = twin(layout.world_size, accumulate, kind, 1e9)
     trainer = mf.Trainer(
         model(),
         mf.optim.adamw(0.1),
-        groups,
+        mf.placement.place(groups, placed) if placed else groups,
         loss=mean_of,
         weight=COUNTS[kind],
         accumulate=accumulate,
-        guard=mf.optim.Guard(max_norm=0.05),
         bucket_bytes=128,
         **options,
     )
     for step in range(3):
         found = trainer.step(batch_of(groups.rank, accumulate, step, kind))
         close(found.loss, losses[step], "loss")
-        close(found.grad_norm, norms[step], "norm")
+        if limits:
+            close(found.grad_norm, norms[step], "norm")
         assert found.samples == sum(ROWS[: layout.world_size]) * accumulate
     close(trainer.eval(batch_of(groups.rank, accumulate, 3, kind)), losses[3], "eval")
     for name, value in trainer.params().items():
@@ -136,3 +144,128 @@ def by_hand(layout, accumulate, kind):
 def test_any_counts_are_those_of_one_process(ranks, layout, accumulate, kind):
     ranks(layout.world_size).run(by_trainer, layout, accumulate, kind, {})
     ranks(layout.world_size).run(by_hand, layout, accumulate, kind)
+
+
+def guarded(groups, **options):
+    loss = lambda model, x: model(x).square().mean() * x[0, 0]  # noqa: E731
+    torch.manual_seed(0)
+    return mf.Trainer(nn.Linear(3, 2), mf.optim.adamw(0.1), groups, loss=loss, **options)
+
+
+def batch_with(factor, rows=4):
+    x = torch.randn(rows, 3)
+    x[0, 0] = factor
+    return x
+
+
+def refused(layout):
+    """Steps that are not finite on the last rank alone change nothing, and the third says where."""
+    groups = groups_of(layout)
+    last = groups.rank == layout.world_size - 1
+    torch.manual_seed(0)
+    trainer = guarded(groups)
+    found = []
+    for bad in (False, True, True, False, True, True, True):
+        before = {k: x.clone() for k, x in trainer.params().items()}
+        try:
+            metrics = trainer.step(batch_with(math.nan if bad and last else 1.0))
+            found.append((metrics.step, metrics.accepted, metrics.skipped))
+        except mf.errors.NonFiniteError as error:
+            found.append((error.leaf, error.ranks, "in 3 steps in a row" in f"{error}"))
+        if bad:
+            same_bits(trainer.params(), before)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_that_is_not_finite_changes_nothing_by_default(ranks, layout):
+    n = layout.world_size
+    want = [(1, True, 0), (1, False, 1), (1, False, 2), (2, True, 2), (2, False, 3), (2, False, 4)]
+    for found in ranks(n).run(refused, layout):
+        assert found[:-1] == want
+        assert found[-1] == ("grads.bias", (n - 1,), True)
+
+
+def taken(layout):
+    trainer = guarded(groups_of(layout), guard=mf.optim.Guard(on_nonfinite="ignore"))
+    return trainer.step(batch_with(math.nan)).accepted, trainer.params()["weight"].isnan().all()
+
+
+def test_an_option_takes_what_is_not_finite(ranks):
+    assert ranks(2).run(taken, LAYOUTS[1]) == [(True, True)] * 2
+
+
+def all_zero(layout):
+    groups = groups_of(layout)
+    trainer = guarded(groups, weight=lambda x: 0 * x.sum() if groups.rank else 0.0)
+    metrics = trainer.step(batch_with(1.0))
+    return metrics.accepted, metrics.nonfinite, trainer.state.step
+
+
+def test_a_step_in_which_every_weight_is_0_is_refused(ranks):
+    said = "the loss is NaN on ranks 0, 1; every gradient is finite"
+    assert ranks(2).run(all_zero, LAYOUTS[1]) == [(False, said, 0)] * 2
+
+
+def unequal(layout, rows):
+    groups = groups_of(layout)
+    totals._warned.clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer = guarded(groups)
+        samples = [trainer.step(batch_with(1.0, rows[groups.rank])).samples for _ in range(3)]
+        guarded(groups, weight=len).step(batch_with(1.0, rows[groups.rank]))
+    return samples, [f"{each.message}".split("\n")[0] for each in found]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2:], ids=str)
+def test_unequal_batches_are_found_and_said_once(ranks, layout):
+    found = ranks(4).run(unequal, layout, ROWS)
+    for rank, (samples, said) in enumerate(found):
+        text = f"Trainer: rank {rank} has {ROWS[rank]} samples in this step, and the 4 ranks"
+        assert samples == [10] * 3
+        assert said == [f"{text} have 10 together"]
+    for samples, said in ranks(4).run(unequal, layout, (3, 3, 3, 3)):
+        assert (samples, said) == ([12] * 3, [])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")},
+        {"grad_dtype": torch.float64, "recoverable": True},
+        {"hop2": mf.sync_replicas},
+        {"where": "states=host, grads=host"},
+        {"place": "zero1"},
+        {"place": "hybrid"},
+    ],
+    ids=str,
+)
+def test_weights_are_right_with_every_option(ranks, options):
+    ranks(4).run(by_trainer, LAYOUTS[3], 3, "tokens", options)
+
+
+def apart(layout, sync):
+    """Each replica is weighted by itself, so it is as one process on its own samples."""
+    groups = groups_of(layout)
+    mine = [0, 1] if groups.rank < 2 else [2, 3]
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = mf.Trainer(
+        model(), mf.optim.sgd(0.1), groups, loss=mean_of, weight=COUNTS["tokens"],
+        replica_sync=sync(100),
+    )  # fmt: skip
+    for step in range(3):
+        trainer.step(batch_of(groups.rank, 1, step, "tokens"))
+        every = [batch_of(rank, 1, step, "tokens") for rank in mine]
+        sgd.zero_grad()
+        (sum(sum_of(net, b) for b in every) / sum(b["keep"].sum() for b in every)).backward()
+        sgd.step()
+    own = mf.unshard(trainer.state.params, groups.without_replicas())
+    for name, value in own.items():
+        close(value, dict(net.named_parameters())[name].detach(), name)
+
+
+@pytest.mark.parametrize("sync", [mf.replicas.local_sgd, mf.replicas.diloco])
+def test_a_replica_that_steps_alone_is_weighted_by_itself(ranks, sync):
+    ranks(4).run(apart, LAYOUTS[3], sync)
