@@ -21,7 +21,11 @@ Its words:
   dataclasses or pytree nodes. Tensors are cut along dim 0 into micro-batches, and so are lists of
   strings with one per sample. Numbers and other strings go to each micro-step, and what cannot be
   opened is refused. Give all ranks equally many samples, as `sampler` does, so that the mean over
-  ranks is the mean over samples.
+  ranks is the mean over samples; or the loss a `weight=`, such as its number of valid tokens.
+- A step whose loss or gradient is not finite on some rank is *refused*: it changes nothing, but the
+  guard, and the third in a row raises NonFiniteError. Loss, norm, samples and tokens of all ranks
+  travel in one message of 32 bytes at the end of a step; see [Note: one message] in `optim.totals`.
+  On an accelerator the fused optimizers are masked there, and the host looks a step later.
 - *Buffers* of a module, such as BatchNorm's statistics, are values in `TrainState`. Those that
   share memory go on doing so; one in the memory of a parameter raises LeafError.
 - Replicas are *apart* while each steps on gradients of its own, and a *merge* makes them equal.
