@@ -33,8 +33,9 @@ Its words:
 Rules:
 
 - An optimizer must be elementwise, because a shard is a flat piece. `from_torch` takes 11 of the 15
-  classes of torch and refuses `Adafactor`, `Muon`, `LBFGS` and `SparseAdam` by name. The
-  arithmetic is torch's; that of lion alone is written here.
+  classes of torch and refuses `Adafactor`, `Muon`, `LBFGS` and `SparseAdam` by name; it takes any
+  other class whose caller says `elementwise=True`. The arithmetic is torch's; that of lion alone is
+  written here.
 - With a scale, a watch or `on_nonfinite="skip"` a gradient that is not finite, in any dtype,
   refuses the step on all ranks: nothing changes but the scale and its counts, and the host reads
   two numbers per step. `Verdict.nonfinite` names the leaf and the ranks on which it arose; "raise"

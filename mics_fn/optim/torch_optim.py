@@ -2,7 +2,7 @@
 
 The arithmetic is torch's: for each step a `torch.optim` object is made around the parameters and
 the state that the pytree carries, and dropped afterwards. Only elementwise optimizers can work on
-flat pieces of parameters; others are refused, with the reason.
+flat pieces of parameters: those of torch that are, by name, and what a caller says is one.
 
 [Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
 the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
@@ -40,13 +40,42 @@ from mics_fn.optim.transform import (
     from_step,
     rate_at,
 )
-from mics_fn.optim.trial import Kind, examined
 from mics_fn.tree import Tree
 
 # Options of Adam with which most of a step's time would go into making an object for it.
 _FUSED_ADAM = {"lr", "betas", "eps", "weight_decay", "fused"}
 # Their state begins with zeros, and torch's code for them has derivatives by the rate too.
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+ELEMENTWISE = (
+    *DIFFERENTIABLE,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+_WHOLE = "it needs whole matrices, and a shard is a flat piece"
+REFUSED = {
+    torch.optim.Adafactor: _WHOLE,
+    torch.optim.Muon: _WHOLE,
+    torch.optim.LBFGS: "it takes inner products over all parameters, and calls the loss again",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gathered gradients are dense",
+}
+
+
+class Kind(NamedTuple):
+    """The names of what an optimizer class keeps; its first step makes those in `late`."""
+
+    moments: tuple[str, ...]
+    scalars: tuple[str, ...]
+    late: tuple[str, ...]
+
+    def fits(self, state: Any) -> bool:
+        """Whether a state has these names."""
+        return set(state.moments) == set(self.moments) and set(state.scalars) == set(self.scalars)
 
 
 _FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)
@@ -85,14 +114,19 @@ def from_torch(
     *,
     lr: Rate | None = None,
     decay_mask: Mask | None = None,
+    elementwise: bool = False,
     **options: Any,
 ) -> Transform:
-    """Any elementwise `torch.optim` class as a pure transform over shards.
+    """Make a pure transform over shards of an elementwise `torch.optim` class.
 
     Args:
-      cls: the optimizer class.
+      cls: the optimizer class: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam,
+        ASGD or Rprop; any other one with `elementwise=True`.
       lr: learning rate, or a function of the step (counted from 0); default the class's own.
       decay_mask: whether a leaf is decayed, by its path; default all are.
+      elementwise: whether a class that torch does not have is elementwise: what it does to an
+        element depends on no other element. Nothing looks whether that is so, and where it is not,
+        numbers depend on how parameters are cut. It has `_init_group`, and keeps tensors alone.
       options: the class's other arguments.
 
     Returns:
@@ -101,7 +135,7 @@ def from_torch(
     Memory: the state that the class keeps, for this rank's shards.
 
     Raises:
-      OptimizerError: the class is not elementwise (it says why), or refuses the arguments.
+      OptimizerError: the class is not, or not known to be, elementwise, or refuses the arguments.
 
     Example:
       >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
@@ -109,17 +143,64 @@ def from_torch(
     if lr is not None:
         check_rule("from_torch", lr, None)
     check_mask("from_torch", decay_mask)
-    known: Mapping[str, Parameter] = {}
-    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
-        known = signature(cls).parameters
-        if all(each.kind is not Parameter.VAR_KEYWORD for each in known.values()):
-            checks.options("from_torch", options, known, OptimizerError)
+    checks.choice("from_torch", "elementwise", elementwise, True, False, kind=OptimizerError)
+    _check_class(cls, elementwise)
+    known: Mapping[str, Parameter] = signature(cls).parameters
+    if all(each.kind is not Parameter.VAR_KEYWORD for each in known.values()):
+        checks.options("from_torch", options, known, OptimizerError)
     for name, value in options.items():
         if isinstance(value, float):
             checks.number("from_torch", name, value, kind=OptimizerError)
         if name in known and cls.__module__.partition(".")[0] == "torch":
             _check_flag(name, value, known[name])
     return torch_rule("from_torch", cls, lr, decay_mask, options)
+
+
+def _check_class(cls: Any, elementwise: bool) -> None:
+    """Raise OptimizerError for a class that cannot step on flat pieces, or of which none knows."""
+    fix = f"use an elementwise one: {', '.join(known.__name__ for known in ELEMENTWISE)}"
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        reason = "it is not a class of torch.optim.Optimizer"
+    elif cls in REFUSED:
+        reason = REFUSED[cls]
+    elif cls in ELEMENTWISE:
+        return
+    elif not elementwise:
+        reason = "it is not known to be elementwise, and a shard is a flat piece"
+        fix = "pass elementwise=True if what it does to an element depends on no other element"
+    elif not hasattr(cls, "_init_group"):
+        reason = "its state cannot be made before the first step (it has no _init_group)"
+    else:
+        return
+    name = getattr(cls, "__name__", type(cls).__name__)
+    raise OptimizerError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
+
+
+def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> Kind:
+    """What a class keeps, by a step on two elements; its arguments are checked by it, too."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    try:
+        optimizer = cls([param], **options)
+        begun = _begun_in(optimizer, param)
+        first = {name for name, value in begun.items() if isinstance(value, Tensor)}
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
+        text, lines = f"{verb}: {cls.__name__} refuses its arguments", str(error).splitlines()[:1]
+        fix = f"pass what torch.optim.{cls.__name__} takes"
+        raise OptimizerError(message(text, lines, fix)) from error
+    kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
+    for name, value in kept.items():
+        if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
+            text = f"{verb}: {cls.__name__} cannot be used: it keeps {name!r}, which is neither"
+            text = f"{text} a tensor with the shape of the parameter nor one without dimensions"
+            raise OptimizerError(message(text, fix="let _init_group make it such a tensor"))
+    moments = tuple(name for name, value in kept.items() if value.ndim)
+    scalars = tuple(name for name in kept if name not in moments)
+    if unset := [name for name in scalars if name not in first]:
+        text = f"{verb}: {cls.__name__} cannot be used: its first step makes {unset[0]!r}"
+        raise OptimizerError(message(text, fix="let _init_group make it"))
+    return Kind(moments, scalars, tuple(name for name in kept if name not in first))
 
 
 def _check_flag(name: str, value: Any, known: Parameter) -> None:
@@ -139,7 +220,7 @@ def torch_rule(
         return options if lr is None else {**options, "lr": rate_at(verb, lr, step)}
 
     with _torch.without_torch_func():
-        kind = examined(verb, cls, _without_rate(at(0)))
+        kind = _kind_of(verb, cls, _without_rate(at(0)))
 
     def init(params: Tree) -> TorchState:
         if _torch.inside_torch_func():
@@ -211,7 +292,10 @@ def _init(cls: Any, options: dict[str, Any], kind: Kind, params: Tree) -> TorchS
 def _begun(cls: Any, options: dict[str, Any], value: Tensor) -> dict[str, Any]:
     """What an optimizer keeps for a parameter before its first step."""
     param = _with_grad(value, value)
-    optimizer = cls([param], **options)
+    return _begun_in(cls([param], **options), param)
+
+
+def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     for group in optimizer.param_groups:
         _torch.optimizer_init_group(optimizer, group)
     return optimizer.state[param]

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.optim.columns import columns
-from mics_fn.optim.trial import REFUSED
+from mics_fn.optim.torch_optim import ELEMENTWISE as KNOWN
+from mics_fn.optim.torch_optim import REFUSED
 
 STEPS = 4
 ELEMENTWISE = {
@@ -119,41 +120,88 @@ def test_sgd_moves_all_of_16_bits(dtype, options):
     same_bits(mf.unshard(state.params, groups), {"w": twin.detach()})
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_by_name_with_the_reason(name):
-    with pytest.raises(
-        mf.errors.OptimizerError, match=f"from_torch: {name} cannot be used: it "
-    ) as caught:
-        mf.optim.from_torch(getattr(torch.optim, name))
+@pytest.mark.parametrize("cls", REFUSED)
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_refuses_by_name_with_the_reason(cls, elementwise):
+    text = f"from_torch: {cls.__name__} cannot be used: it "
+    with pytest.raises(mf.errors.OptimizerError, match=text) as caught:
+        mf.optim.from_torch(cls, elementwise=elementwise)
     assert "fix: use an elementwise one: SGD" in str(caught.value)
 
 
 def test_every_torch_optimizer_is_decided():
     classes = {
-        name
-        for name, cls in vars(torch.optim).items()
+        cls
+        for cls in vars(torch.optim).values()
         if isinstance(cls, type)
         and issubclass(cls, torch.optim.Optimizer)
         and cls is not torch.optim.Optimizer
     }
-    assert classes == set(ELEMENTWISE) | set(REFUSED)
+    assert classes == set(KNOWN) | set(REFUSED)
+    assert {cls.__name__ for cls in KNOWN} == set(ELEMENTWISE)
 
 
-class RowNormed(torch.optim.SGD):
-    """Not elementwise, and not known by name: only the trial can find out."""
+class SignedDescent(torch.optim.SGD):
+    """Elementwise, and not of torch: it steps by the sign of what SGD would step by."""
 
     @torch.no_grad()
     def step(self, closure=None):
+        before = [p.clone() for group in self.param_groups for p in group["params"]]
+        super().step()
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p, old in zip(params, before, strict=True):
+            p.copy_(old + self.defaults["lr"] * (p - old).sign())
+
+
+class Keeping(torch.optim.Adam):
+    """Adam, which keeps one thing more: what `more` makes of a parameter."""
+
+    more: Any = staticmethod(lambda p: 0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad / (p.grad.norm() + 1), alpha=group["lr"])
+                self.state[p]["more"] = self.more(p)
 
 
-def test_finds_out_what_is_not_elementwise():
-    with pytest.raises(
-        mf.errors.OptimizerError, match="RowNormed cannot be used: it is not elementwise"
-    ):
-        mf.optim.from_torch(RowNormed, lr=0.1)
+def keeping(more):
+    return type("Keeping", (Keeping,), {"more": staticmethod(more)})
+
+
+class WithoutInit(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 4)], ids=str)
+def test_a_class_that_is_said_to_be_elementwise_steps_to_the_bit(ranks, layout):
+    ranks(layout.world_size).run(of_signed, layout)
+
+
+def of_signed(layout):
+    options = {"momentum": 0.9, "foreach": False}
+    make = partial(mf.optim.from_torch, SignedDescent, lr=1e-2, elementwise=True, **options)
+    same_bits(run_sharded(layout, make), torch_twin(SignedDescent, options))
+
+
+@pytest.mark.parametrize(
+    ("cls", "how", "text", "fix"),
+    [
+        (SignedDescent, {}, "not known to be elementwise", "pass elementwise=True"),
+        (type("SGD", (torch.optim.SGD,), {}), {}, "not known to be", "pass elementwise=True"),
+        (WithoutInit, {"elementwise": True}, "it has no _init_group", "use an elementwise one"),
+        (keeping(lambda p: 3), {"elementwise": True}, "it keeps 'more'", "let _init_group"),
+        (keeping(lambda p: p[:1]), {"elementwise": True}, "it keeps 'more'", "let _init_group"),
+        (keeping(torch.sum), {"elementwise": True}, "its first step makes 'more'", "let _init"),
+        (torch.optim.SGD, {"elementwise": 1}, "elementwise=1, expected True or False", ""),
+    ],
+)
+def test_a_class_of_which_nobody_knows_is_refused(cls, how, text, fix):
+    with pytest.raises(mf.errors.OptimizerError, match=text) as caught:
+        mf.optim.from_torch(cls, lr=0.1, **how)
+    assert fix in str(caught.value)
 
 
 def test_refuses_bad_arguments_at_once():

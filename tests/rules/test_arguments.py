@@ -163,7 +163,7 @@ OptimizerError: from_torch: decay_mask='bias', expected a function from the path
   fix: pass a function such as lambda path: 'bias' not in path
 >>> optim.from_torch(None, lr=0.1)
 OptimizerError: from_torch: NoneType cannot be used: it is not a class of torch.optim.Optimizer
-  fix: use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam, ...
+  fix: use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
 >>> optim.chain([optim.sgd(0.1)])
 OptimizerError: list is not an optimizer of init and update
   fix: chain(a, b) makes one of several
