@@ -68,8 +68,8 @@ class Precision:
       overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
         above for leaves whose whole path matches; if several patterns match, the last one counts.
         Patterns are those of `mics_fn.patterns`: `*` stands for any characters and `?` for one.
-        `shard` warns of a pattern that matches no leaf, and of a field that has no effect on any
-        leaf that its pattern matches.
+        `shard` refuses a pattern that matches no leaf, and warns of a field that has no effect on
+        any leaf that its pattern matches.
       gather: what a gather sends: a dtype, or a `Codec` such as "int8[256]"; None means `compute`.
         With "@node" behind it, it is sent on the level "node" and on those outside of it, and
         `compute` on the others. Every rank uses what was decoded, its own chunk too.
