@@ -123,6 +123,8 @@ class Pending:
             while not self.finished:
                 self._advance()
             self.ready = _device.record(self._device)
+            for comm in self._comms[:1]:
+                comm.life.ready = self.ready
 
     def push(self) -> bool:
         """Advance as far as possible without waiting; returns whether anything changed."""
@@ -205,7 +207,7 @@ class Pending:
         """Give up and raise if the collective in flight has exceeded its timeout."""
         issued = self._issued
         if issued is not None and waited_s > issued.comm.timeout_s:
-            error = issued.late()
+            error = issued.comm.life.late(issued.late(), self.stuck)
             self._fail(error)
             raise error
 
@@ -304,6 +306,7 @@ def _poll(life: Life, done: Callable[[], bool], pending: Pending) -> None:
                 life.check(pending.stuck, now - since)
             if now - stalled > patience:
                 stalled, looked = now, True
+                life.idle.waits(pending.stuck)
                 life.look(pending.stuck, made())
             interrupts.give_way(now - since)
             for each in life.active:

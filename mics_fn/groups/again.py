@@ -108,4 +108,4 @@ class _Awaited:
 def _alike(life: Life) -> Life:
     """A new life of the same ranks."""
     kept = {"whole": life.whole, "on_device": life.on_device, "heartbeat_s": life.heartbeat_s}
-    return Life(life.ranks, life.rank, **kept)
+    return Life(life.ranks, life.rank, **kept, timeout_s=life.timeout_s)

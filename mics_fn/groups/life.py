@@ -27,7 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import GroupsError, MicsError
+from mics_fn.errors import CollectiveTimeoutError, GroupsError, MicsError
+from mics_fn.groups.idle import Idle
 from mics_fn.groups.peers import Failure, failure_of, same_place
 from mics_fn.groups.retiring import discard, free, quietly
 from mics_fn.groups.turns import Turns
@@ -52,6 +53,7 @@ class Life:
     closed: bool = False
     forked: bool = False  # whether this process is a fork of the one that made them
     heartbeat_s: float = 60.0  # a rank that gives no sign for that long has failed
+    timeout_s: float = 600.0  # and one that makes no call for that long while others wait for it
     returning: bool = False  # whether this process takes a lost rank's place, until `reset`
     processes: Mapping[int, str] = field(default_factory=dict)  # by rank, if the ranks compared it
     failed: str | None = None  # why they are finished; see [Note: failed groups]
@@ -86,12 +88,16 @@ class Life:
     again: Any = None  # makes groups like these; see `again`
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: Turns = field(default_factory=Turns)
+    ready: Any = None  # on an accelerator, the event behind the last collective
     # Called by the monitor at each tick, with its store and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
     stops: int = 0  # number of `StopRequest`s so far
     saves: int = 0  # number of checkpoints that were begun on these groups
     works: int = 0  # number of `Parts` so far
     endings: list[Callable[[], None]] = field(default_factory=list)  # what `close` waits for
+
+    def __post_init__(self) -> None:
+        self.idle = Idle(self.ranks, self.rank)
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
@@ -128,6 +134,7 @@ class Life:
           PeerFailed: another rank failed.
           DesyncError: ranks have told why they fail.
         """
+        self.idle.waits(stuck, missing)
         if not self.standing or idle_s < _IDLE_S:
             return
         for failure in list(self.standing.values()):
@@ -151,6 +158,22 @@ class Life:
         if not failure.final and not self.settle(failure):
             return
         raise self.finish(self.first(failure).error(waits))
+
+    def late(self, error: Exception, stuck: Sequence[Stuck] = ()) -> Exception:
+        """The error of a wait beyond `timeout_s`: of the rank that is behind, if one is known.
+
+        Args:
+          error: to raise if none is.
+          stuck: what this rank waits for; by default all that it has called.
+        """
+        store: Any = self.job.store
+        failure = None if store is None else self.idle.behind(store, self.key, stuck)
+        if failure is None:
+            self.fail(error)
+            return error
+        self.report(failure)
+        self.standing = {**self.standing, failure.rank: failure}
+        return self.finish(failure.error(stuck[0].text if stuck else ""))
 
     def first(self, failure: Failure) -> Failure:
         """What began it, of a failure that may have come of others."""
@@ -287,6 +310,26 @@ class Life:
     def _abort(self) -> list[threading.Thread]:
         groups = [group for group in self.owned if _torch.is_alive(group)]
         return [_started(partial(_torch.abort, group)) for group in groups]
+
+    def pass_time(self, passed_s: float) -> None:
+        """Count the time without a call; called by the monitor at each tick."""
+        calls = {calls.key: (calls.number, calls.issued) for calls in list(self.job.calls)}
+        self.idle.pass_time(calls, passed_s)
+
+    def overdue(self, store: Any) -> Failure | None:
+        """The rank that is behind, if this one's device has waited for `timeout_s`.
+
+        If none is, the groups have failed: a host that waits for a device finds that out nowhere.
+        """
+        waits = self.on_device and self.idle.seconds > self.timeout_s and self.failed is None
+        if not waits or self.ready is None or self.ready.query():
+            return None
+        failure = self.idle.behind(store, self.key)
+        if failure is None:
+            text = f"the device of rank {self.rank} waits for a collective for {self.timeout_s:g} s"
+            self.fail(CollectiveTimeoutError(text))
+            self._abort()
+        return failure
 
     def end_blocked_waits(self, passed_s: float) -> None:
         """Abort the groups if a rank has failed and this one waits for its device all the same.

@@ -142,6 +142,7 @@ def make_groups(
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
     life.on_device, limit_s = _device.is_async(chosen), 600.0 if problem else timeout_s
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
+    life.timeout_s = limit_s
     store, found, deadline = None, 1, time.monotonic() + limit_s
     try:
         before = _before(universe, rank, limit_s) if problem is None else None
@@ -311,7 +312,8 @@ def _channel(maker: Maker, ranks: tuple[int, ...]) -> Channel:
     life, job_size = maker.life, len(maker.ranks)
     channel = Channel(maker.store, life.key, ranks, maker.rank, maker.timeout_s, job_size)
     life.look, life.moved, life.job = channel.look, channel.moved, channel.job
-    life.job.check, life.job.fail = life.check, life.fail
+    life.job.check, life.job.late = life.check, life.late
+    life.job.fail = life.fail
     life.job.withdraw = partial(withdraw_all, life)
     life.depart, life.job.explain = channel.departures.depart, life.explained
     return channel

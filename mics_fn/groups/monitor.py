@@ -238,6 +238,7 @@ class Monitor:
             if clerk.lost is None and clerk.connected and self._waited_s > limit_s:
                 clerk.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
         for life in list(self._lives):
+            life.pass_time(passed_s)
             life.end_blocked_waits(passed_s)
         if clerk.lost is not None:
             self._all_fail(of_store(*self._host, clerk.lost))
@@ -314,6 +315,11 @@ class Monitor:
                 journal.read(store)
                 life.standing = journal.standing
             life.hear(store, new)
+            if life.key and not life.closed:
+                life.idle.exchange(store, life)
+                late = life.overdue(store)
+                if late is not None:
+                    self._say_and_read(life, journal, late, store)
         self._news = news.decode()
         for life, rank in ((life, rank) for life, met in before for rank in replaced(met, found)):
             if life in self._lives and rank not in life.standing:

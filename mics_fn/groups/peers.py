@@ -68,6 +68,11 @@ class Failure:
         if self.kind in ("killed", "exited", "silent"):
             fix = "look at its own output; start it again, and call mf.reset(groups) or"
             fix += " trainer.reset() on all ranks; or start the job again"
+        if self.kind == "stalled":
+            fix = (
+                "look what it does there, pass a larger timeout_s= if it may take so long, and call"
+            )
+            fix += " groups = mf.reset(groups) on all ranks"
         if said:
             also = "; then call groups = mf.reset(groups) on all ranks" if ends else ""
             fix = f"{said[-1]}{also}"

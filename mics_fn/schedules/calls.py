@@ -171,8 +171,7 @@ class Calls:
             lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
             error = CollectiveTimeoutError(message(what, lines, fix))
-            self._job.fail(error)
-            raise error
+            raise self._job.late(error, [Stuck(self.key, number + 1, ranks, text)])
 
     def read(self) -> None:
         """Read whether a rank left its habit: raise if this rank is past that call, else answer."""

@@ -232,9 +232,7 @@ class Channel:
             who = name_ranks(late())
             what = f"defer: {who} did not leave the schedule in {self._timeout_s:g} s"
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
-            error = CollectiveTimeoutError(message(what, lines, fix))
-            self.job.fail(error)
-            raise error
+            raise self.job.late(CollectiveTimeoutError(message(what, lines, fix)))
         if len(set(found.values())) > 1:
             self.refuse({rank: text for rank, (_, text) in found.items()})
 

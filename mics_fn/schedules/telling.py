@@ -33,9 +33,10 @@ class Job:
         # `raised`: the same, or an error of its own.
         self.refusing = self.raised = False
         self.withdraw: Callable[[], None] = lambda: None  # takes back an error of its own
-        # Raises if a rank has failed without which a wait cannot end, and notes why groups failed;
-        # both of the groups' `Life`.
+        # Raises if a rank has failed without which a wait cannot end; the error of a wait that took
+        # too long; and notes why groups failed: all three of the groups' `Life`.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
+        self.late: Callable[..., Exception] = lambda error, stuck=(): error
         self.fail: Callable[[BaseException], None] = lambda error: None
         # `Departures.closed` and `Departures.check`, about ranks that closed their groups without
         # their part in a call.

@@ -2,14 +2,20 @@
 
 import ctypes
 import importlib
+import io
 import json
+import logging
 import os
+import pdb
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ from mics_fn.groups import uncaught
 from mics_fn.groups.monitor import Monitor, monitor
 from mics_fn.groups.peers import Journal
 from mics_fn.groups.signs import Process
+from mics_fn.log import LOG
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
 LIMIT_S = 1.5
@@ -279,6 +286,53 @@ def test_silence_before_a_meeting_means_nothing_after_it(
 def test_a_rank_that_is_late_is_no_alarm(fork: Any, fault: str) -> None:
     found = fork(train, fault, 2).wait(set(range(N)))
     assert {tuple(each) for each in found.values()} == {(STEPS, "", None, 0.0, "")}
+
+
+def stalled(how: str) -> Any:
+    """A rank that lives and makes no call; what the others raise, and of what they are warned."""
+    groups, rank = grouped(heartbeat_s=1.0, timeout_s=4.0), int(os.environ["RANK"])
+    shards, warned = mf.shard({"w": torch.ones(8)}, groups), logging.StreamHandler(io.StringIO())
+    LOG.addHandler(warned)
+    for k in range(AT):
+        began = time.monotonic()
+        try:
+            if k == AT - 1 and rank == 2:
+                stuck_here(how)
+            mf.gather(shards, groups)
+            mf.reduce_grads({"w": torch.ones(8)}, groups, like=shards)
+        except MicsError as error:
+            took_s = time.monotonic() - began
+            kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
+            time.sleep(4.0 if rank == 0 else 0.0)  # it holds the store
+            return kind, who, took_s, str(error), warned.stream.getvalue()
+    return "", None, 0.0, "", warned.stream.getvalue()
+
+
+def stuck_here(how: str) -> None:
+    if how == "debugger":
+        read, write = os.pipe()
+        threading.Timer(6.0, os.close, [write]).start()
+        with suppress(BdbQuit), os.fdopen(read) as keys, open(os.devnull, "w") as screen:
+            pdb.Pdb(stdin=keys, stdout=screen, nosigint=True).set_trace()
+            sys.settrace(None)
+    else:
+        time.sleep({"hangs": 6.0, "slow": 2.8}[how])
+
+
+@pytest.mark.parametrize("how", ["hangs", "debugger", "slow"])
+@pytest.mark.short("hangs", "slow")
+def test_a_rank_that_makes_no_call_is_named_and_one_that_is_slow_goes_on(
+    fork: Any, how: str
+) -> None:
+    found = fork(stalled, how).wait(set(range(N)))
+    for rank, (kind, who, seconds, text, warned) in found.items():
+        assert ("rank 2 is behind: it lives, but makes no call" in warned) is (rank == 0), warned
+        if how == "slow":  # for longer than `heartbeat_s`, but not than `timeout_s`
+            assert not kind, text
+            continue
+        assert (kind, who) == ("stalled", 2), (rank, text)
+        assert "in stuck_here" in text
+        assert rank == 2 or 3.5 < seconds < 5.5, (rank, seconds)
 
 
 def torn() -> Any:
