@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _device, _torch, _torch_store
-from mics_fn.errors import GroupsError, first_line, message, name_ranks
+from mics_fn.errors import GroupsError, PeerFailed, first_line, message, name_ranks
 from mics_fn.groups.clerk import bounded
 from mics_fn.groups.forks import NO_FORK
 from mics_fn.groups.life import Life
@@ -210,13 +210,17 @@ class Maker:
                 what = f"{name_ranks(late)} did not make all groups within {self.timeout_s:g} s"
                 store.compare_set(failed, "", what if late else "")
             what = store.get(failed).decode() if store.check([failed]) else ""
-            if what:
-                raise GroupsError(message(f"make_groups: {what}", fix=_FIX))
+            if what:  # of a rank that failed because of another one, it may be
+                found = GroupsError(message(f"make_groups: {what}", fix=_FIX))
+                raise self.life.explained(found, wait=True)
         except BaseException as error:
             what = "could not make its groups"
             if isinstance(error.__cause__, TimeoutError):
                 what = f"did not make all groups within {self.timeout_s:g} s"
-            later(store, "compare_set", failed, "", f"rank {self.rank} {what}")
+            text = f"rank {self.rank} {what}"
+            if isinstance(error, PeerFailed):
+                text = first_line(error)
+            later(store, "compare_set", failed, "", text)
             self.life.abandon(error)
             raise
 
@@ -267,8 +271,11 @@ class Maker:
                 self.life.own(group)
             what = f"{name_ranks([self.rank])} did not make all groups within {self.timeout_s:g} s"
             raise GroupsError(message(f"make_groups: {what}", fix=_FIX)) from error
+        except PeerFailed:
+            raise
         except (RuntimeError, ValueError) as error:
-            raise self._failed("make", name, members, error) from error
+            failed = self._failed("make", name, members, error)
+            raise self.life.explained(failed, wait=isinstance(error, RuntimeError)) from error
         self.life.own(group)
         return group
 

@@ -18,10 +18,12 @@ from mics_fn.errors import (
     CollectiveTimeoutError,
     GroupsError,
     MicsError,
+    PeerFailed,
     PlanError,
     disagreement,
     first_line,
     message,
+    name_ranks,
     rank_lines,
 )
 from mics_fn.groups import devices
@@ -41,9 +43,14 @@ from mics_fn.groups.environment import (
     nccl_problems,
     read_launch,
 )
+from mics_fn.groups.peers import without_a_word
 from mics_fn.groups.rendezvous import meet, until_read
 from mics_fn.groups.returning import part_of_start, returning, some_rank_lives
+from mics_fn.groups.signs import Process
 from mics_fn.groups.topology import fold_ranks
+from mics_fn.store import poll
+
+_BOTH_LATE_S = 1.0  # ranks that wait for the same one give up within so many seconds
 
 
 def init_distributed(
@@ -78,6 +85,7 @@ def init_distributed(
       DesyncError: some ranks would use the CPU and others would not.
       PlanError: `timeout_s` is not a number above 0, or `cpu_groups` is not a bool.
       CollectiveTimeoutError: some rank did not call it in time.
+      PeerFailed: the process of a rank on this host has ended meanwhile.
 
     Example:
       >>> init_distributed(device="cpu")
@@ -92,11 +100,12 @@ def init_distributed(
     chosen, problem = _choose(device, launch)
     own = _device.backend(chosen)
     mine = {"asked": str(device), "problem": problem, "spot": spot_of(chosen, alone=not problem)}
+    mine["process"] = Process.own().name
     back = False
     if launch is None:
         _judge_devices({0: mine})
     else:
-        store, back = _agreed_store(launch, mine, timeout_s, deadline)
+        store, back, processes = _agreed_store(launch, mine, timeout_s, deadline)
     if _device.is_async(chosen):
         devices.machine.use(chosen)
     if launch is None:
@@ -111,9 +120,14 @@ def init_distributed(
     start = partial(dist.init_process_group, backend, timeout=limit, **how)
     if own == "gloo":  # it connects the ranks, in C++
         try:
-            bounded(start, deadline)
+            bounded(start, deadline, partial(_check_processes, processes))
+        except PeerFailed:
+            raise
         except (RuntimeError, TimeoutError) as error:
-            raise _no_store(launch, timeout_s, error) from error
+            _check_processes(processes)
+            late = time.monotonic() > deadline - _BOTH_LATE_S
+            missing = _missing(store, launch, timeout_s) if late else []
+            raise _no_store(launch, timeout_s, error, missing) from error
     else:
         start()
     return chosen
@@ -132,10 +146,11 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
 
 def _agreed_store(
     launch: Launch, mine: dict[str, Any], timeout_s: float, deadline: float
-) -> tuple[Any, bool]:
+) -> tuple[Any, bool, list[str]]:
     """The store of the launch, once all ranks found their devices fit for a start.
 
-    The second value is whether this process comes back into a job that has begun long ago.
+    The second value is whether this process comes back into a job that has begun long ago; the
+    third one has the process of each rank, if it does not.
     """
     rank, size = launch.rank, launch.world_size
     limit = timedelta(seconds=timeout_s)
@@ -174,20 +189,51 @@ def _agreed_store(
         start = returning.arrive(served, rank, size, others_live)
         if start is not None:
             _judge_devices({rank: mine})
-            return part_of_start(store, start), True
+            return part_of_start(store, start), True, []
         wait = {"verb": "init_distributed", "timeout_s": timeout_s, "deadline": deadline}
-        key, _ = meet(served, range(size), rank, mine, _judge_devices, **wait)
+        key, processes = meet(served, range(size), rank, mine, _judge_devices, **wait)
     except MicsError:
         until_read(served, range(size), rank, "init_distributed")
         raise
     finally:
         clerk.end()
-    return part_of_start(store, int(key.rpartition("/")[2])), False
+    return part_of_start(store, int(key.rpartition("/")[2])), False, processes
 
 
-def _no_store(launch: Launch, timeout_s: float, error: Exception) -> MicsError:
+def _check_processes(processes: Sequence[str], idle_s: float = 0.0) -> None:
+    """Raise PeerFailed if the process of a rank on this host has ended."""
+    own = Process.own()
+    for rank, name in enumerate(processes):
+        host, pid, started = name.split(" ")
+        if host and host == own.host and Process(host, int(pid), started).is_gone():
+            raise without_a_word(rank, "killed").error("the start of torch.distributed")
+
+
+def _missing(store: Any, launch: Launch, timeout_s: float) -> list[int]:
+    """The ranks that do not say, like this one, that they waited in vain to be connected."""
+    clerk, key = Clerk(store), "mics_fn/not connected"
+    served = Served(clerk, store, _BOTH_LATE_S, lambda why: _no_store(launch, timeout_s, why))
+
+    def silent() -> list[int]:
+        return [rank for rank in range(launch.world_size) if not served.check([f"{key}/{rank}"])]
+
+    try:
+        served.set(f"{key}/{launch.rank}", "")
+        poll(lambda: not silent(), launch.world_size, time.monotonic() + _BOTH_LATE_S)
+        return silent()
+    finally:
+        clerk.end()
+
+
+def _no_store(
+    launch: Launch, timeout_s: float, error: Exception, missing: Sequence[int] = ()
+) -> MicsError:
     """The error of a rank that cannot reach the store, or the others through it."""
     first = first_line(error, f"no answer within {timeout_s:g} s")
+    if missing:
+        what = f"init_distributed: {name_ranks(missing)} did not connect with the others"
+        fix = "look at their own output, and start the job again"
+        return CollectiveTimeoutError(message(f"{what} within {timeout_s:g} s", [first], fix))
     if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
         what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
         fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"
@@ -200,8 +246,8 @@ def _no_store(launch: Launch, timeout_s: float, error: Exception) -> MicsError:
     return (CollectiveTimeoutError if late else GroupsError)(message(where, [first], fix))
 
 
-def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:
-    """Raise if the devices of all ranks do not fit together."""
+def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:
+    """The process of each rank; raises if their devices do not fit together."""
     spots = {rank: Spot(*mine["spot"]) for rank, mine in found.items()}
     odd = [rank for rank, mine in found.items() if mine["problem"]]
     wrong = {rank: f"{found[rank]['problem']}, on {spots[rank].host}" for rank in odd}
@@ -217,6 +263,7 @@ def _judge_devices(found: Mapping[int, dict[str, Any]]) -> None:
         fix = "look why some ranks see no accelerator, or pass the same device= on all of them"
         raise disagreement("init_distributed: ranks use different kinds of devices", texts, fix)
     check_distinct("init_distributed", spots)
+    return [mine["process"] for mine in found.values()]
 
 
 def own_failures(backend: str, *, begun: bool) -> None:

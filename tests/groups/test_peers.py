@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pdb
+import re
 import signal
 import socket
 import subprocess
@@ -24,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 import mics_fn as mf
+from mics_fn import _torch
 from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
-from mics_fn.groups import uncaught
+from mics_fn.groups import distributed, make, uncaught
 from mics_fn.groups.monitor import Monitor, monitor
 from mics_fn.groups.peers import Journal
 from mics_fn.groups.signs import Process
@@ -452,6 +454,55 @@ def test_a_start_is_bounded_and_names_who_is_missing(
     assert name == kind, said
     assert text in said
     assert seconds < 3.5
+
+
+def killed_at(place: str) -> Any:
+    """Rank 2 is killed at some point of the start; what the others raise."""
+    rank, count = int(os.environ["RANK"]), iter(range(9))
+
+    def die(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def third(*args: Any, **options: Any) -> Any:
+        return die() if next(count) == 2 else new_group(*args, **options)
+
+    new_group = _torch.new_group
+    plants = {
+        "before it has met the others": (distributed, "meet", die),
+        "before it connects": (dist, "init_process_group", die),
+        "before groups": (make, "meet_once", die),
+        "before the first group": (_torch, "new_group", die),
+        "before the third group": (_torch, "new_group", third),
+    }
+    if rank == 2:
+        setattr(*plants[place])
+    try:
+        mf.init_distributed(device="cpu", timeout_s=2.0)
+        mf.make_groups(2, timeout_s=2.0, heartbeat_s=1.0)
+    except MicsError as error:
+        if rank == 0:
+            time.sleep(1.0)  # it holds the store
+        return type(error).__name__, str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("before it has met the others", "CollectiveTimeoutError"),
+        ("before it connects", "PeerFailed"),
+        ("before groups", "PeerFailed"),
+        ("before the first group", "PeerFailed"),
+        ("before the third group", "PeerFailed"),
+    ],
+)
+def test_a_rank_that_is_killed_at_the_start_is_the_one_that_is_named(
+    fork: Any, place: str, kind: str
+) -> None:
+    for name, text in fork(killed_at, place, served=False).wait({0, 1, 3}).values():
+        assert name == kind, text
+        assert "rank 2 " in text.splitlines()[0]
+        assert not re.search("rank [013]", text.splitlines()[0])
 
 
 def unanswered() -> Any:
