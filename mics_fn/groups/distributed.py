@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ from mics_fn.groups.signs import Process
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import poll
 
+_LOST = "mics_fn/lost at the start"  # the key of the first rank that was seen to have ended
 _BOTH_LATE_S = 1.0  # ranks that wait for the same one give up within so many seconds
 
 
@@ -120,13 +121,13 @@ def init_distributed(
     start = partial(dist.init_process_group, backend, timeout=limit, **how)
     if own == "gloo":  # it connects the ranks, in C++
         try:
-            bounded(start, deadline, partial(_check_processes, processes))
+            bounded(start, deadline, partial(_check_processes, processes, store))
         except PeerFailed:
             raise
         except (RuntimeError, TimeoutError) as error:
-            _check_processes(processes)
+            _check_processes(processes, store)
             late = time.monotonic() > deadline - _BOTH_LATE_S
-            missing = _missing(store, launch, timeout_s) if late else []
+            missing = _missing(store, launch) if late else []
             raise _no_store(launch, timeout_s, error, missing) from error
     else:
         start()
@@ -200,27 +201,40 @@ def _agreed_store(
     return part_of_start(store, int(key.rpartition("/")[2])), False, processes
 
 
-def _check_processes(processes: Sequence[str], idle_s: float = 0.0) -> None:
+def _check_processes(processes: Sequence[str], store: Any, idle_s: float = 0.0) -> None:
     """Raise PeerFailed if the process of a rank on this host has ended."""
     own = Process.own()
     for rank, name in enumerate(processes):
         host, pid, started = name.split(" ")
         if host and host == own.host and Process(host, int(pid), started).is_gone():
-            raise without_a_word(rank, "killed").error("the start of torch.distributed")
+            # Others may have seen that before, and ended because of it.
+            text = _asked(store, lambda served, own=rank: served.compare_set(_LOST, "", f"{own}"))
+            first = int(text.decode() if text else rank)
+            raise without_a_word(first, "killed").error("the start of torch.distributed")
 
 
-def _missing(store: Any, launch: Launch, timeout_s: float) -> list[int]:
+def _missing(store: Any, launch: Launch) -> list[int]:
     """The ranks that do not say, like this one, that they waited in vain to be connected."""
-    clerk, key = Clerk(store), "mics_fn/not connected"
-    served = Served(clerk, store, _BOTH_LATE_S, lambda why: _no_store(launch, timeout_s, why))
+    key, others = "mics_fn/not connected", range(launch.world_size)
 
-    def silent() -> list[int]:
-        return [rank for rank in range(launch.world_size) if not served.check([f"{key}/{rank}"])]
+    def silent(served: Served) -> list[int]:
+        def now() -> list[int]:
+            return [rank for rank in others if not served.check([f"{key}/{rank}"])]
 
-    try:
         served.set(f"{key}/{launch.rank}", "")
-        poll(lambda: not silent(), launch.world_size, time.monotonic() + _BOTH_LATE_S)
-        return silent()
+        poll(lambda: not now(), len(others), time.monotonic() + _BOTH_LATE_S)
+        return now()
+
+    return _asked(store, silent) or []
+
+
+def _asked(store: Any, ask: Callable[[Served], Any]) -> Any:
+    """What a store answers in time; None if it does not."""
+    clerk = Clerk(store)
+    try:
+        return ask(Served(clerk, store, _BOTH_LATE_S, lambda why: why))
+    except (RuntimeError, MicsError):
+        return None
     finally:
         clerk.end()
 

@@ -140,20 +140,23 @@ def make_groups(
     common |= {"backend": served_by, "timeout_s": timeout_s, "heartbeat_s": heartbeat_s}
     common |= {"mean_over": mean_over, "whole": whole}
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
-    life.on_device, limit_s = _device.is_async(chosen), 600.0 if problem else timeout_s
+    life.on_device, life.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
-    life.timeout_s = limit_s
     store, found, deadline = None, 1, time.monotonic() + limit_s
     try:
-        before = _before(universe, rank, limit_s) if problem is None else None
+        before = _before(universe, rank, timeout_s) if problem is None else None
         if before is not None:
             key, found = before
             life.key, life.returning = key, True
         elif len(universe) > 1:
             listen()
-            store = monitor.join(life, limit_s)
+            store = monitor.join(life, life.timeout_s)
             facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
-            wait = {"verb": "make_groups", "timeout_s": limit_s, "check": partial(life.check, ())}
+            wait = {
+                "verb": "make_groups",
+                "timeout_s": life.timeout_s,
+                "check": partial(life.check, ()),
+            }
             mine, judge = told(facts, here, spot), partial(judged, facts)
             returning.take_over(store, universe, rank, "make_groups")
             key, found = meet_once(store, universe, rank, mine, judge, **wait)

@@ -32,7 +32,7 @@ from mics_fn.groups.clerk import Clerk, Errand, Served, StoreLost
 from mics_fn.groups.launcher import launcher
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import Failure, Journal, of_store, said_to_all, withdrawn, without_a_word
-from mics_fn.groups.signs import PARKED, Peer, Peers, Process, beat_of, followed, replaced, tick_s
+from mics_fn.groups.signs import PARKED, Peers, Process, beat_of, followed, replaced, tick_s
 from mics_fn.schedules import NEWS
 from mics_fn.threads import Bell, Latch, start
 
@@ -247,9 +247,9 @@ class Monitor:
                 self._judge(errand.value, passed_s)
             self._waited_s = 0.0
             self._errand = clerk.ask(self._exchange)
-        for rank in self._peers.near.ended():
-            if self._peers[rank].mark_gone():
-                clerk.ask(partial(self._ended, rank, self._peers[rank]))
+        gone = [rank for rank in self._peers.near.ended() if self._peers[rank].mark_gone()]
+        if gone:
+            clerk.ask(partial(self._ended, gone))
 
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
@@ -285,10 +285,15 @@ class Monitor:
 
     # On the clerk's thread.
 
-    def _ended(self, rank: int, peer: Peer, store: Any) -> None:
-        """Accuse a rank whose process has ended, unless it had closed its groups."""
-        peer.parts(store.get(beat_of(rank)).decode())
-        self._accuse(rank, "killed")
+    def _ended(self, ranks: Sequence[int], store: Any) -> None:
+        """Accuse ranks whose processes have ended, unless they had closed their groups.
+
+        Those that left in order come last, as they may have done so because of the others.
+        """
+        for rank in ranks:
+            self._peers[rank].parts(store.get(beat_of(rank)).decode())
+        for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
+            self._accuse(rank, "killed")
 
     def _beat(self, store: Any, state: str = "open") -> None:
         self._beats += 1

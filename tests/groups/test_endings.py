@@ -141,11 +141,11 @@ def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: b
     watching: Any = monitor.Monitor()
     life, asked = Life(ranks=(0, 1), key="groups"), list[Any]()
     watching._lives[life], watching._ask = Journal(life.key), asked.append
-    peer, _ = watching._peers.hear(1, "3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
+    watching._peers.hear(1, "3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
 
     class Written:
         def get(self, key: str) -> bytes:
             return {beat_of(1): last.encode()}[key]
 
-    watching._ended(1, peer, Written())
+    watching._ended([1], Written())
     assert len(asked) == accused
