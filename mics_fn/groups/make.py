@@ -142,7 +142,7 @@ def make_groups(
     life = Life(universe, rank, whole=whole or len(universe) == world_size)
     life.on_device, life.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
-    store, found, deadline = None, 1, time.monotonic() + limit_s
+    store, found, deadline = None, 1, time.monotonic() + life.timeout_s
     try:
         before = _before(universe, rank, timeout_s) if problem is None else None
         if before is not None:
@@ -152,14 +152,10 @@ def make_groups(
             listen()
             store = monitor.join(life, life.timeout_s)
             facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
-            wait = {
-                "verb": "make_groups",
-                "timeout_s": life.timeout_s,
-                "check": partial(life.check, ()),
-            }
+            wait = {"timeout_s": life.timeout_s, "check": partial(life.check, ())}
             mine, judge = told(facts, here, spot), partial(judged, facts)
             returning.take_over(store, universe, rank, "make_groups")
-            key, found = meet_once(store, universe, rank, mine, judge, **wait)
+            key, found = meet_once(store, universe, rank, mine, judge, verb="make_groups", **wait)
             monitor.name(life, key)
         if problem is not None:  # raised only now, so that ranks with other arguments raise as well
             raise problem
