@@ -334,7 +334,7 @@ def _step(
             for name in kind.late:  # torch makes these itself
                 del optimizer.state[param][name]
     if _FOUND_INF.get() is not None:
-        optimizer.found_inf = _FOUND_INF.get()
+        vars(optimizer)["found_inf"] = _FOUND_INF.get()
     optimizer.step()
     for param, targets in zip(params, kept, strict=True):
         found = optimizer.state[param]

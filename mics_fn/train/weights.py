@@ -59,14 +59,14 @@ def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) ->
     """
     found = weight(batch)
     one = isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex()
-    plain = isinstance(found, Real) and 0 <= found < math.inf
+    plain = isinstance(found, Real) and 0 <= float(found) < math.inf
     if not one and not plain:
         got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
         text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
         raise LeafError(message(text, fix=fix))
     if isinstance(found, Tensor):
         return found.detach().reshape(()).to(device, torch.float64, non_blocking=True)
-    return torch.full((), found, dtype=torch.float64, device=device)
+    return torch.full((), float(found), dtype=torch.float64, device=device)
 
 
 def counted(loss: Tensor, void: bool | Tensor) -> Tensor:

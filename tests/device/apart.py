@@ -89,7 +89,7 @@ def masked() -> list[Any]:
     """
     found, numbers = [], []
     for device in (torch.device("cpu"), torch.device("cuda", dist.get_rank())):
-        backend = {"backend": "gloo"} if device.type == "cpu" else {}
+        backend: Any = {"backend": "gloo"} if device.type == "cpu" else {}
         with mf.make_groups(dist.get_world_size(), device=device, timeout_s=8, **backend) as groups:
             torch.manual_seed(0)
             net = torch.nn.Sequential(torch.nn.Linear(5, 4), Seen()).to(device)

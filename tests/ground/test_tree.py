@@ -235,7 +235,7 @@ def test_the_paths_of_the_parts_of_a_module_are_the_names_of_its_parameters(shap
             return nn.ModuleList(map(module, shape))
         return nn.ModuleDict({key: module(x) for key, x in shape.items()})
 
-    def parts(model: nn.Module) -> Any:
+    def parts(model: Any) -> Any:
         if isinstance(model, nn.ModuleList):
             return [parts(x) for x in model]
         return {**model._parameters, **{key: parts(x) for key, x in model._modules.items()}}

@@ -93,7 +93,7 @@ def derived(shards: Any, groups: mf.Groups) -> list[Any]:
     return found
 
 
-def verbs(layout: Layout, name: str, dtype: torch.dtype, some: str) -> None:
+def verbs(layout: Layout, name: str, dtype: torch.dtype, some: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         groups, in_memory, stored = pair(layout, name, dtype, folder, some)
         assert tree.flatten(in_memory, is_leaf)[1] == tree.flatten(stored, is_leaf)[1]

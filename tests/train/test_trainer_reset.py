@@ -512,7 +512,7 @@ def by_hand() -> tuple[str, str, float]:
     state = mf.opt_step(state, mf.reduce_grads({"w": torch.ones(4)}, groups), donate=True)
     mf.optim.same_replicas(state, groups)
     groups.close()
-    return *said, state.step
+    return said[0], said[1], state.step
 
 
 def test_a_write_by_hand_that_is_cut_is_healed_by_same_step(ranks: Pools) -> None:

@@ -49,13 +49,19 @@ def mean_of(model, batch):
     return sum_of(model, batch) / batch["keep"].sum()
 
 
+def mean_of_all(net, every):
+    """The mean over what is kept in some batches."""
+    total = torch.stack([sum_of(net, b) for b in every]).sum()
+    return total / torch.stack([b["keep"].sum() for b in every]).sum()
+
+
 def twin(n, accumulate, kind, max_norm):
     """One process on all samples: what each step gives, and the loss of a last batch."""
     net, losses, norms = model(), [], []
     adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
     for step in range(4):
         every = [batch_of(rank, accumulate, step, kind) for rank in range(n)]
-        loss = sum(sum_of(net, b) for b in every) / sum(b["keep"].sum() for b in every)
+        loss = mean_of_all(net, every)
         losses.append(loss.item())
         if step == 3:
             return dict(net.named_parameters()), losses, norms
@@ -239,7 +245,7 @@ def test_unequal_batches_are_found_and_said_once(ranks, layout):
         {"place": "zero1"},
         {"place": "hybrid"},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_weights_are_right_with_every_option(ranks, options):
     ranks(4).run(by_trainer, LAYOUTS[3], 3, "tokens", options)
@@ -259,7 +265,7 @@ def apart(layout, sync):
         trainer.step(batch_of(groups.rank, 1, step, "tokens"))
         every = [batch_of(rank, 1, step, "tokens") for rank in mine]
         sgd.zero_grad()
-        (sum(sum_of(net, b) for b in every) / sum(b["keep"].sum() for b in every)).backward()
+        mean_of_all(net, every).backward()
         sgd.step()
     own = mf.unshard(trainer.state.params, groups.without_replicas())
     for name, value in own.items():
