@@ -45,11 +45,12 @@ class Place:
         if not isinstance(self.folder, str) or bool(self.folder) != (self.kind == "disk"):
             expected = "a folder" if self.kind == "disk" else f"none for {self.kind!r}"
             checks.refuse("Place", "folder", self.folder, expected, "write it as disk:/nvme/run1")
-        if self.folder != self.folder.strip() or set(self.folder) & set(",;=\n"):
+        # The working directory may have such characters, too.
+        there = os.path.abspath(self.folder) if self.folder else ""
+        if any(x != x.strip() or set(x) & set(",;=\n") for x in (self.folder, there)):
             fix = "choose a folder without ',', ';', '=' and spaces at its ends"
-            checks.refuse("Place", "folder", self.folder, "one that has a text form", fix)
-        if self.folder:
-            object.__setattr__(self, "folder", os.path.abspath(self.folder))
+            checks.refuse("Place", "folder", there, "one that has a text form", fix)
+        object.__setattr__(self, "folder", there)
 
     @classmethod
     def parse(cls, text: str) -> "Place":

@@ -1,5 +1,6 @@
 """`Where` as a value: its text, its patterns, and what it refuses."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from mics_fn.errors import PlanError
 from mics_fn.offload import HOST_BYTES, Place, Where, is_stored, where, where_of
 
 DEVICE, HOST = Place("device"), Place("host")
-folders = st.text("abz/:._- *?[]'", min_size=1, max_size=8).filter(lambda x: x == x.strip())
+folders = st.text("abz/:._- *?[]'", min_size=1, max_size=8).filter(
+    lambda x: x == x.strip() and not os.path.abspath(x).endswith(" ")
+)
 places = st.one_of(st.just(DEVICE), st.just(HOST), st.builds(Place, st.just("disk"), folders))
 maybe = st.one_of(st.none(), places)
 patterns = st.text("ab*?[]'.: ", min_size=1, max_size=6).filter(lambda x: x == x.strip())
