@@ -150,13 +150,15 @@ def shared_buffers_alone(case, n: int) -> list[tuple[list[Tensor], dict]]:
     losses: list[list[Tensor]] = [[] for _ in models]
     for step in range(3):
         evaluated = copy.deepcopy(models[0])(batch_of(step, 0)).sum().detach()
-        grads = []
+        grads, own = [], []
         for rank, model in enumerate(models):
             parts = [model(part).sum() for part in batch_of(step, rank).chunk(2)]
-            losses[rank] += [evaluated, torch.stack(parts).mean().detach()]
+            own.append(torch.stack(parts).mean())
             model.zero_grad()
-            torch.stack(parts).mean().backward()
+            own[-1].backward()
             grads.append([p.grad for p in model.parameters()])
+        for each in losses:
+            each += [evaluated, torch.stack(own).mean().detach()]
         for model in models:
             for p, *each in zip(model.parameters(), *grads, strict=True):
                 p.data -= 0.1 * torch.stack(each).mean(0)
