@@ -12,7 +12,7 @@ from test_rendezvous import launched
 from torch.distributed.device_mesh import init_device_mesh
 
 from mics_fn import _torch
-from mics_fn.errors import GroupsError, PlanError
+from mics_fn.errors import GroupsError, PeerFailed, PlanError
 from mics_fn.groups.communicator import Comm, Traffic
 from mics_fn.groups.make import Groups, make_groups
 from mics_fn.groups.topology import Topology, plan_groups
@@ -345,7 +345,7 @@ def one_makes(how: str) -> Any:
     with mock.patch.object(_torch, "new_group", last):
         try:
             make_groups(2, timeout_s=1 if how == "too late" else 20).close()
-        except GroupsError as error:
+        except (GroupsError, PeerFailed) as error:
             text = str(error)
     return text, ended[-1], time.monotonic(), _torch.num_process_groups() - before
 
@@ -363,12 +363,15 @@ def test_a_rank_that_does_not_get_its_groups_fails_all(ranks: Pools, how: str) -
         "fails": "rank 1 could not make its groups",
         "too late": "rank 1 did not make all groups within 1 s",
     }[how]
-    want = [f"make_groups: {what}\n{fix}"] * 4
+    own = what
     if how == "fails":
-        failed = "rank 1 cannot make 'replicas, second' of ranks 1, 3\n  connection refused"
-        want[1] = f"make_groups: {failed}\n{fix}"
+        own = "rank 1 cannot make 'replicas, second' of ranks 1, 3\n  connection refused"
     found = ranks(4).run(one_makes, how)
-    assert [text for text, *_ in found] == want
+    assert found[1][0] == f"make_groups: {own}\n{fix}"
+    for text, *_ in (found[0], *found[2:]):
+        cause, waits, _ = text.split("\n")
+        assert cause == f"rank 1 left its groups: GroupsError: make_groups: {own}".split("\n")[0]
+        assert waits == f"  this rank waits for make_groups: {what}"
     assert [left for *_, left in found] == [0] * 4
     least = min(gone - ended for _, ended, gone, _ in found[2:])
     assert least < (5 if how == "fails" else 2.5), "they hear of it, or wait no longer than allowed"

@@ -140,6 +140,7 @@ def trained(folder: str, fault: str, overlap: bool, guarded: bool) -> tuple[list
     torch.manual_seed(0)
     where = f"states=disk:{folder}" if folder else None
     guard = optim.Guard(max_norm=1.0, on_nonfinite="skip") if guarded else None
+    guard = optim.Guard(on_nonfinite="ignore") if overlap else guard
     trainer = mf.Trainer(
         Net(), ADAMW, groups, bucket_bytes=5_000, where=where, overlap_step=overlap, guard=guard
     )
