@@ -155,6 +155,7 @@ def test_a_file_that_others_have_written_to_is_an_error_by_name(tmp_path):
     groups = mf.make_groups(1)
     state = mf.init_state(shards_of(groups, "param=f32"), optim.sgd(0.1))
     total = summed(state, groups, 0, mf.on_demand(), 1, where=f"grads=disk:{tmp_path}")
+    total.wait()  # until it is written
     (path,) = tmp_path.iterdir()
     with path.open("r+b") as file:
         file.seek(4096)
