@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -48,12 +48,14 @@ class StepMetrics:
         vars(found).update(known, rest=rest)
         return found
 
-    def __getattr__(self, name: str) -> Any:  # of what is not known yet
-        rest = vars(self).pop("rest", None)
-        if rest is None:
-            raise AttributeError(f"StepMetrics has no attribute {name!r}")
-        vars(self).update(rest())
-        return getattr(self, name)
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:  # of what is not known yet
+            rest = vars(self).pop("rest", None)
+            if rest is None:
+                raise AttributeError(f"StepMetrics has no attribute {name!r}")
+            vars(self).update(rest())
+            return getattr(self, name)
 
     def __reduce__(self) -> Any:
         return StepMetrics, tuple([getattr(self, each.name) for each in fields(self)])
