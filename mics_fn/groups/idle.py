@@ -10,12 +10,13 @@ these the one with the fewest calls is behind. The first of the others names it 
 after `timeout_s` all do in their error.
 """
 
+import faulthandler
 import json
 import os
-import sys
+import re
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,15 +141,23 @@ def _lacks(counts: Mapping[str, Sequence[int]], group: str, number: int) -> bool
 
 
 def main_thread() -> tuple[str, list[str]]:
-    """Where the main thread of this process is: in words, and its frames, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    walk = traceback.walk_stack(frame) if frame is not None else ()
-    stack = traceback.StackSummary.extract(walk, limit=_FRAMES, lookup_lines=False)
-    frames = [f"{os.path.basename(at.filename)}:{at.lineno} in {at.name}" for at in stack]
-    own = [
+    """Where the main thread of this process is: in words, and its frames, the innermost first.
+
+    The main thread runs meanwhile: only faulthandler walks its frames without letting it go on.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    ident = threading.main_thread().ident or 0
+    own = re.search(rf"^\S.* 0x0*{ident:x}\b.*\n((?:  .*\n)*)", text, flags=re.MULTILINE)
+    stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
+    stack = stack[:_FRAMES]
+    frames = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in stack]
+    users = [
         text
-        for at, text in zip(stack, frames, strict=True)
-        if not any(other in at.filename for other in _OTHERS) and at.filename[:1] != "<"
+        for (file, _, _), text in zip(stack, frames, strict=True)
+        if not any(other in file for other in _OTHERS) and file[:1] != "<"
     ]
     inner = f"at {frames[0]}" if frames else "nowhere"
-    return inner if own[:1] in ([], frames[:1]) else f"{inner}, called at {own[0]}", frames
+    return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames

@@ -29,6 +29,7 @@ from mics_fn import _torch
 from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.groups import distributed, make, uncaught
+from mics_fn.groups.idle import main_thread
 from mics_fn.groups.monitor import Monitor, monitor
 from mics_fn.groups.peers import Journal
 from mics_fn.groups.signs import Process
@@ -520,3 +521,23 @@ def test_a_store_that_nobody_holds_is_named_with_its_address(fork: Any) -> None:
     assert name == "CollectiveTimeoutError"
     assert f"127.0.0.1:{started.port}" in said
     assert seconds < 2.5
+
+
+def test_frames_of_a_thread_that_runs_are_read_without_a_crash() -> None:
+    """A walk through frame objects of a running thread ended the process now and then."""
+    found, ended = [], time.monotonic() + 1.0
+
+    def read() -> None:
+        while time.monotonic() < ended:
+            found.append(main_thread())
+
+    def deep(n: int) -> int:
+        return sum(deep(n - 1) for _ in range(2)) if n else 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while reader.is_alive():
+        deep(8)
+    assert len(found) > 10
+    assert all(frames and at.startswith(f"at {frames[0]}") for at, frames in found)
+    assert any("in deep" in frames[0] for _, frames in found)
