@@ -19,6 +19,7 @@ from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train.carried import carried, take_back
+from mics_fn.train.guarding import guard_numbers
 
 Pools = Callable[[int], RankPool]
 STEPS, SIZE, PER_PASS = 20, 6, 7
@@ -183,6 +184,7 @@ def same_run(one: mf.Trainer, other: mf.Trainer, metrics: Any, others: Any) -> N
     same_bits([vars(each) for each in metrics], [vars(each) for each in others])
     same_bits(held(one), held(other))
     assert one.guard == other.guard
+    assert guard_numbers(one.guard) == guard_numbers(other.guard)  # counts are not in `==`
 
 
 def cut_in_two(

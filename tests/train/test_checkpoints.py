@@ -22,6 +22,7 @@ from mics_fn.errors import CheckpointMismatch, CheckpointWriteError, TreeError
 from mics_fn.groups import StopRequest
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.train.carried import carried, take_back
+from mics_fn.train.guarding import guard_numbers
 
 Pools = Callable[[int], RankPool]
 FOUR, TWO = World((2, 2), 2), World((2,), 2)
@@ -59,8 +60,7 @@ def trained(
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         loader = loader_of(kind, groups)
     found = fit(trainer, loader, steps - begun)
-    guard = (trainer.guard.scale.value, trainer.guard.spike and trainer.guard.spike.norms)
-    return begun, held(trainer), guard, found
+    return begun, held(trainer), guard_numbers(trainer.guard), [vars(each) for each in found]
 
 
 def goes_on(
