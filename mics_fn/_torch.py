@@ -4,11 +4,12 @@ Written for torch 2.11 and newer: where a release renames or hides something, lo
 """
 
 import ctypes
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mics_fn._torch_store import connection
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # 2.13 renamed these and warns about the old names; 2.11 and 2.12 have only the old ones.
 all_gather_single: Callable[..., Any] = (
@@ -151,6 +154,26 @@ def inside_torch_func() -> bool:
 def inside_forward_ad() -> bool:
     """Whether a level of forward-mode differentiation is active around the caller."""
     return forward_ad._current_level >= 0
+
+
+def keeps_grad_mode(fn: Function) -> Function:
+    """A function that leaves grad mode as it was, at whatever instant a signal's handler raises.
+
+    torch's own contexts are Python: an interrupt between their first line and the change of mode,
+    or behind it, leaves the mode of the block. Here nothing looks for signals before the mode is
+    back: one call into C is all there is.
+    """
+    put_back = torch._C._set_grad_enabled
+
+    @functools.wraps(fn)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            put_back(before)
+
+    return kept  # pyright: ignore[reportReturnType]
 
 
 def is_tracing() -> bool:

@@ -113,4 +113,4 @@ class StepTotals:
         text = f"Trainer: rank {self.home.rank} has {own} samples in this step, and the {n} ranks"
         lines = ["each rank counts the same, so this is not the mean over samples; said once"]
         fix = "give all ranks equally many, or pass weight=, such as the number of samples"
-        warnings.warn(message(f"{text} have {self.samples} together", lines, fix), stacklevel=5)
+        warnings.warn(message(f"{text} have {self.samples} together", lines, fix), stacklevel=6)

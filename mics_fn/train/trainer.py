@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, spans
+from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
 from mics_fn.groups import StopRequest, Telling, came_back
 from mics_fn.inspection import NOT_WATCHED
@@ -197,6 +198,7 @@ class Trainer(Exporting):
     def state(self, state: TrainState) -> None:
         self.member.masked, self.ahead = None, state
 
+    @keeps_grad_mode
     def step(self, batch: Any) -> StepMetrics:
         """One optimizer step.
 
@@ -235,6 +237,7 @@ class Trainer(Exporting):
         self.last_step = seen.result or NOT_WATCHED
         return metrics
 
+    @keeps_grad_mode
     def eval(self, batch: Any) -> Tensor:
         """The loss of a batch in evaluation mode, averaged over all ranks; no state changes.
 

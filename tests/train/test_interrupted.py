@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from cases import same_bits
 from torch import Tensor, nn
+from torch.autograd import grad_mode
+from torch.utils import _contextlib
 
 import mics_fn as mf
 from mics_fn import interrupts, tree
@@ -393,6 +395,48 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
             writing.merge(trainer)
             assert equal(bits(trainer), known["new"])
     return ends
+
+
+@contextmanager
+def cut_in_grad_mode(number: int) -> Iterator[list[int]]:
+    """Raise `Cut` at an instant of this number at which torch's contexts look for signals."""
+    counted, files = [0], (grad_mode.__file__, _contextlib.__file__)
+
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename in files:
+            counted[0] += 1
+            if counted[0] == number:
+                sys.setprofile(None)
+                raise Cut
+
+    sys.setprofile(watch)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("verb", ["step", "eval"])
+def test_grad_mode_is_as_before_wherever_it_is_cut(verb, mode, every):
+    groups = mf.make_groups(1)
+
+    def mode_after(number: int) -> tuple[bool, int]:
+        use = getattr(made(groups, "merge"), verb)
+        try:
+            torch.set_grad_enabled(mode)
+            with suppress(Cut), cut_in_grad_mode(number) as counted:
+                use(batch())
+                use(batch())  # a second step merges
+            return torch.is_grad_enabled(), counted[0]
+        finally:
+            torch.set_grad_enabled(True)
+
+    _, count = mode_after(0)
+    assert count > 5
+    for number in range(1, count + 1, 1 if every else 1 + count // 20):
+        assert mode_after(number) == (mode, number)
 
 
 def check_ends(ends: list[str]) -> None:
