@@ -164,7 +164,6 @@ MISTAKES: dict[str, Mistake] = {
     "a reduction writes what it reads": Mistake(
         "two levels, budget",
         [Change("deferred/packing.py", "[levels % 2 if", "[1 - levels % 2 if")],
-        harmless="the last level writes to the other buffer, and its result is copied once more",
     ),
     "the host waits for a result": Mistake(
         "torch.func",
