@@ -51,7 +51,10 @@ class Seam:
 
     @contextlib.contextmanager
     def without_waits(self) -> Iterator[None]:
-        """A block in which an op raises RuntimeError if the host waits for the device in it."""
+        """A block in which an op raises RuntimeError if the host waits for the device in it.
+
+        Not for an event, such as that of the totals of the step before, which is long over.
+        """
         if self._forbid is None:
             yield
             return
