@@ -254,16 +254,14 @@ class Trainer(Exporting):
         """
         refuse_derivative("Trainer.eval", (), "call it outside of torch.func")
         home = self.member.home
-        with (
-            Telling(home.life, self.ahead.step),
-            home.life.turns.alone(),
-            torch.no_grad(),
-            self.program.evaluating(),
-            defer(self.ahead.params, self.groups, self.eval_schedule) as full,
-        ):
+        with Telling(home.life, self.ahead.step), home.life.turns.alone(), torch.no_grad():
             batch = to_device(batch, home.device)
             before = self.program.buffers.copies(self.ahead.buffers)
-            return evaluated(self, self.program(full, before, batch).loss, batch)
+            # The run ends before the mean over ranks: ranks whose ways differ are told there.
+            deferred = defer(self.ahead.params, self.groups, self.eval_schedule)
+            with self.program.evaluating(), deferred as full:
+                loss = self.program(full, before, batch).loss
+            return evaluated(self, loss.clone(), batch)
 
     def reset(self, *, heal: bool = True) -> None:
         """Go on after an error has ended the groups: new ones, all ranks at one step. All call it.

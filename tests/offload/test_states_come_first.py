@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 GUARDS: dict[str, Callable[[], optim.Guard]] = {
     "skip": lambda: optim.Guard(on_nonfinite="skip"),
-    "clip": lambda: optim.Guard(max_norm=0.1, max_value=0.05),
+    "clip": lambda: optim.Guard(max_norm=0.1, max_value=0.05, on_nonfinite="ignore"),
     "all": lambda: optim.Guard(
         optim.dynamic_scale(8.0), max_norm=1.0, spike=optim.norm_spike(10.0, warmup=1)
     ),

@@ -1,6 +1,7 @@
 """A `Trainer` with states or gradients in files, or which steps before all is there: same bits."""
 
 import copy
+import gc
 from itertools import product
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_states_elsewhere_train_with_the_same_bits(
 ):
     moved = {"where": f"states=disk:{tmp_path}", "overlap_step": True}
     ranks(4).run(of_bits, placement, (precision, guard, merge, schedule), moved)
+    ranks(4).run(gc.collect)  # a rank on a busy machine may have a file for a moment longer
     assert not list(tmp_path.glob("*.scratch"))
 
 
