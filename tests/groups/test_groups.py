@@ -12,7 +12,7 @@ from test_rendezvous import launched
 from torch.distributed.device_mesh import init_device_mesh
 
 from mics_fn import _torch
-from mics_fn.errors import GroupsError, PeerFailed, PlanError
+from mics_fn.errors import GroupsError, MicsError, PeerFailed, PlanError
 from mics_fn.groups.communicator import Comm, Traffic
 from mics_fn.groups.make import Groups, make_groups
 from mics_fn.groups.topology import Topology, plan_groups
@@ -313,7 +313,7 @@ def fail_at(number: int) -> Any:
         return new_group(*args, **kwargs)
 
     before = _torch.num_process_groups()
-    with mock.patch.object(_torch, "new_group", fail), pytest.raises(GroupsError) as caught:
+    with mock.patch.object(_torch, "new_group", fail), pytest.raises(MicsError) as caught:
         make_groups(2, timeout_s=20)
     return str(caught.value), _torch.num_process_groups() - before, len(calls)
 
@@ -324,7 +324,11 @@ def test_a_failure_halfway_leaves_no_group_behind(ranks: Pools) -> None:
         "  connection refused\n"
         "  fix: look at these ranks' own errors, then call make_groups again on all"
     )
-    assert ranks(4).run(fail_at, 3)[2] == (text, 0, 3)
+    found = ranks(4).run(fail_at, 3)
+    assert {(left, calls) for _, left, calls in found} == {(0, 3)}
+    for rank, (said, _, _) in enumerate(found):  # its own error, or that of a rank before it
+        own = text.replace("rank 2", f"rank {rank}").replace("0, 2", "1, 3" if rank % 2 else "0, 2")
+        assert said == own or "cannot make 'replicas' of ranks" in said.split("\n")[0]
 
 
 def one_makes(how: str) -> Any:
