@@ -170,13 +170,15 @@ class Crew:
         """
         job = Job(work)
         with held():
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
             if len(self._threads) < self._count:
                 serve = partial(_serve, self._jobs, weakref.ref(self))
                 thread = threading.Thread(target=serve, name=self._name)
+                self._threads.append(thread)  # before it starts: `end` waits for all that run
                 try:
                     thread.start()
-                    self._threads.append(thread)
                 except RuntimeError:
+                    self._threads.remove(thread)
                     if not self._threads:
                         raise
             self._jobs.put(job)
