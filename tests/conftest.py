@@ -49,9 +49,27 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
             pools[n] = RankPool(n)
         return pools[n]
 
+    _pools.append(pools)
     yield pool
-    for used in pools.values():
-        used.close()
+    _close_pools()
+
+
+_pools: list[dict[int, RankPool]] = []
+
+
+def _close_pools() -> None:
+    for pools in _pools:
+        while pools:
+            pools.popitem()[1].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """The tests behind one that failed get new ranks: its groups may have failed, too."""
+    report = yield
+    if report.failed:
+        _close_pools()
+    return report
 
 
 class LimitExceeded(BaseException):
