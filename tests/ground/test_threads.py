@@ -168,9 +168,10 @@ def test_a_crew_ends_all_its_threads_if_a_start_was_cut_short(started: bool, mon
 
     before, crew, plain = threading.active_count(), Crew(3, "test"), threading.Thread.start
     crew.give(lambda: None).result()
-    with monkeypatch.context() as patched, pytest.raises(Cut):
-        patched.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(Cut):
         crew.give(lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", plain)
     assert crew.give(lambda: 7).result() == 7
     assert crew.end(10.0)
     assert threading.active_count() == before

@@ -67,7 +67,7 @@ EXPECTED = {
         "ddp     replicas 812,976, step totals 48; as the formulas: True",
         "zero3   gather node 1,075,200, gather rank 2,150,400,",
         "hpz     gather node 135,504, gather rank 2,150,400,",
-        "sent {'gather rank': 275536, 'reduce rank': 135504, 'replicas': 135504, 'step totals': 64}",
+        "'reduce rank': 135504, 'replicas': 135504, 'step totals': 64}",
         "['torch.bfloat16', 'torch.float32']",
         "parameters within 1e-5 of plain torch: True",
     ],
