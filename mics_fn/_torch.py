@@ -1,25 +1,149 @@
 """What uses private names of torch, as other `_torch_*` do, or names that differ between releases.
 
 Written for torch 2.11 and newer: where a release renames or hides something, look here first.
+
+The public `torch.profiler.record_function` calls an op, which transforms and modes around the
+caller would see. What is called here goes to the profilers alone.
+
+Groups are made from both, and no data moves over the default group itself.
 """
 
 import ctypes
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mics_fn._torch_store import connection
+# Ranges of torch's profilers, by private names of torch.
+
+
+def profiling() -> bool:
+    """Whether a profiler of torch is on: `torch.profiler.profile`, or `emit_nvtx`."""
+    return profiler._is_profiler_enabled
+
+
+def enter(name: str) -> Any:
+    """Begin a range of this thread; `leave` ends it."""
+    return torch.autograd._record_function_with_args_enter(name)  # pyright: ignore
+
+
+def leave(record: Any) -> None:
+    """End a range; those of a thread end in reverse order."""
+    torch.autograd._record_function_with_args_exit(record)  # pyright: ignore
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    torch.autograd._enable_record_function(False)  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)  # pyright: ignore
+
+
+_NOTHING = nullcontext()
+
+
+def unrecorded(on: bool) -> AbstractContextManager[None]:
+    """A block in which profilers record nothing of this thread, if `on`.
+
+    What gloo's threads do would be recorded with a copy of the issuing thread's state, in which
+    `torch.utils.checkpoint` keeps hooks in Python. Such a thread needs the interpreter to let go of
+    them while it holds the lock of its transfer, and `is_completed` waits for that lock with the
+    interpreter in its hands: both would wait for ever.
+    """
+    return _unrecorded() if on and profiling() else _NOTHING
+
+
+# Torch's default group and its store, by private names of torch: as a late process needs them.
+
+_connections: list[tuple[Any, Any]] = []  # a default group, and the store for groups made from it
+
+
+def connection() -> Any:
+    """The connection to the store with which groups are made; see `leave_connection`."""
+    default = c10d._get_default_group()
+    _, store = c10d._world.pg_map[default]
+    if _connections and _connections[0][0] is default:
+        if _connections[0][1] is None:
+            try:
+                _connections[0] = default, store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+            except (AttributeError, NotImplementedError):
+                _connections.clear()
+                return store
+        return _connections[0][1]
+    return store
+
+
+def leave_connection() -> None:
+    """Make groups over another connection from now on, as a call that was given up holds this one.
+
+    A connection serves one call at a time, and one that waits for an address of a rank that is gone
+    ends only with its time limit.
+    """
+    if dist.is_initialized():
+        _connections[:] = [(c10d._get_default_group(), None)]
+
+
+def start_alone(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    """Start torch.distributed in a process whose peers have started theirs long ago.
+
+    Its default group knows the ranks and the store, under the keys that the others use, but it is
+    connected to nobody: groups are made from it, and it moves no data itself.
+    """
+    name, own = c10d._process_group_name([], use_hashed_name=False), default_part(store)
+    own.set_timeout(timedelta(seconds=timeout_s))
+    group, world = dist.ProcessGroup(own, rank, world_size), c10d._world
+    group._set_group_name(name)
+    group._set_group_desc("default_pg")
+    world.pg_map[group] = (backend, own)  # pyright: ignore[reportArgumentType]
+    world.pg_names[group] = name
+    c10d._register_process_group(name, group)  # pyright: ignore[reportPrivateImportUsage]
+    config = c10d.BackendConfig(c10d.Backend(backend))  # pyright: ignore[reportArgumentType]
+    world.pg_backend_config[group] = str(config)
+    world.pg_to_tag[group] = "default"
+    world.tags_to_pg.setdefault("default", []).append(group)
+    c10d._update_default_pg(group)
+    world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+
+
+def default_part(store: Any) -> Any:
+    """The part of a store that the default group of a process, its first group, hands on."""
+    return dist.PrefixStore("0/", store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def serve_store(address: str, port: int = 0) -> Any:
+    """A store that listens at one address of this machine; torch's own listens at all of them.
+
+    Args:
+      address: of this machine; the loopback address keeps others away.
+      port: 0 takes a free one.
+    """
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((address, port))
+    listening.listen()
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),  # the store closes it
+    )
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -349,3 +473,38 @@ def op_writes(func: Any) -> dict[str, bool]:
 def stream_delay(device: torch.device) -> Callable[[int], None] | None:
     """What lets the current stream of a device idle for so many cycles; None if it has nothing."""
     return getattr(torch.get_device_module(device), "_sleep", None)
+
+
+# What torch keeps beside the values of tensors, by private names of torch.
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy that is made when one of both is written to; None for memory of another owner."""
+    try:
+        return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError:  # such as memory of numpy, of a file, or shared between processes
+        return None
+
+
+def is_lazy_clone(tensor: torch.Tensor) -> bool:
+    """Whether such a copy still has no memory of its own; also if a view of it was written to."""
+    return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def hooks_of(tensor: torch.Tensor) -> list[str]:
+    """The hooks registered on a tensor, by the names of the methods that register them."""
+    kinds = {
+        "register_hook": "_backward_hooks",
+        "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+    }
+    return [method for method, kept in kinds.items() if getattr(tensor, kept, None)]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; 0 for one of inference mode, which does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def set_order(ctx: Any, number: int) -> None:
+    """Set when a node of autograd runs in backward: of those that can, the largest number first."""
+    ctx._set_sequence_nr(number)

@@ -14,16 +14,118 @@ of the traces that it writes.
 A span may last longer than its block: a collective is issued in the block and done later, which
 only watchers are told, as ranges of a thread have to be nested. Watchers are also told the memory
 that is held for a purpose, by `holds`.
+
+A program configures it as any logger of Python's `logging`. With `MICS_FN_LOG=debug` (or `info`,
+`warning`, `error`) in the environment of a rank, it writes lines to stderr that begin with the
+rank: resets and saves from `info` on, each fetch, hop, drop, wait and update of an optimizer at
+`debug`.
+
+[Note: points] The library says where it is: `start` and `build` of groups, of shards and of a
+`Trainer`; `step` where `Trainer.step` begins; each collective as it is started, in the words of
+`schedules.call_text` and with the names of its communicators; each of its levels as it is issued,
+such as "all-reduce (...) over 'replicas'"; `opt_step`; `commit`, from which on the memory of a
+state is written, once its gradients have come and are accepted; "offload: write" and "offload:
+read", with the names of leaves, where data of a scratch file are about to be moved; "save" where a
+checkpoint begins, "save: write" before each rank's file, "save: commit" on the rank that commits
+it, and "load". `testing.inject` makes faults there. While nobody observes, a point costs one look
+at an empty list.
 """
 
 import logging
+import os
+import sys
 import time
-from collections.abc import Hashable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from mics_fn import _torch_profiler
-from mics_fn.log import LOG
+import torch.distributed as dist
+
+from mics_fn import _torch
+
+# The logger `mics_fn`: quiet, unless somebody configures it or `MICS_FN_LOG` does.
+
+VARIABLE = "MICS_FN_LOG"
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+LOG = logging.getLogger("mics_fn")
+LOG.addHandler(logging.NullHandler())  # else Python would write warnings of it to stderr
+
+
+class _OnRank(logging.Formatter):
+    """Lines that begin with the rank, which is known only once torch.distributed has started."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        started = dist.is_available() and dist.is_initialized()
+        rank = f"rank {dist.get_rank()}: " if started else ""
+        return f"[mics_fn] {rank}{record.levelname.lower()}: {super().format(record)}"
+
+
+def set_up(environ: Mapping[str, str]) -> None:
+    """Write to stderr what a variable of the environment asks for; called once, at the import.
+
+    >>> set_up({})
+    """
+    wanted = environ.get(VARIABLE, "")
+    if not wanted:
+        return
+    level = _LEVELS.get(wanted.lower())
+    if level is None:
+        text = f"{VARIABLE}={wanted!r} is none of {', '.join(_LEVELS)}; nothing is logged"
+        warnings.warn(text, stacklevel=3)
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OnRank("%(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(level)
+    LOG.propagate = False  # the root's handlers would write each line once more
+
+
+set_up(os.environ)
+
+
+# Points that a program passes, where observers may look or act; there are none by default.
+
+
+class Point(NamedTuple):
+    """One point, as it is passed.
+
+    Args:
+      name: what happens there.
+      step: the step that begins or is written, as `StepMetrics` counts; None elsewhere.
+      tensors: what is sent or written.
+      comms: the communicators of a collective.
+    """
+
+    name: str
+    step: int | None = None
+    tensors: Sequence[Any] = ()
+    comms: Sequence[Any] = ()
+
+
+observers: list[Callable[[Point], None]] = []  # called at each point, in this order
+
+
+def passing(
+    name: str, step: int | None = None, tensors: Sequence[Any] = (), comms: Sequence[Any] = ()
+) -> None:
+    """Show a point to all observers, which may raise."""
+    for observe in list(observers):
+        observe(Point(name, step, tensors, comms))
+
+
+def calling(text: str, tensors: Sequence[Any], comms: Sequence[Any]) -> None:
+    """Show the start of a collective.
+
+    >>> observers.append(lambda point: print(point.name))
+    >>> calling("gather: gather of bucket 0 (w), 8 bytes", (), ())
+    gather: gather of bucket 0 (w), 8 bytes
+    >>> del observers[:]
+    """
+    over = ", ".join(f"'{comm.name}'" for comm in comms)
+    passing(f"{text} over {over}" if over else text, None, tensors, comms)
+
 
 # What a collective does, as `Pending` says it, by the kind of the span.
 _KINDS = {"hop 1": "hop1", "hop 2": "hop2", "reduction": "hop1"}
@@ -89,8 +191,8 @@ class Span:
         return f"{what} over {self.level}" if self.level else what
 
     def __enter__(self) -> "Span":
-        if _torch_profiler.profiling():
-            self._record = _torch_profiler.enter(f"mics/{self.text}")
+        if _torch.profiling():
+            self._record = _torch.enter(f"mics/{self.text}")
         if LOG.isEnabledFor(logging.DEBUG):
             self._since = time.monotonic()
             if self.kind not in ("wait", *_QUIET):
@@ -110,7 +212,7 @@ class Span:
             LOG.debug("%s: %.1f ms", self.text, 1e3 * (time.monotonic() - self._since))
         if self._record is not None:
             record, self._record = self._record, None
-            _torch_profiler.leave(record)
+            _torch.leave(record)
 
     def stop(self) -> None:
         """Tell watchers the end, once."""
@@ -148,7 +250,7 @@ def span(kind: str, about: Any = "", **facts: Any) -> Span | _Unseen:
 
 def seen() -> bool:
     """Whether somebody sees spans now."""
-    return bool(watchers) or _torch_profiler.profiling() or LOG.isEnabledFor(logging.DEBUG)
+    return bool(watchers) or _torch.profiling() or LOG.isEnabledFor(logging.DEBUG)
 
 
 def kind_of(does: str, level: str = "") -> str:

@@ -25,10 +25,10 @@ Its words:
   is on the disk. `steps` and `latest` name committed steps only, and whatever a job leaves that was
   killed in a save never matters: the next save removes it.
 - A step that is saved after a rollback *replaces* those from it on: they do not count from the
-  moment in which it does, whether they can be removed or not. See [Note: branches] in `committed`.
+  moment in which it does, whether they can be removed or not. See [Note: branches] in `directory`.
 - A *writer* is a rank, with one file. Replicas hold the same shards, so each of them writes a part.
 - A *line* is a bucket, or the tensors that all ranks hold in full, one after the other. It has a
-  *cell* for each writer; see [Note: lines and cells] in `layout`. So which file has which elements
+  *cell* for each writer; see [Note: lines and cells] in `manifest`. So which file has which elements
   follows from a few numbers, for any number of ranks: nothing is planned, sent around or gathered.
 - The *manifest* says what lies where: one line of JSON per tensor and per file, and a digest of
   itself. Each file has a checksum for each 16 KiB of each tensor, and the manifest has the digest
@@ -37,7 +37,7 @@ Its words:
   `save` refuses others, such as quantized ones, by name, and before a byte is written.
 - The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*. Leaves
   that are not trained, and are kept as codes, are saved as these codes; see [Note: other codes] in
-  `converting` for a state that keeps them in another form.
+  `contents` for a state that keeps them in another form.
 
 What it promises: a committed step is never lost or changed by a save that fails, and at least two
 are kept, one of which may be a replaced one right after a rollback. A load goes back to an older
@@ -74,15 +74,11 @@ older versions would read it wrongly; files in `tests/checkpoint/golden` and `go
 versions have to load for ever.
 """
 
-from mics_fn.checkpoint.dcp import load_dcp, save_dcp
-from mics_fn.checkpoint.layout import Line, Stored
-from mics_fn.checkpoint.loading import Loaded, load
-from mics_fn.checkpoint.manifest import Manifest, Writer
-from mics_fn.checkpoint.parts import check_writable
-from mics_fn.checkpoint.pretrained import save_pretrained
-from mics_fn.checkpoint.saving import check_folder, save, start_save
-from mics_fn.checkpoint.under_way import PendingSave
-from mics_fn.checkpoint.verifying import Verified, latest, steps, verify
+from mics_fn.checkpoint.directory import check_writable
+from mics_fn.checkpoint.exported import load_dcp, save_dcp, save_pretrained
+from mics_fn.checkpoint.loading import Loaded, Verified, latest, load, steps, verify
+from mics_fn.checkpoint.manifest import Line, Manifest, Stored, Writer
+from mics_fn.checkpoint.saving import PendingSave, check_folder, save, start_save
 
 __all__ = [
     "Line",

@@ -1,27 +1,47 @@
-"""What a state holds, as named tensors on lines and as numbers, and what of it this rank writes."""
+"""What a state holds, as named tensors on lines and as numbers, and what of it this rank writes.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+[Note: other codes] A frozen leaf that is kept as codes is saved as these codes, so a state that
+keeps the same codes gets them back exactly. A state that keeps the leaf as values, or as other
+codes, can load it as well, and the other way round. What was saved is read into memory of its own
+and decoded, and then it is rounded to what the state keeps, as `shard` does with full values. One
+leaf after the other is converted, so this takes the memory of one piece.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from mics_fn import tree
-from mics_fn.checkpoint.extras import savable
-from mics_fn.checkpoint.layout import (
+from mics_fn import _device, _torch, tree
+from mics_fn.checkpoint.manifest import (
     Line,
     Slice,
     Stored,
     line_of_bytes,
     places_in_bytes,
+    savable,
     within,
 )
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
-from mics_fn.offload import is_coded
+from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, read, set_part
 from mics_fn.optim import TrainState, by_leaf
-from mics_fn.shards import Bucket, Nothing, Tied, dtype_name, homes_of, is_leaf, pieces
+from mics_fn.shards import (
+    Bucket,
+    Nothing,
+    Tied,
+    check_finite,
+    dtype_name,
+    homes_of,
+    is_leaf,
+    pieces,
+)
 from mics_fn.tree import Tree
 
 Replicas = Literal["equal", "apart"]
@@ -42,7 +62,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A leaf on a line, as this rank holds it; see [Note: other codes] in `converting`.
+    """A leaf on a line, as this rank holds it; see [Note: other codes] in `contents`.
 
     Args:
       name: its path.
@@ -306,3 +326,255 @@ def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
             text = f"{verb}: leaves live on groups of different ranks"
             raise PlanError(message(text, lines, fix))
     return found[0]
+
+
+# Leaves that are kept in another form than they were saved in: as values, or as other codes.
+
+_CODES = re.compile(r"(.*) as (\w+\[\d+\])( of replica \d+)?", re.DOTALL | re.ASCII)
+
+
+class Conversion(NamedTuple):
+    """What is read of a leaf that was saved in another form, and how it gets its own.
+
+    Args:
+      held: the leaf as this rank holds it.
+      saved: what it was saved as: its values, or its codes and their scales.
+      codec: of these codes; None for values.
+    """
+
+    held: Held
+    saved: list[Stored]
+    codec: Codec | None
+
+    def memory(self) -> list[tuple[str, Tensor, int]]:
+        """New tensors to read into: each with its name, and the element that it begins with."""
+        data: Any = self.held.data
+        first, end = self.held.origin, self.held.origin + data.numel()
+        if self.codec is None:
+            return [
+                (self.saved[0].name, torch.empty(end - first, dtype=self.saved[0].dtype), first)
+            ]
+        block: Any = self.codec.block
+        low, numel = first // block, (-(-end // block) - first // block) * block
+        row = torch.empty(self.codec.nbytes(numel), dtype=torch.uint8)
+        codes, scales = self.codec.blocks(row, numel)
+        places = (low * codes.shape[1], low)
+        parts = zip(self.saved, (codes, scales), places, strict=True)
+        return [(stored.name, part.view(-1), place) for stored, part, place in parts]
+
+    def put(self, found: list[Tensor]) -> None:
+        """Write what was read, in the order of `memory`, in the form that the leaf has here.
+
+        Raises:
+          LeafError: a value is not finite, and codes cannot hold it.
+        """
+        data: Any = self.held.data
+        values = found[0]
+        if self.codec is not None:
+            block: Any = self.codec.block
+            codes, scales = found[0].view(len(found[1]), -1), found[1].view(-1, 1)
+            out = torch.empty(len(scales), block)
+            self.codec.decode_blocks(codes, scales, out)
+            values = out.view(-1)[self.held.origin % block :][: data.numel()]
+        if self.held.codec is not None:
+            values = values.float()
+            check_finite(f"load: {self.held.name}", self.held.codec, values)
+            data.write(0, values.to(data.device))
+        elif is_apart(data):
+            set_part(data, 0, values.to(data.dtype))
+        else:
+            data.copy_(values)
+
+
+def as_saved(target: Contents, saved: Mapping[str, Stored]) -> tuple[Contents, list[Conversion]]:
+    """The contents of a state in the form in which they were saved, and what has to be converted.
+
+    Args:
+      target: the contents of the state that is loaded into.
+      saved: what the checkpoint holds, by name.
+    """
+    codecs, found, gone = _codecs_in(saved), list[Conversion](), set[str]()
+    for held in target.leaves:
+        name = f"{held.name}{held.image}"
+        codec = codecs.get(name)
+        # What is not there in any form is left to the check that names it.
+        if all(part in saved for part in held.parts) or (codec is None and name not in saved):
+            continue
+        if codec is None and held.codec is None:
+            continue
+        gone.update(held.parts)
+        found.append(Conversion(held, _stored(held, codec, saved), codec))
+    cut = [x for x in target.cut if x.name not in gone]
+    cut += [stored for each in found for stored in each.saved]
+    pieces = {name: piece for name, piece in target.held.items() if name not in gone}
+    own = [each for each in found if each.held.data is not None and each.held.data.numel()]
+    return replace(target, cut=cut, held=pieces), own
+
+
+def _stored(held: Held, codec: Codec | None, saved: Mapping[str, Stored]) -> list[Stored]:
+    """What a leaf of this shape is saved as; whether that is what was saved is checked later."""
+    if codec is None:
+        name = f"{held.name}{held.image}"
+        dtype = saved[name].dtype
+        return [Stored(name, dtype if dtype.is_floating_point else torch.float32, held.shape)]
+    block: Any = codec.block
+    numel = Stored(held.name, torch.float32, held.shape).numel
+    blocks = -(-numel // block)
+    row = torch.empty(codec.nbytes(block), dtype=torch.uint8, device="meta")
+    nbytes = codec.blocks(row, block)[0].shape[1]
+    first, second = names_of_codes(held.name, codec, held.image)
+    shapes = (first, torch.uint8, (blocks * nbytes,)), (second, torch.bfloat16, (blocks,))
+    return [Stored(*each) for each in shapes]
+
+
+def _codecs_in(saved: Iterable[str]) -> dict[str, Codec]:
+    """The codecs of the leaves that were saved as codes, by their names."""
+    found = {}
+    for name in saved:
+        parts = _CODES.fullmatch(name)
+        if parts:
+            try:
+                found[f"{parts[1]}{parts[3] or ''}"] = Codec.parse(parts[2])
+            except PlanError:  # of a later version: its codes are named as not expected
+                continue
+    return found
+
+
+# Copies of what a save writes, in host memory that is used again by the next one.
+
+_ALIGN = 64  # bytes; of a copy, for vector loads
+
+
+class Memory:
+    """Host memory of this process for copies, whichever folder they go to.
+
+    A save takes one piece and gives it back when it has ended; so there are as many pieces as saves
+    were under way at the same time, which is one for each folder at most.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[tuple[str, Tensor]] = []  # the kind of device that copies to it, and it
+        self._turn = threading.Lock()
+
+    def lend(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory of at least so many bytes, which a device can copy to."""
+        with self._turn:
+            mine = [i for i, (kind, _) in enumerate(self.free) if kind == device.type]
+            if mine:  # the largest; if that is too small, it goes for a larger one
+                largest = max(mine, key=lambda i: len(self.free[i][1]))
+                _, memory = self.free.pop(largest)
+                if len(memory) >= nbytes:
+                    return memory
+                del memory
+        # A little more, since lengths in JSON may grow from one save to the next.
+        return _device.host_buffer(nbytes + 4096, device)
+
+    def give_back(self, memory: Tensor, device: torch.device) -> None:
+        """Let other saves use it."""
+        with self._turn:
+            self.free.append((device.type, memory))
+
+
+MEMORY = Memory()
+
+
+class Snapshot:
+    """The copies of one save, or the tensors themselves where they can be read as they are."""
+
+    def on_host(self, tensors: Mapping[str, Tensor]) -> Any:
+        """A block that has these tensors on the host: themselves if they are there already."""
+        if all(x.is_cpu or is_stored(x) for x in tensors.values()):
+            dense = {name: _dense(x) for name, x in tensors.items()}
+            return _given(lambda: dense)
+        return self.copied(tensors)
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Copy tensors; the result is a block that has the copies.
+
+        What lies in files is not copied but held, so that steps meanwhile write to other parts, and
+        the block has it as it was; see [Note: held parts] in `offload.stored`.
+
+        On an accelerator the copies are queued on the current stream, in front of whatever changes
+        the tensors next, and the block waits for them, not the caller.
+        """
+        far: dict[str, Any] = {name: x for name, x in tensors.items() if is_stored(x)}
+        hold, near = Hold(far.values()), {k: x for k, x in tensors.items() if k not in far}
+        devices = {x.device for x in near.values() if _device.is_async(x.device)}
+        places, sources, end = dict[str, int](), list[tuple[int, Tensor]](), 0
+        for names in _runs(near):
+            sources.append((end, _as_one([near[name].detach() for name in names])))
+            for name in names:
+                places[name] = end
+                end += near[name].numel() * near[name].itemsize
+            end = -(-end // _ALIGN) * _ALIGN
+        device = next(iter(devices), torch.device("cpu"))
+        memory = MEMORY.lend(end, device)
+        if sources:
+            copies = [_view(memory, place, x.dtype, x.shape) for place, x in sources]
+            pinned = bool(devices) and memory.is_pinned()
+            with torch.no_grad():
+                _torch.foreach_copy(copies, [x for _, x in sources], non_blocking=pinned)
+        events = [_device.record(device) for device in devices]
+        facts = {name: (places[name], x.dtype, x.shape) for name, x in near.items()}
+        order = list(tensors)
+
+        def made() -> dict[str, Tensor]:  # in the block, for which nobody waits
+            return {k: mapped(far[k]) if k in far else _view(memory, *facts[k]) for k in order}
+
+        return _given(made, events, hold, lambda: MEMORY.give_back(memory, device))
+
+
+@contextmanager
+def _given(
+    make: Callable[[], dict[str, Tensor]],
+    events: Any = (),
+    hold: Hold | None = None,
+    end: Callable[[], None] | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    try:
+        for event in events:
+            event.synchronize()
+        yield make()
+    finally:
+        if hold is not None:
+            hold.release()
+        if end is not None:
+            end()
+
+
+def _runs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of tensors, together where these lie one after the other in memory, as in a bucket.
+
+    Each copy ends with a wait for the slowest thread, or has a launch of its own; so one copy of
+    a bucket takes less time than one for each of its leaves.
+    """
+    runs, flat = list[list[str]](), list[tuple[int, str]]()
+    for name, x in tensors.items():
+        if is_apart(x) or x.is_neg() or x.is_conj() or not x.is_contiguous():
+            runs.append([name])
+        else:
+            flat.append((x.data_ptr(), name))
+    before, end = None, -1
+    for start, name in sorted(flat):
+        kind = _torch.storage_id(tensors[name]), tensors[name].dtype
+        if (start, kind) == (end, before):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+        before, end = kind, start + tensors[name].numel() * tensors[name].itemsize
+    return runs
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor:
+    """The tensors of a run as one."""
+    numel = sum(map(Tensor.numel, parts))
+    return parts[0] if len(parts) == 1 else parts[0].as_strided((numel,), (1,))
+
+
+def _view(memory: Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """A tensor that lies in bytes."""
+    return memory[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _dense(x: Any) -> Tensor:
+    return mapped(x) if is_stored(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()

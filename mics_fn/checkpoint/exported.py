@@ -5,26 +5,53 @@ bounded size, and the files to the ranks of the first partition group. They gath
 one *round* need, one bucket after the other; each keeps what belongs to its file and drops the
 rest. Then all write at once. Other replicas do not take part, since between two synchronisations
 their values may be their own.
+
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened as torchtitan does,
+has `state.<parameter>.<moment>` for tensors and `param_groups.<parameter>.<option>` for options.
+
+Torch's own classes write them: a planner and a `FileSystemWriter` on each rank, which make one
+`.distcp` file per part, and at the end the writer of the first rank, which makes `.metadata`. These
+classes are used without their collectives, so that waits are bounded and errors are named as
+everywhere here. How such a directory is read without running anything in it is described in
+`init.dcp_files`.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from os import PathLike
-from typing import Any, NamedTuple
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mics_fn import _torch, checks, tree
-from mics_fn.checkpoint.extras import savable
-from mics_fn.collectives import agree
-from mics_fn.errors import GroupsError, LeafError, TreeError, message
+from mics_fn.checkpoint.directory import NewDirectory, free_path, new_directory, sync
+from mics_fn.checkpoint.manifest import savable
+from mics_fn.collectives import agree, in_step
+from mics_fn.errors import (
+    GroupsError,
+    LeafError,
+    MicsError,
+    OptimizerError,
+    PlanError,
+    TreeError,
+    message,
+)
 from mics_fn.groups import Groups
+from mics_fn.init import Limits, read_shards
+from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import (
+    LayoutOptions,
+    Leaf,
     Nothing,
+    Sharded,
     check_dtype,
     check_tensor,
+    dtype_name,
     is_leaf,
     open_shards,
     require_groups,
@@ -229,3 +256,447 @@ def _by_bucket(leaves: Sequence[Saved]) -> list[list[Saved]]:
 
 def _on_cpu(whole: Any, dtype: torch.dtype, *, copy: bool) -> Tensor:
     return whole.detach().to(device="cpu", dtype=dtype, copy=copy).contiguous()
+
+
+# What an optimizer keeps, under the names that torch gives it in a state dict.
+
+OPTIMIZER = "optimizer."
+
+
+def optimizer_leaves(
+    verb: str, opt: Any, params: Sequence[Saved]
+) -> tuple[dict[str, Any], list[Saved]]:
+    """The moments and scalars of each trained leaf, by name; and how they are written.
+
+    Args:
+      verb: for errors.
+      opt: the field `opt` of a `TrainState`.
+      params: the parameters that are written; others are left out.
+
+    Raises:
+      OptimizerError: it is not, or does not contain, one optimizer made by `from_torch`.
+    """
+    found = list(_torch_states(opt))
+    if len(found) != 1:
+        what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
+        fix = "use adamw, adam, sgd or from_torch, alone or in a chain; or pass state.params"
+        raise OptimizerError(message(what, fix=fix))
+    values: dict[str, Any] = {}
+    leaves: list[Saved] = []
+    moments = {name: by_leaf(moment) for name, moment in found[0].moments.items()}
+    for number, (kind, of) in enumerate([*moments.items(), *found[0].scalars.items()], start=1):
+        for param in params:
+            leaf = of if isinstance(of, Tensor) else of.get(param.key)
+            trained = isinstance(next(iter(moments.values()), {}).get(param.key), Sharded)
+            if trained and (leaf is of or isinstance(leaf, Sharded)):
+                name = f"{OPTIMIZER}state.{param.name}.{kind}"
+                values[name] = leaf
+                leaves.append(saved(verb, name, name, leaf, tree=number))
+    return values, leaves
+
+
+def _torch_states(opt: Any) -> Iterator[Any]:
+    """The states of torch's optimizers in a state, which may be that of a chain."""
+    if isinstance(getattr(opt, "moments", None), dict):
+        yield opt
+    elif isinstance(opt, tuple):
+        for part in opt:
+            yield from _torch_states(part)
+
+
+def group_options(params: Sequence[Saved], options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of the optimizer for each parameter, by name; frozen ones have them, too.
+
+    >>> group_options([], {"lr": 0.1})
+    {}
+    """
+    return {
+        f"{OPTIMIZER}param_groups.{param.name}.{key}": value
+        for param in params
+        for key, value in (options or {}).items()
+        if key != "params"
+    }
+
+
+# `save_dcp` and `load_dcp`: directories of torch.distributed.checkpoint (DCP).
+
+Place = tuple[str, int, int]  # of a tensor: its file, first byte and length
+
+
+def load_dcp(
+    path: str | PathLike,
+    groups: Any,
+    *,
+    like: nn.Module | Mapping[str, Tensor] | None,
+    prefix: str = "",
+    names: Callable[[str], str | None] | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    trust: bool = False,
+    max_header_bytes: int = 100_000_000,
+    max_leaves: int = 100_000,
+    **options: Unpack[LayoutOptions],
+) -> dict[str, Leaf]:
+    """Shards of the parameters in a directory that torch.distributed.checkpoint wrote.
+
+    Each rank reads only the chunks that overlap its own part, however many ranks wrote them. The
+    directory needs no trust to be read: `.metadata` is a pickle, but its opcodes are read as a
+    description, and nothing that it names is imported or called.
+
+    Args:
+      path: the directory, as FSDP2 and torchtitan save it.
+      groups: as for `shard`.
+      like: as for `load_shards`.
+      prefix: what the names begin with that are meant; behind it they are the names of
+        parameters: "model." for `dcp.save({"model": ...})`, "" for torchtitan. Tensors whose names
+        begin otherwise are ignored.
+      names: gives the parameter's name for a name in the directory without its prefix, or None to
+        ignore that tensor.
+      strict: as for `load_shards`. Objects that are not tensors are ignored.
+      dtype: as for `load_shards`.
+      trust: whether a file that `.metadata` names may be a symbolic link or lie elsewhere. Nothing
+        is run in any case.
+      max_header_bytes: the most bytes that `.metadata` may have.
+      max_leaves: the most tensors that the directory may have, with those that are ignored.
+      options: as for `load_shards`.
+
+    Returns:
+      The shards by name, as `load_shards` gives them.
+
+    Communication: digests of the tree and the shards (tens of bytes per leaf).
+
+    Memory: this rank's shards, what `.metadata` describes (about 2 KB per chunk), and 16 MiB at a
+      time while it reads.
+
+    Raises:
+      FileError: a file is damaged, is missing, holds something else, does not match `.metadata`, or
+        asks for more than the limits; it names the file and the leaf.
+      OSError: there is no `.metadata`, or it cannot be opened.
+      TreeError, DesyncError, LeafError, PlanError, OffloadError: as `load_shards`.
+
+    Example:
+      >>> import tempfile
+      >>> groups = make_groups(1)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_dcp(f"{folder}/a", shard({"w": torch.ones(2)}, groups), groups, prefix="model.")
+      ...     load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2)}, prefix="model.")
+      {'w': Sharded(shape=(2,), float32, here 2 of 2)}
+    """
+
+    def meant(name: str) -> str | None:
+        if not name.startswith(prefix):
+            return None
+        bare = name.removeprefix(prefix)
+        return bare if names is None else names(bare)
+
+    checks.path("load_dcp", "path", path)
+    checks.instance("load_dcp", "prefix", prefix, str, "a str", "'' takes names as they are")
+    limits = Limits.checked("load_dcp", trust, max_header_bytes, max_leaves)
+    how = {"like": like, "names": meant, "strict": strict, "dtype": dtype}
+    described = Path(fspath(path)) / ".metadata"
+    return read_shards("load_dcp", described, groups, limits, **how, options={**options})
+
+
+def save_dcp(
+    path: str | PathLike,
+    params: Mapping[str, Any] | TrainState,
+    groups: Any,
+    *,
+    prefix: str = "",
+    names: Callable[[str], str | None] | None = None,
+    dtype: torch.dtype | None = None,
+    param_group: Mapping[str, Any] | None = None,
+    max_file_bytes: float | str = 1_000_000_000,
+) -> None:
+    """Write shards as a directory that `torch.distributed.checkpoint.load` reads.
+
+    It reads them into a state dict of plain tensors or of DTensors (FSDP2, torchtitan), on any
+    number of ranks. The directory is there as a whole or not at all.
+
+    Args:
+      path: of the directory, as for `save_pretrained`.
+      params: as for `save_pretrained`; or a `TrainState`, of which the parameters are written and
+        what its optimizer keeps for each of them: `optimizer.state.<parameter>.exp_avg` and so on,
+        as `get_optimizer_state_dict` of torch names them, flattened, under "optimizer".
+      groups: as for `gather`, one `Groups` for all leaves.
+      prefix: what the names of parameters begin with: "model." for `dcp.load({"model": ...})`, and
+        "" for torchtitan, which has these names at the top.
+      names: as for `save_pretrained`; without the prefix.
+      dtype: the dtype of floating-point parameters in the files; default that of the shards.
+      param_group: with a `TrainState`, the options that an optimizer of torch keeps beside its
+        tensors, such as `torch.optim.AdamW(...).param_groups[0]`: `lr`, `betas` and all others. If
+        they are missing, torch loads the optimizer only with `allow_partial_load`. Those of the
+        first rank are written.
+      max_file_bytes: the most bytes of a file. A leaf that is larger has a file of its own.
+
+    A tensor with several names is written once, and can be loaded by each of them.
+
+    Communication: as `save_pretrained`; at the end about 100 bytes per leaf to all ranks.
+
+    Memory: as `save_pretrained`.
+
+    Raises:
+      OptimizerError: the optimizer is not one of torch's.
+      FileError, TreeError, GroupsError, PlanError, LeafError, DonatedError, DesyncError,
+      CollectiveTimeoutError: as `save_pretrained`.
+
+    Example:
+      >>> import tempfile
+      >>> groups = make_groups(1)
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.adamw(0.1))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_dcp(f"{folder}/a", state, groups)
+      ...     sorted(load_dcp(f"{folder}/a", groups, like=None))
+      ['optimizer.state.w.exp_avg', 'optimizer.state.w.exp_avg_sq', 'optimizer.state.w.step', 'w']
+    """
+    verb = "save_dcp"
+    home = one_job(verb, groups)
+    with in_step(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
+        checks.instance(verb, "prefix", prefix, str, "a str", "'' takes names as they are")
+        fix = "pass torch.optim.AdamW(...).param_groups[0]"
+        expected = "a dict of options"
+        checks.instance(verb, "param_group", param_group, Mapping | None, expected, fix)
+        if param_group is not None and not isinstance(params, TrainState):
+            text, fix = f"{verb}: param_group= has no effect", "pass a TrainState, or leave it out"
+            raise PlanError(message(text, fix=fix))
+        target = free_path(verb, path)
+        opt = params.opt if isinstance(params, TrainState) else None
+        values = params.params if isinstance(params, TrainState) else params
+        leaves = saved_leaves(verb, values, home, names, dtype)
+        moments, more = ({}, []) if opt is None else optimizer_leaves(verb, opt, leaves)
+        objects = group_options(leaves, None if opt is None else param_group)
+        leaves = [*(_prefixed(leaf, prefix) for leaf in leaves), *more]
+        files = in_files(verb, leaves, max_file_bytes)
+    same_leaves(verb, home, path, leaves)
+    with new_directory(verb, target, home) as made:
+        places: dict[str, Place] = {}
+        own: list[Any] = []  # torch's own form of a place, of which the first rank needs one
+
+        def write(part: Part) -> str:
+            written = _write(made.folder, part)
+            own.extend(at for _, at in written)
+            return json.dumps(
+                [(name, at.relative_path, at.offset, at.length) for name, at in written]
+            )
+
+        for part in rounds({**values, **moments}, home, files):
+            found = made.together(lambda part=part: write(part))
+            for text in found.values():
+                places |= {name: (file, at, length) for name, file, at, length in json.loads(text)}
+
+        def describe() -> str:
+            nonlocal places
+            if made.is_first:
+                # The last file is that of the objects.
+                for name, at in _write(made.folder, Part(len(files), objects)) if objects else []:
+                    places[name] = (at.relative_path, at.offset, at.length)
+                places |= {name: places[leaf.name] for leaf in leaves for name in leaf.also}
+                _describe(made.folder, _state_dict(leaves, objects, prefix), places, own[0])
+            return ""
+
+        made.together(describe)
+
+
+def _prefixed(leaf: Saved, prefix: str) -> Saved:
+    return leaf._replace(name=prefix + leaf.name, also=tuple(prefix + name for name in leaf.also))
+
+
+def _write(folder: Path, part: Part) -> list[tuple[str, Any]]:
+    """Write a file and sync it; the name of each tensor, and where torch says that it lies."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    if part.file is None:
+        return []
+    planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder)
+    planner.set_up_planner(part.tensors, is_coordinator=True)
+    plan = planner.create_local_plan()
+    # A writer names its file after the number of its plan.
+    plan = writer.prepare_global_plan([plan] * (part.file + 1))[-1]
+    written = writer.write_data(planner.finish_plan(plan), planner).wait()
+    return [(result.index.fqn, result.storage_data) for result in written]
+
+
+def _describe(folder: Path, state: dict[str, Any], places: Mapping[str, Place], own: Any) -> None:
+    """Write what describes all files of a state dict; `own` is a place in torch's own form."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
+    planner.set_up_planner(state, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    results = []
+    for item in plans[0].items:
+        file, start, length = places[item.index.fqn]
+        place = replace(own, relative_path=file, offset=start, length=length)
+        results.append(WriteResult(item.index, length, place))
+    writer.finish(metadata, [results])
+
+
+def _state_dict(leaves: Sequence[Saved], objects: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The state dict that was saved, tensors on meta: nested where a prefix has dots."""
+    outer = prefix[: prefix.rfind(".") + 1]
+    named: list[tuple[str, str, Any]] = [(OPTIMIZER, name, x) for name, x in objects.items()]
+    for leaf in leaves:
+        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        begin = OPTIMIZER if leaf.tree else outer
+        named += [(begin, name, empty) for name in (leaf.name, *leaf.also)]
+    found: dict[str, Any] = {}
+    for begin, name, value in named:
+        inner = found
+        for key in begin.split(".")[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[name.removeprefix(begin)] = value
+    return found
+
+
+# `save_pretrained`: a directory that `from_pretrained` of transformers loads.
+
+_VERB = "save_pretrained"
+_CONFIG = "config.json"
+
+
+def save_pretrained(
+    path: str | PathLike,
+    params: Mapping[str, Any],
+    groups: Any,
+    *,
+    config: Any = None,
+    max_file_bytes: float | str = 5_000_000_000,
+    names: Callable[[str], str | None] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write shards as a directory of safetensors files that transformers loads.
+
+    The directory is there as a whole or not at all: the files are written beside it and synced, and
+    the first rank renames them when all of them are complete. `load_shards` reads it, too.
+
+    Args:
+      path: the directory, the same on all ranks and on a file system that they share. Nothing may
+        be there, except an empty directory.
+      params: shards by name, as `init_model` and `load_shards` give them. It may also hold plain
+        tensors that every rank has in full, such as buffers.
+      groups: as for `gather`, one `Groups` for all leaves.
+      config: what else belongs there: an object with `save_pretrained(path)`, such as the `config`
+        of a model, or a dict that becomes config.json. Its `dtype`, if it has one, becomes that of
+        the files.
+      max_file_bytes: the most bytes of a file. If there are several files, they are listed in
+        `model.safetensors.index.json`. A leaf that is larger has a file of its own.
+      names: gives the name in the file for the name of a parameter, or None to leave it out.
+      dtype: the dtype of floating-point tensors in the files; default that of the shards.
+
+    A tensor with several names is written once, under the one that comes first in `params`: that is
+    the embedding, as in transformers, if the names have the order of the module.
+
+    Communication: in the first partition group an all-gather of each bucket, for each round of
+      files that it has leaves in. All ranks compare small messages once per round.
+
+    Memory: one file of at most max_file_bytes (or the largest leaf, if that is more) on the CPU,
+      and one bucket twice. The p ranks of the first partition group each write another file at the
+      same time; no rank holds the model in full.
+
+    Raises:
+      FileError: something is at the path, or a file cannot be written, as on a full disk; all ranks
+        raise it, and nothing is left there.
+      TreeError: `params` are not shards by name, or two of them get the same name.
+      GroupsError, PlanError, LeafError, DonatedError: as `gather`.
+      DesyncError: the ranks were given different arguments, or one of the errors before is raised
+        on some of them only.
+      CollectiveTimeoutError: writing one round took longer than `timeout_s` of the groups.
+      MicsError: the library safetensors is not installed.
+
+    Example:
+      >>> import tempfile
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2, 3)}, groups)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_pretrained(f"{folder}/model", shards, groups, config={"model_type": "mine"})
+      ...     load_shards(f"{folder}/model", groups)
+      {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
+    """
+    home = one_job(_VERB, groups)
+    with in_step(_VERB, home, f"path={str(path)!r}, max_file_bytes={max_file_bytes}, {dtype}"):
+        save_file = _library()
+        _check_config(config)
+        target = free_path(_VERB, path)
+        leaves = saved_leaves(_VERB, params, home, names, dtype)
+        files = in_files(_VERB, leaves, max_file_bytes)
+    same_leaves(_VERB, home, path, leaves)
+    with new_directory(_VERB, target, home) as made:
+
+        def write(part: Part) -> str:
+            if part.file is not None:
+                file = made.folder / _file_name(part.file, len(files))
+                save_file(part.tensors, file, metadata={"format": "pt"})
+                # The library makes files that only their owner may read, whatever the umask says.
+                file.chmod(made.folder.stat().st_mode & 0o666)
+                sync(file)
+            return ""
+
+        for part in rounds(params, home, files):
+            made.together(lambda part=part: write(part))
+        made.together(lambda: _finish(made, files, config))
+
+
+def _library() -> Callable[..., None]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        fix = "pip install 'mics-fn[checkpoint]'"
+        raise MicsError(message(f"{_VERB}: the library safetensors is missing", fix=fix)) from error
+    return save_file
+
+
+def _check_config(config: Any) -> None:
+    wrong = isinstance(config, nn.Module)  # which would save its own weights
+    if wrong or not (config is None or isinstance(config, dict) or _saves_itself(config)):
+        what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
+        raise LeafError(message(f"{what} save_pretrained(path)", fix="pass model.config"))
+
+
+def _saves_itself(config: Any) -> bool:
+    return callable(getattr(config, "save_pretrained", None))
+
+
+def _file_name(number: int, count: int) -> str:
+    """The name of a file, counted from 0, as transformers names it.
+
+    >>> _file_name(0, 1), _file_name(0, 2)
+    ('model.safetensors', 'model-00001-of-00002.safetensors')
+    """
+    return f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
+
+
+def _finish(made: NewDirectory, files: Sequence[Sequence[Saved]], config: Any) -> str:
+    """On the first rank, write what describes the files, and the index last."""
+    if not made.is_first:
+        return ""
+    if isinstance(config, dict):
+        _write_json(made.folder / _CONFIG, config)
+    elif config is not None:
+        config.save_pretrained(made.folder)
+    _note_dtype(made.folder / _CONFIG, [leaf for file in files for leaf in file])
+    for extra in made.folder.iterdir():
+        sync(extra)
+    if len(files) > 1:
+        names = [(leaf.name, i) for i, file in enumerate(files) for leaf in file]
+        places = {name: _file_name(i, len(files)) for name, i in sorted(names)}
+        total = sum(leaf.nbytes for file in files for leaf in file)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _write_json(made.folder / "model.safetensors.index.json", index)
+    return ""
+
+
+def _note_dtype(path: Path, leaves: Sequence[Saved]) -> None:
+    """Let a config name the dtype of the files, in which transformers makes the model."""
+    kinds = {leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point}
+    config = json.loads(path.read_text()) if path.exists() else {}
+    keys = [key for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
+    if keys and len(kinds) == 1:
+        _write_json(path, config | dict.fromkeys(keys, dtype_name(*kinds)))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    sync(path)

@@ -23,7 +23,7 @@ compared when they are new (tens of bytes per leaf, once per tree), and an error
 paths that differ. Ranks also compare all calls on each communicator before data moves: see [Note:
 the same calls] in `schedules.calls`. The order of fetches is watched as `schedules` describes.
 There is one process per rank. A second thread that uses groups at the same time is refused: see
-[Note: one thread at a time] in `groups.turns`.
+[Note: one thread at a time] in `groups.peers`.
 
 | | gloo, on the CPU | NCCL, on CUDA |
 |---|---|---|
@@ -42,7 +42,7 @@ NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its resul
 only small ones are left to it. All this is tested on Linux with Python 3.11.
 
 What travels need not be the values: a `Wire` is a `Codec` and the innermost level on which codes
-are sent. They have a quarter or an eighth of the bytes of float32. See [Note: codes] in `coded.py`.
+are sent. They have a quarter or an eighth of the bytes of float32. See [Note: codes] in `levels.py`.
 `summary` shows which leaves send codes, and `groups.traffic` the bytes that they take: `python -m
 mics_fn bench bytes --precision "hop2=int8[256]"` prints them beside their formulas.
 
@@ -85,42 +85,52 @@ something new between ranks, use `agree` for a tree and `same_call` for a call.
 """
 
 from mics_fn.collectives.agreement import (
+    Parts,
     agree,
     check_replicas,
     check_same,
     checksum,
     collect_all,
     collect_bytes,
+    in_parts,
     in_step,
     same_call,
 )
 from mics_fn.collectives.codec import Codec
-from mics_fn.collectives.coded import mean_bytes
-from mics_fn.collectives.coded_gather import Codes, start_coded_gather
 from mics_fn.collectives.derivatives import needs_derivative, refuse_derivative
-from mics_fn.collectives.hierarchical import (
-    scatter_comms,
-    scatter_steps,
-    spare_numel,
-    start_all_gather,
-    start_fetch,
-    start_reduce_scatter,
-)
-from mics_fn.collectives.levels import collect, hand_over, moves, send_from, start_collect
-from mics_fn.collectives.own import all_gather, start
-from mics_fn.collectives.parts import Parts, in_parts
-from mics_fn.collectives.pending import Pending, Steps, push_all, wait_all, wait_until
-from mics_fn.collectives.replicated import (
+from mics_fn.collectives.levels import (
+    Codes,
     broadcast,
+    collect,
+    hand_over,
+    mean_bytes,
     mean_comms,
     mean_over_ranks,
     mean_steps,
+    moves,
+    scatter_comms,
+    scatter_steps,
+    send_from,
+    spare_numel,
+    start_all_gather,
+    start_coded_gather,
+    start_collect,
+    start_fetch,
     start_mean,
     start_mean_over_ranks,
+    start_reduce_scatter,
     weighted,
 )
-from mics_fn.collectives.sources import finish_readers
-from mics_fn.collectives.tasks import Task
+from mics_fn.collectives.own import all_gather, start
+from mics_fn.collectives.pending import (
+    Pending,
+    Steps,
+    Task,
+    finish_readers,
+    push_all,
+    wait_all,
+    wait_until,
+)
 from mics_fn.collectives.wire import SHORT_NAMES, Rounded, Wire, check_level
 
 __all__ = [

@@ -1,22 +1,42 @@
 """Collectives over one communicator, which are the levels of hierarchical ones.
 
 No other file calls what moves data.
+
+[Note: codes] Codes are sent between ranks and never added. In a gather every rank decodes the same
+codes, those of its own chunk too, so that all have the same bits. In a mean each rank decodes what
+arrives and adds its own part as it is: a part is rounded once, on its way to another rank. In hop 2
+the mean of each part is coded again and gathered, and all replicas decode the same codes. What is
+coded begins and ends on blocks, because leaves and chunks of such a bucket do.
+
+Every level of a gather writes in place, and a reduce-scatter takes the same steps in reverse: see
+[Note: chunk order] in `groups.topology`.
+
+[Note: weighted means] Both hops are means, so the gradient of a step is that of the mean of the
+losses over ranks and micro-steps. Where each loss is itself a mean, over a number of tokens that
+differs, that is a mean of means. With the sum of a micro-step over its tokens divided by the mean
+number of tokens, it is the sum over all tokens by their number. That divisor is known before the
+loss, so it is one small message beside the gathers, and everything behind it, from the dtype on the
+wire to the limit of a guard, sees a gradient of the usual size.
 """
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _device, _torch
-from mics_fn.collectives.collective import Collective
-from mics_fn.collectives.means import mean_factors, mean_of, mean_of_two
-from mics_fn.collectives.pending import Pending, Steps
-from mics_fn.groups import Comm
+from mics_fn import _device, _torch, checks
+from mics_fn.collectives.codec import Codec
+from mics_fn.collectives.derivatives import inside_a_rule
+from mics_fn.collectives.pending import Collective, Pending, Steps, Task, What, reads
+from mics_fn.collectives.wire import Rounded, Wire, block_of, mean_factors, mean_of, mean_of_two
+from mics_fn.errors import GroupsError
+from mics_fn.groups import Buffers, Comm, Groups, Route
 
 SMALL_BYTES = 2**16  # of a result that gloo may allocate twice more
 
@@ -255,3 +275,644 @@ def hand_over(
     what = f"{numel} bytes of state"
     _one(Collective(comm, "hand over", sum(outgoing), call), (same, sent, out), what)
     return out if sum(received) else None
+
+
+# Collectives that send codes in the place of values.
+
+AnyCodec = Codec | Rounded
+
+
+def exchange_bytes(codec: AnyCodec, numel: int, size: int) -> int:
+    """Bytes of memory that `exchange_codes` needs for parts of so many elements."""
+    return 2 * (size - 1) * codec.nbytes(numel)
+
+
+def exchange_codes(
+    comm: Comm, codec: AnyCodec, part: Callable[[int], Tensor], memory: Tensor, mean: Tensor
+) -> Steps:
+    """Send codes of part j to the rank at place j, and average what arrives into `mean`.
+
+    Args:
+      comm: the communicator.
+      codec: encodes parts.
+      part: gives a part, which is 1D, by the place of its rank.
+      memory: 1D, uint8, of `exchange_bytes`; overwritten.
+      mean: 1D, of the size of a part. It may lie in that of this rank, or where any part did that
+        goes to another rank.
+    """
+    others = [place for place in range(comm.size) if place != comm.rank]
+    numel, nbytes = mean.numel(), codec.nbytes(mean.numel())
+    sent, received = memory[: exchange_bytes(codec, numel, comm.size)].view(2, -1, nbytes)
+    with inside_a_rule():
+        for row, place in zip(sent, others, strict=True):
+            codec.encode(part(place), out=row)
+    yield swap_codes(comm, sent, received)
+    parts = list(received)
+    parts.insert(comm.rank, part(comm.rank))  # as it is, and added in the order of ranks
+    with inside_a_rule():
+        codec.decode_mean(parts, None, mean)
+    return mean
+
+
+def mean_numel(codec: AnyCodec, numel: int, size: int) -> int:
+    """Elements of each part in `coded_mean_steps`: whole blocks, the same number for each rank."""
+    block = block_of(codec)
+    return -(-numel // (block * size)) * block
+
+
+def mean_bytes(codec: AnyCodec, numel: int, size: int) -> int:
+    """Bytes of memory that `coded_mean_steps` needs."""
+    part = mean_numel(codec, numel, size)
+    return part * torch.float32.itemsize + exchange_bytes(codec, part, size)
+
+
+def coded_mean_steps(
+    comms: Sequence[Comm], tensor: Tensor, codec: AnyCodec, memory: Tensor | None = None
+) -> Steps:
+    """Average a contiguous tensor over some ranks, in place, in two collectives of codes.
+
+    Args:
+      comms: the communicators of the two, which have the same ranks in the same order.
+      tensor: contiguous.
+      codec: encodes parts, and then their means.
+      memory: 1D, uint8, of `mean_bytes`; None allocates it.
+    """
+    (comm, second), flat = comms, tensor.view(-1)
+    size = comm.size
+    if memory is None:
+        nbytes = mean_bytes(codec, flat.numel(), size)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+    numel = mean_numel(codec, flat.numel(), size)
+    first = numel * torch.float32.itemsize
+    mean, memory = memory[:first].view(torch.float32), memory[first:]
+
+    def part(place: int) -> Tensor:
+        values = flat[place * numel : (place + 1) * numel]
+        missing = numel - values.numel()
+        return torch.cat([values, values.new_zeros(missing)]) if missing else values
+
+    yield from exchange_codes(comm, codec, part, memory, mean)
+    codes = memory[: size * codec.nbytes(numel)].view(size, -1)
+    encode_to(codec, mean, codes[comm.rank])
+    yield all_gather(second, codes, codes[comm.rank])
+    for place, row in enumerate(codes):
+        decode_to(codec, row, numel, flat[place * numel : (place + 1) * numel])
+    return tensor
+
+
+def encode_to(codec: AnyCodec, values: Tensor, out: Tensor) -> None:
+    """Write the codes of values to `out`, inside of a verb that has a derivative."""
+    with inside_a_rule():
+        codec.encode(values, out=out)
+
+
+def decode_to(codec: AnyCodec, codes: Tensor, numel: int, out: Tensor) -> None:
+    """Write the first of `numel` values that codes stand for to `out`; see `encode_to`."""
+    with inside_a_rule():
+        if out.numel() == numel:
+            codec.decode(codes, numel, out.dtype, out=out)
+        elif out.numel():
+            out.copy_(codec.decode(codes, numel, out.dtype)[: out.numel()])
+
+
+# Hierarchical collectives, one bucket at a time: level after level of those in `levels`.
+
+
+def start_all_gather(
+    route: Route,
+    chunk: Tensor,
+    out: Tensor | None = None,
+    what: What = ("", "gather", ""),
+) -> Pending:
+    """Start to gather equal chunks over the levels of a partition group.
+
+    Args:
+      route: its levels, outermost first.
+      chunk: this rank's chunk, contiguous, of any shape.
+      out: the output, contiguous (p, *chunk.shape); None allocates it.
+      what: as for `Pending`.
+
+    Returns:
+      A `Pending` whose result is (p, *chunk.shape), in chunk order.
+
+    Communication: one all-gather per level; with p ranks and M bytes in all, a rank receives
+      (p - 1)/p * M. None if p = 1.
+
+    Memory: the result, without a staging copy.
+    """
+    if chunk.numel() == 0 or (route.size == 1 and out is None):
+        out = chunk.expand(route.size, *chunk.shape)
+    elif out is None:
+        out = chunk.new_empty(route.size, *chunk.shape)
+    comms = gather_comms(route, chunk)
+    how = {"keep": (chunk, out), "device": chunk.device, "what": what}
+    return reads(Pending(gather_steps(route, chunk, out), comms, **how), comms, chunk)
+
+
+def start_fetch(
+    route: Route,
+    chunk: Tensor,
+    held: Tensor | None,
+    out: Tensor | None,
+    what: What,
+    bring: Task | None = None,
+) -> Pending:
+    """Start to gather a bucket, and keep what the outer levels gave; see [Note: placements].
+
+    Args:
+      route: the levels; what is gathered over the first `hold` of them goes to `held`.
+      chunk: this rank's chunk, contiguous and 1D.
+      held: memory for that, in the dtype that is sent; None if `hold` is 0. A later fetch passes
+        the kept memory as `chunk` and as `held`, and gathers over the inner levels only.
+      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` or `chunk` is
+        the whole bucket.
+      what: as for `Pending`.
+      bring: where the chunk lies elsewhere, what copies it to its part of the first of these two,
+        before anything is sent.
+
+    Returns:
+      A `Pending` whose result is the whole bucket.
+
+    Communication: as `start_all_gather`.
+    """
+    outer, inner = route.split(route.hold)
+    both = ((outer, held), (inner, out))
+    parts = [(route, to) for route, to in both if to is not None and to is not chunk]
+    comms = [comm for route, _ in parts for comm in gather_comms(route, chunk)]
+    if bring is not None and parts:
+        comms.insert(0, bring.comm)
+
+    def steps() -> Steps:
+        mine = chunk
+        for route, target in parts:
+            view = target.view(route.size, target.numel() // route.size)
+            if mine is chunk and bring is not None:
+                mine = view[route.chunk]
+                yield bring.to(mine)
+            elif mine.dtype != target.dtype or route.size == 1:
+                mine = view[route.chunk].copy_(mine)  # cast before sending
+            yield from gather_steps(route, mine, view)
+            mine = target
+        return mine
+
+    keep = (chunk, *(target for _, target in parts))
+    how = {"keep": keep, "device": keep[-1].device, "what": what}
+    return reads(Pending(steps(), comms, **how), comms, chunk)
+
+
+def gather_comms(route: Route, chunk: Tensor) -> list[Comm]:
+    """The communicators that `gather_steps` uses, in order."""
+    return [level.gather for level in route.levels if moves(chunk)]
+
+
+def gather_steps(route: Route, chunk: Tensor, out: Tensor) -> Steps:
+    """Gather chunks into `out` (p, *chunk.shape), which may hold this rank's chunk already."""
+    mine, start = chunk.unsqueeze(0), route.chunk
+    if moves(chunk):
+        for level, coord in zip(route.levels, route.coords, strict=True):
+            count = mine.shape[0]
+            start -= coord * count
+            run = out.narrow(0, start, level.gather.size * count)
+            yield all_gather(level.gather, run.view(level.gather.size, -1), mine.reshape(-1))
+            mine = run
+    return out
+
+
+def start_reduce_scatter(
+    route: Route,
+    full: Tensor,
+    buffers: Buffers,
+    dtype: torch.dtype | None = None,
+    what: What = ("", "hop 1", ""),
+    wire: Wire | None = None,
+) -> Pending:
+    """Start to average over a partition group; each rank keeps its own chunk.
+
+    Args:
+      route: its levels, outermost first; the reduction takes the innermost first.
+      full: contiguous (p, *chunk shape), in chunk order; overwritten. Its dtype is what is sent.
+      buffers: the pool that lends a second buffer, of `spare_numel` elements.
+      dtype: of the result; None takes that of `full`.
+      what: as for `Pending`.
+      wire: what travels on its levels in the place of values; None sends values on all.
+
+    Returns:
+      A `Pending` whose result has the shape of one chunk: the mean over the group, times
+      `route.grad_factor`.
+
+    Communication: one reduce-scatter per level, (p - 1)/p of the bytes of `full` sent, or of its
+      codes. None if p = 1.
+
+    Memory: the second buffer, and the result.
+    """
+    comms = scatter_comms(route, full)
+    # On the stream of the caller, who frees it there.
+    out = full.new_empty(full.shape[1:], dtype=dtype) if comms else full[0]
+    how = {"direct": _direct(full, out), "wire": wire, "itemsize": full.itemsize}
+    needs = spare_numel(route, full.numel(), full.device, **how)
+    spare = buffers.take((needs,), full.dtype, full.device) if comms else full
+
+    def steps() -> Steps:
+        yield from scatter_steps(route, full, out, spare, wire)
+        if comms:
+            buffers.give(spare)
+        mean, factor = out.to(dtype or full.dtype), route.grad_factor
+        return mean if factor == 1.0 else mean * factor
+
+    return Pending(steps(), comms, keep=(full, spare, out), device=full.device, what=what)
+
+
+def scatter_comms(route: Route, full: Tensor) -> list[Comm]:
+    """The communicators that `scatter_steps` uses, in order."""
+    return [level.reduce for level in reversed(route.levels) if moves(full)]
+
+
+def spare_numel(
+    route: Route,
+    numel: int,
+    device: torch.device,
+    *,
+    direct: bool,
+    wire: Wire | None = None,
+    itemsize: int = 1,
+) -> int:
+    """Elements of the second buffer that `scatter_steps` needs.
+
+    Args:
+      route: the levels.
+      numel: elements of `full`.
+      device: where they are.
+      direct: whether `out` has the dtype of `full`, and lies beside it, so that the last level can
+        write there.
+      wire: as for `start_reduce_scatter`.
+      itemsize: bytes of an element, with a wire.
+    """
+    most, coded = 0, wire.levels(route) if wire else 0
+    for i, level in enumerate(route.levels):  # the outermost is the last
+        comm = level.reduce
+        here = numel // prod(level.reduce.size for level in route.levels[i + 1 :])
+        if wire and i < coded:
+            nbytes = exchange_bytes(wire.codec, here // comm.size, comm.size)
+            most = max(most, -(-nbytes // itemsize))
+            continue
+        whole = exchanges(comm, device) and comm.size != 2  # else one part arrives
+        last = direct and i == 0 and not whole
+        most = max(most, 0 if last else here if whole else here // comm.size)
+    return most
+
+
+def scatter_steps(
+    route: Route, full: Tensor, out: Tensor, spare: Tensor, wire: Wire | None = None
+) -> Generator[Collective, None, None]:
+    """Average `full` (p, *chunk shape) over a partition group; this rank's chunk goes to `out`.
+
+    Args:
+      route: the levels.
+      full: contiguous, in chunk order; overwritten.
+      out: one chunk, of any float dtype. It is written at the end, so the caller can make views of
+        it before. If nothing is sent, it must be `full[0]` already.
+      spare: of `spare_numel` elements; overwritten.
+      wire: as for `start_reduce_scatter`.
+    """
+    comms, here, there = scatter_comms(route, full), full.view(-1), spare.view(-1)
+    plain = len(comms) - (wire.levels(route) if wire else 0)
+    for i, comm in enumerate(comms):
+        numel = here.numel() // comm.size
+        last = i == len(comms) - 1
+        direct = last and _direct(full, out)
+        if wire and i >= plain:
+            parts = here.view(comm.size, numel)
+            mean = out.view(-1) if last else parts[(comm.rank + 1) % comm.size]
+            codes = _codes_room(wire, numel, comm, there)
+            yield from exchange_codes(comm, wire.codec, parts.__getitem__, codes, mean)
+        elif exchanges(comm, here.device):
+            # gloo's reduce-scatter sends as much as an all-reduce. Exchanging parts and adding them
+            # here sends half of that, and rounds 16-bit values only once.
+            mean = out.view(-1) if last else here[:numel]
+            received = mean if direct and comm.size == 2 else there
+            yield from exchange(comm, here.view(comm.size, numel), received, mean)
+        else:
+            mean = out.view(-1) if direct else there[:numel]
+            yield from average(comm, here.view(comm.size, numel), mean)
+            there = here
+        here = mean
+    if comms and here.data_ptr() != out.data_ptr():
+        out.view(-1).copy_(here)
+
+
+def _codes_room(wire: Wire, numel: int, comm: Comm, spare: Tensor) -> Tensor:
+    """Memory for the codes of one level: the second buffer, unless levels before it took that."""
+    raw, nbytes = spare.view(torch.uint8), exchange_bytes(wire.codec, numel, comm.size)
+    return raw if raw.numel() >= nbytes else raw.new_empty(nbytes)
+
+
+def _direct(full: Tensor, out: Tensor) -> bool:
+    """Whether the last level can write to `out` while it reads from `full`."""
+    if out.dtype != full.dtype or _torch.storage_id(out) != _torch.storage_id(full):
+        return out.dtype == full.dtype
+    first, second = sorted((full, out), key=Tensor.storage_offset)
+    return first.storage_offset() + first.numel() <= second.storage_offset()
+
+
+# Gathers of codes, which each rank encodes once and may send several times.
+
+
+class Codes:
+    """What a rank sends of its chunk in the place of values; later gathers send it again.
+
+    Args:
+      wire: what travels, and on which levels of the route.
+      route: the levels. What is gathered over the first `hold` of them is kept: as codes if further
+        levels send codes, else as values, which the caller keeps.
+      pool: has the memory, which `release` gives back.
+      numel: elements of a chunk.
+      mine: the codes of this rank's chunk, in memory that belongs to somebody else.
+      coming: a stand-in for the chunk while it lies elsewhere: the first gather brings it and fills
+        `mine`. None once `mine` has the codes.
+
+    Memory: the codes of all chunks that are kept.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        route: Route,
+        pool: Buffers,
+        numel: int,
+        mine: Tensor,
+        coming: Tensor | None = None,
+    ) -> None:
+        self.codec, self.count, self.pool = wire.codec, wire.levels(route), pool
+        self.numel, self.device, self.mine = numel, mine.device, mine
+        self.coming = coming
+        self._own: list[Tensor] = []  # what it has taken from the pool, but for `held`
+        held = route.split(route.hold)[0].size if self.count > route.hold else 1
+        self.held = self.room(held) if held > 1 else None
+        self.sent = False  # whether the chunks that are held were gathered
+
+    @classmethod
+    def of(cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers) -> "Codes":
+        """Those of this rank's chunk, contiguous and 1D, in memory of the pool."""
+        made = cls.to_be_made(wire, route, chunk, pool, chunk.device)
+        made.encode(chunk)
+        return made
+
+    @classmethod
+    def to_be_made(
+        cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers, device: torch.device
+    ) -> "Codes":
+        """Those of a chunk that the first gather brings to a device, for which a tensor stands."""
+        mine = pool.take((wire.codec.nbytes(chunk.numel()),), torch.uint8, device)
+        made = cls(wire, route, pool, chunk.numel(), mine, chunk)
+        made._own.append(mine)
+        return made
+
+    def encode(self, chunk: Tensor) -> None:
+        """Make the codes, of this rank's chunk on the device."""
+        encode_to(self.codec, chunk, self.mine)
+        self.coming = None
+
+    def room(self, count: int) -> Tensor:
+        """Memory for the codes of so many chunks, 1D."""
+        nbytes = count * self.codec.nbytes(self.numel)
+        return self.pool.take((nbytes,), torch.uint8, self.device)
+
+    def release(self) -> None:
+        """Give the memory back, once no gather reads it any more."""
+        for codes in (*self._own, *([] if self.held is None else [self.held])):
+            self.pool.give(codes)
+
+
+def start_coded_gather(
+    route: Route,
+    codes: Codes,
+    held: Tensor | None,
+    out: Tensor | None,
+    what: What,
+    bring: Task | None = None,
+) -> Pending:
+    """Start to gather a bucket as codes on the outer levels, and as values on the others.
+
+    Args:
+      route: the levels.
+      codes: of this rank's chunk.
+      held: 1D, memory for the values that meet over the first `hold` levels, in the dtype that is
+        sent; None if these are kept as codes, or if `hold` is 0.
+      out: 1D, memory for the whole bucket, in the dtype that is sent; None if `held` is that.
+      what: as for `Pending`.
+      bring: where the chunk lies elsewhere and no codes were made yet, what copies it to memory on
+        the device, with zeros as its padding.
+
+    Returns:
+      A `Pending` whose result is the whole bucket: what was decoded, this rank's chunk too.
+
+    Communication: as `start_all_gather`, with the bytes of codes on the outer levels. Levels whose
+      codes are kept are left out when they are sent again.
+
+    Memory: the codes of the chunks that meet over the coded levels, until they are decoded; before
+      that the chunk that `bring` copies, until it is encoded.
+    """
+    coded, plain = route.split(codes.count)
+    first, later = coded.split(route.hold if codes.held is not None else 0)
+    gathers = [] if codes.sent or codes.held is None else [(first, codes.mine, codes.held)]
+    mine = codes.mine if codes.held is None else codes.held
+    every = codes.room(coded.size) if later.size > 1 else mine
+    gathers += [(later, mine, every)] if later.size > 1 else []
+    codes.sent = True
+    both = [(plain, out)]
+    if held is not None:  # the levels that send values, up to those that are held and behind them
+        before, behind = plain.split(route.hold - codes.count)
+        both = [(before, held), (behind, out)]
+    values = [(levels, target) for levels, target in both if target is not None]
+    source = codes.coming
+    near = None
+    if bring is not None and source is not None:
+        near = codes.pool.take((codes.numel,), source.dtype, codes.device)
+
+    def steps() -> Steps:
+        if bring is not None and near is not None:
+            yield bring.to(near)
+            with _torch.without_torch_func():  # whatever advances this may be inside of it
+                codes.encode(near)
+                codes.pool.give(near)
+        for levels, source, target in gathers:
+            yield from gather_steps(levels, source, target.view(levels.size, -1))
+        full = every
+        for levels, target in values:
+            run = target.view(levels.size, -1)[levels.chunk]
+            if full is every:
+                _decode(codes, every, run)
+                if every is not mine:
+                    codes.pool.give(every)
+            else:
+                run.copy_(full)
+            yield from gather_steps(levels, run, target.view(levels.size, -1))
+            full = target
+        return full
+
+    comms = [comm for levels, source, _ in gathers for comm in gather_comms(levels, source)]
+    comms += [comm for levels, target in values for comm in gather_comms(levels, target)]
+    keep = [codes.mine, mine, every, *(target for _, target in values)]
+    if bring is None or near is None or source is None:
+        return Pending(steps(), comms, keep=keep, device=codes.device, what=what)
+    comms.insert(0, bring.comm)
+    keep.append(near)
+    found = Pending(steps(), comms, keep=keep, device=codes.device, what=what)
+    return reads(found, comms, source)
+
+
+def _decode(codes: Codes, every: Tensor, out: Tensor) -> None:
+    """Decode the codes of some chunks into one run of values."""
+    rows = every.view(-1, codes.codec.nbytes(codes.numel))
+    for row, values in zip(rows, out.view(len(rows), -1), strict=True):
+        decode_to(codes.codec, row, codes.numel, values)
+
+
+# Means of whole tensors, such as hop 2, and what all ranks get from one of them.
+
+
+def start_mean(
+    comm: Comm,
+    tensor: Tensor,
+    wire: torch.dtype | Codec | None = None,
+    what: What = ("", "mean", ""),
+) -> Pending:
+    """Start to average a tensor over a communicator, in place.
+
+    Args:
+      comm: the communicator.
+      tensor: contiguous.
+      wire: the dtype that is sent, or a codec; None takes the dtype of `tensor`.
+      what: as for `Pending`.
+
+    Communication: one all-reduce, in which each of r ranks sends 2(r - 1)/r of the tensor's bytes
+      in `wire`. With a codec an all-to-all and an all-gather of codes, which send 2(r - 1) times
+      those of 1/r of the elements, rounded up to a block.
+    """
+    comms, steps = mean_comms(comm, tensor, wire), mean_steps(comm, tensor, wire)
+    return Pending(steps, comms, keep=(tensor,), device=tensor.device, what=what)
+
+
+def mean_comms(comm: Comm, tensor: Tensor, wire: torch.dtype | Codec | None = None) -> list[Comm]:
+    """The communicators that `mean_steps` uses, in order: none, the given one, or two."""
+    if comm.size == 1 or not moves(tensor):
+        return []
+    if isinstance(wire, Codec):  # the next codes are exchanged while these are decoded
+        return [comm, comm.second or comm]
+    return [comm, comm] if comm.fixed_order else [comm]
+
+
+def mean_steps(
+    comm: Comm,
+    tensor: Tensor,
+    wire: torch.dtype | Codec | None = None,
+    spare: Tensor | None = None,
+) -> Steps:
+    """Average a contiguous tensor over a communicator, in place; see `start_mean`.
+
+    Args:
+      comm, tensor, wire: as there.
+      spare: memory for a copy in `wire`, of the shape of `tensor`; for codes 1D, uint8, of
+        `mean_bytes`. None allocates it if needed.
+    """
+    comms = mean_comms(comm, tensor, wire)
+    if isinstance(wire, Codec):
+        if comms:
+            yield from coded_mean_steps(comms, tensor, wire, spare)
+    elif len(comms) > 1:
+        yield from mean_in_order(comm, tensor, wire or tensor.dtype)
+    elif comms:
+        yield from reduce_all(comm, tensor, wire or tensor.dtype, spare)
+    return tensor
+
+
+def mean_over_ranks(groups: Groups, tensor: Tensor) -> Tensor:
+    """Average a small tensor over all ranks, in place: in partition groups, then over replicas."""
+    return start_mean_over_ranks(groups, tensor).wait()
+
+
+def start_mean_over_ranks(groups: Groups, tensor: Tensor, name: str = "") -> Pending:
+    """Start `mean_over_ranks`; with a name the ledger has its bytes under that."""
+    both = [groups.partition, groups.replicas]
+    both = [replace(comm, name=name) for comm in both] if name else both
+
+    def steps() -> Steps:
+        for comm in both:
+            yield from mean_steps(comm, tensor)
+        return tensor
+
+    comms = [each for comm in both for each in mean_comms(comm, tensor)]
+    what = ("", name or "mean over all ranks", "")
+    return Pending(steps(), comms, keep=(tensor,), device=tensor.device, what=what)
+
+
+def weighted(loss_sum: Tensor, count: Any, groups: Groups) -> Tensor:
+    """A loss for the verbs whose mean over ranks and micro-steps is exact for any counts.
+
+    See [Note: weighted means].
+
+    Args:
+      loss_sum: 0-dim tensor, the sum of this rank's losses over its tokens (or samples, or whatever
+        it counts) in one micro-step.
+      count: how many there are: a number, or a tensor on any device, for which the host does not
+        wait. With several micro-steps the counts of all of them, as a sequence or a 1D tensor, in
+        each call. A rank or a micro-step may have none, if its `loss_sum` is 0 then; if no rank has
+        any, the loss is NaN or infinite.
+      groups: those that the gradients are averaged over; `groups.without_replicas()` while replicas
+        step on their own.
+
+    Returns:
+      `loss_sum` by the mean count per rank and micro-step, at least in float32. It has derivatives
+      in every way that `loss_sum` has, also inside of torch.func; counts have none.
+
+    Communication: 8 bytes over the partition group and the replication group.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> def loss_fn(shards, tokens):
+      ...     return weighted((gather(shards, groups)["w"] * tokens).sum(), len(tokens), groups)
+      >>> torch.func.grad(loss_fn)(shards, torch.tensor([1.0, 5.0]))["w"].data
+      tensor([0.5000, 2.5000])
+    """
+    fix = "pass what make_groups gave; of a placement, the groups of all ranks"
+    checks.instance("weighted", "groups", groups, Groups, "Groups", fix, GroupsError)
+    counts = list(count) if isinstance(count, list | tuple) else [count]
+    parts = [torch.as_tensor(x, dtype=torch.float64, device=groups.device) for x in counts]
+    mean = _MeanOfCounts.apply(groups, torch.stack([x.detach().mean() for x in parts]).mean())
+    return loss_sum / mean.to(torch.promote_types(loss_sum.dtype, torch.float32))  # pyright: ignore
+
+
+class _MeanOfCounts(torch.autograd.Function):
+    """`mean_over_ranks` of what has no derivative, inside of torch.func too."""
+
+    @staticmethod
+    def forward(groups: Groups, count: Tensor) -> Tensor:  # pyright: ignore
+        return mean_over_ranks(groups, count.contiguous().clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:  # pyright: ignore
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, groups: Groups, count: Tensor) -> tuple:  # pyright: ignore
+        return _MeanOfCounts.apply(groups, count), in_dims[1]
+
+
+def broadcast(groups: Groups, tensor: Tensor, source_rank: int) -> None:
+    """Overwrite `tensor` on all ranks with that of the source: over replicas, then inside them."""
+    place = groups.ranks.index(source_rank) % groups.partition_size
+    row = groups.position % groups.partition_size == place
+    hops = [(groups.replicas, source_rank)] if row else []
+    own = groups.plan.partition_groups[groups.position // groups.partition_size]
+    hops.append((groups.partition, groups.ranks[own[place]]))
+    for comm, source in hops:
+        send_from(comm, tensor, source)

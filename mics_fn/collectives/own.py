@@ -13,9 +13,8 @@ from torch import Tensor
 
 from mics_fn import checks
 from mics_fn.collectives import levels
-from mics_fn.collectives.collective import Collective
 from mics_fn.collectives.derivatives import refuse_derivative
-from mics_fn.collectives.pending import Pending, Steps
+from mics_fn.collectives.pending import Collective, Pending, Steps
 from mics_fn.errors import CollectiveError, GroupsError, LeafError, message
 from mics_fn.groups import Comm
 

@@ -13,21 +13,97 @@ further one for that of the level before; what a collective computes between two
 stream of the level before. `wait` makes the current stream wait for the last one. Until then the
 `Pending` references every tensor that its collectives read or write, so that no allocator hands out
 their memory too early, and `record_stream` is not needed.
+
+[Note: memory that is still sent] A gather reads this rank's chunk until it is done, and the other
+ranks may need what it sends although this one does not: a bucket that was fetched ahead is perhaps
+never used here. So a verb that writes into the memory of shards waits for such gathers first. All
+ranks have started them by then, or will in their own order, so it waits no longer than a use would.
+In a steady step there are none, because the end of a run has waited for all of them.
+
+A `Pending` issues it like a collective, in the order of a queue of its own, and goes on when it is
+done. So a fetch that begins with a file waits as any other does: bounded, and open to Ctrl-C.
 """
 
+import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mics_fn import _device, _torch, interrupts, points, spans
-from mics_fn.collectives.collective import Collective
-from mics_fn.errors import CollectiveError
+from mics_fn import _device, _torch, interrupts, spans
+from mics_fn.errors import CollectiveError, CollectiveTimeoutError, first_line, message, name_ranks
 from mics_fn.groups import Comm, Life
 from mics_fn.schedules import Stuck, call_text, made
+from mics_fn.threads import Latch, start
+
+# `Collective`: one collective on one communicator, and the error if it fails.
+
+
+class Collective:
+    """One collective on one communicator: what a step of a `Pending` yields, to have it issued.
+
+    Args:
+      comm: the communicator.
+      op: its name, for error texts.
+      nbytes_sent: what this rank sends.
+      call: issues it; takes `group` and `async_op` as torch.distributed does.
+    """
+
+    def __init__(self, comm: Comm, op: str, nbytes_sent: int, call: Callable[..., Any]) -> None:
+        self.comm, self.op = comm, op
+        self.nbytes_sent, self._call = nbytes_sent, call
+
+    def issue(self, *, async_op: bool) -> None:
+        """Issue it; without `async_op` it is queued on the current stream as any other op."""
+        self.comm.traffic.add(self.comm.name, self.nbytes_sent)
+        group = self.comm.process_group()
+        try:
+            with _torch.unrecorded(async_op):
+                self.work = self._call(group=group, async_op=async_op)
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(error, wait=False) from error
+        self.comm.calls.issued += 1
+
+    def done(self) -> bool:
+        """Whether it has finished (or failed), without waiting."""
+        return self.work.is_completed()
+
+    def finish(self) -> None:
+        """Let go of one that is done, or raise if it failed."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self._failed(error, wait=True) from error
+
+    def late(self) -> CollectiveTimeoutError:
+        """The error to raise if it does not finish in time."""
+        return CollectiveTimeoutError(
+            message(
+                f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
+                [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
+                fix="look for a rank that stopped, or that calls other verbs",
+            )
+        )
+
+    def _failed(self, error: Exception, *, wait: bool) -> Exception:
+        """What to raise; it may wait for a moment to learn which rank was the cause."""
+        first = first_line(error)
+        own = CollectiveError(
+            message(
+                f"{self.op} over '{self.comm.name}' failed: {first}",
+                [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
+                fix="look at the other ranks' errors, then make new groups: these are broken",
+            )
+        )
+        comm, number = self.comm, self.comm.calls.issued if wait else self.comm.calls.issued + 1
+        call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
+        return comm.life.explained(own, wait=wait, call=call)
+
 
 Steps = Generator[Collective, None, Tensor]
 What = tuple[str, str, Hashable]  # the verb or "", what it does, and to what: a bucket or ""
@@ -68,8 +144,8 @@ class Pending:
         what: What,
     ) -> None:
         self._call = (*what, keep[0].nbytes)
-        if points.observers:
-            points.calling(call_text(self._call), keep[:1], comms)
+        if spans.observers:
+            spans.calling(call_text(self._call), keep[:1], comms)
         self._steps, self._comms, self._keep = steps, comms, list[Any](keep)
         self._numbers: list[int] = []  # of this call over each of `comms`
         self._issued: Collective | None = None
@@ -153,9 +229,9 @@ class Pending:
     def _issue_next(self) -> Collective:
         with _torch.without_torch_func():  # whoever waits may be inside, and what was started not
             collective = next(self._steps)
-        if points.observers:
+        if spans.observers:
             text = f"{collective.op} ({call_text(self._call)})"
-            points.calling(text, self._keep[:1], [collective.comm])
+            spans.calling(text, self._keep[:1], [collective.comm])
         on_device = _device.is_async(self._device)
         if on_device:
             _device.follow(collective.comm.stream(self._device), self._device)
@@ -322,3 +398,123 @@ def _poll(life: Life, done: Callable[[], bool], pending: Pending) -> None:
 def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
     """Wait for several collectives, whose levels overlap; returns their results in order."""
     return [pending.wait() for pending in pendings]
+
+
+# Which memory gathers under way still read, so that nobody overwrites it.
+
+_READERS: WeakKeyDictionary[Pending, tuple[int, Life]] = WeakKeyDictionary()
+
+
+def reads(pending: Pending, comms: Sequence[Comm], chunk: Tensor) -> Pending:
+    """The same gather, noted as a reader of its chunk for as long as anybody may wait for it."""
+    if comms:
+        _READERS[pending] = _memory_of(chunk), comms[0].life
+    return pending
+
+
+def finish_readers(written: Sequence[Tensor]) -> None:
+    """Wait for gathers that read what is to be written; see [Note: memory that is still sent]."""
+    under_way = [
+        (pending, storage)
+        for pending, (storage, life) in _READERS.items()
+        if not life.closed
+        and life.failed is None
+        and (pending.ready is not None or not pending.finished)
+    ]
+    if under_way:
+        storages = {_memory_of(tensor) for tensor in written}
+        for pending, storage in under_way:
+            if storage in storages:
+                pending.wait()
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What a tensor lies in: its storage, or its part of a file, which it names `extent`."""
+    extent = getattr(tensor, "extent", None)
+    return _torch.storage_id(tensor) if extent is None else id(extent)
+
+
+# `Task`: what a rank does by itself before a collective, such as reading what it is to send.
+
+Work = Callable[[Tensor], Iterator[object]]  # does one part after the other on this memory
+
+
+class Task(Collective):
+    """A copy in parts, made by a thread; or by the host, if it is queued on a stream.
+
+    Args:
+      comm: of this rank alone, whose queue and stream it uses.
+      op: its name, for error texts.
+      work: given the memory to fill, does one part of the work after the other.
+    """
+
+    def __init__(self, comm: Comm, op: str, work: Work) -> None:
+        super().__init__(comm, op, 0, work)
+        self._work = work
+        self._memory: Tensor | None = None
+        self._errors: list[BaseException] = []
+        self._stop = Latch()
+        self._thread: threading.Thread | None = None
+
+    def to(self, memory: Tensor) -> "Task":
+        """The same task, which fills this memory."""
+        self._memory = memory
+        return self
+
+    def issue(self, *, async_op: bool) -> None:
+        """Begin; without `async_op` the host does it now, and what it queues is on this stream."""
+        self.comm.check_open()
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        # Without a reference to this task: a thread ends soon after nobody waits for it any more.
+        run = partial(_run, self._work, memory, self._stop, self._errors)
+        if async_op:
+            thread = threading.Thread(target=run, name=f"mics_fn {self.op}", daemon=True)
+            try:
+                self._thread = start(thread)
+                return
+            except RuntimeError:  # there is no memory for one
+                pass
+        run()
+        if not async_op:
+            self.finish()
+
+    def done(self) -> bool:
+        """Whether it has ended, without waiting."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Let go of one that is done, or raise what it has raised."""
+        if self._errors:
+            raise self._errors[0]
+
+    def late(self) -> CollectiveTimeoutError:
+        """The error to raise if it does not finish in time."""
+        self._stop.set()
+        text = f"{self.op} did not finish in {self.comm.timeout_s:g} s"
+        return CollectiveTimeoutError(message(text, fix="look at the disk of this machine"))
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _run(work: Work, memory: Tensor, stop: Latch, errors: list[BaseException]) -> None:
+    """Do part after part until all are done, or nobody waits for them."""
+    try:
+        # In inference mode what lies elsewhere could not be cut; leaving it records derivatives.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for _ in work(_writable(memory)):
+                if stop.is_set():
+                    return
+    except BaseException as error:
+        errors.append(error)
+
+
+def _writable(memory: Tensor) -> Tensor:
+    """The same memory as a tensor that may be written outside of inference mode."""
+    if not memory.is_inference():
+        return memory
+    place = memory.storage_offset(), memory.size(), memory.stride()
+    made = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    return made.set_(memory.untyped_storage(), *place)

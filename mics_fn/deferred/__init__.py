@@ -22,7 +22,7 @@ and optimizer state. Within a step it also holds `live_bytes` and one bucket of 
 1/p of the gradients, and a few buckets of them in full.
 
 `GradSum(where="grads=host")`, or `Trainer(where=)`, keeps the sum over micro-steps in host memory,
-or in files: see [Note: sums elsewhere] in `placed_sum`. Give `Guard.judge` and `opt_step` the
+or in files: see [Note: sums elsewhere] in `reduction`. Give `Guard.judge` and `opt_step` the
 `GradSum` itself, and one bucket at a time is brought; `grads()` brings all. Files are for sums that
 fit nowhere else: each pass reads and writes them, and on a device the host waits for that.
 
@@ -38,7 +38,7 @@ Limits:
   tensor, which stays until backward if autograd saves it.
 - On the CPU, what a rank holds in full needs no fetch: under `keep_all` such parameters are plain
   tensors on the memory of the shards, and a write to one is an error at the end of the run; see
-  [Note: copy on write] in `copies`.
+  [Note: copy on write] in `live`.
 - Kernels that read raw pointers (Triton, DLPack, C++ that is not an op to torch) need
   `weight.clone()`, and asking for an address raises. `other.data = weight` cannot be refused and
   has no memory to take: use `other.copy_(weight)`.
@@ -59,9 +59,7 @@ handler to `_HANDLERS` in `tensor`; to change when buckets are fetched, write a 
 `schedules`, and leave this one alone.
 """
 
-from mics_fn.deferred.deferring import bucket_sizes, defer
-from mics_fn.deferred.grad_sum import GradSum
-from mics_fn.deferred.graph import check_loss
-from mics_fn.deferred.recording import record
+from mics_fn.deferred.deferring import bucket_sizes, defer, record
+from mics_fn.deferred.grad_sum import GradSum, check_loss
 
 __all__ = ["GradSum", "bucket_sizes", "check_loss", "defer", "record"]

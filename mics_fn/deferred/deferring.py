@@ -1,31 +1,316 @@
-"""`defer`: full parameters that are fetched at the ops that use them, under a schedule."""
+"""`defer`: full parameters that are fetched at the ops that use them, under a schedule.
+
+[Note: join and fetch] The pieces of all buckets pass through one `_Join` node (unless a `GradSum`
+takes the gradients), and then through one `_Fetch` node for each bucket, whose outputs are the
+deferred parameters. In backward each `_Fetch` runs as soon as the gradients of its bucket are
+complete, because its sequence number is the highest in the graph. It starts hop 1, and passes on
+pieces that have no values yet. `_Join` runs after all of them: it reduces the buckets that got no
+gradient, waits, and passes the pieces on. So nothing downstream ever sees a gradient without
+values. `_Start` and `_Wait` are these two halves as differentiable maps, so that second derivatives
+are those of the reduce-scatter; see [Note: adjoint] in `shards.linear`.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
+import torch
+from torch import Tensor
+
 from mics_fn import _torch, checks, tree
-from mics_fn.deferred.autograd import fetch_all
-from mics_fn.deferred.grad_sum import GradSum
+from mics_fn.collectives import Task
+from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
-from mics_fn.deferred.tensor import from_dynamo
-from mics_fn.errors import PlanError, TreeError, message
-from mics_fn.groups import require_replicas, tell_all
-from mics_fn.schedules import Channel, Learned, OnDemand, Schedule, joined
+from mics_fn.deferred.reduction import Reduction
+from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
+from mics_fn.errors import LeafError, PlanError, TreeError, message
+from mics_fn.groups import Hierarchy, require_replicas, tell_all
+from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
+    Bucket,
+    BucketUse,
+    Fixed,
+    Leaf,
     Opened,
     Sharded,
+    Tied,
+    brought,
     check_leaves,
+    deal,
     grouped,
+    in_front,
+    is_elsewhere,
     is_leaf,
+    linear_map,
     needs_derivative,
     open_shards,
+    pieces,
     put,
+    refuse_none,
+    refuse_tracing,
     with_parts,
+    with_zeros,
 )
 from mics_fn.tree import Tree
+
+# The autograd side of deferred parameters: made in forward, their gradients reduced in
+# backward.
+
+_FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
+
+
+def _refuse_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
+    """The vmap rule of nodes that have none."""
+    text = "defer: shards are batched by vmap, and a schedule fetches one model at a time"
+    raise LeafError(message(text, fix="use gather under vmap over shards"))
+
+
+class _Join(torch.autograd.Function):
+    """The identity on all pieces; its backward ends hop 1. See [Note: join and fetch]."""
+
+    @staticmethod
+    def forward(live: LiveBuckets, trained: Sequence[int], *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        live.load(trained, pieces)  # here they are plain tensors, even inside torch.func
+        uses = (live.uses[i] for i in trained for _ in live.uses[i].members)
+        return tuple(map(_standing_for, uses, pieces))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.live, ctx.trained = inputs[:2]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[2:]]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
+        live: LiveBuckets = ctx.live
+        live.run.end_pass(last=None)
+        reduction, live.reduction = live.begin_pass(), None
+        uses = [live.uses[i] for i in ctx.trained]
+        dealt = dict(zip(ctx.trained, (list(g) for _, g in deal(uses, grads)), strict=True))
+        for i in reduction.missing():
+            if all(grad is None for grad in dealt[i]):
+                dealt[i] = list(_Start.apply(reduction, i, *dealt[i]))
+        reduction.end_pass()
+        found = _Wait.apply(reduction, *(g for i in ctx.trained for g in dealt[i]))
+        # A gradient lies where its piece does.
+        return (None, None, *(g.to(to) for g, (_, _, to) in zip(found, ctx.like, strict=True)))
+
+    @staticmethod
+    def jvp(ctx: Any, _cache: None, _trained: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        uses = [ctx.live.uses[i] for i in ctx.trained]
+        homes = [use.home for use in uses for _ in use.members]
+        seen = with_zeros(_seen_together(uses, tangents), ctx.like)
+        return tuple(_here(t, home.device) for t, home in zip(seen, homes, strict=True))
+
+    vmap = staticmethod(_refuse_batch)
+
+
+def _here(tangent: Tensor, device: torch.device) -> Tensor:
+    """A tangent as an output of its own, on the device."""
+    moved = brought(tangent, device)
+    return tangent.view_as(tangent) if moved is tangent else moved
+
+
+def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
+    """A piece behind `_Join`, where only its shape counts; of one elsewhere nothing is brought."""
+    if not is_elsewhere(piece, use.home.device):
+        return piece.view_as(piece)
+    how: Any = {"dtype": piece.dtype, "device": use.home.device}
+    if _torch.inside_forward_ad():  # a tangent needs the same layout, and memory
+        return torch.empty(piece.shape, **how)
+    return torch.empty((), **how).expand(piece.shape)
+
+
+class _Fetch(torch.autograd.Function):
+    """One bucket: its pieces become deferred parameters. See [Note: join and fetch]."""
+
+    @staticmethod
+    def forward(live: LiveBuckets, index: int, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(parameters(live, index))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.live, ctx.index = inputs[:2]
+        ctx.set_materialize_grads(False)
+        _torch.set_order(ctx, _FIRST)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # pyright: ignore
+        live: LiveBuckets = ctx.live
+        live.run.complete(ctx.index)
+        if live.into is not None:
+            live.into.add(ctx.index, grads)
+            return (None, None, *(None for _ in grads))
+        return (None, None, *_Start.apply(live.begin_pass(), ctx.index, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, _cache: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        # Tangents are rare and used once, so they are gathered now. Views of a dual tensor need
+        # both of its parts in the same layout, so each tangent gets memory of its own.
+        found = linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
+        return tuple(tangent.clone() for tangent in found)
+
+    vmap = staticmethod(_refuse_batch)
+
+
+class _Start(torch.autograd.Function):
+    """Starts hop 1 of one bucket: full gradients become pieces that have no values yet."""
+
+    @staticmethod
+    def forward(reduction: Reduction, index: int, *grads: Tensor | None) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(reduction.add(index, grads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.use = inputs[0].uses[inputs[1]]
+        ctx.given = [value is not None for value in inputs[2:]]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
+        found = linear_map("gather", [ctx.use.uncoded], *cotangents)
+        kept = (g if given else None for g, given in zip(found, ctx.given, strict=True))
+        return (None, None, *kept)
+
+    @staticmethod
+    def jvp(ctx: Any, _reduction: None, _index: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return tuple(linear_map("scatter", [ctx.use.uncoded], *tangents))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, reduction: Reduction, index: int, *grads: Any) -> tuple:  # pyright: ignore
+        reduction.skip(index)
+        found = linear_map("scatter", [reduction.uses[index]], *in_front(info, in_dims[2:], grads))
+        return tuple(found), (0,) * len(found)
+
+
+class _Wait(torch.autograd.Function):
+    """The identity on pieces, which waits for all reductions of the pass."""
+
+    @staticmethod
+    def forward(reduction: Reduction, *pieces: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        reduction.wait()
+        return tuple(piece.view_as(piece) for piece in pieces)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.uses = [use for use in inputs[0].uses if use.bucket.trainable]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:  # pyright: ignore
+        return (None, *_seen_together(ctx.uses, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, _reduction: None, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        return tuple(t.view_as(t) for t in with_zeros(tangents, ctx.like))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, reduction: Reduction, *pieces: Any) -> tuple:  # pyright: ignore
+        return _Wait.apply(reduction, *pieces), in_dims[1:]
+
+
+def _seen_together(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """(Co)tangents in parts, unchanged, after `check_rows` has seen all of them together.
+
+    See [Note: rows of ranks] in `shards.linear`.
+    """
+    if all(use.route.size == 1 for use in uses):
+        return list(data)
+    given = [
+        replace(use, index=tuple(use.by_slot([None if v is None else 0 for v in values])))
+        for use, values in deal(uses, data)
+    ]
+    found = iter(linear_map("own", given, *(v for v in data if v is not None), derived=True))
+    return [None if v is None else next(found) for v in data]
+
+
+class _QuickJoin(torch.autograd.Function):
+    """`_Join` without torch.func's argument binding, which takes most of the time of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
+        _Join.setup_context(ctx, inputs, None)
+        return _Join.forward(*inputs)
+
+    backward, jvp = _Join.backward, _Join.jvp
+
+
+class _QuickFetch(torch.autograd.Function):
+    """`_Fetch` without torch.func's argument binding, for plain autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:  # pyright: ignore
+        _Fetch.setup_context(ctx, inputs, None)
+        return _Fetch.forward(*inputs)
+
+    backward, jvp = _Fetch.backward, _Fetch.jvp
+
+
+def parameters(live: LiveBuckets, index: int) -> Sequence[Tensor]:
+    """The leaves of a bucket, deferred if they need a fetch, one per member; none is started."""
+    plain = live.plain(index)
+    if plain is not None:
+        return plain
+    use, gathered = live.uses[index], live.buckets[index]
+    like = (use.bucket.compute, live.device(index), None)
+    return [
+        Deferred(live, gathered, geometry, leaf, like)
+        for geometry, leaf in use.by_member(_leaves(use.bucket))
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _leaves(bucket: Bucket) -> list[tuple[Geometry, tuple[int, int]]]:
+    """The geometry of each leaf of a bucket, and where in the bucket it lies."""
+    places = zip(bucket.shapes, bucket.offsets, bucket.numels, strict=True)
+    return [((shape, _dense_strides(shape), 0), (offset, numel)) for shape, offset, numel in places]
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def fetch_all(live: LiveBuckets, data: Sequence[Any]) -> list[Any]:
+    """Deferred parameters for all buckets, differentiable if a bucket is trained.
+
+    Args:
+      live: a new one, whose chunks are loaded here.
+      data: the data of each leaf of the tree.
+
+    Returns:
+      One deferred tensor per member of each bucket, in the order of buckets.
+
+    Raises:
+      LeafError: torch is recording ops in order to repeat them later.
+    """
+    refuse_tracing()
+    uses: Sequence[BucketUse] = live.uses
+    trained = [i for i, use in enumerate(uses) if use.bucket.trainable]
+    frozen = [i for i, use in enumerate(uses) if not use.bucket.trainable]
+    with _torch.without_torch_func():  # inside it the chunks would have no memory to send
+        live.load(frozen, [data[i] for index in frozen for i in uses[index].members])
+    pieces = [data[i] for index in trained for i in uses[index].members]
+    inside = _torch.inside_torch_func()
+    join, fetch = (_Join, _Fetch) if inside else (_QuickJoin, _QuickFetch)
+    if live.into is not None:  # it takes the gradients, so there are none to join
+        with torch.no_grad():
+            live.load(trained, pieces)
+    elif pieces:
+        pieces = join.apply(live, trained, *pieces)
+    joined = deal([uses[i] for i in trained], pieces)
+    found: dict[int, Sequence[Any]] = {index: parameters(live, index) for index in frozen}
+    for index, (_, values) in zip(trained, joined, strict=True):
+        found[index] = fetch.apply(live, index, *values)
+    return [value for index in range(len(uses)) for value in found[index]]
 
 
 class DeferredParams:
@@ -245,3 +530,127 @@ def _memory_of(
         whole = sorted(order) == [i for i, use in enumerate(uses) if use.bucket.trainable]
         channel.fixed[given, key] = policy, Learned(schedule, order if whole else None)
     return channel.fixed[given, key]
+
+
+# `record`: the order in which a loss uses buckets, found without data or in a real step.
+
+
+def record(
+    loss_fn: Callable[[Tree, Any], Tensor],
+    shards: Tree,
+    batch: Any,
+    *,
+    groups: Any = None,
+    mark_backward: bool = False,
+) -> Schedule:
+    """The order in which a loss and its backward use buckets, as a schedule without fetches.
+
+    Args:
+      loss_fn: called with full parameters, which are deferred, and the batch; gives one number.
+      shards: tree of shards.
+      batch: pytree. Its tensors are moved to meta, unless some of them are fake; then everything
+        is recorded in their fake mode.
+      groups: None records without data. With groups a real step is run on the actual values, which
+        a model needs whose control flow depends on them.
+      mark_backward: put the mark `backward` where the backward pass begins.
+
+    Returns:
+      Uses and reductions in order; `schedules.plan` makes a schedule for `defer` from it.
+
+    Communication: none without `groups`; else that of a step.
+
+    Memory: none without `groups`; else the full parameters.
+
+    Raises:
+      PlanError: an argument is not what it should be.
+      TreeError: there is no tree.
+
+    Any error of the loss on tensors without data is raised, too.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2), "b": torch.ones(2)}, groups, bucket_bytes=8)
+      >>> loss_fn = lambda full, x: (x * full["w"] + full["b"]).sum()
+      >>> record(loss_fn, shards, torch.ones(3, 2)).uses
+      ((1,), (0,))
+    """
+    fix = "pass a function of full parameters and a batch, such as lambda full, x: ..."
+    checks.function("record", "loss_fn", loss_fn, "that gives a loss", fix, optional=False)
+    checks.flag("record", "mark_backward", mark_backward)
+    if groups is not None:
+        total = GradSum()
+        with (run := defer(shards, groups, OnDemand(None, 0), into=total)) as full:
+            total.backward(loss_fn(full, batch))
+        total.wait()
+        return run.marked if mark_backward else run.record
+    refuse_none("record", shards, "shards")
+    leaves, spec = tree.flatten(shards, is_leaf)
+    check_leaves("record", shards, leaves, "shards")
+    try:
+        run = _without_data(loss_fn, leaves, spec, batch)
+    except (NotImplementedError, RuntimeError) as error:
+        error.add_note("record: there is no data here; pass groups= to record a real step")
+        raise
+    return run.marked if mark_backward else run.record
+
+
+def _without_data(
+    loss_fn: Callable[[Tree, Any], Tensor], leaves: Sequence[Leaf], spec: Any, batch: Any
+) -> Run:
+    """The run of a loss and its backward on tensors without data."""
+    mode = next((m for x in tree.flatten(batch)[0] if (m := _torch.fake_mode_of(x))), None)
+    device = torch.device("meta") if mode is None else torch.device("cpu")
+    home = Hierarchy.of_one(device)
+    with mode or nullcontext(), torch.enable_grad():
+        if mode is None:
+            batch = tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+        empty = [_without_values(leaf, device) for leaf in leaves]
+        homes = [home] * len(empty)
+        opened = Opened("record", None, "shards", empty, spec, homes, grouped(empty, homes))
+        policy, channel = OnDemand(None, 0), Channel()
+        live = LiveBuckets(
+            opened.uses, opened.names, Learned(), policy, channel, _Nowhere(), fetch=_at_once
+        )
+        full = opened.data
+        put(full, opened.uses, fetch_all(live, full))
+        loss = loss_fn(opened.build(full), batch)
+        check_loss("record", loss)
+        if loss.requires_grad:
+            live.run.begin_backward()
+            differentiate(loss, opened.pieces, recomputes=Graph.of(loss).recomputes)
+    return live.run
+
+
+def _without_values(leaf: Leaf, device: torch.device) -> Leaf:
+    """A leaf without values, of the size that it has on the rank with the first chunk."""
+    if isinstance(leaf, Tied) or leaf.data is None:
+        return leaf
+    if leaf.bucket is None:
+        return Fixed(torch.empty(leaf.data.shape, dtype=leaf.dtype, device=device))
+    length = pieces(leaf.bucket, 0)[leaf.slot].length
+    data = torch.empty(length, dtype=leaf.dtype, device=device)
+    return replace(leaf, data=data.requires_grad_(isinstance(leaf, Sharded)))
+
+
+class _Nowhere:
+    """Receives gradients and drops them."""
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Do nothing."""
+
+
+class _AtOnce(NamedTuple):
+    """A bucket without data, whose fetch takes no time."""
+
+    full: Tensor
+    ready: None = None
+
+    def wait(self) -> Tensor:
+        """The bucket."""
+        return self.full
+
+
+def _at_once(
+    use: BucketUse, chunk: Any, held: Tensor | None, out: Tensor | None, bring: Task | None
+) -> _AtOnce:
+    return _AtOnce(chunk.new_empty(use.bucket.numel, dtype=use.bucket.compute))

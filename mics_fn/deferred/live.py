@@ -1,24 +1,168 @@
-"""The buckets of one run: their chunks, which of them are live, and the memory they lie in."""
+"""The buckets of one run: their chunks, which of them are live, and the memory they lie in.
+
+[Note: copy on write] Such a bucket needs no fetch, so an op need not be told which bucket it reads.
+Its leaves are copies that torch makes only when something writes to one. So a write does
+not reach the shards, and nothing else would ever see it: it is an error at the end of the run.
+
+A chunk that lies elsewhere is brought first.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mics_fn import _device, _torch, spans
-from mics_fn._torch_tensors import version
-from mics_fn.collectives import Codes, push_all
-from mics_fn.deferred.copies import Copies, copies_of
-from mics_fn.deferred.fetching import Fetch, Fetched, GradSink, codes_of, start_fetching, task_of
-from mics_fn.deferred.gathered import GatheredBucket
+from mics_fn._torch import version
+from mics_fn.collectives import Codes, Task, moves, push_all, start_coded_gather, start_fetch
 from mics_fn.deferred.reduction import Reduction
+from mics_fn.deferred.tensor import GatheredBucket
 from mics_fn.errors import DonatedError, GroupsError, LeafError, message
 from mics_fn.groups import Arena, Buffers
 from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
-from mics_fn.shards import BucketUse, deal, pack_chunk, standing_for
+from mics_fn.shards import (
+    BucketUse,
+    copied_to,
+    copied_with_zeros,
+    deal,
+    kept_row,
+    pack_chunk,
+    split_full,
+    standing_for,
+    zero_padding,
+)
+
+# Parameters of buckets that this rank holds whole: plain tensors in the memory of the shards.
+
+
+class Copies:
+    """The leaves of one bucket, which share the memory of its chunk until something writes.
+
+    Args:
+      use: the bucket.
+      chunk: all of it.
+      whole: `lazy_clone` of the chunk.
+
+    `leaves` are the full parameters, one per member.
+    """
+
+    def __init__(self, use: BucketUse, chunk: Tensor, whole: Tensor) -> None:
+        self._use, self._chunk, self._whole = use, chunk, whole
+        # Through `.data`, autograd does not take them for views of one another.
+        self.leaves = [view.data for view in self._views(whole)]
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise LeafError if a leaf was written to, or was given other memory.
+
+        Args:
+          names: of the members.
+        """
+        storage = _torch.storage_id(self._whole)
+        moved = [_torch.storage_id(leaf) != storage for leaf in self.leaves]
+        if _torch.is_lazy_clone(self._whole) and not any(moved):
+            return
+        pairs = zip(self._views(self._whole), self._views(self._chunk), strict=True)
+        wrong = [not torch.equal(_bits(now), _bits(before)) for now, before in pairs]
+        for name, leaf, *odd in zip(names, self.leaves, moved, wrong, strict=True):
+            if any(odd):
+                text = f"defer: {name} was written to, which changes no shard"
+                fix = "change parameters between steps, in the shards; or write to a clone()"
+                raise LeafError(message(text, [f"shape {tuple(leaf.shape)}"], fix))
+
+    def _views(self, whole: Tensor) -> list[Tensor]:
+        return self._use.by_member(split_full(self._use.bucket, whole))
+
+
+def copies_of(use: BucketUse, chunk: Tensor) -> Copies | None:
+    """The leaves of a bucket as plain tensors, if this rank holds all of it as ops need it.
+
+    Only where work is done when a call returns: elsewhere kernels that ask for an address are
+    frequent, and each would copy the bucket.
+    """
+    whole_here = use.route.size == 1 and chunk.dtype == use.bucket.compute
+    if not whole_here or _device.is_async(chunk.device) or _torch.has_no_data(chunk):
+        return None
+    whole = _torch.lazy_clone(chunk)
+    return None if whole is None else Copies(use, chunk, whole)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, among which a NaN equals itself."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# How the gather of a bucket is started, and who receives its gradients.
+
+
+class GradSink(Protocol):
+    """What receives gradients, if they are not the result of backward."""
+
+    def add(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Take a bucket's full gradients, one per member."""
+        ...
+
+
+class Fetched(Protocol):
+    """A bucket whose fetch was started."""
+
+    @property
+    def ready(self) -> torch.Event | None:
+        """An event that is over once the bucket is there; None where `wait` waits for that."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The whole bucket, ready for the current stream."""
+        ...
+
+
+Fetch = Callable[[BucketUse, Tensor | Codes, Tensor | None, Tensor | None, Task | None], Fetched]
+
+
+def start_fetching(
+    use: BucketUse,
+    chunk: Tensor | Codes,
+    held: Tensor | None,
+    out: Tensor | None,
+    bring: Task | None,
+) -> Fetched:
+    """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
+    what = ("defer", "fetch", use.bucket)
+    if isinstance(chunk, Codes):
+        bring = None if chunk.coming is None else bring
+        return start_coded_gather(use.route, chunk, held, out, what, bring)
+    return start_fetch(use.route, chunk, held, out, what, bring)
+
+
+def codes_of(use: BucketUse, chunk: Tensor, away: Sequence[Tensor | None] | None) -> Codes | None:
+    """What this rank sends of a bucket in the place of values, once per run; None if it sends them.
+
+    These are codes that it keeps, or makes now, or makes once the first fetch has brought values.
+
+    Args:
+      use: the bucket.
+      chunk: its values, or what stands for them.
+      away: its pieces, by slot, where they lie elsewhere or are kept as codes.
+    """
+    wire, pool, route = use.gather_wire, use.hierarchy.pools.codes, use.route
+    if wire is None or not moves(chunk):
+        return None
+    if away is None:
+        return Codes.of(wire, route, zero_padding(use.bucket, route.chunk, chunk), pool)
+    row = kept_row(use.bucket, route.chunk, away)
+    if row is not None:
+        return Codes(wire, route, pool, use.bucket.chunk, row)
+    return Codes.to_be_made(wire, route, chunk, pool, use.home.device)
+
+
+def task_of(use: BucketUse, name: str, data: Sequence[Any]) -> Task:
+    """What brings a chunk whose pieces, by slot, lie elsewhere; the name is that of the bucket."""
+    facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": data}
+    copied = copied_to if use.gather_wire is None else copied_with_zeros
+    op = f"the copy of {name} from elsewhere"
+    return Task(use.hierarchy.elsewhere, op, partial(copied, **facts))
 
 
 class LiveBuckets:
@@ -31,7 +175,7 @@ class LiveBuckets:
       into: receives the gradients; None if they are the result of backward.
       fetch: starts the gather of a bucket; by default along its route.
       closes: whether nothing is left to be derived when the run ends; see [Note: copy on write] in
-        `deferred.copies`.
+        `deferred.live`.
     """
 
     def __init__(
@@ -67,7 +211,7 @@ class LiveBuckets:
         self._starts: tuple[int, ...] = ()  # of the fetches that the schedule has; see `Offsets`
         self._fetches = 0  # so far in this run
         self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
-        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.hierarchy`
+        self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.groups`
         self._codes: dict[int, Codes] = {}  # of this rank's chunks, sent again by later fetches
         self._closed = False
 

@@ -41,7 +41,7 @@ MASTER_ADDR and MASTER_PORT, and sets TORCHELASTIC_USE_AGENT_STORE=True, as torc
 over, and the error says so. In a process that comes back `init_distributed` and `make_groups` do
 not wait for the other ranks. What it compares is taken to be equal, what would move data raises
 PeerFailed of kind "returned", and `reset` is where it meets the others, which wait for it there,
-`timeout_s` at most; see [Note: coming back] in `returning`. torch's default group is made once, and
+`timeout_s` at most; see [Note: coming back] in `rendezvous`. torch's default group is made once, and
 not again: it is of no use after a rank was lost, and nothing here moves data over it.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
@@ -84,18 +84,15 @@ a row to `PLACEMENTS` in `placement.py`, and its formula to `tests/deferred/test
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.devices import device_of
-from mics_fn.groups.distributed import init_distributed, job_size
+from mics_fn.groups.distributed import device_of, init_distributed, job_size
 from mics_fn.groups.environment import nccl_problems, read_launch
-from mics_fn.groups.groups import Groups, Home, require_replicas
-from mics_fn.groups.hierarchy import Hierarchy, Route
-from mics_fn.groups.life import Life
+from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas
+from mics_fn.groups.life import Life, Telling, errors_told, tell_all, withdraw_all
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.peers import Failure, failure_of
+from mics_fn.groups.rendezvous import came_back
 from mics_fn.groups.resetting import current, replaced, reset
-from mics_fn.groups.returning import came_back
 from mics_fn.groups.stopping import StopRequest
-from mics_fn.groups.telling import Telling, errors_told, tell_all, withdraw_all
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
 __all__ = [

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mics_fn import _device, _torch, _torch_store
+from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, PeerFailed, first_line, message, name_ranks
 from mics_fn.groups.clerk import bounded
-from mics_fn.groups.forks import NO_FORK
-from mics_fn.groups.life import Life
-from mics_fn.groups.returning import came_back
+from mics_fn.groups.life import NO_FORK, Life
+from mics_fn.groups.rendezvous import came_back
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Calls, Channel
 from mics_fn.store import later, poll
@@ -112,7 +111,7 @@ class Comm:
 
     @property
     def silent(self) -> bool:
-        """Whether it is connected to nobody as yet; see [Note: coming back] in `returning`."""
+        """Whether it is connected to nobody as yet; see [Note: coming back] in `rendezvous`."""
         return self.life.returning
 
     @property
@@ -262,7 +261,7 @@ class Maker:
                 try:
                     group = bounded(make, deadline, partial(self.life.check, ()))
                 except BaseException:
-                    _torch_store.leave_connection()
+                    _torch.leave_connection()
                     raise
             else:
                 group = make()

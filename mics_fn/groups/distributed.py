@@ -1,41 +1,34 @@
 """Start torch.distributed, and choose the ranks, the device and the backend of the groups."""
 
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from mics_fn import _device, _torch, _torch_store, checks, points
+from mics_fn import _device, _torch, checks, spans
 from mics_fn.errors import (
     CollectiveTimeoutError,
     GroupsError,
     MicsError,
     PeerFailed,
     PlanError,
+    by_value,
     disagreement,
     first_line,
     message,
     name_ranks,
     rank_lines,
 )
-from mics_fn.groups import devices
 from mics_fn.groups.clerk import Clerk, Served, StoreLost, bounded
-from mics_fn.groups.devices import (
-    Spot,
-    backends_of,
-    check_distinct,
-    check_served,
-    device_of,
-    spot_of,
-)
 from mics_fn.groups.environment import (
     NCCL_SETTINGS,
     Launch,
@@ -43,12 +36,117 @@ from mics_fn.groups.environment import (
     nccl_problems,
     read_launch,
 )
-from mics_fn.groups.peers import without_a_word
-from mics_fn.groups.rendezvous import meet, until_read
-from mics_fn.groups.returning import part_of_start, returning, some_rank_lives
-from mics_fn.groups.signs import Process
+from mics_fn.groups.peers import Process, without_a_word
+from mics_fn.groups.rendezvous import meet, part_of_start, returning, some_rank_lives, until_read
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import poll
+
+# Which accelerator a rank uses, and whether another rank uses the same one.
+
+
+class Machine:
+    """The accelerators that this process sees."""
+
+    def kind(self) -> str:
+        """Their type, such as "cuda"; "cpu" if there are none with a backend of their own."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if found is None else found.type
+        return (
+            kind if dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo" else "cpu"
+        )
+
+    def count(self) -> int:
+        """How many of them this process sees."""
+        return torch.accelerator.device_count()
+
+    def with_index(self, device: torch.device) -> torch.device:
+        """The device with the number of the current one, if it has none."""
+        return _device.with_index(device)
+
+    def use(self, device: torch.device) -> None:
+        """Make one of them the current one."""
+        torch.accelerator.set_device_index(device)
+
+    def uuid(self, device: torch.device) -> str:
+        """What tells one of them from all others, if torch knows it."""
+        properties = torch.get_device_module(device).get_device_properties(device)
+        return str(getattr(properties, "uuid", ""))
+
+
+machine = Machine()  # all that this wing asks about hardware; tests put another one here
+
+
+def device_of(device: Any) -> tuple[torch.device, str]:
+    """The device that an argument means, and why this process cannot use it."""
+    if not isinstance(device, str | torch.device):
+        text = f"{checks.given('device', device)}, expected the name of a device"
+        return torch.device("cpu"), text
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        return torch.device("cpu"), f"device={device!r}, which torch does not know"
+    if wanted.type == "meta":
+        return torch.device("cpu"), f"device={str(device)!r}, which holds no data"
+    count = machine.count() if machine.kind() == wanted.type else 0
+    if not _device.is_async(wanted) or (wanted.index or 0) < count:
+        return wanted, ""
+    return wanted, f"{wanted} is asked for, and this process sees {count} devices of its kind"
+
+
+def backends_of(config: str) -> dict[str, str]:
+    """The backend of each type of device, from "cpu:gloo,cuda:nccl" or from "nccl" alone."""
+    if ":" not in config:
+        return dict.fromkeys(dist.Backend.backend_capability.get(config, ()), config)
+    return dict(part.split(":", 1) for part in config.split(","))
+
+
+def check_served(backend: str | None, device: torch.device) -> None:
+    """Raise PlanError if torch knows which devices a backend serves, and this is none of them."""
+    found = backends_of("" if backend is None else backend.lower())
+    if found and device.type not in found:
+        what = f"make_groups: backend={backend!r} serves {', '.join(found)}, not {device.type}"
+        raise PlanError(message(what, fix="pass the backend of the device, or leave it out"))
+
+
+class Spot(NamedTuple):
+    """The device of a rank, as the other ranks hear of it."""
+
+    device: str  # such as "cuda:0"
+    host: str
+    unit: str  # equal on ranks that share an accelerator; empty if that does no harm
+
+
+def spot_of(device: torch.device, *, alone: bool) -> Spot:
+    """Where this rank computes.
+
+    Args:
+      device: its device.
+      alone: whether the other ranks must use other devices, as every backend but gloo requires.
+    """
+    host, unit = socket.gethostname(), ""
+    if _device.is_async(device) and alone:
+        # A number alone says nothing where each process sees other devices.
+        masks = sorted(x for x in os.environ.items() if x[0].endswith(("VISIBLE_DEVICES", "_MASK")))
+        unit = machine.uuid(device) or f"{device} of {host}, {masks}"
+        # NCCL accepts ranks that share a GPU if this tells them apart, as people do in tests.
+        unit = " ".join((unit, os.environ.get("NCCL_HOSTID", ""))).strip()
+    return Spot(str(device), host, unit)
+
+
+def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
+    """Raise GroupsError if several ranks share an accelerator; NCCL would fail later, or hang."""
+    users = by_value({rank: spot.unit for rank, spot in spots.items() if spot.unit})
+    lines = [
+        f"{name_ranks(ranks)} on {spots[ranks[0]].host}: {spots[ranks[0]].device}, {unit}"
+        for unit, ranks in users
+        if len(ranks) > 1
+    ]
+    if lines:
+        fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
+        fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
+        what = f"{verb}: several ranks use one device"
+        raise GroupsError(message(what, [*lines[:8], *(["..."] if len(lines) > 8 else [])], fix))
+
 
 _LOST = "mics_fn/lost at the start"  # the key of the first rank that was seen to have ended
 _BOTH_LATE_S = 1.0  # ranks that wait for the same one give up within so many seconds
@@ -94,8 +192,8 @@ def init_distributed(
     """
     checks.number("init_distributed", "timeout_s", timeout_s, above=0, below=1e8)
     checks.flag("init_distributed", "cpu_groups", cpu_groups)
-    if points.observers:
-        points.passing("start: init_distributed")
+    if spans.observers:
+        spans.passing("start: init_distributed")
     launch = None if dist.is_initialized() else read_launch(os.environ)
     deadline = time.monotonic() + timeout_s
     chosen, problem = _choose(device, launch)
@@ -108,13 +206,13 @@ def init_distributed(
     else:
         store, back, processes = _agreed_store(launch, mine, timeout_s, deadline)
     if _device.is_async(chosen):
-        devices.machine.use(chosen)
+        machine.use(chosen)
     if launch is None:
         return chosen
     own_failures(own, begun=False)
     backend = f"cpu:gloo,{chosen.type}:{own}" if cpu_groups and own != "gloo" else own
     if back:
-        _torch_store.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
+        _torch.start_alone(backend, store, launch.rank, launch.world_size, timeout_s)
         return chosen
     how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     limit = timedelta(seconds=timeout_s)
@@ -138,11 +236,11 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
     """This rank's device, and what is wrong with it."""
     if device == "auto" and dist.is_initialized():
         device = _served_kind(dist.get_backend_config())
-    wanted, problem = device_of(devices.machine.kind() if device == "auto" else device)
+    wanted, problem = device_of(machine.kind() if device == "auto" else device)
     if problem or not _device.is_async(wanted) or wanted.index is not None:
         return wanted, problem
-    near = launch and torch.device(wanted.type, launch.local_rank % devices.machine.count())
-    return near or devices.machine.with_index(wanted), ""
+    near = launch and torch.device(wanted.type, launch.local_rank % machine.count())
+    return near or machine.with_index(wanted), ""
 
 
 def _agreed_store(
@@ -179,7 +277,7 @@ def _agreed_store(
         return _no_store(launch, timeout_s, why)
 
     def others_live(start: int) -> bool:
-        other = Clerk(_torch_store.default_part(part_of_start(store, start)))
+        other = Clerk(_torch.default_part(part_of_start(store, start)))
         try:
             return some_rank_lives(Served(other, None, timeout_s, lost), rank, size)
         finally:
@@ -306,7 +404,7 @@ _WARNED = set[tuple[str, str]]()  # of what this process was warned
 
 def _served_kind(config: str) -> str:
     """The accelerator if a backend serves it that does not serve the CPU as well, else the CPU."""
-    kind, served = devices.machine.kind(), backends_of(config)
+    kind, served = machine.kind(), backends_of(config)
     return kind if served.get(kind) not in (None, served.get("cpu")) else "cpu"
 
 
@@ -387,11 +485,11 @@ def device_and_backend(
         check_served(backend, device)
     if not dist.is_initialized():
         own = torch.get_default_device() if device is None else device
-        return devices.machine.with_index(own), ""
+        return machine.with_index(own), ""
     config = backend or dist.get_backend_config()
     if device is None:
         device = _served_kind(config) if mesh is None else mesh.device_type
-    chosen = devices.machine.with_index(torch.device(device))
+    chosen = machine.with_index(torch.device(device))
     if backend is not None:
         return chosen, backend
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for

@@ -13,25 +13,38 @@ in a `finally`, or after an error that this rank has told and not withdrawn, is 
 what the others have sent, and the next one might mix its bytes with theirs. So the first such error
 ends the groups: each later use of them raises at once, and says what to call. An error of the
 program does not end them, because what is in flight can still be completed.
+
+[Note: forks] A process that is forked from a rank has its connections, but none of the threads that
+serve them, and what it sent to the store would be taken for words of the rank. So at a fork all
+groups fail in the child, which never destructs them either.
 """
 
+import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import CollectiveTimeoutError, GroupsError, MicsError
-from mics_fn.groups.idle import Idle
-from mics_fn.groups.peers import Failure, failure_of, same_place
-from mics_fn.groups.retiring import discard, free, quietly
-from mics_fn.groups.turns import Turns
+from mics_fn.errors import CollectiveTimeoutError, GroupsError, MicsError, message
+from mics_fn.groups.peers import (
+    Failure,
+    Idle,
+    Turns,
+    discard,
+    failure_of,
+    free,
+    quietly,
+    same_place,
+)
 from mics_fn.schedules import LEFT, Job, Stuck, call_text, issued, made
 from mics_fn.threads import start
 
@@ -287,7 +300,7 @@ class Life:
             self._end("closed its groups", dist.destroy_process_group, _PATIENCE_S)
 
     def retire(self) -> None:
-        """Give up the process groups, as all ranks do; see [Note: retired groups] in `retiring`."""
+        """Give up the process groups, as all ranks do; see [Note: retired groups] in `peers`."""
         self._end("called reset", discard, 0.0)
 
     def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
@@ -382,3 +395,95 @@ def never_destruct() -> None:
 
 def _started(task: Callable[[], None]) -> threading.Thread:
     return start(threading.Thread(target=quietly, args=(task,), daemon=True))
+
+
+# `Telling`: a step of a program, of whose error the other ranks hear.
+
+
+class Telling:
+    """A block that is one step of a program; an error that leaves it is told to the other ranks.
+
+    Args:
+      life: of the groups that step.
+      step: the number of the step.
+    """
+
+    def __init__(self, life: Life, step: int) -> None:
+        self._life, self._step = life, step
+
+    def __enter__(self) -> None:
+        self._life.step = self._step
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            tell_all(error)
+
+
+def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
+    """Tell the ranks of all groups that are open here of an error of this rank, as `Life.tell`."""
+    for life in list(OPEN):
+        quietly(partial(life.tell, error, final=final, kind=kind))
+
+
+@contextmanager
+def errors_told(kind: type[Exception]) -> Iterator[None]:
+    """A block of whose errors of a kind the other ranks hear, even if the program catches them."""
+    try:
+        yield
+    except kind as error:
+        tell_all(error)
+        raise
+
+
+def withdraw_all(goes_on: Life | None = None) -> None:
+    """Withdraw what `tell_all` told, as this rank goes on.
+
+    Args:
+      goes_on: the life of the groups on which it makes its next call; None if there are none.
+
+    Raises:
+      PeerFailed: another rank of these groups has given up because of it.
+    """
+    for life in list(OPEN):
+        told = life.told
+        if told is None or told.final or life.retract():
+            life.stands = False
+            continue
+        life.told = replace(told, final=True)
+        life.fail(told.error(""))
+        if life is goes_on:
+            raise told.error("")
+
+
+# What a process that was forked from a rank may do, such as a worker of a loader.
+
+NO_FORK = "use groups in the process that made them only; the workers of a loader need none"
+
+_inherited: list[Any] = []  # in a fork of a rank: the store of the rank
+
+
+def check_fork(what: str) -> None:
+    """Raise GroupsError in a fork of a rank, which must not use the rank's store.
+
+    Args:
+      what: what was called.
+    """
+    if _inherited and dist.is_initialized() and _torch.default_store() is _inherited[0]:
+        raise GroupsError(message(f"{what}: this process is a fork of a rank", fix=NO_FORK))
+
+
+def _after_fork() -> None:
+    end_in_fork(GroupsError("this process is a fork of a rank"))
+    if dist.is_available() and dist.is_initialized():
+        _inherited[:] = [_torch.default_store()]
+        for kept in (*_torch.groups_named(None), *_inherited):
+            _torch.never_destruct(kept)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -7,40 +7,230 @@ hangs if ranks differ, so they first compare their arguments, in `rendezvous.py`
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_fn import _device, _torch, checks, points
-from mics_fn.errors import GroupsError, PlanError, first_line, message
-from mics_fn.groups.again import Again
+from mics_fn import _device, _torch, checks, spans
+from mics_fn.errors import (
+    DesyncError,
+    GroupsError,
+    PlanError,
+    by_value,
+    first_line,
+    message,
+    name_ranks,
+)
 from mics_fn.groups.clerk import bounded
-from mics_fn.groups.communicator import Maker
-from mics_fn.groups.devices import spot_of
+from mics_fn.groups.communicator import Maker, Traffic
 from mics_fn.groups.distributed import (
+    Spot,
+    check_distinct,
     device_and_backend,
     own_failures,
     require_distributed,
+    spot_of,
     universe_of,
 )
 from mics_fn.groups.environment import node_of
-from mics_fn.groups.facts import Fact, Location, judged, told
-from mics_fn.groups.forks import check_fork
-from mics_fn.groups.groups import Groups
-from mics_fn.groups.hierarchy import Hierarchy, Level, Route
-from mics_fn.groups.life import Life
+from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
+from mics_fn.groups.life import Life, check_fork, withdraw_all
 from mics_fn.groups.monitor import monitor
-from mics_fn.groups.rendezvous import Meeting, meet_once
-from mics_fn.groups.returning import returning
-from mics_fn.groups.signs import check_limits
-from mics_fn.groups.telling import withdraw_all
+from mics_fn.groups.peers import check_limits
+from mics_fn.groups.rendezvous import Judge, Meeting, meet, meet_once, returning
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
+from mics_fn.spans import LOG
+
+# `Again`: makes groups once more, under another key and for another life.
+
+Create = Callable[[Plan, Maker], Groups]
+
+_SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
+
+
+@dataclass(frozen=True)
+class Again:
+    """What makes groups once more; it refers to nothing of those before.
+
+    Args:
+      like: a maker of such groups.
+      plan: theirs.
+      create: makes groups of a plan.
+      first: the key of the first of all these groups, which a rank that comes back also knows.
+    """
+
+    like: Maker
+    plan: Plan
+    create: Create
+    first: str
+
+    @classmethod
+    def of(cls, maker: Maker, plan: Plan, create: Create) -> "Again":
+        """What makes the groups of a maker once more."""
+        fresh = {"store": None, "traffic": Traffic(), "channel": Channel()}
+        life = _alike(maker.life)
+        return cls(replace(maker, life=life, **fresh), plan, create, maker.life.key)
+
+    def __call__(self, mine: Any, judge: Judge, ready: Callable[[], None]) -> tuple[Groups, Any]:
+        """The groups, and what the judge found.
+
+        Args:
+          mine, judge: as for `meet`.
+          ready: called once all ranks have met.
+
+        Raises:
+          CollectiveTimeoutError, DesyncError, GroupsError, PeerFailed: as `make_groups`.
+        """
+        like = self.like
+        life, deadline = _alike(like.life), time.monotonic() + like.timeout_s
+        store, found = None, None
+        try:
+            if len(like.ranks) > 1:
+                store, found = _met(life, like, mine, judge)
+            ready()
+            maker = replace(like, deadline=deadline, store=store, life=life)
+            groups = self.create(self.plan, maker)
+        except BaseException:
+            life.left()
+            raise
+        groups.life.again = replace(groups.life.again, first=self.first)
+        return groups, found
+
+
+def _met(life: Life, like: Maker, mine: Any, judge: Judge) -> tuple[Any, Any]:
+    """The store, and what the judge found, once all ranks have come; lost ones may come back."""
+    store = monitor.join(life, like.timeout_s, waits=True)
+    returning.take_over(store, like.ranks, like.rank, "reset")
+    wait = {"timeout_s": like.timeout_s, "check": _Awaited(life)}
+    facts, both = [monitor.process, mine], partial(_judged, judge)
+    key, (processes, found) = meet(store, like.ranks, like.rank, facts, both, verb="reset", **wait)
+    by_rank = dict(zip(like.ranks, processes, strict=True))
+    if by_rank[like.rank] != monitor.process:
+        text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
+        raise GroupsError(message(text, fix="call reset again on all ranks"))
+    monitor.name(life, key, by_rank)
+    return store, found
+
+
+def _judged(judge: Judge, found: Mapping[int, Any]) -> tuple[list[str], Any]:
+    """The process of each rank, and what the judge finds."""
+    mine = judge({rank: facts for rank, (_, facts) in found.items()})
+    return [process for process, _ in found.values()], mine
+
+
+class _Awaited:
+    """Says once, on the first rank, which ranks are waited for that have ended."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life if life.ranks[0] == life.rank else None
+
+    def __call__(self, idle_s: float) -> None:
+        gone = monitor.gone(self._life.ranks) if self._life and idle_s > _SAY_S else []
+        if gone:
+            LOG.info("reset waits for %s to be started again", name_ranks(gone))
+            self._life = None
+
+
+def _alike(life: Life) -> Life:
+    """A new life of the same ranks."""
+    kept = {"whole": life.whole, "on_device": life.on_device, "heartbeat_s": life.heartbeat_s}
+    return Life(life.ranks, life.rank, **kept, timeout_s=life.timeout_s)
+
+
+# What ranks tell each other before they make groups, and what must be equal or distinct there.
+
+
+class Fact(NamedTuple):
+    """What must be equal on all ranks, as text for people."""
+
+    name: str
+    value: str
+    fix: str  # what to do if ranks differ
+
+
+class Location(NamedTuple):
+    """The node that a rank runs on."""
+
+    node: str  # equal on ranks that share a node
+    source: str  # what `node` follows from, for errors
+    host: str  # empty if the user defines what a node is
+
+
+def told(facts: Sequence[Fact], location: Location, spot: Spot) -> list[Any]:
+    """What a rank writes down for `judged`."""
+    return [[fact.value for fact in facts], location, spot]
+
+
+def judged(facts: Sequence[Fact], found: Mapping[int, Any]) -> int:
+    """The number of these ranks on one node, if what they `told` allows to make groups.
+
+    Raises:
+      DesyncError: facts differ; the text has the values and who has them.
+      GroupsError: several ranks use one device.
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+    """
+    _compare(facts, {rank: values for rank, (values, _, _) in found.items()})
+    check_distinct("make_groups", {rank: Spot(*spot) for rank, (_, _, spot) in found.items()})
+    return node_size_of({rank: Location(*location) for rank, (_, location, _) in found.items()})
+
+
+def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
+    """Raise DesyncError if a fact differs between ranks."""
+    names, lines, fixes = [], [], []
+    for i, fact in enumerate(facts):
+        holders = by_value({rank: values[i] for rank, values in found.items()})
+        if len(holders) > 1:
+            held = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders]
+            names.append(fact.name)
+            lines.append(f"{fact.name}: {'; '.join(held)}")
+            fixes.append(fact.fix)
+    if names:
+        what = f"make_groups: ranks disagree on {', '.join(names)}"
+        raise DesyncError(message(what, lines, "; ".join(fixes)))
+
+
+def node_size_of(locations: Mapping[int, Location]) -> int:
+    """The number of these ranks on each node.
+
+    Raises:
+      PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
+
+    >>> node_size_of({rank: Location(str(rank // 2), "node_size=2", "") for rank in range(4)})
+    2
+    """
+    nodes: dict[str, list[int]] = {}
+    hosts: dict[str, set[str]] = {}
+    last = None
+    for rank, (node, source, host) in locations.items():
+        if node in nodes and node != last:
+            lines = [f"one node, by {source}: {name_ranks([*nodes[node], rank])}"]
+            fix = "order ranks= by node, or pass node_size= or topology="
+            raise PlanError(
+                message("make_groups: ranks of one node are not next to each other", lines, fix)
+            )
+        nodes.setdefault(node, []).append(rank)
+        hosts.setdefault(node, set()).add(host)
+        last = node
+    source = next(iter(locations.values())).source
+    for node, names in hosts.items():
+        if len(names) > 1:
+            what = f"make_groups: {source} puts {name_ranks(nodes[node])} on one node"
+            fix = "start ranks node by node (Slurm: --distribution=block), or pass node_size="
+            raise PlanError(message(what, [f"but they run on {', '.join(sorted(names))}"], fix))
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
+        lines = [f"{len(ranks)} on one node: {name_ranks(ranks)}" for ranks in nodes.values()]
+        fix = "use equally many ranks of every node, or pass node_size= or topology="
+        shown = lines if len(lines) <= 8 else [*lines[:8], "..."]
+        raise PlanError(message(what, shown, fix))
+    return len(nodes[last or ""])
 
 
 @checks.named_options("make_groups")
@@ -123,8 +313,8 @@ def make_groups(
     """
     check_fork("make_groups")
     started = require_distributed()
-    if points.observers:
-        points.passing("start: make_groups")
+    if spans.observers:
+        spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     universe = universe_of(ranks, mesh, rank, world_size)
     checks.flag("make_groups", "whole", whole)

@@ -15,9 +15,17 @@ a failure writes it into the journal of each groups that the rank is in, see [No
 Two threads do this. The clerk talks to the store, and may be stuck in it. The other one ticks, and
 finds out that the clerk is stuck: then the store, or the rank that holds it, has failed. They run
 while some groups of more than one rank are open in this process.
+
+[Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
+nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
+parent is another process. It tells the other ranks, and its next call on its groups raises. If it
+has not ended after half of `heartbeat_s`, since it computes or waits for something else, the
+process ends; so those that wait for it end before the whole of it has passed.
+Only what a launcher has started is ended so: a shell or a kernel may go and leave a program alone.
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +35,89 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import PeerFailed
+from mics_fn.errors import GroupsError, PeerFailed, message
 from mics_fn.groups.clerk import Clerk, Errand, Served, StoreLost
-from mics_fn.groups.launcher import launcher
+from mics_fn.groups.environment import read_launch
 from mics_fn.groups.life import Life
-from mics_fn.groups.peers import Failure, Journal, of_store, said_to_all, withdrawn, without_a_word
-from mics_fn.groups.signs import PARKED, Peers, Process, beat_of, followed, replaced, tick_s
+from mics_fn.groups.peers import (
+    PARKED,
+    Failure,
+    Journal,
+    Peers,
+    Process,
+    beat_of,
+    followed,
+    of_store,
+    replaced,
+    said_to_all,
+    tick_s,
+    withdrawn,
+    without_a_word,
+)
 from mics_fn.schedules import NEWS
 from mics_fn.threads import Bell, Latch, start
+
+# The launcher of this process, and what becomes of a rank that has outlived it.
+
+
+def was_launched(env: Mapping[str, str]) -> bool:
+    """Whether the parent of a process with this environment is a launcher of several ranks.
+
+    Ranks that a shell has started have the variables of torchrun, too, but no run of it.
+
+    >>> was_launched({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
+    True
+    >>> was_launched({"RANK": "0", "WORLD_SIZE": "2"}), was_launched({})
+    (False, False)
+    """
+    if "TORCHELASTIC_RUN_ID" in env:
+        return True
+    try:
+        launch = read_launch(env)
+    except GroupsError:
+        return False
+    return launch is not None and launch.source != "torchrun"
+
+
+class Launcher:
+    """The parent of this process, if it is a launcher; see [Note: outlived]."""
+
+    def __init__(self) -> None:
+        self._pid = os.getppid() if was_launched(os.environ) else None
+
+    def look(self, lives: Sequence[Life]) -> None:
+        """Give up these groups if it is gone; called at each tick of the monitor."""
+        if self._pid is None or not lives or os.getppid() == self._pid:
+            return
+        text = f"the launcher of rank {lives[0].rank} (process {self._pid}) is gone"
+        self._pid = None
+        error = GroupsError(message(text, fix="start the job again"))
+        grace_s = min(life.heartbeat_s for life in lives) / 2
+        end = threading.Timer(grace_s, _end, (text, grace_s))
+        end.daemon = True
+        end.start()
+        for life in lives:
+            life.fail(error)
+            life.tell(error, final=True, kind="exited")
+
+
+def _end(text: str, grace_s: float) -> None:
+    sys.stderr.write(f"{text}, and this process did not end in {grace_s:g} s\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+launcher = Launcher()
+
+
+def _forget() -> None:
+    """Forget the launcher in a forked child: its parent is a rank, which is not a launcher."""
+    launcher._pid = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
 
 _PATIENCE_S = 0.5  # how long a rank that fails waits for the store
 _PARTING_S = 3.0  # the same of a rank that closes its groups; else it would look killed at its end
@@ -336,10 +419,10 @@ class Monitor:
 monitor = Monitor()  # of this process
 
 
-def _forget() -> None:
+def _forget_monitor() -> None:
     """Begin anew in a forked child, which has no threads; the groups are those of its parent."""
     monitor.__init__()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_monitor)

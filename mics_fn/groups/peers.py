@@ -10,17 +10,153 @@ up is void, and so is giving up after a withdrawal.
 still be in: it must finish it too. So a rank says how many collectives it had issued on each
 communicator, and others go on waiting for one that it did issue. A rank that gives up says the same
 of itself, so that those who wait for it give up as well.
+
+[Note: one thread at a time] A second thread that used communicators while a first one uses them
+would issue collectives in between, in an order that other ranks do not have. It is refused. But
+threads may take turns, as those do in which autograd runs backward on an accelerator, while the
+first one waits for them. So a whole step keeps others from steps of their own, and only what issues
+collectives or waits for them keeps others from all communicators.
+
+[Note: retired groups] Collectives may still be under way on groups that ranks let go of, after an
+error. gloo's destructor waits for them, without the lock of the interpreter. They end once every
+rank has let go, for at least one of the ranks has nothing under way on a group, and those that wait
+for it fail then. So a thread waits for it, one group after the other, in one order on all ranks.
+
+[Note: a rank that makes no call] A rank may give signs of life and make no call: its loader hangs,
+it is in a debugger, or its loop has ended before those of the others, who wait for it. Nothing says
+whether it will go on, so it has `timeout_s`, as any rank that is slow. Each rank that has made no
+call for `heartbeat_s`, or half of `timeout_s` if that is less, writes how many calls it has made,
+for which others it waits, and where its main thread is. A rank that waits follows those for whom it
+waits, and for whom these wait in turn, up to ranks that wait for nobody and lack such a call. Of
+these the one with the fewest calls is behind. The first of the others names it in a warning, and
+after `timeout_s` all do in their error.
 """
 
+import faulthandler
 import json
+import os
+import re
+import select
+import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mics_fn.errors import OffloadError, PeerFailed, PeerOffloadError, message
+import torch.distributed as dist
+
+from mics_fn import _torch
+from mics_fn.errors import (
+    GroupsError,
+    OffloadError,
+    PeerFailed,
+    PeerOffloadError,
+    PlanError,
+    message,
+)
 from mics_fn.groups.clerk import StoreLost
-from mics_fn.schedules import NEWS, Stuck
+from mics_fn.schedules import NEWS, Stuck, call_text
+from mics_fn.spans import LOG
+from mics_fn.store import Store
+from mics_fn.threads import start
+
+# `Turns`: which thread uses the communicators of some groups.
+
+
+class Turns:
+    """See [Note: one thread at a time]."""
+
+    def __init__(self) -> None:
+        self._use, self._step = threading.RLock(), threading.RLock()
+        self._stepping = False  # in the thread that holds the second one
+
+    def enter(self) -> None:
+        """Begin to use the communicators, until `leave`.
+
+        Raises:
+          GroupsError: another thread uses them.
+        """
+        if not self._use.acquire(blocking=False):
+            raise _refused()
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        self._use.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block, such as an evaluation, during which no other thread may begin another one.
+
+        Raises:
+          GroupsError: another thread is in one.
+        """
+        if not self._step.acquire(blocking=False):
+            raise _refused()
+        try:
+            yield
+        finally:
+            self._step.release()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Such a block in which this thread may not begin another step, either.
+
+        The gradients of the first one would be applied to parameters that the second has changed.
+
+        Raises:
+          GroupsError: this thread is in a step, or another one in a block.
+        """
+        with self.alone():
+            if self._stepping:
+                text = "a step begins inside of another one of the same groups"
+                raise GroupsError(message(text, fix="let the loss compute, and step after it"))
+            self._stepping = True
+            try:
+                yield
+            finally:
+                self._stepping = False
+
+
+def _refused() -> GroupsError:
+    name = threading.current_thread().name
+    text = f"thread {name!r} uses groups that another thread is using"
+    return GroupsError(message(text, fix="call the verbs of one set of groups in one thread"))
+
+
+# How process groups are let go of that nobody uses any more.
+
+
+def discard(group: dist.ProcessGroup) -> None:
+    """Take a process group out of use, without waiting for what is under way on it."""
+    if dist.get_backend(group) == "gloo":
+        dist.destroy_process_group(group)
+    else:
+        task = partial(_torch.abort, group)
+        start(threading.Thread(target=quietly, args=(task,), daemon=True))
+
+
+def free(groups: list[dist.ProcessGroup], tidy: Callable[[], None]) -> None:
+    """Destruct process groups to which nothing else refers, the oldest first.
+
+    Args:
+      groups: emptied.
+      tidy: called before.
+    """
+    quietly(tidy)
+    while groups:
+        del groups[0]
+
+
+def quietly(task: Callable[[], None]) -> None:
+    """Call something that may fail because other ranks or the store are gone already."""
+    with suppress(Exception):
+        task()
+
 
 _MOST_TEXT, _MOST_TRACE = 1_000, 8_000  # characters of an error that other ranks are told
 
@@ -212,3 +348,380 @@ def withdrawn(journal: Journal, store: Any, rank: int) -> bool:
 def same_place(mine: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
     """Whether two ranks have made equally many calls on each communicator that both are in."""
     return all(theirs[key] == made for key, made in mine.items() if key in theirs)
+
+
+# Signs of life of another rank: what it wrote last, and its process if that is on this host.
+
+PARKED = "closed"  # what a rank writes none of whose groups are open
+_TICK_S = 0.25
+_RANKS_PER_TICK = 64  # one store serves all ranks, so that many more of them tick less often
+_LEAST_TICKS = 3  # without a sign of life, before a rank is taken for lost
+
+
+def tick_s(ranks: int) -> float:
+    """Seconds between two signs of life of a rank, in a job of so many."""
+    return _TICK_S * max(1.0, ranks / _RANKS_PER_TICK)
+
+
+def least_limit_s(ranks: int) -> float:
+    """The least `heartbeat_s` that is no alarm for a rank which is well, in a job of so many."""
+    return _LEAST_TICKS * tick_s(ranks)
+
+
+def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> None:
+    """Raise PlanError unless these are seconds above 0, and enough for a job of so many ranks."""
+    given = {"timeout_s": timeout_s} | ({} if heartbeat_s is None else {"heartbeat_s": heartbeat_s})
+    for name, limit in given.items():
+        if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
+            fix = "pass seconds above 0"
+            raise PlanError(message(f"{name}={limit!r} is not a time limit", fix=fix))
+    least = least_limit_s(ranks)
+    if heartbeat_s is not None and heartbeat_s < least:
+        text = f"heartbeat_s={heartbeat_s!r} would take ranks for lost that are well"
+        lines = [f"signs of life come every {tick_s(ranks):g} s"]
+        raise PlanError(message(text, lines, f"pass at least {least:g}"))
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, as others on its host can find it."""
+
+    host: str  # one boot of a machine, and one space of process numbers in it
+    pid: int
+    started: str  # in clock ticks since the boot; another process of this number has another one
+
+    @classmethod
+    def own(cls) -> "Process":
+        """This process; its host is unknown where it cannot see what others run there."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            host = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+            hides = not _stat(1)[0]  # as /proc may hide the processes of other users
+            return cls("" if hides else host, os.getpid(), _stat(os.getpid())[1])
+        except OSError:
+            return cls("", os.getpid(), "")
+
+    @property
+    def name(self) -> str:
+        """A text that no other process of the job has."""
+        return f"{self.host} {self.pid} {self.started}"
+
+    def is_gone(self) -> bool:
+        """Whether it has ended; only asked on its own host."""
+        return _stat(self.pid)[1] != self.started
+
+    def is_ready(self) -> bool:
+        """Whether it computes, or waits for a processor; only asked on its own host."""
+        return _stat(self.pid) == ("R", self.started)
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """The state of a process, and when it was started; "" if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""
+    return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
+
+
+def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
+    """The ranks that a rank follows: all of a few, else those next to it on both sides.
+
+    >>> followed(1, range(4)), followed(0, range(100), most=4)
+    ([0, 2, 3], [98, 99, 1, 2])
+    """
+    if rank not in ranks or len(ranks) <= most:
+        return [other for other in ranks if other != rank]
+    at, half = ranks.index(rank), most // 2
+    return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
+
+
+class Near:
+    """Which processes on this host have ended; to ask is cheap where the kernel has pidfds."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll() if hasattr(os, "pidfd_open") else None
+        self._files: dict[int, int] = {}  # of a process, by its rank
+        self._others: dict[int, Process] = {}
+
+    def add(self, rank: int, process: Process) -> None:
+        """Watch the process of a rank, instead of the one that it had before."""
+        self._others.pop(rank, None)
+        if self._poll is not None and rank in self._files:
+            with suppress(KeyError):
+                self._poll.unregister(self._files[rank])
+            os.close(self._files.pop(rank))
+        try:
+            if self._poll is None:
+                raise OSError
+            self._files[rank] = file = os.pidfd_open(process.pid)
+        except OSError:
+            self._others[rank] = process
+            return
+        if process.is_gone():  # another one has its number
+            self._others[rank] = process
+        else:
+            self._poll.register(file, select.POLLIN)
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        files = {file for file, _ in self._poll.poll(0)} if self._poll and self._files else ()
+        found = [rank for rank, file in self._files.items() if file in files]
+        return found + [rank for rank, process in self._others.items() if process.is_gone()]
+
+    def forget(self) -> None:
+        """Watch none of them any more."""
+        for file in self._files.values():
+            os.close(file)
+        self.__init__()
+
+
+def beat_of(rank: int) -> str:
+    """The key under which a rank writes signs of life."""
+    return f"mics_fn/beat/{rank}"
+
+
+def name_in(beat: str) -> str:
+    """The name of the process that wrote a sign of life."""
+    return beat.split(" ", 2)[2]
+
+
+def replaced(processes: Mapping[int, str], beats: Mapping[int, str]) -> list[int]:
+    """The ranks whose signs of life now come from another process than the one given.
+
+    >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
+    [1]
+    """
+    both = [rank for rank in processes if beats.get(rank)]
+    return [rank for rank in both if name_in(beats[rank]) != processes[rank]]
+
+
+class Peer:
+    """What is known of another rank."""
+
+    def __init__(self) -> None:
+        self.beat = ""  # what it wrote last
+        self.name = ""  # of the process that wrote it
+        self.process: Process | None = None  # if it is on this host
+        self.silent_s = 0.0
+        self.gone = False
+        self.parked = True  # whether none of its groups are open, as far as is known
+
+    def heard(self, beat: str, own: Process, tick_s: float) -> Process | None:
+        """Take note of what it wrote, read at least a tick after the last time.
+
+        Returns:
+          its process, if that is on this host and was not known.
+        """
+        if beat == self.beat or not beat:
+            self.silent_s += tick_s
+            return None
+        _, state, host, pid, started = beat.split(" ")
+        self.name = name_in(beat)
+        process = Process(host, int(pid), started) if host and host == own.host else None
+        found, self.process = None if process == self.process else process, process
+        self.beat, self.silent_s, self.parked, self.gone = beat, 0.0, state == PARKED, False
+        return found
+
+    def parts(self, beat: str) -> None:
+        """Take note of what it wrote last, once its process has ended."""
+        if name_in(beat) == self.name:
+            self.parked = beat.split(" ", 2)[1] == PARKED
+
+    def is_silent(self, limit_s: float) -> bool:
+        """Whether it has failed; one that waits for a processor is given twice the time."""
+        waits = self.process is not None and self.process.is_ready()
+        return self.silent_s > limit_s * (2 if waits else 1)
+
+    def mark_gone(self) -> bool:
+        """Mark it as gone; returns False if it was marked before."""
+        known, self.gone = self.gone, True
+        return not known
+
+
+class Peers(dict[int, Peer]):
+    """What is known of other ranks, by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = Near()
+
+    def hear(self, rank: int, beat: str, own: Process, tick_s: float) -> tuple[Peer, str]:
+        """Take note of what a rank wrote.
+
+        Returns:
+          what is known of it, and the name of its process before, if another one took its place.
+        """
+        peer = self.setdefault(rank, Peer())
+        before = peer.name
+        process = peer.heard(beat, own, tick_s)
+        if process is not None:
+            self.near.add(rank, process)
+        return peer, before if before != peer.name else ""
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that are gone, and had not closed their groups before."""
+        found = [(rank, self[rank]) for rank in ranks if rank in self]
+        return [rank for rank, peer in found if peer.gone and not peer.parked]
+
+    def anew(self, processes: Mapping[int, str]) -> list[int]:
+        """Measure signs of life anew, as these ranks meet: silence before it means nothing.
+
+        Args:
+          processes: of the ranks that meet, by rank; "" for the last one that was heard of.
+
+        Returns:
+          Those of them whose process was seen to end, with open groups.
+        """
+        gone = []
+        for rank, peer in ((rank, self[rank]) for rank in processes if rank in self):
+            ended = peer.process is not None and peer.process.is_gone() and not peer.parked
+            if ended and processes[rank] in ("", peer.name):
+                gone.append(rank)
+            elif not ended:
+                peer.silent_s, peer.gone = 0.0, False
+        return gone
+
+    def silent(self, ranks: Iterable[int], limit_s: float) -> list[int]:
+        """Those of these ranks with open groups that gave no sign for so long."""
+        found = [(rank, self[rank]) for rank in ranks if rank in self]
+        return [rank for rank, peer in found if peer.silent_s > limit_s and not peer.parked]
+
+
+# `Idle`: for how long a rank has made no call, where it is, and which rank the others wait for.
+
+_WAITS_S = 1.5  # a wait that was noted longer ago has ended
+_FRAMES = 12  # of the main thread, the innermost first
+_OTHERS = (
+    os.path.dirname(os.__file__),
+    "site-packages",
+    os.path.dirname(os.path.dirname(__file__)),
+)
+
+Counts = Mapping[str, tuple[int, int]]  # by communicator, how many calls were made and issued
+
+
+class Idle:
+    """What one rank has done on some groups, and since when nothing; see the note of this page.
+
+    Args:
+      ranks: of the groups.
+      rank: this one.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        self.seconds = 0.0  # without a call, by the ticks of the monitor
+        self._counts: Counts = {}
+        self._waits: tuple[float, Sequence[Stuck], Sequence[int]] = (0.0, (), ())
+        self._told, self._warned = "", False
+
+    def waits(self, stuck: Sequence[Stuck], missing: Sequence[int] = ()) -> None:
+        """Note what this rank waits for: calls, or ranks whatever they have called."""
+        if stuck or missing:
+            self._waits = time.monotonic(), stuck, missing
+
+    def pass_time(self, counts: Counts, passed_s: float) -> None:
+        """Count the time since the last call; called at each tick."""
+        same = counts == self._counts
+        self.seconds = self.seconds + passed_s if same else 0.0
+        self._counts, self._warned = counts, self._warned and same
+
+    def exchange(self, store: Any, life: Any) -> None:
+        """Write where this rank is if that is of interest, and warn of one that is behind."""
+        limit_s = min(life.heartbeat_s, life.timeout_s / 2)
+        text = self._text(life.step, life.call) if self.seconds > limit_s else ""
+        if text != self._told:
+            self._told = text
+            store.set(f"{life.key}/idle/{self._rank}", text)
+        if self._warned or self.seconds < limit_s + 4 * tick_s(len(self._ranks)):
+            return
+        self._warned = True
+        failure = self.behind(store, life.key)
+        if failure and self._rank == next(rank for rank in self._ranks if rank != failure.rank):
+            text = f"{failure.text}; others wait for it up to timeout_s={life.timeout_s:g}"
+            LOG.warning(message(text, [failure.trace.replace("\n", " < ")]))
+
+    def _text(self, step: int | None, call: Any) -> str:
+        since, stuck, missing = self._waits
+        waits = [[each.group, each.number, each.ranks] for each in stuck]
+        waits = [*waits, ["", 0, missing]] if time.monotonic() - since < _WAITS_S else []
+        operation, leaf = ("", "") if call is None else (call_text(call), str(call[2]))
+        at, frames = main_thread()
+        said = {"counts": self._counts, "waits": waits, "step": step, "operation": operation}
+        return json.dumps(said | {"leaf": leaf, "at": at, "frames": frames})
+
+    def behind(self, store: Store, key: str, stuck: Iterable[Stuck] = ()) -> Failure | None:
+        """The failure of the rank that this one waits for in the end, if that makes no call.
+
+        Args:
+          store: of the job.
+          key: of the groups.
+          stuck: what this rank waits for; by default all that it has called.
+        """
+        done = self._counts.items()
+        waits: list[Any] = [[each.group, each.number, each.ranks] for each in stuck]
+        waits = waits or [[group, made, self._ranks] for group, (made, _) in done]
+        found, said = dict[int, Any](), dict[int, Any]({self._rank: {}})
+        while waits:
+            group, number, ranks = waits.pop()
+            for rank in ranks:
+                if rank not in said:
+                    said[rank] = _read(store, f"{key}/idle/{rank}")
+                    waits += said[rank].get("waits", ())
+                there = said[rank]
+                if there and not there["waits"] and _lacks(there["counts"], group, number):
+                    found[rank] = there
+        if not found:
+            return None
+        rank = min(found, key=lambda rank: sum(made for made, _ in found[rank]["counts"].values()))
+        counts = found[rank]["counts"].items()
+        text = f"rank {rank} is behind: it lives, but makes no call; it is {found[rank]['at']}"
+        return Failure(
+            rank,
+            "stalled",
+            text,
+            step=found[rank]["step"],
+            operation=found[rank]["operation"],
+            leaf=found[rank]["leaf"],
+            trace="\n".join(found[rank]["frames"]),
+            made={group: made for group, (made, _) in counts},
+            issued={group: issued for group, (_, issued) in counts},
+        )
+
+
+def _read(store: Store, key: str) -> dict[str, Any]:
+    """What a rank wrote; nothing while it makes calls."""
+    text = store.get(key).decode() if store.check([key]) else ""
+    return json.loads(text) if text else {}
+
+
+def _lacks(counts: Mapping[str, Sequence[int]], group: str, number: int) -> bool:
+    """Whether a rank has not issued a call that another one waits for; "" is for any."""
+    if not group:
+        return True
+    return group in counts and counts[group][1] < number
+
+
+def main_thread() -> tuple[str, list[str]]:
+    """Where the main thread of this process is: in words, and its frames, the innermost first.
+
+    The main thread runs meanwhile: only faulthandler walks its frames without letting it go on.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    ident = threading.main_thread().ident or 0
+    own = re.search(rf"^\S.* 0x0*{ident:x}\b.*\n((?:  .*\n)*)", text, flags=re.MULTILINE)
+    stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', own[1] if own else "", re.MULTILINE)
+    stack = stack[:_FRAMES]
+    frames = [f"{os.path.basename(file)}:{line} in {name}" for file, line, name in stack]
+    users = [
+        text
+        for (file, _, _), text in zip(stack, frames, strict=True)
+        if not any(other in file for other in _OTHERS) and file[:1] != "<"
+    ]
+    inner = f"at {frames[0]}" if frames else "nowhere"
+    return inner if users[:1] in ([], frames[:1]) else f"{inner}, called at {users[0]}", frames

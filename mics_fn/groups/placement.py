@@ -4,7 +4,7 @@ Optimizer states are sharded over the partition group of `Groups`. A placement a
 ranks, counted from the innermost level: over how many of them gathered parameters stay sharded
 until the end of a run, and over how many the gradients are reduced in each micro-step. Every scheme
 of the ZeRO family is such a pair of numbers, and every verb takes placed groups like any others.
-See [Note: placements] in `hierarchy.py`.
+See [Note: placements] in `groups.py`.
 
 | placement | states over | parameters over | gradients over | what a step sends, hop 1 aside |
 |---|---|---|---|---|
@@ -32,8 +32,7 @@ from typing import Literal
 from mics_fn import checks
 from mics_fn.errors import PlanError, message
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.groups import Groups, require_one
-from mics_fn.groups.hierarchy import Hierarchy
+from mics_fn.groups.groups import Groups, Hierarchy, require_one
 
 Over = Literal["one", "inner", "all"]
 

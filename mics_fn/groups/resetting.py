@@ -5,7 +5,7 @@ failure, so `reset` detects nothing. Ranks meet once, under a key that is new. T
 which groups they reset, and what they have learned about the order of use: a rank that was behind
 may have learned less, and then all forget it. No name is used twice, so a rank that is already on
 the new groups never meets one that is still on the old ones. A rank that was lost meets the others
-here, too, once it was started again: see [Note: coming back] in `returning`.
+here, too, once it was started again: see [Note: coming back] in `rendezvous`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,14 +16,12 @@ from typing import Any
 from mics_fn import tree
 from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, message
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.forks import check_fork
-from mics_fn.groups.groups import Groups
-from mics_fn.groups.hierarchy import Hierarchy, Pools
-from mics_fn.groups.life import Life
+from mics_fn.groups.groups import Groups, Hierarchy, Pools
+from mics_fn.groups.life import Life, check_fork
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import Judge
-from mics_fn.log import LOG
 from mics_fn.schedules import Channel
+from mics_fn.spans import LOG
 
 _ATTEMPTS = 5  # to make groups, as ranks may be lost while others make them
 

@@ -5,10 +5,9 @@ import sys
 from functools import cache
 from typing import Any
 
-from mics_fn.groups.life import never_destruct
+from mics_fn.groups.life import never_destruct, tell_all
 from mics_fn.groups.monitor import monitor
-from mics_fn.groups.signs import least_limit_s
-from mics_fn.groups.telling import tell_all
+from mics_fn.groups.peers import least_limit_s
 
 
 def _shell() -> Any:

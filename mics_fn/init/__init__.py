@@ -43,11 +43,16 @@ meta, nothing is needed: it is run on replayed inputs. An op that draws random n
 kind of device needs a generator in `rng.py`.
 """
 
-from mics_fn.init.loading import load_shards, read_shards
+from mics_fn.init.files import DTYPES, strict_json, with_texts
+from mics_fn.init.loading import (
+    load_shards,
+    on_meta_copy,
+    read_shards,
+    refuse_lazy,
+    warn_of_compile,
+)
 from mics_fn.init.model import init_model
-from mics_fn.init.reading import File, Limits, check_shape, is_text
-from mics_fn.init.safetensors import DTYPES, strict_json, with_texts
-from mics_fn.init.skeleton import on_meta_copy, refuse_lazy, warn_of_compile
+from mics_fn.init.torch_files import File, Limits, check_shape, is_text
 
 __all__ = [
     "DTYPES",

@@ -1,27 +1,435 @@
-"""`load_shards`: shards from files, from which each rank reads only its own part."""
+"""`load_shards`: shards from files, from which each rank reads only its own part.
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+A model that was just made is changed in place, so that hooks and other code which refer to its
+modules stay right. A model whose tensors belong to other code is copied.
+
+So of chunks that live in files, or as codes, few are in memory as values at the same time.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from mics_fn import checks, tree
-from mics_fn.collectives import in_step
-from mics_fn.errors import TreeError, message
+from mics_fn._torch import compiles_itself
+from mics_fn.collectives import Parts, collect_all, in_parts, in_step
+from mics_fn.errors import LeafError, TreeError, disagreement, message, name_some
+from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
-from mics_fn.init.filling import Filling
-from mics_fn.init.reading import Entry, Limits, Weights
-from mics_fn.init.skeleton import meta_like
+from mics_fn.init.tape import META, Recorded
+from mics_fn.init.torch_files import Entry, Limits, Weights
+from mics_fn.offload import DEVICE, Place, Where, where_of
 from mics_fn.shards import (
+    Bucket,
+    Fixed,
+    Laying,
     LayoutOptions,
     Leaf,
+    Piece,
+    Sharded,
     check_dtype,
+    checksum_of,
     dtype_name,
+    is_leaf,
+    layout_of,
     owners_of,
+    pack_chunk,
+    pieces,
+    refuse_overlaps,
     require_groups,
+    split_chunk,
 )
+
+# The structure of a model: its parameters on meta, and everything else that it holds as it is.
+
+OWN = {"recorder", "_is_param"}  # attributes of a recorded tensor that its user did not set
+# A model owns nothing behind these.
+CLOSED = (str, bytes, int, float, complex, type, torch.Tensor, torch.dtype, torch.device)
+CLOSED += (ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+
+
+def tensors_of(model: Any, kind: type[Tensor] = Tensor) -> dict[int, Any]:
+    """The tensors of a class that a model holds in modules, containers and objects, by `id`."""
+    found: dict[int, Any] = {}
+    _swap(model, kind, lambda x: found.setdefault(id(x), x))
+    return found
+
+
+def with_tensors(model: nn.Module, new: dict[int, Tensor]) -> nn.Module:
+    """The model with its parameters on meta, and `new` tensors for recorded ones, by their `id`."""
+    for recorded in tensors_of(model, Recorded).values():
+        for name, value in vars(recorded).items():
+            if name not in OWN and not isinstance(value, Recorded):  # such as `no_decay`
+                setattr(new[id(recorded)], name, value)
+    _swap(model, Recorded, lambda recorded: new[id(recorded)])
+    real = [p for p in model.parameters() if not p.is_meta]
+    return on_meta_copy(model, real) if real else model
+
+
+class Computed(Tensor):
+    """Stands in a skeleton for a tensor that its module computed from parameters.
+
+    Such a tensor is out of date once the parameters are trained. Modules that compute it again in
+    each forward, as those of `weight_norm` and `prune` do, replace it before they use it.
+    """
+
+    where: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Computed)]
+        what = found[0].where if found else "a tensor of the model"
+        text = f"{what} was computed from parameters before the model was trained, and is used"
+        raise LeafError(message(text, fix="compute it in forward, from the parameters given there"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Computed({self.where})"
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise LeafError for a model whose parameters have no shape yet."""
+    if any(nn.parameter.is_lazy(value) for value in (*model.parameters(), *model.buffers())):
+        text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
+        raise LeafError(message(text, fix="call it once on a batch, which gives them one"))
+
+
+def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
+    """Warn of modules that `compile()` was called on, which a copy of the model has not."""
+    found = [f"model.{k}".rstrip(".") for k, x in model.named_modules() if compiles_itself(x)]
+    if found:
+        text = f"{verb}: compile() of {name_some(found)} is dropped: it runs eagerly"
+        fix = "leave compile() out; see Limits in README for what can be compiled"
+        warnings.warn(message(text, fix=fix), stacklevel=stacklevel)
+
+
+def on_meta_copy(model: nn.Module, values: Iterable[Tensor]) -> nn.Module:
+    """A copy of a model in which some of its parameters and buffers are on meta."""
+    memo: dict[int, Any] = {id(value): meta_like(value) for value in values}
+    names = {
+        id(value): f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+    for key, tensor in tensors_of(model).items():
+        if not tensor.is_leaf and key not in memo:  # torch cannot copy such a tensor
+            memo[key] = torch.empty(0, device=META).as_subclass(Computed)
+            memo[key].where = f"model.{names[key]}" if key in names else "a tensor of the model"
+    return copy.deepcopy(model, memo)
+
+
+def meta_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A plain tensor of the same shape and strides on meta; a parameter gives a parameter."""
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=META)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def _swap(model: Any, kind: type[Tensor], new: Callable[[Any], Tensor]) -> None:
+    """Replace each tensor of a class by what `new` gives for it, wherever the model holds it."""
+    seen: set[int] = set()
+    todo: list[Any] = [model]
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, kind):
+            return new(x)
+        if isinstance(x, tuple | frozenset | set) and not isinstance(x, torch.Size):
+            parts = [moved(part) for part in x]
+            same = all(a is b for a, b in zip(parts, x, strict=True))
+            return x if same else _like(x, parts)
+        if not isinstance(x, CLOSED) and id(x) not in seen:
+            seen.add(id(x))
+            todo.append(x)
+        return x
+
+    while todo:
+        x = todo.pop()
+        if isinstance(x, dict | list):
+            items = list(x.items() if isinstance(x, dict) else enumerate(x))
+            for key, value in items:
+                if (other := moved(value)) is not value:
+                    x[key] = other
+        moved(getattr(x, "__dict__", None))
+
+
+def _like(x: Any, parts: list[Any]) -> Any:
+    return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+
+
+# The chunks of shards that are filled leaf by leaf, each put in its place when it is complete.
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """One chunk: in memory while it is open, and then as pieces in their places."""
+
+    home: Groups
+    bucket: Bucket
+    names: list[str | None] = field(default_factory=list)  # by slot
+    places: list[Place] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)  # which have no value yet
+    flat: Tensor | None = None
+    laid: list[Tensor] | None = None
+
+    @property
+    def closes(self) -> bool:
+        """Whether its values leave memory once they are complete: for a file, or as codes."""
+        return self.bucket.codes is not None or any(place != DEVICE for place in self.places)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bucket.chunk * self.bucket.dtype.itemsize
+
+
+class Chunks:
+    """Chunks that are filled in any order, of which few are in memory if they live elsewhere.
+
+    Args:
+      where: the places of leaves.
+    """
+
+    def __init__(self, where: Where) -> None:
+        self._laying = Laying(where)
+        self._found: dict[tuple[Groups, Bucket], _Chunk] = {}
+        self._of: dict[str, tuple[_Chunk, int]] = {}
+        self._open: list[_Chunk] = []  # those that close, the oldest first
+
+    def add(self, home: Groups, bucket: Bucket, slot: int, name: str) -> None:
+        """A leaf that will be filled."""
+        chunk = self._found.setdefault((home, bucket), _Chunk(home, bucket))
+        if not chunk.names:
+            chunk.names = [None] * len(bucket.shapes)
+            chunk.places = [DEVICE] * len(bucket.shapes)
+        chunk.names[slot] = name
+        chunk.places[slot] = self._laying.place(name, home)
+        if pieces(bucket, home.hierarchy.route.chunk)[slot].length:
+            chunk.left.add(name)
+        self._of[name] = chunk, slot
+
+    def has(self, name: str) -> bool:
+        """Whether a leaf lies in a chunk."""
+        return name in self._of
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """Names bucket by bucket, so that the fewest chunks are open at once."""
+        place = {id(chunk): i for i, chunk in enumerate(self._found.values())}
+        last = len(place)
+        return sorted(names, key=lambda n: place[id(self._of[n][0])] if n in self._of else last)
+
+    def memory(self, name: str) -> Tensor:
+        """The memory of a leaf's piece, to be written to before the next one is asked for."""
+        chunk, slot = self._of[name]
+        flat = self._opened(chunk)
+        return split_chunk(chunk.bucket, chunk.home.hierarchy.route.chunk, flat)[slot]
+
+    def _opened(self, chunk: _Chunk) -> Tensor:
+        if chunk.flat is not None:
+            return chunk.flat
+        device, dtype = chunk.home.device, chunk.bucket.dtype
+        if chunk.closes:
+            while self._open and self._nbytes + chunk.nbytes > self._laying.host_bytes:
+                self._close(self._open[0])  # not complete: it will be opened again
+            self._open.append(chunk)
+        if chunk.laid is None:
+            chunk.flat = torch.zeros(chunk.bucket.chunk, dtype=dtype, device=device)
+        else:
+            number, how = chunk.home.hierarchy.route.chunk, {"device": device, "dtype": dtype}
+            chunk.flat = pack_chunk(chunk.bucket, number, chunk.laid, **how)
+        return chunk.flat
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._open)
+
+    def filled(self, name: str) -> None:
+        """A leaf of a chunk, or any other, has its value now."""
+        if name in self._of:
+            chunk, _ = self._of[name]
+            chunk.left.discard(name)
+            if not chunk.left:
+                self._close(chunk)
+
+    def _close(self, chunk: _Chunk) -> None:
+        """Put an open chunk in its place."""
+        if chunk.flat is None or chunk not in self._open:
+            return
+        names = [name or "" for name in chunk.names]
+        chunk.laid = None  # what it had before goes first
+        chunk.laid = self._laying.put(chunk.home, chunk.bucket, chunk.flat, chunk.places, names)
+        chunk.flat = None
+        self._open.remove(chunk)
+
+    def settled(self, hear: Callable[[], None]) -> dict[str, Tensor]:
+        """The piece of each leaf, in its place.
+
+        Args:
+          hear: called before each chunk; raises to leave this work.
+
+        Raises:
+          OffloadError: a file cannot be made or written.
+        """
+        for chunk in self._found.values():
+            hear()
+            if chunk.laid is None:
+                flat = self._opened(chunk)
+                self._close(chunk)
+                if chunk.laid is None:  # on the device
+                    number = chunk.home.hierarchy.route.chunk
+                    chunk.laid = split_chunk(chunk.bucket, number, flat)
+            elif chunk.flat is not None:
+                self._close(chunk)
+        return {name: chunk.laid[slot] for name, (chunk, slot) in self._of.items() if chunk.laid}
+
+
+# Shards that are filled leaf by leaf, so that the full values never exist all at once.
+
+BLOCK_BYTES = 2**24  # that are read at once
+
+
+class Filling:
+    """Shards of named parameters with the layout that `shard` would choose, filled with zeros.
+
+    Args:
+      verb: for errors.
+      params: by name; only their shapes, dtypes, kinds, devices and ties are read.
+      groups: as for `shard`.
+      options: as for `shard`.
+
+    Communication: a digest of the tree.
+
+    Memory: this rank's shards; of those that live in files, `host_bytes` or one bucket.
+
+    Raises:
+      TreeError, LeafError, PlanError, DesyncError: as `shard`.
+    """
+
+    def __init__(
+        self, verb: str, params: Mapping[str, Tensor], groups: Any, options: dict[str, Any]
+    ) -> None:
+        names, _ = tree.flatten({name: name for name in params})
+        homes = tree.spread(
+            groups, params, what="groups", is_value=lambda value: isinstance(value, Groups)
+        )
+        self.groups: list[Groups] = list(dict.fromkeys(homes))
+        for home in self.groups:
+            # Even if this tree was compared before, another rank may now come with a different one.
+            home.agreed.difference_update([seen for seen in home.agreed if seen[0] == verb])
+        shapes = layout_of(verb, "params", dict(params), groups, **options)
+        self.verb = verb
+        self.homes: dict[str, Groups] = dict(zip(names, homes, strict=True))
+        leaves = dict(zip(names, tree.flatten(shapes, is_leaf)[0], strict=True))
+        self.shards: dict[str, Leaf] = {name: leaves[name] for name in params}
+        trained = [f"params.{k}" for k, leaf in leaves.items() if isinstance(leaf, Sharded)]
+        refuse_overlaps(verb, {f"params.{k}": value for k, value in params.items()}, trained)
+        self._chunks = Chunks(where_of(options.get("where")))
+        for name, leaf in self.shards.items():
+            home = self.homes[name]
+            if isinstance(leaf, Sharded | Fixed) and leaf.bucket is not None:
+                self._chunks.add(home, leaf.bucket, leaf.slot, name)
+            elif isinstance(leaf, Fixed):
+                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=home.device)
+                self.shards[name] = replace(leaf, data=whole)
+        self.order = self._chunks.order(self.shards)
+        self._sums: dict[Groups, tuple[list[str], Tensor]] = {}
+        self._parts = Parts()
+
+    def part(self, name: str) -> tuple[int, int]:
+        """Start and stop of the elements that this rank keeps; 0 and 0 for a leaf that is tied."""
+        leaf = self.shards[name]
+        if not isinstance(leaf, Sharded | Fixed):
+            return 0, 0
+        if leaf.bucket is None:
+            return 0, leaf.data.numel()
+        piece: Piece = pieces(leaf.bucket, self.homes[name].hierarchy.route.chunk)[leaf.slot]
+        return piece.origin, piece.origin + piece.length
+
+    def put(self, name: str, full: Tensor) -> None:
+        """Keep this rank's part of a full value."""
+        start, stop = self.part(name)
+        self._parts.hear()
+        if start < stop:
+            self._open(name).copy_(full.detach().reshape(-1)[start:stop])
+            self._chunks.filled(name)
+
+    def read(self, name: str, source: Callable[[int, int], Tensor]) -> None:
+        """Keep this rank's part of a value; `source` gives the elements between two indices."""
+        start, stop = self.part(name)
+        if start < stop:
+            data = self._open(name)
+            step = max(1, BLOCK_BYTES // data.itemsize)
+            for low in range(start, stop, step):
+                high = min(low + step, stop)
+                self._parts.hear()
+                data[low - start : high - start].copy_(source(low, high))
+            self._chunks.filled(name)
+
+    def _open(self, name: str) -> Tensor:
+        """The memory of this rank's part of a value."""
+        return self._chunks.memory(name) if self._chunks.has(name) else self._data(name)
+
+    def _data(self, name: str) -> Tensor:
+        data: Any = self.shards[name].data  # pyright: ignore[reportAttributeAccessIssue]
+        return data.view(-1)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """The block in which all values are put; at its end all pieces are in their places.
+
+        Communication: as `in_parts`.
+
+        Raises:
+          OffloadError: a file cannot be made, read or written.
+          PeerOffloadError, DesyncError: the block raised on other ranks.
+        """
+        with in_parts(self.verb, self.groups) as self._parts:
+            yield
+            for name, data in self._chunks.settled(self._parts.hear).items():
+                self.shards[name] = replace(self.shards[name], data=data)  # pyright: ignore
+            for home in self.groups:
+                self._add_up(home)
+
+    def _add_up(self, home: Groups) -> None:
+        """Take the checksums that `check_copies` compares, which reads what lies in files."""
+        names = [name for name in self.shards if self.homes[name] is home]
+        names = [name for name in names if isinstance(self.shards[name], Sharded | Fixed)]
+        if home.num_replicas > 1 and names:
+            sums = list[Tensor]()
+            for name in names:
+                self._parts.hear()
+                sums.append(checksum_of(self._data(name)))
+            self._sums[home] = names, torch.stack(sums).to(home.device)
+
+    def check_copies(self) -> None:
+        """Compare this rank's shards with those of the ranks that keep the same part.
+
+        Each rank made or read its values alone, so they differ if its machine computes otherwise.
+
+        Communication: 8 bytes per leaf.
+
+        Raises:
+          DesyncError: on every rank, with the first leaf that differs and the ranks that differ.
+        """
+        for home, (names, sums) in self._sums.items():
+            found, p = collect_all(home, sums), home.partition_size
+            differs = {
+                rank: (found[rank] != found[home.ranks[position % p]]).nonzero().flatten().tolist()
+                for position, rank in enumerate(home.ranks)
+            }
+            odd = [rank for rank, at in differs.items() if at]
+            if odd:
+                first = f"first difference: params.{names[min(differs[odd[0]])]}"
+                fix = "let all ranks make or read the same values, on machines that compute alike"
+                text = f"{self.verb}: replicas hold different values"
+                said = dict.fromkeys(odd, "not as in the first replica")
+                raise disagreement(text, said, fix, [first])
+
 
 SHOWN = 5  # at most so many mismatches are listed
 

@@ -18,14 +18,17 @@ from mics_fn.collectives import in_step
 from mics_fn.errors import LeafError, PlanError, first_line, message
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
-from mics_fn.init.filling import Filling
-from mics_fn.init.loading import matched, renamed
-from mics_fn.init.reading import Limits, Weights
-from mics_fn.init.recorder import Recorder
-from mics_fn.init.replay import Memory
-from mics_fn.init.skeleton import meta_like, tensors_of, warn_of_compile, with_tensors
-from mics_fn.init.tape import NotRecorded
-from mics_fn.init.without_data import Recorded
+from mics_fn.init.loading import (
+    Filling,
+    matched,
+    meta_like,
+    renamed,
+    tensors_of,
+    warn_of_compile,
+    with_tensors,
+)
+from mics_fn.init.tape import Memory, NotRecorded, Recorded, Recorder
+from mics_fn.init.torch_files import Limits, Weights
 from mics_fn.shards import LayoutOptions, Leaf, owners_of, require_groups
 
 

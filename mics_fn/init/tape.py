@@ -7,16 +7,43 @@ Only ops that write are on the tape. To learn what a storage holds, walk back fr
 it, and from there to whatever each of those ops read. A write that covers a whole storage and reads
 nothing of it ends the walk, so the draws of a module's own reset are skipped when other
 code initialises it again.
+
+[Note: generators while recording] No random number is drawn while ops are recorded, so the state of
+a generator would never move. Each random op therefore writes its index on the tape into the state.
+The next random op reads there where it begins: after the op of that index, even if code saved and
+restored the state in between; or, if the state holds no index, in that state, which code has set.
+
+[Note: recorded tensors] While a model is recorded every new tensor is `Recorded`: it reports the
+real device to all code that asks, and has no data. So code takes the branches that it would take
+with real tensors. Tensors on meta do not give that: initialisers of torch and of other libraries
+skip them. Where code asks for a value (`.item()`, `bool`, `.numpy()`), the ops that determine it
+are replayed at once. Little is left that cannot be recorded: an op that writes to a tensor made
+outside, code that wants the address of a tensor, and layouts other than strided.
+
+[Note: random streams] A random op must begin in the state that its generator would have had. Only
+the kernel of an op knows how far it moves that state, so every draw of the tape runs once, in
+order: a draw that some part needs runs there, and any other runs on scratch memory that is dropped
+at once. States are kept as long as an op that is still to run begins with them, 5 KB each on CPU.
+
+See [Note: recorded tensors] in `tape`, [Note: tape] in `tape` and [Note: generators while
+recording] in `rng`.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from mics_fn import _device, _torch, tree
+from mics_fn.collectives import checksum
+from mics_fn.errors import LeafError, first_line, message
+from mics_fn.shards import MemoryPlace
 
 
 class NotRecorded(Exception):
@@ -206,3 +233,596 @@ class _Walk:
         place = bisect_left(writes, before)
         if place and writes[place - 1] >= self.have.get(storage, 0):
             heappush(self.queue, -writes[place - 1])
+
+
+# Where in a generator's stream a recorded op begins, although no op draws while recording.
+
+MARK = 0x6D694353  # tells a state with an index from a real one
+ON_CUDA = 2  # words of a state there: the seed, and how many numbers were drawn
+
+
+def with_index(state: Tensor, index: int) -> Tensor:
+    """A generator's state that holds the index of an op; its seed can still be read.
+
+    >>> generator = torch.Generator().manual_seed(5)
+    >>> generator.set_state(with_index(generator.get_state(), 7)).initial_seed()
+    5
+    >>> index_in(generator.get_state()), index_in(torch.Generator().get_state())
+    (7, None)
+    """
+    words = state.clone().view(torch.int64)
+    if len(words) == ON_CUDA:
+        words[1] = MARK << 32 | index * 4
+    else:
+        words[3:6] = torch.tensor([MARK, MARK + 1, index])
+    return words.view(torch.uint8)
+
+
+def index_in(state: Tensor) -> int | None:
+    """The index that `with_index` wrote into a state; None if there is none."""
+    words = state.view(torch.int64)
+    if len(words) == ON_CUDA:
+        offset = int(words[1])
+        return offset % 2**32 // 4 if offset >> 32 == MARK else None
+    first, second, index = words[3:6].tolist()
+    return index if (first, second) == (MARK, MARK + 1) else None
+
+
+def start_of(generator: torch.Generator) -> int | Tensor:
+    """Where the next op begins: the index of the op that it follows, or a state."""
+    state = generator.get_state()
+    index = index_in(state)
+    return state if index is None else index
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator of ops that are not given one.
+
+    Raises:
+      LeafError: for such devices torch keeps no generator, or one whose state is not known here.
+    """
+    found = _device.default_generator(device)
+    if found is None or device.type not in ("cpu", "cuda"):
+        raise LeafError(message(f"{device}: random numbers on this device cannot be replayed"))
+    return found
+
+
+# Tensors without data that stand for those of a model while its construction is recorded.
+
+META = torch.device("meta")
+
+
+class Answering(Protocol):
+    """What a recorded tensor asks of its recorder."""
+
+    active: bool
+
+    def ask(self, x: "Recorded", question: Callable[[Tensor], Any]) -> Any:
+        """The answer to a question about the value that the tensor would hold now."""
+        ...
+
+    def device_of(self, x: "Recorded") -> torch.device:
+        """The device on which the tensor would lie."""
+        ...
+
+
+class Recorded(Tensor):
+    """A tensor without data; what it would hold is on the tape of a `Recorder`."""
+
+    recorder: Answering
+    __torch_function__ = _torch.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.ASK_DEVICE:
+            return args[0].device
+        if func is _torch.ASK_COMPATIBLE:
+            return True
+        raise left_behind(f"{func}")
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The device on which it would lie."""
+        return self.recorder.device_of(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Its value, read-only, since a write to it would not be recorded."""
+        array = self.recorder.ask(self, lambda x: x.numpy(force=force))
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Its value as numbers."""
+        return self.recorder.ask(self, Tensor.tolist)
+
+    def __format__(self, spec: str) -> str:
+        return self.recorder.ask(self, lambda x: format(x, spec))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if not self.recorder.active:
+            return f"Recorded(shape={tuple(self.shape)}, {self.dtype})"
+        return self.recorder.ask(self, repr)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        # The same as torch does, whose own code asks a tensor of another class for its address.
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that no op computed can be copied by deepcopy")
+        copied = self.detach()
+        if isinstance(self, nn.Parameter):
+            copied = copied.clone()
+        else:  # all of its storage, and once for all tensors there
+            copies = memo.setdefault("storages of recorded tensors", {})
+            key, length = _torch.storage_id(self), self.untyped_storage().nbytes() // self.itemsize
+            if key not in copies:
+                copies[key] = copied.as_strided((length,), (1,), 0).view(torch.uint8).clone()
+            place = self.shape, self.stride(), self.storage_offset()
+            copied = copies[key].view(self.dtype).as_strided(*place)
+        copied.requires_grad_(self.requires_grad)
+        for name, value in vars(self).items():
+            setattr(copied, name, value)
+        memo[id(self)] = copied
+        return copied
+
+
+def left_behind(what: str) -> LeafError:
+    """The error for a tensor that is still without data after its model was made."""
+    text = f"{what} on a tensor that init_model left without data: it was made with the model"
+    fix = "keep it in the module, as a buffer or an attribute, where init_model finds it"
+    return LeafError(message(text, fix=fix))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a pytree."""
+    return [x for x in tree.flatten(value)[0] if isinstance(x, Tensor)]
+
+
+def recorded_in(value: Any) -> list[Recorded]:
+    """The recorded tensors of a pytree."""
+    return [x for x in tensors_in(value) if isinstance(x, Recorded)]
+
+
+def on_meta(x: Recorded) -> Tensor:
+    """The same tensor on meta, for torch's rules of shapes; it shares the storage without data."""
+    memory = x.untyped_storage()
+    return View.of(x, _torch.storage_id_of(memory)).on(memory)
+
+
+# Running parts of a tape for real, with the random numbers that a whole run would have drawn.
+
+Memory = dict[int, Any]  # torch's storages, by their numbers on the tape
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+
+
+class Replay:
+    """Runs any part of a tape at any time.
+
+    Args:
+      tape: it may grow in between.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._after: dict[int, Tensor] = {}  # states of generators after random ops
+        self._uses: Counter[int] | None = None  # how many times each is still wanted, once known
+
+    @torch.no_grad()
+    def run(self, ops: Sequence[int], memory: Memory, keep: Callable[[int], bool]) -> None:
+        """Run ops in order.
+
+        Args:
+          ops: all ops that the kept storages need and that did not run yet.
+          memory: the storages that exist; those that the ops make are added.
+          keep: whether a storage stays after its last use here.
+        """
+        last: dict[int, int] = {}
+        for index in ops:
+            last.update(dict.fromkeys(self.tape.ops[index].storages, index))
+        for index in ops:
+            op = self.tape.ops[index]
+            if op.generator is not None:
+                op.generator.set_state(self._state(op.start))
+            self._run(op, memory)
+            if op.generator is not None:
+                self._keep_state_after(index, op.generator)
+            for storage in op.storages:
+                if last[storage] == index and not keep(storage):
+                    memory.pop(storage, None)
+
+    def _run(self, op: Op, memory: Memory) -> None:
+        own = {view.storage for view in op.made if view is not None}
+        shown = {storage: self._bind(storage, memory) for storage in {*op.storages} - own}
+        named = tree.map_leaves(
+            lambda x: x.on(shown[x.storage]) if isinstance(x, View) else x, op.named
+        )
+        try:
+            outs = tree.flatten(op.func(**named))[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            first = first_line(error)
+            raise NotRecorded(f"{op.func}, repeated: {type(error).__name__}: {first}") from error
+        if len(outs) != len(op.made):
+            text = f"{op.func} gave {len(outs)} values, and {len(op.made)} when recorded"
+            raise NotRecorded(text)
+        taken = {_torch.storage_id_of(storage) for storage in memory.values()}
+        for view, out in zip(op.made, outs, strict=True):
+            if view is None or view.storage in memory:
+                continue
+            _check(op, view, out, self.tape.storages[view.storage].nbytes)
+            if _torch.storage_id(out) in taken:
+                raise NotRecorded(f"{op.func} gave memory that was there before")
+            if _torch.op_name(op.func) in EMPTY:
+                out.zero_()  # code that reads it before it writes finds the same on every rank
+            memory[view.storage] = out.untyped_storage()
+
+    def _bind(self, storage: int, memory: Memory) -> Any:
+        """A storage of torch for one of the tape; a new one holds what was there at first."""
+        if storage not in memory:
+            given = self.tape.storages[storage]
+            if given.value is None:
+                raw = torch.empty(given.nbytes, dtype=torch.uint8, device=given.device)
+            else:
+                raw = torch.empty_like(given.value).copy_(given.value)
+            memory[storage] = raw.untyped_storage()
+        return memory[storage]
+
+    def show(self, view: View, memory: Memory) -> Tensor:
+        """A view as a tensor; its storage must be in memory, or never have been written to."""
+        return view.on(self._bind(view.storage, memory))
+
+    def parts(self, storages: Iterable[int], use: Callable[[int, Memory], None]) -> None:
+        """Make the content of each storage by itself, one after the other, and drop it again.
+
+        The tape must be complete.
+
+        Args:
+          storages: whose content is wanted.
+          use: called with each storage and the memory that holds it.
+
+        Raises:
+          NotRecorded: an op that some storage needs cannot run again, or gives something else.
+        """
+        wanted = {key: part.ops for key in storages if (part := self.tape.needed([key]))}
+        ops = self.tape.ops
+        randoms = {k: [i for i in v if ops[i].generator is not None] for k, v in wanted.items()}
+        self._count(index for draws in randoms.values() for index in draws)
+        # In the order of the last draw, so that most states are used soon after they are reached.
+        for storage in sorted(wanted, key=lambda key: randoms[key][-1:]):
+            memory: Memory = {}
+            try:
+                self.run(wanted[storage], memory, keep=storage.__eq__)
+            except NotRecorded as error:
+                raise NotRecorded(str(error), storage) from error
+            use(storage, memory)
+            for index in randoms[storage]:
+                self._count_use(ops[index].start)
+
+    def finish(self) -> None:
+        """Do the draws that nothing needed, so that all generators are as after the last op."""
+        states = [self._state(state) for _, state in self.tape.finals]  # this may draw elsewhere
+        for (generator, _), state in zip(self.tape.finals, states, strict=True):
+            generator.set_state(state)
+
+    def _state(self, start: int | Tensor | None) -> Tensor:
+        if isinstance(start, int):
+            return self._state_after(start)
+        if start is None:
+            raise NotRecorded("a random op without a generator")
+        return start
+
+    def _state_after(self, index: int) -> Tensor:
+        """A generator's state after a random op, which runs on scratch if it did not run yet."""
+        missing = []  # the chain of ops may be too long for recursion
+        while index not in self._after:
+            missing.append(index)
+            start = self.tape.ops[index].start
+            if not isinstance(start, int):
+                break
+            index = start
+        for index in reversed(missing):
+            self.run(self.tape.inputs_of(index).ops, {}, keep=lambda storage: False)
+        return self._after[index]
+
+    def _keep_state_after(self, index: int, generator: torch.Generator) -> None:
+        if index not in self._after and (self._uses is None or self._uses[index]):
+            self._after[index] = generator.get_state()
+            self._count_use(self.tape.ops[index].start)
+
+    def _count(self, pending: Iterable[int]) -> None:
+        """Drop, from now on, each state with which no op begins any more."""
+        ops = self.tape.ops
+        later = [i for i in self.tape.randoms if i not in self._after]
+        inputs = (j for i in later if ops[i].reads for j in self.tape.inputs_of(i).ops[:-1])
+        starts = [ops[i].start for i in (*pending, *later, *inputs)]
+        starts += [state for _, state in self.tape.finals]
+        self._uses = Counter(start for start in starts if isinstance(start, int))
+        self._after = {i: state for i, state in self._after.items() if self._uses[i]}
+
+    def _count_use(self, start: int | Tensor | None) -> None:
+        if isinstance(start, int) and self._uses is not None:
+            self._uses[start] -= 1
+            if not self._uses[start]:
+                self._after.pop(start, None)
+
+
+def _check(op: Op, view: View, out: Tensor, nbytes: int) -> None:
+    """Refuse an output that is not as recorded, because later ops would read it wrongly."""
+    strides = zip(view.shape, view.stride, out.stride(), strict=False)
+    if (
+        (tuple(out.shape), out.storage_offset(), out.dtype) != (view.shape, view.offset, view.dtype)
+        or any(size > 1 and a != b for size, a, b in strides if out.numel())
+        or out.untyped_storage().nbytes() < nbytes
+    ):
+        got = f"shape {tuple(out.shape)}, strides {out.stride()}, {out.dtype}"
+        want = f"shape {view.shape}, strides {view.stride}, {view.dtype}"
+        raise NotRecorded(f"{op.func} gave {got}; its rule for tensors without data says {want}")
+
+
+# Running the code that makes a model without its memory: ops are put on a tape instead.
+
+# In-place ops whose result does not depend on what was there.
+OVERWRITES = {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
+OVERWRITES |= {"exponential_", "log_normal_", "cauchy_", "geometric_"}
+
+
+class Recorder(_torch.DispatchMode):
+    """While it is active, ops are put on its tape, and new tensors have no data.
+
+    Example:
+      >>> with Recorder() as recorder:
+      ...     x = torch.ones(2).mul_(3)
+      ...     y = float(x.sum())
+      >>> y, [str(op.func) for op in recorder.tape.ops]
+      (6.0, ['aten.ones.default', 'aten.mul_.Tensor', 'aten.sum.default'])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.replay = Replay(self.tape)
+        self.active = True
+        self.last: Any = None  # the op that came last, for errors
+        self._numbers: dict[int, int] = {}  # of storages on the tape, by `storage_id`
+        self._alive: list[_torch.WeakStorage] = []  # one per storage of the tape
+        self._stand_ins: dict[MemoryPlace, Recorded] = {}  # for tensors that were made outside
+        self._sums: list[tuple[Tensor, Tensor]] = []  # with checksums, if others can write to them
+        self._first: dict[int, tuple[torch.Generator, Tensor]] = {}  # states before the first op
+        self._memory: Memory = {}  # kept from the last value that was asked for
+        self._have: dict[int, int] = {}  # each storage of it, as it was before which op
+        self._paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import all of torch.compile, which takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        if func is _torch.ASK_DEVICE:
+            return args[0].device
+        if func is _torch.ASK_COMPATIBLE:
+            return isinstance(args[0], Recorded) == isinstance(args[1], Recorded)
+        self.last = func
+        if _torch.op_name(func) == "lift_fresh" and not isinstance(args[0], Recorded):
+            return self._constant(args[0], outside=not args[0].untyped_storage().resizable())
+        return self._record(func, _torch.op_arguments(func, args, kwargs or {}))
+
+    def _record(self, func: Any, named: dict[str, Any]) -> Any:
+        named = tree.map_leaves(lambda x: self._stand_in(x) if isinstance(x, Tensor) else x, named)
+        moves = torch.Tag.inplace_view in func.tags  # it changes where a tensor lies, not memory
+        writes = {} if moves else _torch.op_writes(func)
+        written = [x for name in writes for x in recorded_in(named.get(name))]
+        for x in written:
+            if self.tape.storages[self.view_of(x).storage].outside:
+                raise NotRecorded(f"{func} writes to a tensor that was made outside")
+        device = self._device(named)
+        given: dict[int, tuple[Recorded, Tensor]] = {}
+
+        def bare(x: Any) -> Any:
+            if not isinstance(x, Recorded):
+                return x
+            meta = on_meta(x)
+            given[id(meta)] = (x, meta)
+            return meta
+
+        metas = tree.map_leaves(bare, named)
+        out = self._result(func, named, metas)
+        for x, meta in given.values():
+            if MemoryPlace.of(x) != MemoryPlace.of(meta):
+                x.data = self._wrap(meta, self.device_of(x))
+        known = len(self.tape.storages)
+        shown = tree.map_leaves(
+            lambda x: given[id(x)][0] if id(x) in given else self._wrap(x, device), out
+        )
+        self._put_on_tape(func, named, writes, written, shown, known)
+        return shown
+
+    def _put_on_tape(
+        self,
+        func: Any,
+        named: dict[str, Any],
+        writes: dict[str, bool],
+        written: list[Recorded],
+        out: Any,
+        known: int,
+    ) -> None:
+        """Add an op, unless it only gives views; so many storages were `known` before."""
+        outs = [self.view_of(x) if isinstance(x, Recorded) else None for x in tree.flatten(out)[0]]
+        made = [view if view and view.storage >= known else None for view in outs]
+        if not written and not any(made):
+            return
+        fresh = next(filter(None, made), None)
+        if fresh and not recorded_in(named):
+            # A replay must not depend on the defaults that torch has by then.
+            now = {"dtype": fresh.dtype, "device": self.tape.storages[fresh.storage].device}
+            named = named | {k: v for k, v in now.items() if _torch.op_takes(func, k)}
+        blind = _torch.op_name(func) in OVERWRITES
+        over = {name for name, is_out in writes.items() if blind or is_out}
+        read = recorded_in({name: value for name, value in named.items() if name not in over})
+        changes = {view.storage: True for view in made if view}
+        for name in writes:
+            for view in map(self.view_of, recorded_in(named.get(name))):
+                whole = view.covers(self.tape.storages[view.storage].nbytes)
+                changes[view.storage] = changes.get(view.storage, True) and name in over and whole
+        generator, start = None, None
+        where = self.tape.storages[next(iter(changes))].device
+        if torch.Tag.nondeterministic_seeded in func.tags and where.type != "meta":
+            generator = named.get("generator") or default_generator(where)
+            start = self._start_next(generator)
+        views = tree.map_leaves(lambda x: self.view_of(x) if isinstance(x, Recorded) else x, named)
+        reads = sorted({self.view_of(x).storage for x in read})
+        self.tape.add(Op(func, views, made, tuple(reads), changes, generator, start))
+
+    def _result(self, func: Any, named: dict[str, Any], metas: dict[str, Any]) -> Any:
+        """The op's result without data, by torch's rules; where these need data, by running it."""
+        metas |= {name: None for name in ("generator", "pin_memory") if name in metas}
+        makes = not recorded_in(named) and _torch.op_takes(func, "device")
+        if makes or named.get("device") is not None:
+            metas["device"] = META
+        try:
+            return func(**metas)
+        except Exception:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                raise
+            return self._for_real(func, named, metas)
+
+    def _for_real(self, func: Any, named: dict[str, Any], metas: dict[str, Any]) -> Any:
+        """Run an op whose result depends on data, or for which torch has no rule."""
+        args = tree.map_leaves(lambda x: self.value(x) if isinstance(x, Recorded) else x, named)
+        with self._pause(), torch.no_grad():
+            out = func(**args)
+        same = {id(x): meta for x, meta in zip(*map(tensors_in, (args, metas)), strict=True)}
+        used = {_torch.storage_id(x) for x in tensors_in(args)}
+
+        def bare(x: Any) -> Any:
+            if not isinstance(x, Tensor) or id(x) in same:
+                return same.get(id(x), x)
+            if _torch.storage_id(x) in used:
+                raise NotRecorded(f"{func} gives views, and torch has no rule for them")
+            return torch.empty_like(x, device=META)
+
+        return tree.map_leaves(bare, out)
+
+    def ask(self, x: Recorded, question: Callable[[Tensor], Any]) -> Any:
+        """The answer to a question about the value that the tensor would hold now."""
+        if not self.active:
+            raise left_behind("reading")
+        value = self.value(x)
+        with self._pause():
+            return question(value)
+
+    def value(self, x: Recorded) -> Tensor:
+        """The value that a tensor would hold now, from a replay."""
+        view = self.view_of(x)
+        with self._pause():
+            part = self.tape.needed([view.storage], have=self._have)
+            if part is None:
+                self._memory, self._have = {}, {}
+                part = self.tape.needed([view.storage])
+            ops, partial = part or ((), ())
+            memory, have, self._memory, self._have = self._memory, self._have, {}, {}
+            self.replay.run(ops, memory, keep=lambda k: k == view.storage or bool(self._alive[k]))
+            touched = {k: i + 1 for i in ops for k in self.tape.ops[i].storages}
+            found = self.replay.show(view, memory).clone()
+            if touched or view.storage in have:
+                have = {view.storage: have.get(view.storage, 0)} | touched
+                self._have = {k: t for k, t in have.items() if k in memory and k not in partial}
+                self._memory = {k: memory[k] for k in self._have}
+            return found
+
+    def finish(self) -> None:
+        """End the tape, and set all generators to their state before the first op.
+
+        Raises:
+          NotRecorded: code that is not an op wrote to memory that an op reads.
+        """
+        self.active, self._memory, self._have = False, {}, {}
+        for tensor, bits in self._sums:
+            if not torch.equal(_bits(tensor), bits):
+                raise NotRecorded("a tensor shares memory that other code wrote to (numpy?)")
+        self.tape.finals = [(g, start_of(g)) for g, _ in self._first.values()]
+        self.forget()
+
+    def forget(self) -> None:
+        """Set all generators to their state before the first op, and record no more."""
+        self.active = False
+        for generator, state in self._first.values():
+            generator.set_state(state)
+
+    def view_of(self, x: Tensor) -> View:
+        """Where a recorded tensor lies."""
+        return View.of(x, self._numbers[_torch.storage_id(x)])
+
+    def device_of(self, x: Tensor) -> torch.device:
+        """The device on which a recorded tensor would lie."""
+        return self.tape.storages[self.view_of(x).storage].device
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Run ops as usual in this block; afterwards generators are as before it."""
+        states = [(g, g.get_state()) for g, _ in self._first.values()]
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+            for generator, state in states:
+                generator.set_state(state)
+
+    def _wrap(self, x: Any, device: torch.device, **fields: Any) -> Any:
+        """A tensor on meta as a recorded one; a new storage goes on the tape, with `fields`."""
+        if not isinstance(x, Tensor):
+            return x
+        if not x.is_meta:
+            return self._stand_in(x)
+        if x.is_conj() or x.is_neg():
+            raise NotRecorded(f"{self.last} gives a conjugate or negative view")
+        key, nbytes = _torch.storage_id(x), x.untyped_storage().nbytes()
+        if key not in self._numbers:
+            self._numbers[key] = self.tape.new_storage(device, nbytes, **fields)
+            self._alive.append(_torch.WeakStorage(x))
+        known = self.tape.storages[self._numbers[key]]
+        if known.nbytes != nbytes and known.nbytes:
+            raise NotRecorded(f"{self.last} resizes memory")
+        known.nbytes = nbytes
+        recorded = _torch.pretend(Recorded, x, known.device)
+        recorded.recorder = self
+        return recorded
+
+    def _stand_in(self, x: Tensor) -> Tensor:
+        """The recorded tensor that stands for one that was made outside."""
+        if isinstance(x, Recorded):
+            return x
+        key = MemoryPlace.of(x)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = self._constant(x, outside=True)
+        return self._stand_ins[key]
+
+    def _constant(self, x: Tensor, *, outside: bool) -> Recorded:
+        value = x.detach()
+        if outside and not x.untyped_storage().resizable():
+            self._sums.append((value, _bits(value)))
+        meta = torch.empty_like(value, device=META)
+        return self._wrap(meta, x.device, value=value, outside=outside)
+
+    def _device(self, named: dict[str, Any]) -> torch.device:
+        """Where an op puts its results."""
+        if named.get("device") is not None:
+            device = torch.device(named["device"])
+            return _device.with_index(device)
+        given = sorted(recorded_in(named), key=lambda x: x.ndim == 0)  # a number may lie on the CPU
+        return self.device_of(given[0]) if given else torch.device("cpu")
+
+    def _start_next(self, generator: torch.Generator) -> int | Tensor:
+        """Where the next op of the tape begins in a generator's stream; move the stream past it."""
+        state = generator.get_state()
+        self._first.setdefault(_torch.generator_id(generator), (generator, state))
+        start = start_of(generator)
+        generator.set_state(with_index(state, len(self.tape.ops)))
+        return start
+
+
+def _bits(x: Tensor) -> Tensor:
+    return checksum(x.contiguous().view(-1).view(torch.uint8))

@@ -74,10 +74,8 @@ to `_HEAD`, and its value to `_row`. To add a verb about a leaf, take `leaves_of
 """
 
 from mics_fn.inspection.access import get, set
-from mics_fn.inspection.memory import StepMemory
 from mics_fn.inspection.table import Summary, summary
-from mics_fn.inspection.timeline import Event, Timeline
-from mics_fn.inspection.watching import NOT_WATCHED, Watched, watch
+from mics_fn.inspection.watching import NOT_WATCHED, Event, StepMemory, Timeline, Watched, watch
 
 __all__ = [
     "NOT_WATCHED",

@@ -12,7 +12,7 @@ from mics_fn import checks
 from mics_fn.deferred import GradSum
 from mics_fn.errors import TreeError, human_bytes
 from mics_fn.groups import Groups
-from mics_fn.inspection.paths import Leaves, leaves_of
+from mics_fn.inspection.access import Leaves, leaves_of
 from mics_fn.offload import Coded, is_stored
 from mics_fn.shards import Bucket, Fixed, Nothing, Sharded, Tied, dtype_name, grouped, is_leaf
 from mics_fn.tree import Tree

@@ -1,17 +1,249 @@
 """`watch`: what happens in a block, when, and in how much memory."""
 
 import time
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from mics_fn import _device, spans
-from mics_fn.errors import MicsError, message
-from mics_fn.inspection.memory import StepMemory, memory_of
-from mics_fn.inspection.timeline import Event, Timeline
+from mics_fn import _device, checks, spans
+from mics_fn.errors import MicsError, human_bytes, message
 from mics_fn.spans import Span
+
+# `StepMemory`: the memory of a step by kind, from what was told while it ran.
+
+# How they are told, by the field; those of the state exist for the whole step.
+_STATE = {"shards": "shards", "moments": "moments", "buffers": "buffers"}
+_IN_STEP = {
+    "gathered": "gathered",
+    "gradients_in_full": "gradients in full",
+    "gradients_in_reductions": "gradients in reductions",
+    "gradient_shards": "gradient shards",
+}
+
+Sample = tuple[float, str, Hashable, int]  # when, kind, what holds it, and from now on how much
+
+
+class StepMemory(NamedTuple):
+    """The most bytes that each kind of data took on this rank; prints as a table.
+
+    They are sizes of tensors, padding included, and not of what an allocator keeps beside them.
+    Activations are not counted.
+
+    Args:
+      shards: this rank's parameters; frozen and replicated ones too.
+      moments: the state of the optimizer.
+      buffers: the buffers of the model.
+      gathered: buckets in full, and the copies that a placement keeps; in the last pass also their
+        memory that gradients took over.
+      gradients_in_full: gradients that wait to be packed.
+      gradients_in_reductions: the memory in which a few buckets are reduced.
+      gradient_shards: this rank's part of the gradients.
+      total: the sum of all of these. The groups keep memory for the next step, so this is what a
+        step takes, without activations.
+    """
+
+    shards: int
+    moments: int
+    buffers: int
+    gathered: int
+    gradients_in_full: int
+    gradients_in_reductions: int
+    gradient_shards: int
+    total: int
+
+    def __str__(self) -> str:
+        rows = [(name.replace("_", " "), human_bytes(n)) for name, n in self._asdict().items()]
+        return "\n".join(f"{name:<24}{nbytes:>10}" for name, nbytes in rows)
+
+
+class Told(NamedTuple):
+    """What samples of memory say.
+
+    Args:
+      most: the most of each kind.
+      curve: times in seconds, each with the bytes of what is made within a step, by kind.
+    """
+
+    most: StepMemory
+    curve: tuple[tuple[float, dict[str, int]], ...]
+
+
+def memory_of(samples: Sequence[Sample]) -> Told:
+    """The most of each kind, and how much there was when."""
+    held: dict[tuple[str, Hashable], int] = {}
+    now, most, curve = Counter[str](), Counter[str](), []
+    for at, kind, key, nbytes in samples:
+        now[kind] += nbytes - held.get((kind, key), 0)
+        held[kind, key] = nbytes
+        most[kind] = max(most[kind], now[kind])
+        curve.append((at, {name: now[name] for name in _IN_STEP.values()}))
+    fields = {field: most[kind] for field, kind in (_STATE | _IN_STEP).items()}
+    return Told(StepMemory(**fields, total=sum(fields.values())), tuple(curve))
+
+
+# `Timeline`: what happened in a step and when, as a value, a chart of text, and a picture.
+
+_BAR = 22  # characters
+_WIDTH = 100
+
+
+class Event(NamedTuple):
+    """One thing that happened.
+
+    Args:
+      kind: "fetch", "gather", "hop1" and "hop2" are transfers, one event for each of their levels;
+        "use" is an op that needs buckets, "drop" frees one, "pack" puts gradients into one buffer,
+        "opt" updates or clips runs of leaves, and "wait" is a wait of the host, on an accelerator
+        of the stream that computes. Small collectives have other kinds.
+      about: the leaves; for a wait what it was for.
+      buckets: the numbers of the buckets.
+      level: the communicator of a transfer, such as "gather node"; "" for anything else.
+      sent_bytes: what this rank sent.
+      start_s, end_s: when it began and ended, in seconds since the step began. On the CPU a
+        transfer ends when this rank notices it, which is at its next use of a bucket or in a wait.
+    """
+
+    kind: str
+    about: str
+    buckets: tuple[int, ...]
+    level: str
+    sent_bytes: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """What happened in a step on this rank, in the order in which it began; prints as a chart.
+
+    Args:
+      name: "step 12"; empty for a block that is not a step.
+      events: the events in this order.
+      seconds: the length of the step.
+      memory: times in seconds, each with the bytes held from then on by kind; for `picture`.
+      shown: the most rows that a chart has; None for all.
+    """
+
+    name: str
+    events: tuple[Event, ...]
+    seconds: float
+    memory: tuple[tuple[float, dict[str, int]], ...] = ()
+    shown: int | None = 80
+
+    def sent_bytes(self) -> dict[str, int]:
+        """What this rank sent, by communicator, as the ledger of the groups counts it."""
+        found = Counter[str]()
+        for event in self.events:
+            if event.level:
+                found[event.level] += event.sent_bytes
+        return dict(found)
+
+    def waited_s(self) -> dict[str, float]:
+        """Seconds of waits, by the kind of what was waited for."""
+        found: dict[str, float] = {}
+        for event in self.events:
+            if event.kind == "wait":
+                kind = event.about.partition(" ")[0]
+                found[kind] = found.get(kind, 0.0) + event.seconds
+        return found
+
+    def picture(self, path: str | Path | None = None) -> Any:
+        """Draw it: one lane per communicator and per kind of work, and the memory below them.
+
+        Args:
+          path: the image to write, if any.
+
+        Returns:
+          A figure of matplotlib.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+          PlanError: `path` is not that of an image in a folder that exists.
+        """
+        if path is not None:
+            checks.path("Timeline.picture", "path", path)
+        try:
+            from mics_fn.inspection.picture import check_file, draw
+        except ImportError as error:
+            text, fix = "Timeline.picture: it draws with matplotlib", "pip install matplotlib"
+            raise ImportError(message(text, [str(error)], fix)) from error
+        if path is not None:
+            check_file("Timeline.picture", path)
+        return draw(self, path)
+
+    def __str__(self) -> str:
+        lines = [_row(event, self.seconds) for event in self.events]
+        if self.shown is not None and len(lines) > self.shown:
+            first = self.shown // 2
+            hidden = len(lines) - 2 * first
+            lines[first : len(lines) - first] = [f"... {hidden} more ..."]
+        bar = "when".ljust(_BAR)
+        head = f"{'at ms':>7}  {'took':>7}  {'sent':>9}  {bar}  {'what':<13} {'over':<11} leaves"
+        return "\n".join([self.summary(), head, *lines])
+
+    __repr__ = __str__
+
+    def summary(self) -> str:
+        """One line: how long it took, what was sent, and what was waited for."""
+        sent, waited = sum(self.sent_bytes().values()), self.waited_s()
+        longest = sorted(waited.items(), key=lambda one: -one[1])
+        parts = ", ".join(f"{kind} {_ms(s)}" for kind, s in longest)
+        text = f"{self.name or 'block'}: {_ms(self.seconds)}, sent {human_bytes(sent)}, "
+        return _cut(f"{text}waited {_ms(sum(waited.values()))}{f' ({parts})' if parts else ''}")
+
+
+def _row(event: Event, seconds: float) -> str:
+    sent = human_bytes(event.sent_bytes) if event.level else ""
+    what, about = f"{event.kind} {_folded(event.buckets)}", event.about
+    if event.kind == "wait":
+        what, _, about = about.partition(": ")
+        what = f"wait {what.replace('bucket ', '')}"
+    bar = _bar(event, seconds)
+    text = f"{1e3 * event.start_s:>7.2f}  {1e3 * event.seconds:>7.2f}  {sent:>9}  {bar}  "
+    text += f"{what:<13} {event.level:<11} {about}"
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def _bar(event: Event, seconds: float) -> str:
+    """Where an event lies in the step, as text."""
+    scale = _BAR / seconds if seconds else 0.0
+    start = min(_BAR - 1, int(event.start_s * scale))
+    stop = max(start + 1, min(_BAR, round(event.end_s * scale)))
+    mark = "#" if event.kind == "wait" else "="
+    return (" " * start + mark * (stop - start)).ljust(_BAR)
+
+
+def _folded(numbers: Sequence[int]) -> str:
+    """Numbers as a short text.
+
+    >>> _folded([3]), _folded([0, 1, 2, 5])
+    ('3', '0-2+5')
+    """
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][-1] + 1 == n:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return "+".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 class _Seen(NamedTuple):

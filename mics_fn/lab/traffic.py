@@ -36,7 +36,7 @@ def wire_bytes(
     """What each rank sends in one step through each communicator, with the formula in words.
 
     Levels over which a placement keeps parameters are gathered once, and those over which it
-    reduces late once per step; see [Note: placements] in `groups.hierarchy`. "step totals" are sent
+    reduces late once per step; see [Note: placements] in `groups.groups`. "step totals" are sent
     over the partition group and the replication group.
 
     Args:
@@ -55,7 +55,7 @@ def wire_bytes(
 
     Example:
         >>> from mics_fn.groups import Route
-        >>> from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+        >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
         >>> sent = Precision.parse("hop2=int8[256]").wires("w", torch.float32)
         >>> leaf = LeafSpec("w", (1000,), torch.float32, 1, True, None, sent=sent)
         >>> [(bucket, _)] = plan_buckets([leaf])

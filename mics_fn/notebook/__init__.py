@@ -52,8 +52,7 @@ add a message to the process that forks ranks, send it in `processes.py` and rea
 """
 
 from mics_fn.notebook import magic
-from mics_fn.notebook.cluster import Cluster
-from mics_fn.notebook.starting import start
+from mics_fn.notebook.cluster import Cluster, start
 
 __all__ = ["Cluster", "start"]
 

@@ -1,21 +1,197 @@
 """`Cluster`: the ranks of a notebook, and what a person asks of them."""
 
+import atexit
 import contextlib
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Pipe
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
 from mics_fn import checks
-from mics_fn.errors import CellError, message, name_ranks, rank_lines
-from mics_fn.notebook import engine
-from mics_fn.notebook.cells import Cell, Outcome
-from mics_fn.notebook.folding import FOLLOWS, Refused, folded, plain
-from mics_fn.notebook.processes import Processes, gone
+from mics_fn._torch import serve_store
+from mics_fn.errors import (
+    CellError,
+    CollectiveTimeoutError,
+    GroupsError,
+    PlanError,
+    message,
+    name_ranks,
+    rank_lines,
+)
+from mics_fn.groups import Topology, plan_groups
+from mics_fn.notebook import engine, magic
+from mics_fn.notebook.boot import LOOPBACK
+from mics_fn.notebook.cells import FOLLOWS, Cell, Outcome, Refused, folded, plain
+
+# The processes of a cluster as the kernel sees them: two, of which one forks the ranks.
+
+BOOT = Path(__file__).with_name("boot.py")
+_LOOK_S = 0.02
+_PATIENCE_S = 5.0  # for a process that was told to end
+
+
+class Processes:
+    """ipyparallel's controller, the process that forks ranks, and the ranks.
+
+    Args:
+      folder: the folder of the cluster, which nobody else can read.
+      size: number of ranks.
+    """
+
+    def __init__(self, folder: str, size: int) -> None:
+        self._folder, self._size = folder, size
+        self._started: list[subprocess.Popen] = []
+        self._node, self._theirs = Pipe()  # to the process that forks ranks
+        self._lost = False  # whether that process ended
+        self.ended: dict[int, str] = {}  # how ranks ended, by rank
+        self._killed = set[int]()
+
+    def boot(self) -> None:
+        """Start both processes."""
+        self._boot("controller")
+        descriptor = self._theirs.fileno()
+        self._boot("node", pass_fds=[descriptor], descriptor=descriptor)
+        self._theirs.close()
+
+    def _boot(self, work: str, pass_fds: Sequence[int] = (), **told: Any) -> None:
+        """Start a process, which the Ctrl-C of a terminal does not reach."""
+        told |= {"work": work, "parent": os.getpid(), "path": sys.path, "folder": self._folder}
+        with open(f"{self._folder}/{work}.txt", "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(BOOT), json.dumps(told)],
+                pass_fds=pass_fds,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "IPYTHONDIR": f"{self._folder}/ipython"},
+            )
+        self._started.append(process)
+
+    def wait_for_controller(self, deadline: float) -> tuple[str, dict[str, Any]]:
+        """The file for clients of ipyparallel's controller, and what engines need to know."""
+        folder = Path(self._folder) / "security"
+        files = folder / "ipcontroller-client.json", folder / "ipcontroller-engine.json"
+        while not all(file.exists() and file.read_text().endswith("}") for file in files):
+            self._check(deadline, "ipyparallel's controller")
+        return str(files[0]), json.loads(files[1].read_text())
+
+    def start(
+        self, told: Callable[[int], Mapping[str, Any]], connection: Mapping[str, Any]
+    ) -> None:
+        """Fork all ranks.
+
+        Args:
+          told: what a rank needs, by rank.
+          connection: what engines need to reach ipyparallel's controller.
+        """
+        ranks = {rank: told(rank) for rank in range(self._size)}
+        self._tell({"do": "start", "ranks": ranks, "connection": connection})
+        self.ended.clear()
+        self._killed.clear()
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to ranks."""
+        self._tell({"do": "signal", "ranks": list(ranks), "number": number})
+
+    def kill(self) -> None:
+        """End all ranks, and wait until they are gone."""
+        ranks = list(range(self._size))
+        self._tell({"do": "kill", "ranks": ranks})
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            self.look()
+            if all(rank in self._killed or rank in self.ended for rank in ranks):
+                return
+            time.sleep(_LOOK_S)
+
+    def _tell(self, order: Mapping[str, Any]) -> None:
+        """Give an order to the process that forks ranks, unless it ended."""
+        try:
+            self._node.send_bytes(json.dumps(order).encode())
+        except OSError:
+            self._lost = True
+
+    def look(self) -> dict[int, str]:
+        """How ranks ended that did so since the start, by rank; never waits."""
+        try:
+            while not self._lost and self._node.poll():
+                said = json.loads(self._node.recv_bytes())
+                if "ended" in said:
+                    self.ended[said["ended"]] = _ending(said["code"], said["output"])
+                self._killed.update(said.get("killed", ()))
+        except (EOFError, OSError):
+            self._lost = True
+        if self._lost:
+            for rank in range(self._size):
+                self.ended.setdefault(rank, "the process that forked it ended")
+        return self.ended
+
+    def check_start(self, deadline: float, what: str) -> None:
+        """Raise if some rank ended, or if time is up; then wait for a moment.
+
+        Raises:
+          GroupsError: a rank or a process ended.
+          CollectiveTimeoutError: time is up.
+        """
+        for rank, how in self.look().items():
+            fix = "look at what it says, and start again"
+            raise GroupsError(message(f"notebook.start: rank {rank} ended", [how], fix))
+        self._check(deadline, what)
+
+    def _check(self, deadline: float, what: str) -> None:
+        for process in self._started:
+            if process.poll() is not None:
+                text = "notebook.start: a process ended that ranks need"
+                raise GroupsError(message(text, self._printed(), "look at what it says"))
+        if time.monotonic() > deadline:
+            text = f"notebook.start: {what} took too long"
+            raise CollectiveTimeoutError(message(text, self._printed(), "pass timeout_s="))
+        time.sleep(_LOOK_S)
+
+    def _printed(self) -> list[str]:
+        """The last lines that both processes printed."""
+        files = [Path(self._folder) / f"{work}.txt" for work in ("controller", "node")]
+        return [line for file in files for line in file.read_text().splitlines()[-4:]]
+
+    def stop(self) -> None:
+        """End all processes."""
+        self._node.close()  # the process at its other end ends with it
+        for process in self._started:
+            # Its group is its session, with all that it forked.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _ending(code: int, output: str) -> str:
+    """How a process ended, in words."""
+    how = f"exited with code {code}"
+    if code < 0:
+        how = f"killed by {signal.Signals(-code).name}"
+    last = output.strip().splitlines()[-4:]
+    return "\n".join([how, *last])
+
+
+def gone(ended: Mapping[int, str]) -> str:
+    """Which ranks are gone, and how, in one line."""
+    by_how: dict[str, list[int]] = {}
+    for rank, how in sorted(ended.items()):
+        by_how.setdefault(how.partition("\n")[0], []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)}: {how}" for how, ranks in by_how.items())
+
 
 _ASK_AGAIN_S = 0.3
 
@@ -317,3 +493,156 @@ class Interrupted(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return self._lines
+
+
+# `start`: the ranks of a notebook.
+
+RANKS_ON_CPU = 4  # where there is no accelerator
+
+
+def start(
+    n: int | None = None,
+    *,
+    partition_size: int | None = None,
+    nodes: int | None = None,
+    topology: Topology | None = None,
+    device: str = "auto",
+    timeout_s: float = 60.0,
+) -> Cluster:
+    """Start ranks that the cells of this notebook drive, with groups among them.
+
+    Each rank is a process of this machine. In cells that begin with `%%ranks` it knows these names:
+    `mf` (this library), `torch`, `groups`, `rank` and `device`. They end with this process, however
+    it ends. A cluster that was started before is stopped.
+
+    Args:
+      n: number of ranks; None takes one per accelerator, or four on the CPU.
+      partition_size: number of ranks that share one replica, as `make_groups` takes it.
+      nodes: number of nodes that the ranks pretend to be.
+      topology: how they pretend to be wired, instead of `nodes`.
+      device: as `init_distributed` takes it.
+      timeout_s: bound of the start in seconds.
+
+    Returns:
+      The `Cluster`.
+
+    Communication: the start of torch.distributed, and small messages through its store.
+
+    Memory: each rank imports torch, which most of its memory shares with the others.
+
+    Raises:
+      PlanError: the numbers do not fit together.
+      GroupsError: ipyparallel is not installed, or a rank does not start.
+      CollectiveTimeoutError: it took too long.
+
+    Example:
+      >>> with notebook.start(1, device="cpu") as cluster:
+      ...     cluster.push(x=20)
+      ...     cluster.cell("y = 2 * x + len(groups.ranks)")
+      ...     cluster.pull("y", rank=0)
+      41
+    """
+    size = _ranks_here() if n is None else n
+    checks.number("notebook.start", "timeout_s", timeout_s, above=0)
+    _check_kinds(device, topology)
+    _check_sizes(size, nodes, topology)
+    if partition_size is not None:  # as each rank would find, but at once
+        plan_groups(topology or Topology.of(size), partition_size)
+    client_of = _ipyparallel()
+    stop_earlier()
+    folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
+    deadline = time.monotonic() + timeout_s
+    processes = Processes(folder, size)
+    cluster: Cluster | None = None
+    try:
+        processes.boot()
+        file, connection = processes.wait_for_controller(deadline)
+        options = {"device": device, "partition_size": partition_size, "timeout_s": timeout_s}
+        options["topology"] = topology.sizes if topology else None
+        node_size = topology.sizes[-1] if topology else size // (nodes or 1)
+        told = partial(_places, size, node_size, json.dumps(options))
+        client = client_of(file)
+        cluster = Cluster(size, processes, client, connection, told, folder)
+        cluster.begin(deadline - time.monotonic())
+    except BaseException:
+        (cluster or processes).stop()
+        raise
+    magic.register(cluster)
+    return cluster
+
+
+@atexit.register
+def stop_earlier() -> None:
+    """Stop the cluster that was started before."""
+    if magic.current is not None:
+        magic.current.stop()
+
+
+def _ranks_here() -> int:
+    """One rank per accelerator, or a few on the CPU."""
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return count or RANKS_ON_CPU
+
+
+def _check_kinds(device: Any, topology: Any) -> None:
+    """Raise PlanError unless these are what they should be; ranks would find it much later."""
+    verb, fix = "notebook.start", "pass mf.groups.Topology(sizes, names), or nodes="
+    checks.instance(verb, "topology", topology, Topology | None, "a Topology", fix)
+    fix = "pass 'auto', 'cpu', or the kind of this machine's accelerators"
+    checks.instance(verb, "device", device, str, "the name of a device", fix)
+    try:
+        if device != "auto":
+            torch.device(device)
+    except RuntimeError:
+        text = f"{verb}: device={device!r}, which torch does not know"
+        raise PlanError(message(text, fix=fix)) from None
+
+
+def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
+    """Raise PlanError for numbers that do not fit together."""
+    for name, value in (("n", size), ("nodes", nodes)):
+        optional = name == "nodes"
+        checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
+    if nodes is not None and topology is not None:
+        fix = "pass one of them"
+        raise PlanError(message("notebook.start: nodes= and topology= are both given", fix=fix))
+    if size % (nodes or 1):
+        what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
+        raise PlanError(message(what, fix=f"choose nodes= from the divisors of {size}"))
+    if topology is not None and topology.world_size != size:
+        what = f"notebook.start: {topology} has {topology.world_size} ranks, not {size}"
+        raise PlanError(message(what, fix="pass n= to match"))
+
+
+def _ipyparallel() -> Any:
+    """The class `Client` of ipyparallel.
+
+    Raises:
+      GroupsError: it is not installed.
+    """
+    try:
+        from ipyparallel import Client
+    except ImportError as error:
+        fix = "pip install 'mics-fn[notebook]'"
+        what = "notebook.start: ipyparallel is not installed"
+        raise GroupsError(message(what, fix=fix)) from error
+    return Client
+
+
+def _places(size: int, node_size: int, begin: str) -> tuple[Places, Any]:
+    """What ranks are told at a start, and the store that they meet in."""
+    store = serve_store(LOOPBACK)
+    common = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": node_size,
+        "MICS_FN_RANKS_HERE": size,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is not that of rank 0
+    }
+
+    def environment(rank: int) -> Mapping[str, str]:
+        own = common | {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": rank // node_size}
+        return {name: str(value) for name, value in own.items()}
+
+    return Places(environment, begin), store

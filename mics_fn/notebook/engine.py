@@ -24,7 +24,7 @@ import mics_fn
 from mics_fn.errors import GroupsError, MicsError, message
 from mics_fn.groups import Topology, tell_all, withdraw_all
 from mics_fn.interrupts import send_again
-from mics_fn.notebook.folding import is_inside
+from mics_fn.notebook.cells import is_inside
 
 
 class CellEnded(RuntimeError):

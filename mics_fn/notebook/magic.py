@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from mics_fn.errors import message
-from mics_fn.notebook.cells import shell_here
-from mics_fn.notebook.folding import Refused
+from mics_fn.notebook.cells import Refused, shell_here
 
 current: Any = None  # the cluster that was started last
 

@@ -39,7 +39,7 @@ host memory (`host_bytes`, 64 MiB), reads ahead and writes behind while the call
 
 To keep the old values, write to a new tensor, which `empty` makes. A part of a file is free again
 when no value refers to it, and the file is removed with the last of them. While a save reads it, a
-`Hold` keeps it as it is, and steps write elsewhere: see [Note: held parts] in `holding.py`.
+`Hold` keeps it as it is, and steps write elsewhere: see [Note: held parts] in `stored.py`.
 
 Files are scratch: a run that dies goes on from a checkpoint, never from them. The file is locked,
 its first page says whose it is, and each 64 KiB has a checksum, kept in memory. So a file that
@@ -93,25 +93,33 @@ The options of DeepSpeed's config and what stands for each here, or why nothing 
 
 Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a byte for each, or
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
-[Note: coded tensors] in `coded_tensors.py`, and [Note: two kinds of codes] in `memories.py`.
+[Note: coded tensors] in `apart.py`, and [Note: two kinds of codes] in `apart.py`.
 
 Start reading at `places.py`; then `scratch.py`, with its note, `ownership.py` and `space.py` below
 it; `apart.py`; `stored.py`; `portions.py`; and `streaming.py`. To add a place, give `Place` a kind,
 and say in `stored.py` what reading from it means.
 """
 
-from mics_fn.offload.apart import is_apart
-from mics_fn.offload.coded_tensors import Coded, as_codes, coded, is_coded
-from mics_fn.offload.codes import AT_REST
-from mics_fn.offload.filling import mapped, set_part, unset_like
-from mics_fn.offload.holding import Hold, is_held
-from mics_fn.offload.making import empty, laid_like, renewed, store
+from mics_fn.offload.apart import AT_REST, Coded, as_codes, coded, is_apart, is_coded
 from mics_fn.offload.places import DEVICE, HOST_BYTES, Place, Places, Where, where, where_of
-from mics_fn.offload.portions import copied_from, copied_into
-from mics_fn.offload.scratch import Scratch
-from mics_fn.offload.stored import Stored, is_stored, read
+from mics_fn.offload.scratch import Scratch, aligned, read_all, write_all
+from mics_fn.offload.stored import (
+    Hold,
+    Stored,
+    copied_from,
+    copied_into,
+    empty,
+    is_held,
+    is_stored,
+    laid_like,
+    mapped,
+    read,
+    renewed,
+    set_part,
+    store,
+    unset_like,
+)
 from mics_fn.offload.streaming import Block, block_bytes, cuts, stream
-from mics_fn.offload.transfer import aligned, read_all, write_all
 
 __all__ = [
     "AT_REST",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from mics_fn import checks, patterns
+from mics_fn import checks
 from mics_fn.errors import PlanError, message
 
 HOST_BYTES = 64 * 2**20
@@ -163,7 +163,7 @@ class Where:
         """The places of one leaf."""
         found = dict(self._fields())
         for pattern, where in self.overrides:
-            if patterns.matches(pattern, path):
+            if checks.matches(pattern, path):
                 found.update(where._fields())
         return Places(*(found.get(name, DEVICE) for name in _FIELDS))
 
@@ -224,7 +224,7 @@ def where_of(value: Where | str | None) -> Where:
 
 def _checked(override: Any) -> tuple[str, Where]:
     """An override, after a check that it has a text form and an effect."""
-    pattern, where = patterns.checked_override(override, Where, marks=";=")
+    pattern, where = checks.checked_override(override, Where, marks=";=")
     what = f"Where: the override {pattern!r}"
     if where.overrides or where.host_bytes != HOST_BYTES:
         fix = "give it params, states or grads"

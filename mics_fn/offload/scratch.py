@@ -10,29 +10,407 @@ cut off, brought back from a copy or written to by others is an error, never a w
 A process removes its files when it ends, or before if nothing refers to them any more. One that is
 killed cannot: whoever makes a scratch file in that folder next removes all that no living process
 has locked, and logs their names. They end in `.scratch`, which no loader of checkpoints takes.
+
+Direct I/O moves whole pages between a file and memory that begins at a page, past the cache of the
+system: at the speed of the disk, and without pushing out of memory what others need there.
 """
 
 import contextlib
+import ctypes
+import errno
+import fcntl
+import json
 import math
+import mmap
 import os
+import socket
 import threading
+import uuid
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import checks
+from mics_fn import _device, checks
 from mics_fn.errors import OffloadError, message
-from mics_fn.offload import kept
-from mics_fn.offload.ownership import Claim, claim, end, remove_leftovers
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
-from mics_fn.offload.space import PAGE, Space, padded
-from mics_fn.offload.transfer import UNIT, allocate, read_all, sums, write_all
+from mics_fn.spans import LOG
+
+# `Space`: which parts of a file are free, as arithmetic.
+
+PAGE = 4096  # bytes; what direct I/O counts in
+
+
+def padded(nbytes: int) -> int:
+    """So many bytes in whole pages.
+
+    >>> padded(0), padded(1), padded(4096), padded(4097)
+    (0, 4096, 4096, 8192)
+    """
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Space:
+    """The free parts of a file, whose first bytes are a header.
+
+    Args:
+      start: where the header ends.
+
+    Example:
+      >>> space = Space(4096)
+      >>> space.take(8192), space.take(4096), space.end
+      (4096, 12288, 16384)
+      >>> space.give(4096, 8192)
+      >>> space.take(4096), space.used
+      (4096, 8192)
+    """
+
+    def __init__(self, start: int) -> None:
+        self._start = self.end = start  # behind the last byte that is taken
+        self._free: list[tuple[int, int]] = []  # offset and bytes, by offset, never adjacent
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self.end - self._start - sum(nbytes for _, nbytes in self._free)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of free bytes: the first part that is large enough, or the end of the file."""
+        for i, (offset, size) in enumerate(self._free):
+            if size >= nbytes:
+                self._free[i : i + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                return offset
+        offset = self.end
+        self.end += nbytes
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take bytes back that `take` has given."""
+        if not nbytes:
+            return
+        insort(self._free, (offset, nbytes))
+        joined: list[tuple[int, int]] = []
+        for at, size in self._free:
+            if joined and sum(joined[-1]) == at:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((at, size))
+        if sum(joined[-1]) == self.end:
+            self.end, _ = joined.pop()
+        self._free = joined
+
+
+# Bytes between memory and files: aligned memory, whole reads and writes, and checksums.
+
+UNIT = 16 * PAGE  # bytes that a checksum covers
+_HUGE_PAGE = 2 * 2**20
+_AT_ONCE = 16 * 2**20  # bytes of one call: between two of them Python looks for signals
+_WORDS = UNIT // 8
+# torch adds up fewer than 32,768 elements on the thread that calls. For more it starts a team of
+# threads for each thread that calls, and the teams of those that read and write would take the
+# cores from those that compute.
+_UNITS_AT_ONCE = 32_767 // _WORDS
+_CPU = torch.device("cpu")
+
+
+@torch.inference_mode(mode=False)  # whose tensors threads could not write to
+def aligned(nbytes: int, device: torch.device = _CPU) -> Tensor:
+    """Host memory that begins at a page; locked, where a device can copy from such by itself.
+
+    Args:
+      nbytes: how much.
+      device: the one that copies.
+    """
+    memory = _device.host_buffer(padded(nbytes) + PAGE, device)
+    memory = memory[-memory.data_ptr() % PAGE :][: padded(nbytes)]
+    if nbytes >= _HUGE_PAGE and not _device.is_async(device):
+        _use_huge_pages(memory)
+    return memory
+
+
+def _use_huge_pages(memory: Tensor) -> None:
+    """Ask for pages of 2 MiB, which the disk fills with fewer requests than 512 small ones."""
+    with contextlib.suppress(OSError, AttributeError):  # not every system has it
+        advise, advice = ctypes.CDLL(None).madvise, mmap.MADV_HUGEPAGE
+        advise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
+
+
+def read_all(file: int, memory: Tensor, offset: int) -> None:
+    """Fill memory with the bytes of a file.
+
+    Raises:
+      OSError: they cannot be read, or the file ends before.
+    """
+    _whole(memory, lambda rest, at: os.preadv(file, [rest], offset + at), "read", offset)
+
+
+def write_all(file: int, memory: Tensor, offset: int) -> None:
+    """Write memory to a file.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    _whole(memory, lambda rest, at: os.pwrite(file, rest, offset + at), "written", offset)
+
+
+def _whole(memory: Tensor, move: Callable[[memoryview, int], int], done: str, offset: int) -> None:
+    """Call `move` until all bytes are moved."""
+    total, at = memory.numel(), 0
+    if not total:
+        return
+    raw = memoryview((ctypes.c_char * total).from_address(memory.data_ptr())).cast("B")
+    while at < total:
+        count = move(raw[at : at + _AT_ONCE], at)
+        if count <= 0:
+            raise OSError(f"{at} of {total} bytes at {offset} could be {done}: the file ends there")
+        at += count
+
+
+def allocate(file: int, offset: int, nbytes: int) -> None:
+    """Make a file longer, so that the disk is sure to have the room.
+
+    Raises:
+      OSError: the disk has not so much room.
+    """
+    try:
+        os.posix_fallocate(file, offset, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        zeros = aligned(min(nbytes, _AT_ONCE)).zero_()
+        for low in range(0, nbytes, _AT_ONCE):
+            write_all(file, zeros[: nbytes - low], offset + low)
+
+
+def sums(memory: Tensor) -> Tensor:
+    """The sum of the 64-bit words of each `UNIT` of memory in whole pages; int64.
+
+    It costs a small part of a copy. No change of a single word goes unseen.
+    """
+    words = memory.view(torch.int64)
+    if len(words) % _WORDS:
+        short = len(words) - len(words) % _WORDS
+        return torch.cat([sums(memory[: 8 * short]), words[short:].sum().view(1)])
+    parts = [part.sum(1) for part in words.view(-1, _WORDS).split(_UNITS_AT_ONCE)]
+    return torch.cat(parts)
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where tensors of so many bytes begin in one memory, each at a page, and where they end.
+
+    >>> layout([100, 5000, 1])
+    ([0, 4096, 12288], 16384)
+    """
+    starts, end = [], 0
+    for nbytes in sizes:
+        starts.append(end)
+        end += padded(nbytes)
+    return starts, end
+
+
+# Host memory that one stream leaves to the next, since making and locking it takes time.
+
+_MEMORY: dict[str, Tensor] = {}  # by kind of device, since each locks memory for itself
+_files = 0  # open scratch files
+
+
+def take(nbytes: int, device: torch.device) -> Tensor:
+    """Memory that nobody uses; see `aligned`."""
+    memory = _MEMORY.pop(device.type, None)
+    return memory if memory is not None and len(memory) == nbytes else aligned(nbytes, device)
+
+
+def give(memory: Tensor, device: torch.device) -> None:
+    """Leave memory to the next stream."""
+    if _files:
+        _MEMORY[device.type] = memory
+
+
+def count_files(more: int) -> None:
+    """Note that more scratch files are open, or fewer; memory is let go with the last of them."""
+    global _files
+    _files += more
+    if not _files:
+        _MEMORY.clear()
+
+
+# Whose a scratch file is: its lock and its first page; see [Note: scratch] in `scratch`.
+
+SUFFIX = ".scratch"
+_MAGIC = "mics_fn scratch file"
+_ABOUT = "data of a running process; not a checkpoint; worth nothing once that process is gone"
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class Claim:
+    """A locked file, open for buffered I/O and, if the file system has it, for direct I/O.
+
+    Args:
+      path: of the file.
+      plain: its file descriptor for buffered I/O, which holds the lock.
+      direct: the one for direct I/O, or None.
+    """
+
+    def __init__(self, path: Path, plain: int, direct: int | None) -> None:
+        self.path, self.plain, self.direct = path, plain, direct
+        self._mark = uuid.uuid4().hex
+        self._passes = 0  # those that have written
+        self._lock = threading.Lock()  # one thread may write while another one reads
+        self._pages = (b"",)  # what the first page may hold now
+        self._put()
+
+    def count(self) -> None:
+        """Count a pass that writes."""
+        with self._lock:
+            self._passes += 1
+            self._put()
+
+    def _put(self) -> None:
+        facts = {
+            "what": _MAGIC,
+            "version": 1,
+            "about": _ABOUT,
+            **_machine(),
+            "process": os.getpid(),
+            "mark": self._mark,
+            "generation": self._passes,
+        }
+        page = json.dumps(facts, indent=1).encode().ljust(PAGE, b"\n")
+        self._pages = (self._pages[-1], page)  # Ctrl-C may come before or after the write
+        if os.pwrite(self.plain, page, 0) != PAGE:
+            raise OSError("its first page could be written in part only")
+        self._pages = (page,)
+
+    def changed(self, size: int) -> str:
+        """What is not as this process has left it, in words; "" if all is.
+
+        Args:
+          size: that the file has to have, in bytes.
+        """
+        now = os.fstat(self.plain)
+        if now.st_size < size:
+            return f"it has {now.st_size} bytes, expected {size}"
+        with self._lock:
+            if os.pread(self.plain, PAGE, 0) not in self._pages:
+                return f"its first page is not that of generation {self._passes} of this process"
+        return ""
+
+
+def claim(folder: Path, name: str, direct: bool | None) -> Claim:
+    """Make a scratch file of this process.
+
+    Args:
+      folder: an existing one, in which it is made.
+      name: how the file's name begins.
+      direct: whether to use direct I/O; None if the file system has it.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    last = f"{name}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    made, path = folder / f".{last}.new", folder / f"{last}{SUFFIX}"
+    plain = os.open(made, _NEW, 0o600)
+    past = None
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(plain, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = Claim(path, plain, None)
+        if direct is not False:
+            past = found.direct = _open_direct(made, must=direct is True)
+        os.rename(made, path)  # from here on others can find it, and it is locked
+        return found
+    except BaseException:
+        os.close(plain)
+        if past is not None:
+            os.close(past)
+        for each in (made, path):
+            each.unlink(missing_ok=True)
+        raise
+
+
+def _open_direct(path: Path, must: bool) -> int | None:
+    """A file descriptor for direct I/O, by which a page was read; None if there is no such I/O."""
+    number = None
+    try:
+        number = os.open(path, _OLD | getattr(os, "O_DIRECT", 0))
+        read_all(number, aligned(PAGE), 0)
+        return number if hasattr(os, "O_DIRECT") else None
+    except OSError:
+        if number is not None:
+            os.close(number)
+        if must:
+            raise
+        return None
+
+
+def end(claimed: Claim, process: int) -> None:
+    """Remove a file of this process; one of a process that it was forked from stays."""
+    if os.getpid() == process:
+        claimed.path.unlink(missing_ok=True)
+    os.close(claimed.plain)
+    if claimed.direct is not None:
+        os.close(claimed.direct)
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove scratch files whose processes are gone, and log their names.
+
+    Files that some process has locked stay, and so does whatever is not a scratch file of this
+    machine: on a folder that machines share, locks of other ones may not be seen.
+
+    Returns:
+      Those that were removed.
+    """
+    gone = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            number = os.open(path, _OLD)
+        except OSError:  # it was removed meanwhile, or is not ours to open
+            continue
+        try:
+            owner = owner_of(number)
+            if owner and _is_here(owner):
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                gone.append(path)
+                LOG.warning("offload: removed %s, which a process that is gone has left", path)
+        except OSError:  # it is in use
+            continue
+        finally:
+            os.close(number)
+    return gone
+
+
+def owner_of(file: int) -> dict[str, Any]:
+    """What the first page of a file says of its owner; nothing if it is not a scratch file."""
+    try:
+        facts = json.loads(os.pread(file, PAGE, 0))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) and facts.get("what") == _MAGIC else {}
+
+
+def _machine() -> dict[str, str]:
+    """What tells this machine from others: its name, and when it was started."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host": socket.gethostname(), "boot": boot}
+
+
+def _is_here(owner: dict[str, Any]) -> bool:
+    """Whether a file was made on this machine; a container may have another name there."""
+    own = _machine()
+    same_boot = bool(own["boot"]) and owner.get("boot") == own["boot"]
+    return same_boot or owner.get("host") == own["host"]
+
 
 _AGAIN = "the state in this file is lost; load a checkpoint"
 _MEND = "mend the disk; with donate=True load a checkpoint, otherwise the old state is as it was"
@@ -86,7 +464,7 @@ class Scratch:
             raise self._error(where, "cannot be made", error, _ROOM) from error
         self.path = self._claim.path
         self._end = weakref.finalize(self, _end, self._claim, os.getpid())
-        kept.count_files(1)
+        count_files(1)
         self._space = Space(PAGE)
         self._size = PAGE  # of the file
         self._lock = threading.Lock()
@@ -192,7 +570,7 @@ class Scratch:
 
 
 def _end(claimed: Claim, process: int) -> None:
-    kept.count_files(-1)
+    count_files(-1)
     end(claimed, process)
 
 
@@ -284,7 +662,7 @@ class Extent:
 
     @property
     def is_held(self) -> bool:
-        """Whether its bytes have to stay; see [Note: held parts] in `holding`."""
+        """Whether its bytes have to stay; see [Note: held parts] in `stored`."""
         return len(self.holders) > 0
 
     def write(self, start: int, memory: Tensor, leaf: str = "") -> None:

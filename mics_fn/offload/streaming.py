@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import checks, points
+from mics_fn import checks, spans
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import OffloadError, PlanError, message
-from mics_fn.offload import kept
+from mics_fn.offload import scratch as kept
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
-from mics_fn.offload.scratch import Scratch
-from mics_fn.offload.space import PAGE, padded
+from mics_fn.offload.scratch import PAGE, UNIT, Scratch, layout, padded
 from mics_fn.offload.stored import Stored
-from mics_fn.offload.transfer import UNIT, layout
 from mics_fn.threads import Crew, Job
 
 SLOTS = 4
@@ -217,7 +215,7 @@ class _Stream:
             self._check(coming)
         if done is not None:
             self._count(done)
-        if points.observers:
+        if spans.observers:
             self._tell(slot, done, coming)
         return self._crew.give(partial(self._move, slot, done, coming))
 
@@ -228,7 +226,7 @@ class _Stream:
             leaves = ", ".join(x.leaf for x in found if x is not None)
             if any(x is not None for x in found):
                 memory = self._tensors(slot, block) if block is done and block is not None else []
-                points.passing(f"offload: {verb} {leaves}".rstrip(), None, memory)
+                spans.passing(f"offload: {verb} {leaves}".rstrip(), None, memory)
 
     def _check(self, block: Block) -> None:
         """Raise unless the files of a block are as they were left, and its tensors are valid."""

@@ -63,7 +63,7 @@ Rules:
   `GradSum`, too, of which each bucket is stepped once its hop 2 is done. So does `Guard.judge`, and
   of a sum elsewhere (`GradSum(where=)`) both bring one bucket at a time. `guarded_step` is both in
   one call: states elsewhere begin to come before the norm is awaited; see [Note: states come first]
-  in `late`. So they do where a `chain` clips by a norm. Under `update` of one's own they do not.
+  in `columns`. So they do where a `chain` clips by a norm. Under `update` of one's own they do not.
 - Moments may take a byte each: `shard(precision="state=int8[256]")` keeps those of leaves with at
   least 4,096 elements as codes, 2.03 bytes for the two of AdamW instead of 8. Rounding is right on
   average, and the numbers of these leaves do not depend on ranks or buckets; see [Note: coded
@@ -93,26 +93,42 @@ Objects with `init` and `update` of other libraries can be used as they are. Add
 `tests/optim`, which hold it to a slow program written out by hand.
 """
 
-from mics_fn.optim.by_pattern import by_path
-from mics_fn.optim.chaining import chain
-from mics_fn.optim.clip import clip_by_global_norm, clip_by_value, global_norm
-from mics_fn.optim.columns import fresh, map_columns
-from mics_fn.optim.drift import Comparison, same_replicas
+from mics_fn.optim.columns import Late, Refused, fresh, map_columns
+from mics_fn.optim.comparing import (
+    Comparison,
+    differing,
+    handed_over,
+    optimizer_facts,
+    same_options,
+    same_replicas,
+    same_step,
+    versions,
+)
 from mics_fn.optim.flat import by_leaf, replaced
-from mics_fn.optim.guard import Guard, Verdict, norm_spike
-from mics_fn.optim.guarded import guarded_step
-from mics_fn.optim.handing import handed_over
-from mics_fn.optim.late import Late, Refused
-from mics_fn.optim.loss_scale import LossScale, dynamic_scale, no_scale, static_scale
+from mics_fn.optim.guard import (
+    Guard,
+    LossScale,
+    StepTotals,
+    Verdict,
+    dynamic_scale,
+    guarded_step,
+    no_scale,
+    norm_spike,
+    static_scale,
+)
 from mics_fn.optim.moving import move
-from mics_fn.optim.norms import inner, leaf_norms
-from mics_fn.optim.optimizers import adam, adamw, lion, sgd, warmup_cosine
-from mics_fn.optim.options import differing, optimizer_facts, same_options, versions
+from mics_fn.optim.norms import clip_by_global_norm, clip_by_value, global_norm, inner, leaf_norms
+from mics_fn.optim.optimizers import adam, adamw, from_torch, lion, masked_by, sgd, warmup_cosine
 from mics_fn.optim.state import TrainState, init_state, opt_step, tell_memory
-from mics_fn.optim.steps import same_step
-from mics_fn.optim.torch_optim import from_torch, masked_by
-from mics_fn.optim.totals import StepTotals
-from mics_fn.optim.transform import Optimizer, Rate, Transform, as_transform, from_update
+from mics_fn.optim.transform import (
+    Optimizer,
+    Rate,
+    Transform,
+    as_transform,
+    by_path,
+    chain,
+    from_update,
+)
 
 __all__ = [
     "Comparison",

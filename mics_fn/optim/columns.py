@@ -1,36 +1,839 @@
 """Elementwise work on trees of shards as work on a few long tensors.
 
 If all trees have the pieces of a run in one stretch of memory, a column is a whole run; see
-[Note: runs] in `runs`. Otherwise columns are single pieces. That is so in groups of one rank, where
+[Note: runs] in `flat`. Otherwise columns are single pieces. That is so in groups of one rank, where
 gradients lie wherever autograd made them.
 
 [Note: dense] In groups of one rank a gradient is what autograd gave: expanded, strided, negated as
 a view. torch's fused kernels, and whoever looks at memory, take a tensor for `numel` numbers in a
 row. So columns are dense: whatever is not is copied first.
+
+[Note: lines] torch's kernels work on vectors of elements from the beginning of a tensor on, and on
+the last few one by one, which may round in another way. So the bits of a step would depend on where
+a column is cut. A *line* is 64 elements from the beginning of the column on, a multiple of every
+vector. A part of a column is stepped line by line as in memory: a line that a cut divides is
+computed in a small tensor that has its length, with the elements in their places. Columns whose
+moments are codes are taken to end with a whole line, so that all of their elements are stepped as
+those of lines are: their bits do not depend on where buckets and shards end.
+
+[Note: where a step computes] A column is computed on the device of its parameter; what lies
+elsewhere comes there part by part and goes back. So the bits of a step are those of a step in
+memory, on every kind of device; and with parameters in host memory the step is one of the host.
+Parts of files travel through a fixed amount of host memory, the `host_bytes` of their `Where`.
+Parts that are codes are decoded into memory of `_CODED` elements for each, and coded again when
+they are written; padding between leaves becomes zero before, so that it sets no scale.
+
+[Note: states come first] A step on gradients of which all have to be known first, as by a guard or
+for a norm, waits for hop 2 and for that norm before it writes anything. What it needs from files or
+from the host does not depend on either. So such a step is begun with `Late` gradients: `Elsewhere`
+begins to bring the first parts of the states, as many as its memory holds, and only then asks for
+the gradients, which are made and judged meanwhile. If they are refused, an exception ends the step
+before its first write: what was brought is dropped, and the state is as it was.
 """
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch, tree
-from mics_fn.errors import OptimizerError, message
-from mics_fn.offload import is_coded
-from mics_fn.optim.column import Column, updating
-from mics_fn.optim.coming import Coming
-from mics_fn.optim.elsewhere import Elsewhere, far_runs
-from mics_fn.optim.flat import FlatShards, Unpacked
-from mics_fn.optim.held import Held, held_of, in_place, readable
-from mics_fn.optim.runs import (
+from mics_fn import _device, _torch, spans, tree
+from mics_fn.collectives import finish_readers
+from mics_fn.errors import MicsError, OptimizerError, TreeError, message
+from mics_fn.offload import (
+    HOST_BYTES,
+    Block,
+    Stored,
+    cuts,
+    empty,
+    is_apart,
+    is_coded,
+    is_held,
+    is_stored,
+    laid_like,
+    read,
+    renewed,
+    stream,
+)
+from mics_fn.optim.flat import (
+    FlatShards,
+    Run,
+    Unpacked,
     any_requires_grad,
     copied,
+    devices,
+    is_dense,
     is_in_chunk,
+    joined,
+    split,
+    unpacked,
+    whole_run,
+    with_wholes,
 )
-from mics_fn.shards import closed_after, needs_derivative, note_write
+from mics_fn.shards import (
+    Arrival,
+    Arriving,
+    Bucket,
+    closed_after,
+    needs_derivative,
+    note_write,
+    reduced_over,
+)
 from mics_fn.tree import Tree
+
+# `Column`: corresponding tensors of several trees, on which an optimizer works in one go.
+
+
+class Column(NamedTuple):
+    """Corresponding tensors of several trees, each a run of neighbouring pieces or a single one."""
+
+    key: Hashable
+    tensors: tuple[Tensor, ...]
+    bucket: Bucket | None = None  # the run, as `Run` has it
+
+
+def updating(found: Sequence[Column]) -> Any:
+    """A block that writes to these columns, for those who watch."""
+    if not spans.seen():
+        return spans.UNSEEN
+    buckets = dict.fromkeys(x.bucket for x in found if x.bucket is not None)
+    return spans.Span("opt", list(buckets), device=found[0].tensors[0].device if found else None)
+
+
+# Gradients on their way: a tree of which some pieces have not arrived.
+
+
+@dataclass(frozen=True, eq=False)
+class Coming(Unpacked):
+    """Gradients whose buckets arrive one after the other.
+
+    Until a piece has arrived, its place is held by that of its parameter, which has the same shape
+    and device.
+
+    Args:
+      arrival: what they are taken from.
+      numbers: of the pieces among those of the arrival, of whose tree this may be a part.
+    """
+
+    arrival: Arrival
+    numbers: list[int]
+
+    @classmethod
+    def of(cls, arrival: Arrival) -> "Coming":
+        """All gradients of an arrival."""
+        like = unpacked(arrival.like)
+        held = like.with_pieces([x.detach() for x in like.pieces])
+        return cls(held.leaves, held.spec, held.pieces, arrival, list(range(len(held.pieces))))
+
+    def arriving(self) -> Iterator[list[int]]:
+        """The numbers of pieces that have arrived: first those that are here, then as they come."""
+        own = {number: i for i, number in enumerate(self.numbers)}
+        left = [
+            k for k, bucket in enumerate(self.arrival.order) if not own.keys().isdisjoint(bucket)
+        ]
+        while left:
+            here = [k for k in left if self.arrival.here(k)] or left[:1]
+            left = [k for k in left if k not in here]
+            yield [i for k in here for i in self._take(k, own)]
+
+    def run_order(self, runs: Sequence[Run]) -> list[int]:
+        """The numbers of runs, in the order in which they will have arrived."""
+        own = {number: i for i, number in enumerate(self.numbers)}
+        place = {
+            own[n]: k for k, bucket in enumerate(self.arrival.order) for n in bucket if n in own
+        }
+        return sorted(range(len(runs)), key=lambda r: max(place[i] for i in runs[r].members))
+
+    def _take(self, k: int, own: Mapping[int, int]) -> list[int]:
+        """Wait for a bucket; the numbers of its pieces."""
+        found = []
+        for number, piece in zip(self.arrival.order[k], self.arrival.take(k), strict=True):
+            if number in own:
+                self.pieces[own[number]] = piece.detach()
+                found.append(own[number])
+        return found
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Let go of pieces that were used: those that were brought need no memory any more."""
+        for i in numbers:
+            self.pieces[i] = self.pieces[i].new_empty(0)
+
+    def part(self, leaves: list[Any], own: Sequence[int]) -> "Coming":
+        """The tree with other leaves, of which only those pieces are left."""
+        pieces, numbers = [self.pieces[i] for i in own], [self.numbers[i] for i in own]
+        return Coming(leaves, self.spec, pieces, self.arrival, numbers)
+
+    def settled(self) -> Unpacked:
+        """The tree once all of it has arrived."""
+        for _ in self.arriving():
+            pass
+        return self.with_pieces(self.pieces)
+
+
+def gradients(given: Tree | Arriving) -> Unpacked:
+    """Gradients taken apart, of which some may be on their way."""
+    return Coming.of(given.arrival()) if isinstance(given, Arriving) else unpacked(given)
+
+
+def settled(found: Unpacked) -> Unpacked:
+    """The same tree once all of it is here."""
+    return found.settled() if isinstance(found, Coming) else found
+
+
+# Trees on their way through a step: the pieces of each run as one tensor, or one by one.
+
+
+class Held(NamedTuple):
+    """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
+
+    given: Unpacked | FlatShards
+    runs: tuple[Run, ...]
+    pieces: list[Tensor]  # all of the tree; none where it is kept as runs
+    wholes: list[Tensor | None]  # by run
+
+    @property
+    def tensors(self) -> list[Any]:
+        """What the tree was given as: its pieces or its runs."""
+        return self.pieces or self.wholes
+
+    @property
+    def batched(self) -> bool:
+        """Whether it is kept as runs with batch dimensions, whose pieces are not rows of memory."""
+        return isinstance(self.given, FlatShards) and any(
+            run.bucket is not None and whole is not None and whole.ndim > 1
+            for run, whole in zip(self.runs, self.wholes, strict=True)
+        )
+
+    def look(self) -> "Held":
+        """See which runs lie in one stretch of memory; those in several places are brought there.
+
+        Kernels round the last elements of a tensor in another way, so leaf by leaf bits differ.
+        """
+        if isinstance(self.given, FlatShards | Coming):
+            return self
+        pieces = list(self.pieces)
+        return self._replace(wholes=[_brought(run, pieces) for run in self.runs], pieces=pieces)
+
+    def arrived(self, ready: Sequence[int]) -> "Held":
+        """`look` for some runs alone, whose pieces have arrived; the others are left out."""
+        wholes: list[Tensor | None] = [None] * len(self.runs)
+        pieces = list(self.given.pieces)  # pyright: ignore
+        for r in ready:
+            wholes[r] = _brought(self.runs[r], pieces)
+        return self._replace(pieces=pieces, wholes=wholes)
+
+    def parts(self, r: int) -> list[Tensor]:
+        """What a run consists of: one tensor, or its pieces that are not empty."""
+        whole = self.wholes[r]
+        if whole is not None:
+            return [whole] if whole.numel() else []
+        return [self.pieces[i] for i, _, _ in self.runs[r].laid]
+
+    def single(self, r: int) -> list[Tensor]:
+        """The pieces of a run that are not empty."""
+        whole, run = self.wholes[r], self.runs[r]
+        if isinstance(self.given, FlatShards) and whole is not None:
+            found = self.given.cut(r, whole)
+        else:
+            found = [self.pieces[i] for i, _, _ in run.laid]
+        return [x.detach() for x in found] if any_requires_grad(found) else found
+
+    def change(
+        self, fn: Callable[[Run, Tensor], Tensor], only: Sequence[int] | None = None
+    ) -> "Held":
+        """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
+        pieces, wholes = list(self.pieces), list(self.wholes)
+        numbers = range(len(self.runs)) if only is None else only
+        for r in numbers:
+            run, old = self.runs[r], wholes[r]
+            if old is None:
+                for i in run.members:
+                    pieces[i] = fn(run, pieces[i])
+                continue
+            new = wholes[r] = fn(run, old)
+            if pieces and new is not old:
+                for i, piece in zip(run.members, split(run, new), strict=True):
+                    pieces[i] = piece
+        return self._replace(pieces=pieces, wholes=wholes)
+
+    def renewed(self) -> Unpacked | FlatShards:
+        """What it holds, in new nodes, where it lay before."""
+        if isinstance(self.given, Unpacked):
+            old, new = self.given.pieces, self.pieces
+            # To ask each of them takes long.
+            return self.given.with_pieces(laid_like(new, old) if Stored in map(type, old) else new)
+        wholes = [
+            joined(run, [self.pieces[i] for i in run.members]) if whole is None else whole
+            for run, whole in zip(self.runs, self.wholes, strict=True)
+        ]
+        return with_wholes(self.given.layout, wholes, self.given.cuts)
+
+
+def _brought(run: Run, pieces: list[Tensor]) -> Tensor | None:
+    """`whole_run`, once its pieces that lie in several places of files are brought to one."""
+    whole, mine = whole_run(run, pieces), [pieces[i] for i in run.members]
+    if whole is None and run.laid and Stored in map(type, mine):
+        device = next(x.device for x in mine if is_stored(x))
+        whole = joined(run, [read(x.detach()).to(device) for x in mine])
+        for i, piece in zip(run.members, split(run, whole), strict=True):
+            pieces[i] = piece
+    return whole
+
+
+def held_of(trees: Sequence[Tree]) -> list[Held]:
+    found: list[Held] = []
+    for shards in trees:
+        if isinstance(shards, FlatShards):
+            runs = shards.layout.runs
+            if found and runs is not found[0].runs and runs != found[0].runs:
+                fix = "pass the optimizer's state of these parameters"
+                raise TreeError(message("opt_step: the state is of another tree", fix=fix))
+            found.append(Held(shards, runs, [], list(shards.wholes)))
+            continue
+        given = unpacked(shards)
+        runs = found[0].runs if found else given.runs()
+        if len(given.pieces) != sum(len(run.members) for run in runs):
+            raise TreeError(message("opt_step: trees of different numbers of leaves"))
+        found.append(Held(given, runs, given.pieces, [None] * len(runs)))
+    return found
+
+
+def in_place(held: Sequence[Held]) -> list[Held]:
+    """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
+    parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
+    finish_readers([x for x in parts if not is_coded(x)])
+    parts = [x for x in parts if not is_apart(x)]
+    far = {id(x) for each in held for x in each.wholes}  # whose parts are brought here later
+    spans = sorted(
+        (_torch.storage_id(x), int(x.storage_offset()), x.numel()) for x in parts if is_dense(x)
+    )
+    odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
+
+    def settled(run: Run, x: Tensor) -> Tensor:
+        if is_apart(x):
+            return x if id(x) in far else copied(run, x)
+        return x if is_dense(x) and not (odd and _torch.storage_id(x) in odd) else copied(run, x)
+
+    return [each.change(settled) for each in held]
+
+
+def readable(
+    held: Sequence[Held], targets: Sequence[Held], only: Sequence[int] | None = None
+) -> list[Held]:
+    """Trees to be read from: with copies of what is in files, not dense, or going to be written to.
+
+    Each run comes to the device of the first target, which computes.
+    """
+    parts = [x for each in targets for r in range(len(each.runs)) for x in each.parts(r)]
+    written = {_torch.storage_id(x) for x in parts if not is_apart(x)}
+    first = {id(run): targets[0].parts(r)[:1] for r, run in enumerate(targets[0].runs)}
+
+    def settled(run: Run, x: Tensor) -> Tensor:
+        if any(x.device != home.device for home in first.get(id(run), ())):
+            return copied(run, x.to(first[id(run)][0].device))
+        here = not is_stored(x) and is_dense(x)
+        return x if here and _torch.storage_id(x) not in written else copied(run, x)
+
+    return [each.change(settled, only) for each in held]
+
+
+# Parts of a column that give the bits of the whole one.
+
+LINE = 64  # elements
+
+
+class Stretch(NamedTuple):
+    """Where a column lies in its run, in elements; it is stepped as if it went on by `more`."""
+
+    start: int
+    stop: int
+    more: int = 0
+
+    @property
+    def full(self) -> int:
+        """The end that it is stepped with."""
+        return self.stop + self.more
+
+
+class Part(NamedTuple):
+    """A part of a column, as tensors to step on; `finish` takes the results where they belong."""
+
+    tensors: tuple[Tensor, ...]
+    finish: Callable[[], None]
+
+
+def parts_of(
+    stretch: Stretch, low: int, high: int, cut: Callable[[int, int], Sequence[Tensor]], written: int
+) -> Iterator[Part]:
+    """What lies of a column between two elements of its run.
+
+    Args:
+      stretch: the column.
+      low, high: the range of the run.
+      cut: gives the tensors of the column between two elements of the run.
+      written: how many of them, from the first on, are written.
+    """
+    start, stop = max(low, stretch.start), min(high, stretch.stop)
+    if start >= stop:
+        return
+    inner = stretch.start - (stretch.start - start) // LINE * LINE  # rounded up to whole lines
+    until = stop if stop == stretch.full else stop - (stop - stretch.start) % LINE
+    bounds = sorted({start, stop, min(inner, stop), max(until, start)})
+    for a, b in pairwise(bounds):
+        if (a, b) == (inner, until):
+            yield Part(tuple(cut(a, b)), _nothing)
+        else:
+            yield _divided(stretch, a, cut(a, b), written)
+
+
+def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> Part:
+    """A part of one line, in a tensor of the length of that line."""
+    begin = start - (start - stretch.start) % LINE
+    length, at, count = min(LINE, stretch.full - begin), start - begin, given[0].numel()
+    whole = [x.new_zeros(length) for x in given]
+    mine = [x.narrow(0, at, count) for x in whole]
+    _torch.foreach_copy(mine, list(given))
+
+    def finish() -> None:
+        _torch.foreach_copy(list(given[:written]), mine[:written])
+
+    return Part(tuple(whole), finish)
+
+
+def _nothing() -> None:
+    """Results are where they belong."""
+
+
+# Parts of tensors on their way between host memory and a device, beside the computation.
+
+_AHEAD = 2  # parts that are on the device besides the one that is computed with
+
+
+def staged(
+    parts: Iterator[Any], device: torch.device, *, ahead: bool
+) -> Iterator[tuple[int, int, int, dict[int, Tensor]]]:
+    """Bring each part to a device, and take it back once the next one is asked for.
+
+    Args:
+      parts: a `Moving` each.
+      device: where they are computed with.
+      ahead: whether the next part may be asked for before one has gone back.
+
+    Memory: on the device a few parts.
+    """
+    if not _device.is_async(device):
+        for part in parts:
+            yield part.run, part.low, part.high, part.sources
+    elif not ahead:
+        for part in parts:
+            here = {k: x.to(device, non_blocking=True) for k, x in part.sources.items()}
+            yield part.run, part.low, part.high, here
+            for k, x in here.items():
+                part.goals[k].copy_(x, non_blocking=True)
+            _device.synchronize(device)
+    else:
+        ways = _Ways(device)
+        try:
+            yield from ways.through(parts)
+        except BaseException:  # such as that of a step that is refused
+            ways.settle()
+            raise
+
+
+class _Ways:
+    """Streams of a device to it and from it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up, self._down = _device.own_stream(device), _device.own_stream(device)
+
+    def settle(self) -> None:
+        """Wait until nothing is read from the host any more, which may be written to next."""
+        self._up.synchronize()
+        self._down.synchronize()
+
+    def through(self, parts: Iterator[Any]) -> Iterator[tuple[int, int, int, dict[int, Tensor]]]:
+        """Each part on the device; those before it are on their way back, the next one comes."""
+        gone: deque[tuple[Any, torch.Event]] = deque()
+        coming = self._bring(next(parts, None))
+        while coming is not None:
+            part, here, event = coming
+            coming = self._bring(next(parts, None))
+            _device.wait(self._device, event)
+            yield part.run, part.low, part.high, here
+            gone.append((here, self._take_back(part, here)))
+            if len(gone) > _AHEAD:
+                _, event = gone.popleft()
+                self._up.wait_event(event)  # which uses its memory next
+        self._down.synchronize()  # from here on the host may read
+
+    def _bring(self, part: Any) -> Any:
+        if part is None:
+            return None
+        with _device.keep_stream(self._device):
+            torch.accelerator.set_stream(self._up)
+            here = {k: x.to(self._device, non_blocking=True) for k, x in part.sources.items()}
+            return part, here, _device.record(self._device)
+
+    def _take_back(self, part: Any, here: dict[int, Tensor]) -> torch.Event:
+        with _device.keep_stream(self._device):
+            _device.follow(self._down, self._device)
+            for k, x in here.items():
+                part.goals[k].copy_(x, non_blocking=True)
+            return _device.record(self._device)
+
+
+# Steps on states that are not there as values: in host memory, in files, or kept as codes.
+
+_CODED = 2**17  # elements of a part that is decoded, a multiple of every block
+Tensors = dict[int, Tensor]  # by the number of the target
+
+
+def far_runs(targets: Sequence[Held]) -> list[list[int]]:
+    """For each run the targets whose part of it has to be brought to where it is computed."""
+    found = []
+    for r in range(len(targets[0].runs)):
+        device, wholes = _device_of(targets[0], r), [each.wholes[r] for each in targets]
+        far = [x is not None and (is_apart(x) or x.device != device) for x in wholes]
+        found.append([k for k, is_far in enumerate(far) if is_far])
+    return found
+
+
+def _device_of(params: Held, r: int) -> torch.device:
+    whole, run = params.wholes[r], params.runs[r]
+    return (params.pieces[run.members[0]] if whole is None else whole).device
+
+
+class Moving(NamedTuple):
+    """The same elements of some targets, which are brought to a device and go back.
+
+    Args:
+      run: the number of the run.
+      low, high: its elements.
+      sources: where they come from, on the host.
+      goals: where they go.
+    """
+
+    run: int
+    low: int
+    high: int
+    sources: Tensors
+    goals: Tensors
+
+
+class Elsewhere:
+    """One step on trees of which some runs lie elsewhere.
+
+    Args:
+      targets: to be written, the parameters first; changed to what the step gives.
+      reads: what is read: gradients.
+      coming: these, if they still arrive.
+      keys, donate: as for `columns`.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Held],
+        reads: Sequence[Held],
+        coming: Coming | None,
+        keys: Sequence[Hashable] | None,
+        donate: bool,
+    ) -> None:
+        self.targets, self._reads, self._coming, self._keys = targets, reads, coming, keys
+        self._runs, self._donate = targets[0].runs, donate
+        self._far = far_runs(targets)
+        self._old: list[list[Any]] = [list(each.wholes) for each in targets]
+        for r, k in self._moved():
+            if not donate or is_held(self._old[k][r]):  # which a save reads
+                targets[k].wholes[r] = _like(self._old[k][r], _device_of(targets[0], r))
+
+    def _moved(self) -> Iterator[tuple[int, int]]:
+        yield from ((r, k) for r, far in enumerate(self._far) for k in far)
+
+    def blocks(self) -> Generator[list[Column]]:
+        """The columns, part by part; what they have written goes back before the next ones."""
+        arrived, reads, last = _arrivals(self.targets, self._reads, self._coming), [], -1
+        order = next(arrived)
+        with closing(self._brought(order)) as parts:
+            for r, low, high, here in parts:
+                if r != last:
+                    reads, last = arrived.send(r), r
+                device, run = _device_of(self.targets[0], r), self._runs[r]
+                here = {**here, **self._decoded(r, low, high)}
+                every = enumerate(self.targets)
+                given: list[Any] = [here.get(k, _given(each, r)) for k, each in every]
+                given += [_given(each, r, device) for each in reads]
+                cut = _Cut(
+                    run, low, high, given, set(here), self._keys, LINE if self._coded(r) else 1
+                )
+                found = list(cut.parts(len(self.targets)))
+                if self._donate:
+                    note_write()
+                yield [Column(key, part.tensors, run.bucket) for key, part in found]
+                for _, part in found:
+                    part.finish()
+                self._encode(r, low, high, here)
+        self._decide()  # where this rank has no part of what is elsewhere
+        self._finish()
+
+    def _decide(self) -> None:
+        if self._coming is not None:
+            self._coming.arrival.first()
+
+    def _coded(self, r: int) -> list[int]:
+        """The targets that are kept as codes."""
+        return [k for k in self._far[r] if is_coded(self._old[k][r])]
+
+    def _decoded(self, r: int, low: int, high: int) -> Tensors:
+        return {k: read(self._old[k][r][low:high]) for k in self._coded(r)}
+
+    def _encode(self, r: int, low: int, high: int, here: Tensors) -> None:
+        """Code what was written between two elements of a run."""
+        coded = self._coded(r)
+        bounds = [(max(low, a) - low, min(high, b) - low) for a, b in self._runs[r].gaps]
+        empty = [here[k][a:b] for k in coded for a, b in bounds if a < b]
+        if empty:
+            _torch.foreach_zero(empty)
+        for k in coded:
+            self._new(k, r).write(low, here[k])
+
+    def _brought(self, order: Iterable[int]) -> Generator[tuple[int, int, int, Tensors]]:
+        """The parts of all runs, with what was brought for each, which then goes back."""
+        order = list(order)
+        files = [r for r in order if any(is_stored(self._old[k][r]) for k in self._far[r])]
+        travelling: Any = stream(self._in_files(files), self._host_bytes())  # begins to read
+        with closing(travelling) as coming:
+            if files:
+                self._decide()
+            for device, near in groupby(order, lambda r: _device_of(self.targets[0], r)):
+                moving = (x for r in near for x in self._movings(r, coming, r in files))
+                yield from staged(moving, device, ahead=not files)
+            for _ in coming:  # its end is when all is written
+                pass
+
+    def _movings(self, r: int, coming: Iterator[Any], in_files: bool) -> Iterator[Moving]:
+        """The parts of one run, those in files in the memory through which these travel."""
+        far = [k for k in self._far[r] if not is_coded(self._old[k][r])]
+        if not self._far[r]:
+            yield Moving(r, 0, self._runs[r].numel, {}, {})
+            return
+        for low, high in self._cuts(r):
+            sources = {k: self._old[k][r].narrow(0, low, high - low) for k in far}
+            goals = {k: self._new(k, r).narrow(0, low, high - low) for k in far}
+            if in_files:
+                stored = [k for k in far if is_stored(sources[k])]
+                memory = dict(zip(stored, next(coming)[1], strict=True))
+                sources, goals = {**sources, **memory}, {**goals, **memory}
+            yield Moving(r, low, high, sources, goals)
+
+    def _in_files(self, runs: Iterable[int]) -> Iterator[Block]:
+        for r in runs:
+            stored = [k for k in self._far[r] if is_stored(self._old[k][r])]
+            for low, high in self._cuts(r):
+                old = [self._old[k][r].narrow(0, low, high - low) for k in stored]
+                new = [self._new(k, r).narrow(0, low, high - low) for k in stored]
+                same = [self._in_place(k, r) for k in stored]
+                pairs = zip(old, new, same, strict=True)
+                yield Block(old, [a if is_same else b for a, b, is_same in pairs], r)
+
+    def _in_place(self, k: int, r: int) -> bool:
+        """Whether what lies in a file is overwritten there."""
+        return self._new(k, r).extent is self._old[k][r].extent
+
+    def _new(self, k: int, r: int) -> Any:
+        """Where the new values go."""
+        return self.targets[k].wholes[r]
+
+    def _cuts(self, r: int) -> list[tuple[int, int]]:
+        far = [x for x in (self._old[k][r] for k in self._far[r]) if not is_coded(x)]
+        numel, sizes = self._runs[r].numel, [x.dtype.itemsize for x in far]
+        if sizes:
+            return cuts(numel, sizes, self._host_bytes())
+        return [(low, min(numel, low + _CODED)) for low in range(0, numel, _CODED)]
+
+    def _host_bytes(self) -> int:
+        stored = [self._old[k][r] for r, k in self._moved() if is_stored(self._old[k][r])]
+        return min((x.extent.scratch.host_bytes for x in stored), default=HOST_BYTES)
+
+    def _finish(self) -> None:
+        """Put what was written into new values, of which those in files are new at once."""
+        if self._donate:
+            stored = [(r, k) for r, k in self._moved() if is_stored(self._old[k][r])]
+            at = [(r, k) for r, k in stored if self._in_place(k, r)]
+            new = renewed([self._old[k][r] for r, k in at])
+            for (r, k), x in zip(at, new, strict=True):
+                self.targets[k].wholes[r] = x
+        for each in self.targets:
+            for run, whole in zip(each.runs, each.wholes, strict=True):
+                if each.pieces and whole is not None:
+                    for i, piece in zip(run.members, split(run, whole), strict=True):
+                        each.pieces[i] = piece
+
+
+class _Cut(NamedTuple):
+    """The columns of one run between two of its elements.
+
+    Args:
+      run, low, high: the run, and the elements.
+      given: of each tree the tensor, which begins at `low` if it was brought, or its pieces.
+      brought: the numbers of those that were.
+      keys: as for `columns`.
+      whole: columns are stepped as if they went on to a multiple of so many elements.
+    """
+
+    run: Run
+    low: int
+    high: int
+    given: Sequence[Tensor | Mapping[int, Tensor]]
+    brought: set[int]
+    keys: Sequence[Hashable] | None
+    whole: int = 1
+
+    def parts(self, written: int) -> Iterator[tuple[Hashable, Part]]:
+        """What there is to step on; the first `written` tensors of each are written."""
+        for key, near in self._joined():
+            first, last = near[0], near[-1]
+            start, stop = first.start, last.start + last.length
+            stretch = Stretch(start, stop, (start - stop) % self.whole)
+
+            def cut(a: int, b: int, first: Any = first) -> list[Tensor]:
+                return [self._cut(k, first, a, b) for k in range(len(self.given))]
+
+            for part in parts_of(stretch, self.low, self.high, cut, written):
+                yield key, part
+
+    def _joined(self) -> Iterator[tuple[Hashable, list[Any]]]:
+        """The pieces that are one column in memory."""
+        laid, keys = self.run.laid, self.keys
+        if any(isinstance(x, Mapping) for x in self.given):
+            yield from ((keys[x.index] if keys else None, [x]) for x in laid)
+        elif laid:
+            near = groupby(laid, lambda x: keys[x.index] if keys else None)
+            yield from ((key, list(mine)) for key, mine in near)
+
+    def _cut(self, k: int, first: Any, a: int, b: int) -> Tensor:
+        x = self.given[k]
+        if isinstance(x, Mapping):
+            return x[first.index].narrow(0, a - first.start, b - a)
+        return x.narrow(0, a - self.low if k in self.brought else a, b - a)
+
+
+def _given(each: Held, r: int, device: torch.device | None = None) -> Any:
+    """What a tree has of a run: a long tensor, or its pieces by their numbers."""
+    whole = each.wholes[r]
+    if whole is not None:
+        return whole if device is None else whole.to(device)
+    found = {laid.index: each.pieces[laid.index].detach() for laid in each.runs[r].laid}
+    return found if device is None else {i: x.to(device) for i, x in found.items()}
+
+
+def _like(old: Tensor, device: torch.device) -> Tensor:
+    """Room for a new value of a tensor, where the old one lies."""
+    stored: Any = old
+    if is_coded(old):
+        return stored.unset()
+    if is_stored(old):
+        return empty(
+            stored.extent.scratch, old.shape, old.dtype, leaf=stored.leaf, device=old.device
+        )
+    return _device.host_buffer(old.nbytes, device).view(old.dtype).view(old.shape)
+
+
+def _arrivals(
+    targets: Sequence[Held], reads: Sequence[Held], coming: Coming | None
+) -> Generator[Any, Any]:
+    """First the order of runs; then, for each run that is sent, what is read, once it is there."""
+    runs = targets[0].runs
+    if coming is None:
+        ready = readable(reads, targets)
+        sent = yield range(len(runs))
+        while True:
+            sent = yield ready
+    left, ready, there = dict(enumerate(runs)), dict[int, list[Held]](), set[int]()
+    sent = yield coming.run_order(runs)
+    coming.arrival.first()
+    batches = coming.arriving()
+    while True:
+        while sent not in ready:
+            there.update(next(batches))
+            now = [r for r, run in left.items() if there.issuperset(run.members)]
+            # What arrives together may lie in memory that the first step of it writes to.
+            ready.update(dict.fromkeys(now, readable([reads[0].arrived(now)], targets, now)))
+            for r in now:
+                del left[r]
+        last = sent
+        sent = yield ready.pop(last)
+        coming.drop(runs[last].members)
+
+
+# Gradients that are made, judged or limited once a step has asked for its states.
+
+
+class Refused(MicsError):
+    """A step is not taken, since its gradients were refused; nothing was written."""
+
+
+class Late:
+    """Gradients that are made when a step asks for them, once; see [Note: states come first].
+
+    Args:
+      like: a tree of shards like that of the gradients, or what they are made of as it arrives.
+      make: gives them, a tree or `Arriving`; what it raises ends the step.
+    """
+
+    def __init__(self, like: Tree | Arriving, make: Callable[[], Tree | Arriving]) -> None:
+        self._like, self._make = like, make
+        self._order: Sequence[Sequence[int]] = ()
+        self._made: list[Any] = []
+
+    def arrival(self) -> Arrival:
+        """The gradients; nothing is made yet."""
+        if isinstance(self._like, Arriving):
+            like = self._like.arrival()
+            self._order, shards, home = like.order, like.like, like.home
+        else:
+            shards, found = self._like, unpacked(self._like)
+            self._order, home = [range(len(found.pieces))], reduced_over(found.leaves)
+        given = shards, home, self._order, self._here, self._take, self._whole, self.made
+        return Arrival(*given)
+
+    def made(self) -> Any:
+        """The gradients, an `Arrival` or a tree."""
+        if not self._made:
+            found = self._make()
+            self._made.append(found.arrival() if isinstance(found, Arriving) else found)
+        return self._made[0]
+
+    def _here(self, place: int) -> bool:
+        if not self._made:
+            return False
+        (found,) = self._made
+        return not isinstance(found, Arrival) or found.here(place)
+
+    def _take(self, place: int) -> list[Tensor]:
+        found = self.made()
+        if isinstance(found, Arrival):
+            return found.take(place)
+        pieces, count = unpacked(found).pieces, sum(map(len, self._order))
+        if len(pieces) != count:
+            text = f"opt_step: gradients of {count} leaves were given to what made {len(pieces)}"
+            raise TreeError(message(text, fix="return a tree like the one that it was given"))
+        return [pieces[i] for i in self._order[place]]
+
+    def _whole(self) -> Tree:
+        found = self.made()
+        return found.whole() if isinstance(found, Arrival) else found
+
+
+def has_to_come(params: Tree, opt: Any) -> bool:
+    """Whether a step brings some of a state from a file or another device; not so on every rank."""
+    held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
+    held += unpacked(params).pieces
+    return Stored in map(type, held) or len(set(devices(held))) > 1
 
 
 class Columns(NamedTuple):

@@ -1,29 +1,296 @@
-"""A tree of shards kept as a few long tensors, one per run; see [Note: runs] in `runs`."""
+"""A tree of shards kept as a few long tensors, one per run; see [Note: runs] in `flat`.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+[Note: runs] The leaves of `tree.flatten` on a tree of shards are this rank's pieces, and the pieces
+of a bucket are views of one chunk. An elementwise function may as well take them as one tensor: the
+numbers are the same, and the work does not grow with the number of leaves. A tree may hold only
+some leaves of a bucket, as the two parts of a model with two optimizers do. What lies between and
+around them belongs to somebody else, so a run ends where a leaf is missing: between its pieces lies
+nothing but padding, which is computed with and never looked at.
+
+Which leaves a run has does not depend on the rank, so that structures compare across ranks; where
+its pieces begin does.
+
+[Note: coded moments] With `state=int8[256]` in the precision of shards, moments of large leaves are
+kept as codes. A step decodes a part of a column, lets the optimizer write to it, and codes what it
+has written; see `elsewhere`. Leaves begin on borders of blocks and so do chunks, so that no block
+has elements of two leaves or two ranks: codes, and with them all numbers, do not depend on how many
+ranks share a tensor. Second moments are kept by their roots; see [Note: roots] in `offload.apart`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mics_fn import tree
-from mics_fn.errors import TreeError, message
-from mics_fn.offload import laid_like
-from mics_fn.optim.making import made
-from mics_fn.optim.runs import Place, Run, all_rows, joined, runs_of, split
-from mics_fn.shards import (
-    Bucket,
-    Nothing,
-    Sharded,
-    Tied,
-    is_leaf,
-    mark_reduced,
-    reduced_over,
-)
+from mics_fn import _torch, tree
+from mics_fn.errors import OptimizerError, TreeError, message
+from mics_fn.offload import Coded, Stored, coded, is_apart, is_coded, is_stored, laid_like, read
+from mics_fn.shards import Bucket, Nothing, Sharded, Tied, is_leaf, mark_reduced, reduced_over
 from mics_fn.tree import Tree
+
+# Where the pieces of a tree of shards lie in the memory of their buckets.
+
+Place = tuple[Bucket, int] | None  # bucket and slot of a piece; None for a plain tensor
+
+
+class Laid(NamedTuple):
+    """A piece that is not empty: its leaf's number, and where it lies in the run, in elements."""
+
+    index: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Leaves of one bucket, in its order, between which nothing but padding lies.
+
+    Args:
+      bucket: the run as the only leaf of a bucket; None for a plain tensor.
+      members: the leaves' numbers among the pieces of the tree.
+      laid: those that have elements on this rank.
+      sizes: (gap, piece, gap, piece, ...): how to split the run on this rank, a piece per member.
+      numel: elements on this rank, gaps included.
+      complete: whether the tree holds every element of the bucket.
+    """
+
+    bucket: Bucket | None
+    members: tuple[int, ...]
+    laid: tuple[Laid, ...]
+    sizes: tuple[int, ...]
+    numel: int
+    complete: bool
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """`laid` by column: the leaves' numbers, their starts and their lengths."""
+        return tuple(zip(*self.laid, strict=True))
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where padding lies between pieces: starts and ends."""
+        ends = [(x.start + x.length, y.start) for x, y in pairwise(self.laid)]
+        return tuple((a, b) for a, b in ends if a < b)
+
+
+def split(run: Run, whole: Tensor) -> list[Tensor]:
+    """The pieces of a run, one per member, as views of (*batch, run.numel)."""
+    if run.bucket is None:
+        return [whole]
+    return list(whole.split_with_sizes(run.sizes, -1)[1::2])
+
+
+def joined(run: Run, pieces: Sequence[Tensor]) -> Tensor:
+    """A copy of the pieces of a run, one per member, as one tensor; differentiable."""
+    if run.bucket is None:
+        return pieces[0]
+    parts = []
+    for gap, piece in zip(run.sizes[::2], pieces, strict=True):
+        parts += [piece.new_zeros((*piece.shape[:-1], gap)), piece] if gap else [piece]
+    return torch.cat(parts, -1)
+
+
+def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
+    """The pieces of a run as one tensor without a copy; None where they do not lie like that.
+
+    Args:
+      run: which pieces, and how they lie in their bucket.
+      pieces: all of the tree.
+    """
+    if not run.laid:
+        return None
+    index, starts, lengths = run.columns
+    mine = [pieces[i] for i in index]
+    if any(map(is_coded, mine)):
+        return None
+    if any(map(is_stored, mine)):
+        return _in_one_file(run, mine)
+    first = mine[0].detach()
+    if _torch.has_no_data(first) or tuple(map(Tensor.numel, mine)) != lengths:
+        return None
+    if not all(map(Tensor.is_contiguous, mine)) or any(map(Tensor.is_neg, mine)):
+        return None
+    if not all_rows(mine) or len(set(map(attrgetter("dtype"), mine))) > 1:
+        return None
+    # Addresses in one stretch within the first piece's storage are of that storage.
+    address, size, begin = first.data_ptr(), first.itemsize, int(first.storage_offset())
+    if list(map(Tensor.data_ptr, mine)) != [address + start * size for start in starts]:
+        return None
+    if first.untyped_storage().nbytes() < (begin + run.numel) * size:
+        return None
+    return first if len(mine) == 1 else first.as_strided((run.numel,), (1,), begin)
+
+
+def _in_one_file(run: Run, pieces: Sequence[Any]) -> Tensor | None:
+    """The same of pieces that are not empty and lie in files."""
+    first, (_, starts, lengths) = pieces[0], run.columns
+    if not all(map(is_stored, pieces)) or any(x.extent is not first.extent for x in pieces):
+        return None
+    extent, size = first.extent, first.dtype.itemsize
+    if any((x.dtype, x.ndim) != (first.dtype, 1) for x in pieces):
+        return None
+    here = [(x.start - first.start, x.numel()) for x in pieces]
+    if here != [(start * size, n) for start, n in zip(starts, lengths, strict=True)]:
+        return None
+    for x in pieces:
+        x.check()  # the whole would be valid although a piece was given away
+    like = torch.empty(run.numel, dtype=first.dtype, device="meta")
+    return Stored(extent, first.start, like, first.device, first.leaf)
+
+
+@lru_cache(maxsize=64)
+def runs_of(
+    buckets: tuple[Bucket | None, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[Run, ...]:
+    """The runs of pieces of these lengths; of leaves that occur again, others than the first."""
+    seen: Counter[tuple] = Counter()
+    by_bucket: dict[tuple, dict[int, int]] = {}
+    for i, (bucket, slot) in enumerate(zip(buckets, slots, strict=True)):
+        key = (bucket, i if bucket is None else seen[bucket, slot])
+        by_bucket.setdefault(key, {})[slot] = i
+        seen[bucket, slot] += 1
+    found = []
+    for (bucket, _), by_slot in by_bucket.items():
+        if bucket is None:
+            i, n = by_slot[0], lengths[by_slot[0]]
+            laid = (Laid(i, 0, n),) if n else ()
+            found.append(Run(None, (i,), laid, (0, n), n, complete=False))
+            continue
+        near: list[int] = []
+        for slot in sorted(by_slot):
+            if near and any(bucket.numels[near[-1] + 1 : slot]):
+                found.append(_run(bucket, near, by_slot, lengths))
+                near = []
+            near.append(slot)
+        found.append(_run(bucket, near, by_slot, lengths))
+    return tuple(found)
+
+
+def _run(
+    bucket: Bucket, slots: Sequence[int], by_slot: dict[int, int], lengths: Sequence[int]
+) -> Run:
+    numels, offsets = bucket.numels, bucket.offsets
+    laid, sizes, end, before = [], [], 0, None
+    for slot in slots:
+        i, gap = by_slot[slot], 0
+        if lengths[i]:
+            gap = 0 if before is None else offsets[slot] - offsets[before] - numels[before]
+            laid.append(Laid(i, end + gap, lengths[i]))
+            end, before = end + gap + lengths[i], slot
+        sizes += [gap, lengths[i]]
+    full = [slot for slot in slots if numels[slot]] or slots[:1]
+    start, stop = offsets[full[0]], offsets[full[-1]] + numels[full[-1]]
+    own = replace(bucket, shapes=((stop - start,),), offsets=(start,))
+    members = tuple(by_slot[slot] for slot in slots)
+    complete = sum(numels[slot] for slot in slots) == sum(numels)
+    return Run(own, members, tuple(laid), tuple(sizes), end, complete)
+
+
+# The next three loop over leaves inside the interpreter: a step has nothing else to do for each.
+
+
+def all_rows(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors have one dimension."""
+    return set(map(Tensor.dim, tensors)) <= {1}
+
+
+def devices(tensors: Sequence[Tensor]) -> list[torch.device]:
+    return list(map(attrgetter("device"), tensors))
+
+
+def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
+    return any(map(attrgetter("requires_grad"), tensors))
+
+
+def is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() and not x.is_neg()
+
+
+def copied(run: Run, x: Tensor) -> Tensor:
+    """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
+    if is_apart(x):
+        return x.copied() if isinstance(x, Coded) else read(x)
+    if not is_in_chunk(run, x):
+        return x.detach().clone(memory_format=torch.contiguous_format)
+    chunk = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    return chunk.clone().narrow(0, int(x.storage_offset()), x.numel())
+
+
+def is_in_chunk(run: Run, x: Tensor) -> bool:
+    """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
+    if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
+        return False
+    if is_apart(x):
+        return False
+    return is_dense(x) and x.untyped_storage().nbytes() == run.bucket.chunk * x.itemsize
+
+
+# Where the moments of a new state are made: each goes to its place before the next is made.
+
+Taking = Callable[[Any, int, Tensor], Tensor]  # from a layout, the number of a run and its moment
+
+_TAKING: ContextVar[Taking | None] = ContextVar("taking", default=None)
+
+
+@contextmanager
+def making(taking: Taking) -> Iterator[None]:
+    """A block in which each new moment is given to a function, and what that gives is kept."""
+    token = _TAKING.set(taking)
+    try:
+        yield
+    finally:
+        _TAKING.reset(token)
+
+
+# What torch's optimizers keep, by name: means, and what goes into an update by its root.
+_MEANS = ("mean", "exp_avg", "momentum_buffer", "grad_avg")
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
+
+
+def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
+    """A moment of this name that was just made for a run of a layout, as codes and in its place.
+
+    Raises:
+      OptimizerError: `state=` of a precision asks for codes, and there are none for this moment.
+    """
+    bucket, taking = layout.runs[r].bucket, _TAKING.get()
+    if bucket is not None and bucket.state is not None:
+        text = f"init_state: state={bucket.state} of a precision"
+        if name not in (*_MEANS, *_SQUARES):
+            fix = "use adamw, adam, sgd or lion; or shard without state="
+            raise OptimizerError(message(f"{text}: there are no codes for {name!r}", fix=fix))
+        if moment.ndim > 1 or _torch.inside_torch_func():
+            fix = "shard without state= where derivatives or vmap are wanted"
+            raise OptimizerError(message(f"{text}: codes have no derivative", fix=fix))
+        moment = coded(moment, bucket.state, name in _SQUARES, f"{bucket.names}, {name}")
+    return moment if taking is None else taking(layout, r, moment)
+
+
+def check_coded(params: Tree, opt: Any) -> None:
+    """Raise OptimizerError if moments are to be kept as codes, and an optimizer keeps its own."""
+    codecs = {x.bucket: x.bucket.state for x in tree.flatten(params, is_leaf)[0] if _is_coded(x)}
+    if not codecs:
+        return
+    found = tree.flatten(opt, is_leaf)[0]
+    for path, x in zip(tree.paths(opt, "opt", is_leaf), found, strict=True):
+        own = isinstance(x, Tensor) and x.ndim > 0
+        if own or (_is_coded(x) and not is_coded(x.data)):
+            text = f"init_state: {path} is not kept as the codes that precision= asks for"
+            lines = [f"state={next(iter(codecs.values()))}"]
+            fix = "use an optimizer of this package or of torch; or shard without state="
+            raise OptimizerError(message(text, lines, fix))
+
+
+def _is_coded(leaf: Any) -> bool:
+    return isinstance(leaf, Sharded) and leaf.bucket.state is not None
 
 
 @dataclass(frozen=True)

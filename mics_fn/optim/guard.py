@@ -1,42 +1,448 @@
-"""Between reduction and update: gradients are unscaled, judged and clipped."""
+"""Between reduction and update: gradients are unscaled, judged and clipped.
 
+[Note: which scale] A gradient must be divided by the scale that its loss was multiplied by. A
+`LossScale` never changes: `adjust` gives another one for the next step. So the value that scaled
+the loss also unscales the gradient, and a scale that has grown meanwhile cannot be taken for it.
+
+[Note: where it arose] This is looked for only once the norm is known not to be finite, which all
+ranks know alike. They agree on the first leaf, in the order of the tree, whose reduced gradient is
+not finite. Then each says what its own gradient of that leaf was before hop 1 mixed them; see
+[Note: before hop 1] in `shards.pack`.
+
+[Note: one message] At the end of a step each rank knows its loss, how many samples and tokens it
+had, and the squares of its part of the gradient. Four float64 numbers go over the partition group
+and then over the replication group, and what comes back says whether loss and gradient are finite
+everywhere, the norm that a guard limits, the loss of the step, and whether batches were unlike.
+Counts are whole numbers, so their fractions are free for more, such as a digest.
+"""
+
+import json
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from mics_fn import checks, tree
-from mics_fn.collectives import collect
-from mics_fn.errors import NonFiniteError, OptimizerError, message
-from mics_fn.groups import Home, require_replicas
-from mics_fn.optim.clip import (
+from mics_fn import _device, checks, tree
+from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
+from mics_fn.errors import LeafError, NonFiniteError, OptimizerError, by_value, message, name_ranks
+from mics_fn.groups import Groups, Home, require_replicas
+from mics_fn.optim.columns import Late, Refused, has_to_come
+from mics_fn.optim.comparing import compare_once, require_state
+from mics_fn.optim.flat import by_leaf
+from mics_fn.optim.norms import (
     check_limit,
     clip_factor,
     counted_homes,
+    limited,
     norm_here,
     norm_problem,
     squares_here,
 )
-from mics_fn.optim.flat import by_leaf
-from mics_fn.optim.limiting import limited
-from mics_fn.optim.loss_scale import LossScale, no_scale
-from mics_fn.optim.nonfinite import NonFinite, find_nonfinite
-from mics_fn.optim.totals import StepTotals
+from mics_fn.optim.state import TrainState, opt_step
 from mics_fn.shards import (
     Arriving,
     Sharded,
     forget_origins,
     homes_of,
     is_leaf,
+    kind_of,
+    origins_of,
     refuse_derivative,
     watch_origins,
 )
 from mics_fn.shards import donate as mark_donated
 from mics_fn.tree import Tree
+
+# The scale of a loss, as a value, so that small float16 gradients do not become 0.
+
+_MADE = "make it with no_scale, static_scale or dynamic_scale"
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What a loss is multiplied by before backward, and its gradients are divided by after it.
+
+    Made by `no_scale`, `static_scale` or `dynamic_scale`. It is a value: see [Note: which scale].
+
+    Args:
+      kind: which of the three functions made it.
+      value: the scale.
+      factor, interval, hysteresis, min, max: as for `dynamic_scale`.
+      credits: how many more overflows it takes until the scale falls; at 0 or 1 the next one does.
+      good_steps: finite steps in a row since the last overflow or growth.
+      overflows: all steps with an overflow so far.
+
+    Raises:
+      PlanError: `kind` is not one of the three, or a number is out of its range.
+    """
+
+    kind: Literal["none", "static", "dynamic"]
+    value: float
+    factor: float = 2.0
+    interval: int = 2000
+    hysteresis: int = 1
+    min: float = 1.0
+    max: float = 2.0**24
+    credits: int = 1
+    good_steps: int = 0
+    overflows: int = 0
+
+    def __post_init__(self) -> None:
+        verb = "LossScale"
+        checks.choice(verb, "kind", self.kind, "none", "static", "dynamic", fix=_MADE)
+        if self.kind == "none" and self.value != 1:
+            checks.refuse(verb, "value", self.value, "1, because nothing is scaled", _MADE)
+        if self.kind == "static":
+            checks.number(verb, "value", self.value, above=0, fix=_MADE)
+        if self.kind == "dynamic":
+            _check_dynamic(verb, "value", self)
+        for name in ("credits", "good_steps", "overflows"):
+            checks.integer(verb, name, getattr(self, name), 0, fix=_MADE)
+
+    @property
+    def checks(self) -> bool:
+        """Whether each step has to look for overflows."""
+        return self.kind != "none"
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale; keep it in float32, since float16 has no number above 65504."""
+        return loss if self.value == 1.0 else loss * self.value
+
+    def unscale(self, grads: Tree) -> Tree:
+        """A tree of tensors or of shards divided by the scale; exact for powers of two.
+
+        What is too small for float16 afterwards becomes 0, so unscale sums that are in float32.
+        """
+        if self.value == 1.0:
+            return grads
+        return tree.map_leaves(lambda grad: grad / self.value, grads)
+
+    def adjust(self, finite: bool | Tensor) -> "LossScale":
+        """The scale for the next step.
+
+        Args:
+          finite: whether the gradient was finite on all ranks: a bool, or a 0-dim bool tensor, for
+            which the host waits.
+
+        Raises:
+          LeafError: `finite` is something else, such as a norm.
+        """
+        if isinstance(finite, Tensor):
+            finite = bool(finite) if finite.dtype == torch.bool and finite.ndim == 0 else finite
+        if not isinstance(finite, bool):
+            fix = "pass torch.isfinite(norm) or a bool, the same on all ranks"
+            raise LeafError(message(f"adjust: finite is {finite!r}, not a bool", fix=fix))
+        if self.kind == "none":
+            return self
+        overflows = self.overflows + (not finite)
+        if self.kind == "static":
+            return replace(self, overflows=overflows)
+        value, credits, good = self.value, self.credits, self.good_steps + 1
+        if not finite:
+            credits, good = max(credits - 1, 0), 0
+            if not credits:
+                value = max(value / self.factor, self.min)
+        elif good == self.interval:
+            value, credits, good = min(value * self.factor, self.max), self.hysteresis, 0
+        return replace(self, value=value, credits=credits, good_steps=good, overflows=overflows)
+
+
+def no_scale() -> LossScale:
+    """A scale of 1 that never changes, and returns loss and gradients as they are.
+
+    Returns:
+      A `LossScale`.
+
+    Example:
+      >>> loss = torch.tensor(3.0)
+      >>> no_scale().scale(loss) is loss
+      True
+    """
+    return LossScale("none", 1.0)
+
+
+def static_scale(scale: float) -> LossScale:
+    """A scale that stays the same, and counts overflows.
+
+    Args:
+      scale: above 0; with powers of two nothing is rounded.
+
+    Returns:
+      A `LossScale`.
+
+    Memory: `unscale` makes a copy of the gradients.
+
+    Raises:
+      PlanError: `scale` is not above 0, or not finite.
+
+    Example:
+      >>> scale = static_scale(128.0)
+      >>> scale.unscale([scale.scale(torch.tensor(3.0))])
+      [tensor(3.)]
+    """
+    fix = "1 scales nothing; powers of two round nothing"
+    checks.number("static_scale", "scale", scale, above=0, fix=fix)
+    return LossScale("static", float(scale))
+
+
+def dynamic_scale(
+    init: float = 2.0**16,
+    *,
+    factor: float = 2.0,
+    interval: int = 2000,
+    hysteresis: int = 1,
+    min: float = 1.0,
+    max: float = 2.0**24,
+) -> LossScale:
+    """A scale that falls at overflows and grows again after a run of finite steps.
+
+    Each overflow takes one of `hysteresis` credits; once none is left, it divides the scale by
+    `factor`. `interval` finite steps in a row multiply the scale by `factor` and restore all
+    credits; an overflow starts that count again.
+
+    Args:
+      init: the first scale. With powers of two, here and as `factor`, nothing is rounded.
+      factor: above 1.
+      interval: finite steps in a row before the scale grows.
+      hysteresis: the number of credits; 1 lets every overflow lower the scale.
+      min: the lowest scale.
+      max: the highest scale.
+
+    Returns:
+      A `LossScale`.
+
+    Memory: `unscale` makes a copy of the gradients.
+
+    Raises:
+      PlanError: a number is out of its range, or not finite.
+
+    Example:
+      >>> scale = dynamic_scale(8.0, interval=2)
+      >>> for finite in (False, True, True):
+      ...     scale = scale.adjust(finite)
+      ...     print(scale.value, scale.good_steps)
+      4.0 0
+      4.0 1
+      8.0 0
+
+    References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
+      3.2.
+    """
+    _check_dynamic("dynamic_scale", "init", _Numbers(init, factor, interval, hysteresis, min, max))
+    numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
+    return LossScale("dynamic", *numbers, credits=hysteresis)
+
+
+class _Numbers(NamedTuple):
+    """What `dynamic_scale` is given, under the names that a `LossScale` has for it."""
+
+    value: float
+    factor: float
+    interval: int
+    hysteresis: int
+    min: float
+    max: float
+
+
+def _check_dynamic(verb: str, first: str, scale: LossScale | _Numbers) -> None:
+    """Raise PlanError for a number that a dynamic scale cannot have; `first` names its value."""
+    checks.number(verb, "factor", scale.factor, above=1)
+    for name, count in (("interval", scale.interval), ("hysteresis", scale.hysteresis)):
+        checks.integer(verb, name, count)
+    low, value = scale.min, scale.value
+    checks.number(verb, "min", low, above=0)
+    checks.number(verb, first, value, least=low, fix=f"min={low:g} is the lowest scale")
+    checks.number(verb, "max", scale.max, least=value, fix="a scale lies between min and max")
+
+
+# Which leaf of a gradient is not finite, and on which ranks that arose.
+
+
+class NonFinite(NamedTuple):
+    """A gradient that is not finite.
+
+    Args:
+      leaf: its path; "" if only the norm is not finite.
+      ranks: on which it arose; none if it was finite on all of them, or if that is not known.
+      text: all of this in words.
+    """
+
+    leaf: str
+    ranks: tuple[int, ...]
+    text: str
+
+
+def find_nonfinite(
+    grads: Tree | Arriving, groups: Any, loss: torch.Tensor | None = None
+) -> NonFinite:
+    """Where a gradient is not finite, the same on all ranks.
+
+    Args:
+      grads: tree of shards, or `Arriving`, both hops done, whose norm is not finite on some rank.
+      groups: as for `shard`.
+      loss: this rank's, if that is known.
+
+    Communication: over each partition group and each replication group 8 bytes, then a text of each
+      rank.
+    """
+    grads = by_leaf(grads.arrival().whole() if isinstance(grads, Arriving) else grads)
+    leaves, homes = tree.flatten(grads, is_leaf)[0], homes_of("Guard.judge", groups, grads)
+    at = _first(leaves, list(dict.fromkeys(homes)))
+    losses = _said(homes, "" if loss is None else kind_of(loss))
+    at_loss, ranks = _odd(losses)
+    if at == len(leaves):
+        text = "every gradient is finite, but their norm exceeds float32"
+        if at_loss:
+            text = f"the loss is {at_loss}; every gradient is finite"
+        return NonFinite("", ranks, text)
+    path, leaf, home = tree.paths(grads, "grads", is_leaf)[at], leaves[at], homes[at]
+    kinds = origins_of(leaf.bucket)
+    if len(home.ranks) == 1:  # it reduced nothing
+        here = kind_of(leaf.data)
+    else:
+        here = kinds[leaf.slot] if kinds else ""
+    said = _said(homes, here)
+    where, odd = _odd(said)
+    if where:
+        return NonFinite(path, odd, f"{path} is {where}")
+    if all(said.values()):
+        return NonFinite(path, (), f"{path} is finite on each rank, but not after the reduction")
+    if at_loss:
+        return NonFinite(path, ranks, f"{path} is not finite; the loss is {at_loss}")
+    why = "nobody looked at gradients before they were reduced; from the next step on a guard does"
+    return NonFinite(path, (), f"{path} is not finite; it is not known on which rank, since {why}")
+
+
+def _said(homes: Iterable[Any], here: str) -> dict[int, str]:
+    """What each rank says, by global rank."""
+    homes = list(dict.fromkeys(homes))
+    said = {homes[0].life.rank: here}
+    for each in homes:
+        for text in collect_bytes(each, json.dumps(said).encode()).values():
+            said |= {int(rank): kind for rank, kind in json.loads(text).items()}
+    return said
+
+
+def _odd(said: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
+    """Which ranks have something that is not finite, in words and as numbers."""
+    odd = {rank: kind for rank, kind in said.items() if kind in ("NaN", "infinite")}
+    text = ", ".join(f"{kind} on {name_ranks(ranks)}" for kind, ranks in by_value(odd))
+    return text, tuple(sorted(odd))
+
+
+def _first(leaves: Sequence[Any], homes: Sequence[Home]) -> int:
+    """The number of the first leaf that is not finite on some rank; that of leaves if none is."""
+    held = (i for i, x in enumerate(leaves) if isinstance(x, Sharded) and x.data.numel())
+    mine = next((i for i in held if kind_of(leaves[i].data) != "finite"), len(leaves))
+    first = torch.tensor(mine, device=homes[0].device)
+    for home in homes:
+        for comm in (home.partition, home.replicas):
+            first = collect(comm, first, "leaf that is not finite").amin(0)
+    return int(first)
+
+
+# `StepTotals`: what all ranks exchange once in a step, in one message of 32 bytes.
+
+TOTALS = "step totals"  # in the ledger
+_warned: set[str] = set()  # in this process
+
+
+class StepTotals:
+    """The numbers of a step, of this rank and then of all; see [Note: one message].
+
+    Args:
+      home: its ranks exchange it.
+      loss: this rank's loss, 0-dim and float64, on the device.
+      samples, tokens: how many this rank had.
+      weighted: whether losses have weights, so that unlike batches are meant.
+    """
+
+    def __init__(
+        self, home: Groups, loss: Tensor, samples: int, tokens: int, *, weighted: bool = False
+    ) -> None:
+        self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
+        self._weighted, self._found = weighted, torch.empty(0)
+        self._arrived: torch.Event | None = None  # what came back, on the host
+
+    def exchange(self, squares: Tensor | None = None) -> Tensor:
+        """Send it, once; the host does not wait on an accelerator.
+
+        Args:
+          squares: a number of this rank, 0-dim and float64.
+
+        Returns:
+          The mean of `squares` over ranks.
+        """
+        zero = self.own_loss.new_zeros(())
+        counts = [torch.full_like(zero, count) for count in self._counts]
+        sent = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
+        alone = self.home.world_size == 1
+        self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
+        self._on_host = self._found
+        if _device.is_async(self.home.device):
+            host = _device.host_buffer(sent.nbytes, self.home.device).view(torch.float64)
+            self._on_host = host.copy_(self._found, non_blocking=True)
+            self._arrived = _device.record(self.home.device)
+        return self._found[1]
+
+    def reaches(self, homes: Iterable[Any]) -> bool:
+        """Whether all of these groups have the ranks that it is sent to."""
+        ranks = set(self.home.ranks)
+        return all(set(home.ranks) == ranks for home in homes)
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean of the losses of all ranks, on the device."""
+        return self._found[0]
+
+    @cached_property
+    def _read(self) -> list[float]:
+        """What came back; the host waits for that, and for nothing that was queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._on_host.tolist()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the losses of all ranks are finite."""
+        return math.isfinite(self._read[0])
+
+    @property
+    def all_finite(self) -> bool:
+        """Whether losses and what `exchange` was given are finite on all ranks."""
+        return self.finite and math.isfinite(self._read[1])
+
+    @property
+    def samples(self) -> int:
+        """Those of all ranks."""
+        return round(self._read[2] * self.home.world_size)
+
+    @property
+    def tokens(self) -> int:
+        """Those of all ranks."""
+        return round(self._read[3] * self.home.world_size)
+
+    def marked(self, norm: Tensor) -> Tensor:
+        """A norm, or infinity if the loss of this rank is not finite."""
+        return torch.where(self.own_loss.isfinite(), norm, math.inf)
+
+    def warn_of_unequal(self) -> None:
+        """Warn once if ranks had unlike numbers of samples, whose mean of means is another one."""
+        own, n = self._counts[0], self.home.world_size
+        if self._weighted or own * n == self.samples or "samples" in _warned:
+            return
+        _warned.add("samples")
+        text = f"Trainer: rank {self.home.rank} has {own} samples in this step, and the {n} ranks"
+        lines = ["each rank counts the same, so this is not the mean over samples; said once"]
+        fix = "give all ranks equally many, or pass weight=, such as the number of samples"
+        warnings.warn(message(f"{text} have {self.samples} together", lines, fix), stacklevel=6)
+
 
 # How many steps in a row may not be finite until that is an error, by `on_nonfinite`.
 _IN_ROW = {"raise": 1, None: 3}
@@ -335,7 +741,7 @@ class Guard:
           Whether the norm of the whole tree can be known.
 
         Raises:
-          PlanError: see [Note: parts of a model] in `clip`. To refuse gradients that are not
+          PlanError: see [Note: parts of a model] in `norms`. To refuse gradients that are not
             finite, it is enough that some groups reach all ranks: every rank learns of them then.
         """
         homes = counted_homes("Guard.judge", like, groups)
@@ -379,3 +785,71 @@ def _highest(norm: Tensor, homes: Iterable[Home]) -> Tensor:
         for comm in comms:
             highest = collect(comm, highest, "verdict of a guard").amax()
     return highest
+
+
+# `guarded_step`: gradients are judged while the states of the step that they decide come.
+
+P = TypeVar("P")  # a tree of shards
+
+
+def guarded_step(
+    state: TrainState[P], grads: Tree | Arriving, guard: Guard, groups: Any, *, donate: bool = False
+) -> tuple[TrainState[P], Verdict]:
+    """`Guard.judge`, and `opt_step` if the step is accepted, in one call.
+
+    States that lie in files, or on the host beside a device, begin to come before the guard waits
+    for hop 2 and for the norm: as many of their first blocks as `host_bytes` holds. A step that is
+    refused drops them, and writes nothing.
+
+    Args:
+      state: as for `opt_step`.
+      grads: as for `Guard.judge`, with the structure of `state.params`.
+      guard: judges them.
+      groups: as for `Guard.judge`.
+      donate: write into the memory of `state` and of `grads`, neither of which can be used
+        afterwards; of a step that is refused `state` stays valid.
+
+    Returns:
+      The next state, or `state` itself if the step is refused; and the `Verdict`, whose `next` is
+      the guard for the next step. The bits are those of the two calls.
+
+    Communication: that of `Guard.judge` and of `opt_step`.
+
+    Memory: that of both.
+
+    Raises:
+      NonFiniteError: on all ranks, with `on_nonfinite="raise"`; the state is as it was.
+      PlanError: `state` is not a `TrainState`, or `guard` not a `Guard`, or `donate` not a bool.
+      TreeError, LeafError, GroupsError, OptimizerError, DonatedError, TornStepError, OffloadError:
+        as `opt_step` and `Guard.judge`.
+
+    Example:
+      >>> groups, guard = make_groups(1), optim.Guard(max_norm=1.0, on_nonfinite="skip")
+      >>> state = init_state(shard({"w": torch.ones(2)}, groups), optim.sgd(0.5))
+      >>> for value in (1.0, float("nan")):
+      ...     grads = reduce_grads({"w": torch.full((2,), value)}, groups)
+      ...     state, verdict = optim.guarded_step(state, grads, guard, groups)
+      ...     print(state.step, state.params["w"].data, verdict.accept)
+      1 tensor([0.6464, 0.6464]) True
+      1 tensor([0.6464, 0.6464]) False
+    """
+    require_state("guarded_step", state)
+    fix = "the order is guarded_step(state, grads, guard, groups)"
+    checks.instance("guarded_step", "guard", guard, Guard, "a Guard", fix)
+    checks.flag("guarded_step", "donate", donate)
+    found: list[Verdict] = []
+
+    def judged() -> Tree | Arriving:
+        found.append(guard.judge(grads, groups, donate))
+        if not found[0].accept:
+            raise Refused
+        return found[0].grads
+
+    late = Late(grads, judged)
+    # On every rank first, since not every rank may have a part of what is elsewhere.
+    compare_once(state, late.arrival().home)
+    try:
+        given = late if has_to_come(state.params, state.opt) else judged()
+        return opt_step(state, given, donate=donate), found[0]
+    except Refused:
+        return state, found[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, checks, tree
+from mics_fn.checks import check_matched, matches
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import OffloadError, PlanError, TreeError, message
 from mics_fn.groups import device_of as groups_device
@@ -27,10 +28,19 @@ from mics_fn.offload import (
     store,
     where_of,
 )
-from mics_fn.optim.flat import FlatShards, Layout, Unpacked, is_node, unpacked, with_wholes
-from mics_fn.optim.making import making
-from mics_fn.optim.runs import Run, is_in_chunk, split, whole_run
-from mics_fn.patterns import check_matched, matches
+from mics_fn.optim.flat import (
+    FlatShards,
+    Layout,
+    Run,
+    Unpacked,
+    is_in_chunk,
+    is_node,
+    making,
+    split,
+    unpacked,
+    whole_run,
+    with_wholes,
+)
 from mics_fn.shards import Sharded, check_kept_place, is_donated, is_leaf
 
 V = TypeVar("V")

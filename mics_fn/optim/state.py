@@ -8,23 +8,22 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mics_fn import _torch, checks, points, spans, tree
-from mics_fn.errors import MicsError, OffloadError, OptimizerError, TreeError, message
+from mics_fn import _device, _torch, checks, spans, tree
+from mics_fn.errors import LeafError, MicsError, OffloadError, OptimizerError, TreeError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
-from mics_fn.optim.coming import Coming, gradients
-from mics_fn.optim.fitting import check_grads
-from mics_fn.optim.flat import Unpacked, unpacked
-from mics_fn.optim.making import check_coded
+from mics_fn.optim.columns import Coming, gradients
+from mics_fn.optim.comparing import compare_once, optimizer_facts, same_options
+from mics_fn.optim.flat import Unpacked, any_requires_grad, check_coded, devices, unpacked
 from mics_fn.optim.moving import as_before, init_elsewhere
-from mics_fn.optim.options import optimizer_facts, same_options
-from mics_fn.optim.steps import compare_once
 from mics_fn.optim.transform import Optimizer, Transform, as_transform, step_of_tree
 from mics_fn.shards import (
     Arriving,
+    Sharded,
     Writing,
     check_leaves,
+    dtype_name,
     homes_of,
     is_leaf,
     names,
@@ -32,6 +31,70 @@ from mics_fn.shards import (
     reduced_over,
 )
 from mics_fn.tree import Tree
+
+# Whether gradients fit the parameters that a step is taken on.
+
+
+def check_grads(want: Unpacked, got: Unpacked) -> bool:
+    """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives.
+
+    Raises:
+      TreeError, LeafError: a gradient does not fit its parameter, by name.
+    """
+    if want.spec != got.spec:
+        where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
+        fix = "differentiate with respect to state.params"
+        raise TreeError(
+            message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
+        )
+    if not _fits(want, got):
+        for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
+            if not _fits(unpacked(a), unpacked(b)):
+                raise _mismatch(tree.join("grads", tree.spec_paths(want.spec)[i]), a, b)
+    if any_requires_grad(got.pieces) or _torch.inside_torch_func():
+        return False
+    variables = [x for x in want.pieces if x.requires_grad]
+    return bool(variables) and all(x.is_leaf for x in variables)
+
+
+def _facts(found: Unpacked) -> tuple[Any, ...]:
+    """What a gradient has in common with its parameter, piece by piece."""
+    # Shapes of tensors take long to read.
+    shapes = found.lengths if found.in_rows else [x.shape for x in found.pieces]
+    return found.places, shapes
+
+
+def _fits(want: Unpacked, got: Unpacked) -> bool:
+    """Whether gradients fit; those of parameters on the host may be on a device."""
+    homes, own = devices(want.pieces), devices(got.pieces)
+    fit = homes == own or all(
+        home == x or (home.type == "cpu" and _device.is_async(x))
+        for home, x in zip(homes, own, strict=False)
+    )
+    return fit and _facts(want) == _facts(got)
+
+
+def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:
+    """The error for a gradient that does not fit its parameter."""
+    what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
+    lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
+    if not isinstance(param, Sharded):
+        fix = "differentiate with respect to state.params"
+    elif isinstance(grad, Tensor):
+        fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
+    elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
+        text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
+        return LeafError(message(text, fix="move it to the parameter's device"))
+    elif isinstance(grad, Sharded) and grad.shape == param.shape:
+        lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
+    return TreeError(message(f"opt_step: {path} {what}", lines, fix=fix))
+
+
+def _place(leaf: Sharded) -> str:
+    bucket = leaf.bucket
+    size = f"{bucket.numel} x {dtype_name(bucket.dtype)}"
+    return f"{bucket.offsets[leaf.slot]} of bucket {bucket.index} ({size})"
+
 
 P = TypeVar("P")  # a tree of shards
 
@@ -191,7 +254,7 @@ def opt_step(
 
     Communication: only that of transforms that were given groups, such as clipping by norm. The
       first time that gradients come from these groups, 8 bytes to compare the step and 32 for the
-      options of the optimizer; see [Note: one step] in `optim.steps`. With `donate` it waits for
+      options of the optimizer; see [Note: one step] in `optim.comparing`. With `donate` it waits for
       gathers of these shards under way.
 
     Memory: a second copy of the state; none with `donate`.
@@ -221,8 +284,8 @@ def opt_step(
     checks.flag("opt_step", "donate", donate)
     ahead = gradients(grads)
     compare_once(state, _home_of(ahead))
-    if points.observers:
-        points.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
+    if spans.observers:
+        spans.passing("opt_step", state.step + 1, unpacked(state.params).pieces)
     if not donate:
         return _stepped(state, grads, ahead, donate)
     with Commit() as commit:
@@ -230,8 +293,8 @@ def opt_step(
             commit.hold()  # a wait for a rank that is gone gives way to a signal
         else:
             commit.write()
-        if points.observers:
-            points.passing("commit", state.step + 1, unpacked(state.params).pieces)
+        if spans.observers:
+            spans.passing("commit", state.step + 1, unpacked(state.params).pieces)
         found = _stepped(state, grads, ahead, donate)
         ending = commit.ending()
     ending[0]  # see [Note: between two instructions] in `interrupts`

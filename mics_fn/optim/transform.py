@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, checks, tree
+from mics_fn.checks import check_matched, matches
 from mics_fn.errors import OptimizerError, TreeError, message
-from mics_fn.optim.columns import map_columns
-from mics_fn.optim.coming import settled
+from mics_fn.optim.columns import Coming, Late, has_to_come, map_columns, settled
+from mics_fn.optim.comparing import chained
 from mics_fn.optim.flat import Unpacked, unpacked
-from mics_fn.shards import is_leaf, names, needs_derivative, note_write
+from mics_fn.optim.moving import as_before
+from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative, note_write
 from mics_fn.tree import Tree
 
 # A learning rate, or a function from the step, counted from 0, to one. A tensor may be
@@ -49,7 +51,7 @@ class Transform(NamedTuple):
         has one, for a caller who has taken the trees apart already.
       facts: from the paths of the trained leaves to texts of its options by name, for ranks to
         compare. Without it they compare nothing, and say so.
-      masked: whether the step from a state can be one of [Note: masked steps] in `torch_optim`;
+      masked: whether the step from a state can be one of [Note: masked steps] in `optimizers`;
         None if none can.
     """
 
@@ -316,3 +318,217 @@ def _no_optimizer(given: Any) -> OptimizerError:
 
 def _plain(shards: Tree) -> dict[str, Tensor]:
     return dict(zip(names(shards), tree.flatten(shards)[0], strict=True))
+
+
+# `chain`: transforms in sequence, as clipping before an optimizer.
+
+
+def chain(*transforms: Optimizer) -> Transform:
+    """Transforms in sequence: each gets the updates of the one before it as gradients.
+
+    Args:
+      transforms: at least one; the last one takes the step.
+
+    Returns:
+      One `Transform`, whose state is the tuple of their states.
+
+    Raises:
+      OptimizerError: no transform was given, or one has no `init` and `update`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> optimizer = chain(optim.clip_by_global_norm(1.0, groups), optim.adamw(1e-3))
+    """
+    parts = [as_transform(part) for part in transforms]
+    if not parts:
+        raise OptimizerError("chain: needs at least one transform")
+
+    def init(params: Tree) -> tuple:
+        return tuple(part.init(params) for part in parts)
+
+    def check(states: Any) -> None:
+        fits = type(states) is tuple and len(states) == len(parts)
+        check_own(fits, f"a chain of {len(parts)}", states)
+
+    def before_last(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, list]:
+        new = []
+        for part, state in zip(parts[:-1], states[:-1], strict=True):
+            grads, state = part.update(grads, state, params)
+            new.append(state)
+        return grads, new
+
+    def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
+        check(states)
+        grads, new = before_last(grads, states, params)
+        grads, last = parts[-1].update(grads, states[-1], params)
+        return grads, (*new, last)
+
+    def step_unpacked(
+        grads: Unpacked, states: tuple, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, tuple]:
+        check(states)
+        new: list[Any] = []
+
+        def made() -> Tree:
+            given, found = before_last(settled(grads).closed(), states, params.closed())
+            new.extend(as_before(found, list(states[:-1])))
+            return given
+
+        # See [Note: states come first] in `columns`. What the others have in files comes through the
+        # same memory, and so before.
+        late = has_to_come(params, states[-1]) and not has_to_come([], states[:-1])
+        late = late and parts[-1].step_unpacked is not None
+        given = Coming.of(Late(grads.closed(), made).arrival()) if late else unpacked(made())
+        after, last = step_of(parts[-1], given, states[-1], params, donate)
+        return after, (*new, last)
+
+    def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
+        after, new = step_unpacked(unpacked(grads), states, unpacked(params), donate)
+        return after.closed(), new
+
+    return Transform(init, update, step, step_unpacked, chained(parts))
+
+
+# `by_path`: other transforms for some leaves, by patterns of their paths.
+
+
+def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
+    """Other transforms for some leaves: other learning rates, other optimizers, none at all.
+
+    Each transform sees a tree of the leaves that are its own, and keeps a state for these alone; a
+    norm in it is the norm of these.
+
+    Args:
+      transforms: by pattern; the leaves are those whose whole path, such as `h.0.weight`, it
+        matches, as in a `Precision`: `*` stands for any characters and `?` for one, and if several
+        patterns match, the last one counts.
+      default: for all other leaves.
+
+    Returns:
+      A `Transform`, whose state is the tuple of their states, in the order of the patterns and with
+      that of `default` last.
+
+    Raises:
+      OptimizerError: there is no pattern, or a transform has no `init` and `update`. When a state
+        is made also if a pattern has no leaf, or if a leaf has neither a pattern nor a default.
+
+    Example:
+      >>> optimizer = by_path({"*embed*": optim.sgd(0.1)}, default=optim.sgd(0.5))
+      >>> groups = make_groups(1)
+      >>> params = shard({"embed": torch.ones(2), "w": torch.ones(2)}, groups)
+      >>> state = init_state(params, optimizer)
+      >>> state = opt_step(state, reduce_grads({k: torch.ones(2) for k in params}, groups))
+      >>> state.params["embed"].data, state.params["w"].data
+      (tensor([0.9000, 0.9000]), tensor([0.5000, 0.5000]))
+    """
+    texts = isinstance(transforms, Mapping) and all(isinstance(each, str) for each in transforms)
+    if not texts or not transforms:
+        text = f"by_path: transforms={transforms!r:.60}"
+        fix = "pass a dict from patterns to transforms, such as {'*embed*': optim.sgd(0.1)}"
+        raise OptimizerError(message(text, fix=fix))
+    patterns = list(transforms)
+    parts = [as_transform(each) for each in transforms.values()]
+    if default is not None:
+        parts.append(as_transform(default))
+
+    def owners(paths: Sequence[str]) -> list[int]:
+        return _owners(paths, patterns, with_default=default is not None)
+
+    def init(params: Tree) -> tuple:
+        found = unpacked(params)
+        shares = _shares(found, owners(found.paths), len(parts))
+        return tuple(part.init(share.closed()) for part, share in zip(parts, shares, strict=True))
+
+    def spread(call: Callable[..., Any], grads: Unpacked, states: tuple, params: Unpacked) -> Any:
+        """The tree and the states that each part gives for its own leaves."""
+        mine = owners(params.paths)
+        shares = _shares(params, mine, len(parts))
+        given = _shares(grads, mine, len(parts))
+        pairs = [
+            call(part, gradient, state, share)
+            for part, gradient, state, share in zip(parts, given, states, shares, strict=True)
+        ]
+        found = [iter(unpacked(each).pieces) for each, _ in pairs]
+        tree = params.with_pieces([next(found[owner]) for owner in mine])
+        return tree, tuple(state for _, state in pairs)
+
+    def update(grads: Tree, states: tuple, params: Tree) -> tuple[Tree, tuple]:
+        call = lambda part, g, s, p: part.update(g.closed(), s, p.closed())  # noqa: E731
+        found, after = spread(call, unpacked(grads), states, unpacked(params))
+        return found.closed(), after
+
+    def step_unpacked(
+        grads: Unpacked, states: tuple, params: Unpacked, donate: bool
+    ) -> tuple[Unpacked, tuple]:
+        call = lambda part, g, s, p: step_of(part, g, s, p, donate)  # noqa: E731
+        return spread(call, grads, states, params)
+
+    def step(grads: Tree, states: tuple, params: Tree, donate: bool) -> tuple[Tree, tuple]:
+        found, after = step_unpacked(unpacked(grads), states, unpacked(params), donate)
+        return found.closed(), after
+
+    return Transform(init, update, step, step_unpacked, _facts(patterns, parts, owners))
+
+
+def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -> list[int]:
+    """For each leaf the number of its transform; that of the default comes last."""
+    found = []
+    for path in paths:
+        mine = [i for i, pattern in enumerate(patterns) if matches(pattern, path)]
+        if not mine and not with_default:
+            lines = [f"patterns: {', '.join(map(repr, patterns))}"]
+            text = f"by_path: {path} matches no pattern, and there is no default"
+            raise OptimizerError(
+                message(text, lines, "pass default=, or a pattern that matches it")
+            )
+        found.append(mine[-1] if mine else len(patterns))
+    for i, pattern in enumerate(patterns):
+        if i not in found:
+            check_matched("by_path", [pattern], paths, leaf="trained leaf", kind=OptimizerError)
+            text = f"by_path: {pattern!r} has only leaves that a later pattern matches, too"
+            raise OptimizerError(message(text, fix="write the pattern of more leaves first"))
+    return found
+
+
+def _shares(found: Unpacked, owners: Sequence[int], count: int) -> list[Unpacked]:
+    """The tree of each part: its own leaves, and `Nothing` in the place of all others.
+
+    A tied leaf has no data, and frozen ones are nobody's, so no part needs them.
+    """
+    number = iter(owners)
+    by_leaf = [next(number) if _is_held(leaf) else None for leaf in found.leaves]
+    shares = []
+    for part in range(count):
+        leaves = [
+            leaf if owner == part else Nothing()
+            for leaf, owner in zip(found.leaves, by_leaf, strict=True)
+        ]
+        shares.append(found.part(leaves, [i for i, owner in enumerate(owners) if owner == part]))
+    return shares
+
+
+def _is_held(leaf: Any) -> bool:
+    return isinstance(leaf, Sharded | Tensor)
+
+
+def _facts(
+    patterns: Sequence[str],
+    parts: Sequence[Transform],
+    owners: Callable[[Sequence[str]], list[int]],
+) -> Facts | None:
+    """The facts of all transforms, each under its pattern; None if one has none."""
+    every = [part.facts for part in parts]
+    if None in every:
+        return None
+
+    def facts(paths: Sequence[str]) -> dict[str, str]:
+        mine, found = owners(paths), {}
+        for i, each in enumerate(every):
+            title = f"by_path[{patterns[i]!r}]" if i < len(patterns) else "by_path default"
+            own = [path for path, owner in zip(paths, mine, strict=True) if owner == i]
+            found[f"{title}: leaves"] = f"{own}"
+            texts = each(own) if each is not None else {}
+            found |= {f"{title}: {name}": text for name, text in texts.items()}
+        return found
+
+    return facts

@@ -60,17 +60,11 @@ the data, and asks a `Run` what to fetch and drop.
 """
 
 from mics_fn.schedules.calls import Calls, call_text, issued, made
-from mics_fn.schedules.desync import Channel
-from mics_fn.schedules.leaving import LEFT
-from mics_fn.schedules.news import NEWS
-from mics_fn.schedules.planning import plan
+from mics_fn.schedules.desync import Channel, joined
+from mics_fn.schedules.messages import LEFT, NEWS, Job, Stuck
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
-from mics_fn.schedules.schedule import Action, Schedule, first_difference
-from mics_fn.schedules.several import joined
-from mics_fn.schedules.sharing import Offsets, offsets
-from mics_fn.schedules.stalled import Stuck
-from mics_fn.schedules.telling import Job
+from mics_fn.schedules.schedule import Action, Offsets, Schedule, first_difference, offsets, plan
 
 __all__ = [
     "LEFT",

@@ -7,8 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mics_fn import checks
-from mics_fn.schedules.planning import plan
-from mics_fn.schedules.schedule import Schedule
+from mics_fn.schedules.schedule import Schedule, plan
 
 Planner = Callable[[Schedule, Sequence[int]], Schedule]
 

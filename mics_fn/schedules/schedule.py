@@ -11,9 +11,11 @@ The record of a run is a schedule that has uses and reductions only; `plan` adds
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise, zip_longest
+from random import Random
 from typing import Any, Literal, NamedTuple, cast
 
 from mics_fn import checks
@@ -266,3 +268,231 @@ def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
         if action.buckets and action.buckets[-1] >= len(sizes):  # they ascend
             why = f"bucket {action.buckets[-1]} has no size; there are {len(sizes)} sizes"
             raise PlanError(message(f"{where}: actions[{i}] is '{action}'", [why]))
+
+
+# `plan`: what to fetch and drop around each use, for a budget of live bytes.
+
+# For each use, the buckets to fetch before it and those to drop after it.
+Around = tuple[list[list[int]], list[list[int]]]
+
+
+def plan(
+    record: Schedule, sizes: Sequence[int], *, live_bytes: float | str | None, prefetch: int = 4
+) -> Schedule:
+    """Add fetches and drops to a record, knowing all later uses.
+
+    Args:
+      record: uses and reductions as they happened; its fetches and drops are ignored, and marks of
+        backward passes stay.
+      sizes: bytes of each bucket.
+      live_bytes: budget for buckets that stay live for a later use. With None all buckets stay, and
+        each is fetched once; with 0 one is live at a time. What one use needs is always fetched. A
+        text such as "1GB" is a number of bytes, too.
+      prefetch: how many buckets may be fetched ahead of their use. If it is not 0, the live bytes
+        may exceed `live_bytes` by the size of the largest bucket.
+
+    Returns:
+      A schedule with the record's uses and reductions, which passes `check` and ends with nothing
+      live. If `prefetch` is 0 and all buckets have one size, no schedule has fewer fetches
+      (Belady, 1966); a larger `prefetch` never has more.
+
+    Raises:
+      PlanError: a bucket has no size, or a number is negative or not a number.
+
+    Example:
+      >>> record = Schedule.parse("use 0; use 1; use 2; use 1; reduce 1; use 0; reduce 0")
+      >>> print(plan(record, [8, 8, 8], live_bytes=8, prefetch=1))
+      fetch 0; fetch 1; use 0; drop 0; fetch 2; use 1; use 2; drop 2; fetch 0; use 1; drop 1
+      reduce 1; use 0; drop 0; reduce 0
+    """
+    check_buckets("plan", record, sizes)
+    checks.integer("plan", "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
+    limit = sum(sizes) if live_bytes is None else checks.nbytes("plan", "live_bytes", live_bytes)
+    around = zip(*_fetch_ahead(record.uses, sizes, limit, prefetch), strict=True)
+    actions: list[Action] = []
+    for action in record.actions:
+        if action.kind == "use":
+            fetched, dropped = next(around)
+            actions += [Action("fetch", (bucket,)) for bucket in fetched]
+            actions += [action, *(Action("drop", (bucket,)) for bucket in sorted(dropped))]
+        elif action.kind in ("reduce", "backward"):
+            actions.append(action)
+    return Schedule(tuple(actions))
+
+
+# [Note: planning] `_stays` decides from which use to which other one each bucket is live. When room
+# is needed, the bucket whose next use is farthest ahead is dropped, right after its last use before
+# that. Then `_fetch_ahead` moves fetches to earlier uses without changing their order. What is live
+# at a use therefore depends only on how many fetches were done by then, so a fetch that was not
+# moved finds the same room as before. No fetch is added, and if one would come right after the drop
+# of its bucket, both are left out. A larger `prefetch` is never behind a smaller one, so it leaves
+# out the same pairs too.
+
+
+def _stays(uses: Uses, sizes: Sequence[int], limit: int) -> Around:
+    """What to fetch and drop if nothing is fetched ahead."""
+    later: dict[int, list[int]] = {}  # bucket -> its later uses, the next one last
+    for k in reversed(range(len(uses))):
+        for bucket in uses[k]:
+            later.setdefault(bucket, []).append(k)
+    before, after = [[] for _ in uses], [[] for _ in uses]
+    live: dict[int, int] = {}  # bucket -> its last use so far
+    heap: list[tuple[int, int]] = []  # (-next use, bucket) of live buckets; some are outdated
+    nbytes = 0
+    for k, buckets in enumerate(uses):
+        for bucket in [b for b in buckets if b not in live]:
+            while nbytes + sizes[bucket] > limit and heap and -heap[0][0] > k:
+                coming, victim = heappop(heap)
+                if victim in live and later[victim][-1] == -coming:
+                    after[live.pop(victim)].append(victim)
+                    nbytes -= sizes[victim]
+            before[k].append(bucket)
+            live[bucket] = k
+            nbytes += sizes[bucket]
+        for bucket in buckets:
+            live[bucket] = later[bucket].pop()
+            if not later[bucket]:
+                after[live.pop(bucket)].append(bucket)
+                nbytes -= sizes[bucket]
+            elif sizes[bucket]:  # dropping an empty bucket makes no room
+                heappush(heap, (-later[bucket][-1], bucket))
+    return before, after
+
+
+def _fetch_ahead(uses: Uses, sizes: Sequence[int], limit: int, prefetch: int) -> Around:
+    """What to fetch and drop if up to `prefetch` buckets are fetched ahead of their use."""
+    needed, after = _stays(uses, sizes, limit)
+    queue = [(k, bucket) for k, buckets in enumerate(needed) for bucket in buckets]
+    most = limit + (max(sizes, default=0) if prefetch else 0)
+    before: list[list[int]] = [[] for _ in uses]
+    live: set[int] = set()
+    waiting: set[int] = set()  # fetched ahead and not used yet
+    done = nbytes = 0  # fetches that have their place, and bytes that are live
+    for k, buckets in enumerate(uses):
+        waiting.difference_update(buckets)
+        while done < len(queue):
+            due, bucket = queue[done]
+            kept = k > 0 and bucket in after[k - 1]  # instead of a drop and a fetch
+            blocked = bucket in live or (len(waiting) >= prefetch and not kept)
+            if due > k and (blocked or nbytes + sizes[bucket] > most):
+                break
+            if kept:
+                after[k - 1].remove(bucket)
+            else:
+                before[k].append(bucket)
+                if due > k:
+                    waiting.add(bucket)
+            live.add(bucket)
+            nbytes += sizes[bucket]
+            done += 1
+        live.difference_update(after[k])
+        nbytes -= sum(sizes[bucket] for bucket in after[k])
+    return before, after
+
+
+# `offsets`: where each fetch of a schedule lies in one piece of memory, so that few bytes do.
+
+# How many orders of choice a search tries from each start, how many fetches it places in all of
+# these, and how often it starts: at worst half a second, once for each schedule.
+_TRIES, _WORK, _STARTS = 600, 30_000, 6
+
+
+class Offsets(NamedTuple):
+    """Where the fetches of a schedule lie; those of one pool share one piece of memory."""
+
+    starts: tuple[int, ...]  # of each fetch, in order, where its bucket begins; in bytes
+    nbytes: tuple[int, ...]  # of each bucket, the bytes of the memory that its pool has for all
+
+
+def offsets(schedule: Schedule, sizes: Sequence[int], pools: Sequence[Hashable]) -> Offsets:
+    """Choose where each fetch of a schedule lies, beside those that are live at the same time.
+
+    Fetches choose in turn, the largest first. Each takes the lowest place that is free for as long
+    as its bucket is live. While some end above the most bytes that are live at once, a local search
+    tries other orders, the same ones each time. The result takes no more than is live at once if
+    all buckets have one size, or if all are live at once. Few other plans take more; for some no
+    arrangement reaches the peak.
+
+    If the sizes are multiples of some number of bytes, so are all places.
+
+    Args:
+      schedule: its fetches and drops.
+      sizes: bytes of each bucket.
+      pools: of each bucket, what has its memory.
+
+    Example:
+      >>> text = "fetch 0; fetch 1; use 0+1; drop 0; fetch 2; fetch 3; use 1; use 2+3; drop 1"
+      >>> offsets(Schedule.parse(text), [9, 4, 3, 6], [None] * 4)
+      Offsets(starts=(0, 9, 6, 0), nbytes=(13, 13, 13, 13))
+    """
+    fetches, live = schedule.fetches, dict[int, int]()  # bucket -> number of its latest fetch
+    beside: list[list[int]] = []  # of each fetch, those of its pool that are live with it
+    peaks = dict.fromkeys(pools, 0)
+    for kind, (bucket, *_) in schedule.unmarked.actions:
+        if kind == "drop":
+            del live[bucket]
+        elif kind == "fetch":
+            others = [i for b, i in live.items() if sizes[b] and pools[b] == pools[bucket]]
+            for i in others:
+                beside[i].append(len(beside))
+            live[bucket] = len(beside)
+            beside.append(others)
+            nbytes = sizes[bucket] + sum(sizes[fetches[i]] for i in others)
+            peaks[pools[bucket]] = max(peaks[pools[bucket]], nbytes)
+    starts, most = [0] * len(fetches), dict(peaks)
+    for pool, peak in peaks.items():
+        own = [i for i, bucket in enumerate(fetches) if pools[bucket] == pool and sizes[bucket]]
+        found = _least(own, [sizes[bucket] for bucket in fetches], beside, peak)
+        for i, start in found.items():
+            starts[i] = start
+            most[pool] = max(most[pool], start + sizes[fetches[i]])
+    return Offsets(tuple(starts), tuple(most[pool] for pool in pools))
+
+
+def _least(
+    own: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]], peak: int
+) -> dict[int, int]:
+    """Where these fetches begin, in the best of the orders that a local search tries."""
+
+    def tried(order: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+        starts = _in_order(order, sizes, beside)
+        return starts, [max(0, starts[i] + sizes[i] - peak) for i in order]
+
+    best, least, random = dict[int, int](), 0, Random(0)
+    tries = max(1, min(_TRIES, _WORK // max(1, len(own))))
+    for start in range(_STARTS):
+        order = sorted(own, key=lambda i: -sizes[i])
+        if start:
+            random.shuffle(order)
+        starts, over = tried(order)
+        for _ in range(tries):
+            if not best or max(over, default=0) < least:
+                best, least = starts, max(over, default=0)
+            if not least:
+                return best
+            other = list(order)
+            if random.random() < 0.5:  # what ends too high chooses earlier
+                place = random.choice([at for at, high in enumerate(over) if high])
+                other.insert(random.randrange(place + 1), other.pop(place))
+            else:
+                other.insert(random.randrange(len(own)), other.pop(random.randrange(len(own))))
+            moved, above = tried(other)
+            if sum(above) <= sum(over):
+                order, starts, over = other, moved, above
+    return best
+
+
+def _in_order(
+    order: Sequence[int], sizes: Sequence[int], beside: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Where fetches begin that choose in this order, each the lowest place that is free."""
+    starts: dict[int, int] = {}
+    for i in order:
+        at = 0
+        taken = ((starts[j], starts[j] + sizes[j]) for j in beside[i] if j in starts)
+        for start, stop in sorted(taken):
+            if start - at >= sizes[i]:
+                break
+            at = max(at, stop)
+        starts[i] = at
+    return starts

@@ -49,7 +49,7 @@ Frozen leaves may be kept as codes, too, as the base of a model on which adapter
 `frozen=is_base, precision="*base*: param=int4[64]"` a leaf takes 0.53 bytes an element, in memory
 and on the wire, and is decoded where it is gathered. `shard`, `load_shards` and `init_model` code
 one bucket after the other, so that nobody holds all values. What is decoded does not depend on the
-number of ranks; see [Note: kept codes] in `kept`.
+number of ranks; see [Note: kept codes] in `pack`.
 
 Arithmetic of your own: `map` applies an elementwise function to the pieces of trees, and numbers of
 whole tensors (`optim.leaf_norms`, `optim.inner`) are passed to it, so that it has a derivative.
@@ -71,22 +71,14 @@ verb for its derivative, or for the reason why it has none. To add a property of
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.shards.arguments import GroupsTree, check_leaves, homes_of, refuse_none, require_groups
-from mics_fn.shards.arriving import Arrival, Arriving
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
-from mics_fn.shards.bucketing import with_parts
+from mics_fn.shards.bucket import BUCKET_BYTES, Bucket, Piece, pieces, with_parts
 from mics_fn.shards.contents import PLAIN, leaves_of, map_contents
-from mics_fn.shards.cutting import cut
-from mics_fn.shards.effects import check_patterns
-from mics_fn.shards.elsewhere import brought, copied_to, is_elsewhere
-from mics_fn.shards.fields import check_dtype
-from mics_fn.shards.gathering import PendingTree, gather, start_gather, unshard
-from mics_fn.shards.kept import check_finite, checksum_of, coded_pieces, has_codes, kept_row
-from mics_fn.shards.laying import Laying
-from mics_fn.shards.layout import check_kept_place
 from mics_fn.shards.leaf import (
+    Arrival,
+    Arriving,
     Fixed,
     Leaf,
+    MemoryPlace,
     Nothing,
     Sharded,
     Tied,
@@ -96,57 +88,78 @@ from mics_fn.shards.leaf import (
     closed_after,
     donate,
     dtype_name,
+    each_once,
     is_donated,
     is_leaf,
     mark_reduced,
     names,
     note_write,
+    overlaps,
     owner_index,
+    owners_of,
     reclaimed,
     reduced_over,
-    refuse_tracing,
-)
-from mics_fn.shards.linear import deal, linear_map, put, with_zeros
-from mics_fn.shards.mapping import map
-from mics_fn.shards.memory import (
-    MemoryPlace,
-    each_once,
-    overlaps,
-    owners_of,
     refuse_overlaps,
+    refuse_tracing,
     same_tensor,
 )
+from mics_fn.shards.linear import deal, in_front, linear_map, put, with_zeros
+from mics_fn.shards.mapping import map
 from mics_fn.shards.opened import (
     BucketUse,
+    GroupsTree,
     Opened,
     check_equal,
+    check_leaves,
     grouped,
+    homes_of,
     open_shards,
+    refuse_none,
+    require_groups,
 )
-from mics_fn.shards.options import LayoutOptions
-from mics_fn.shards.origins import (
+from mics_fn.shards.pack import (
+    brought,
+    check_finite,
+    checksum_of,
+    coded_pieces,
+    copied_to,
+    copied_with_zeros,
+    dense,
     forget_origins,
+    has_codes,
+    is_elsewhere,
+    kept_row,
     kind_of,
     note_origins,
     origins_of,
-    watch_origins,
-)
-from mics_fn.shards.pack import (
-    copied_with_zeros,
-    dense,
     pack_chunk,
     pack_full,
     split_chunk,
     split_full,
     standing_for,
+    watch_origins,
     whole_chunk,
     zero_padding,
 )
-from mics_fn.shards.precision import Precision, precision_of
-from mics_fn.shards.ranges import Piece, pieces
-from mics_fn.shards.reducing import reduce_grads, scatter_grads, start_scatter_grads, sync_replicas
-from mics_fn.shards.rows import in_front
-from mics_fn.shards.sharding import layout_of, shard
+from mics_fn.shards.precision import (
+    LayoutOptions,
+    Precision,
+    check_dtype,
+    check_patterns,
+    precision_of,
+)
+from mics_fn.shards.sharding import Laying, check_kept_place, layout_of, shard
+from mics_fn.shards.verbs import (
+    PendingTree,
+    cut,
+    gather,
+    reduce_grads,
+    scatter_grads,
+    start_gather,
+    start_scatter_grads,
+    sync_replicas,
+    unshard,
+)
 
 __all__ = [
     "Arrival",

@@ -6,18 +6,27 @@ route of its groups says which. A leaf's local piece is the part of its range th
 chunk, and may be empty. A gather is then an all-gather whose output *is* the parameters, as views.
 Padding lies between leaves and behind them. It is never part of a leaf, so it never reaches a
 result. A `Bucket` does not depend on the rank that holds it, so structures compare across ranks.
+
+See [Note: flat buckets] in `bucket`. A bucket begins and ends its leaves on borders that suit all
+dtypes in which it travels, and on those of the blocks of all codes that it is kept or sent as.
+
+A leaf begins on a border of the blocks of all codes that it is kept or sent as, so it is padded to
+a multiple of all their lengths. Where none of these is a multiple of the others, as 256 and 250,
+that is far more than any of them. Where blocks are longer than most leaves it is much as well.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from math import prod
-from typing import Any
+from math import lcm, prod
+from typing import Any, NamedTuple
 
 import torch
 
 from mics_fn.collectives import SHORT_NAMES, Codec, Wire
-from mics_fn.tree import digest
+from mics_fn.errors import PlanError, message
+from mics_fn.tree import digest, natural
 
 BUCKET_BYTES = 25 * 2**20
 NEWER = ("gather", "hop1", "hop2", "state", "codes")  # a bucket's text names those that are set
@@ -173,3 +182,258 @@ def one_of(bucket: Bucket) -> Bucket:
 
 def _bucket_of(*facts: Any) -> Bucket:
     return one_of(Bucket(*facts))
+
+
+# Ranges of elements: the part of a bucket that a chunk holds of each leaf, and padding.
+
+
+class Piece(NamedTuple):
+    """What one chunk holds of one leaf; lengths in elements."""
+
+    start: int  # in the chunk
+    length: int
+    origin: int  # in the flattened leaf
+
+
+@lru_cache(maxsize=4096)
+def pieces(bucket: Bucket, chunk: int) -> tuple[Piece, ...]:
+    """What chunk number `chunk` holds of each leaf of the bucket; length 0 if it holds nothing.
+
+    >>> bucket = Bucket(0, torch.float32, 2, ((6,),), (0,), 8)
+    >>> pieces(bucket, 0), pieces(bucket, 1)
+    ((Piece(start=0, length=4, origin=0),), (Piece(start=0, length=2, origin=4),))
+    """
+    low, high = chunk * bucket.chunk, (chunk + 1) * bucket.chunk
+    found = []
+    for offset, numel in zip(bucket.offsets, bucket.numels, strict=True):
+        start, stop = max(low, offset), min(high, offset + numel)
+        if start < stop:
+            found.append(Piece(start - low, stop - start, start - offset))
+        else:
+            found.append(Piece(0, 0, 0))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """The ranges of padding in the full buffer, as (start, length) in elements."""
+    ends = [0, *(o + n for o, n in zip(bucket.offsets, bucket.numels, strict=True))]
+    starts = [*bucket.offsets, bucket.numel]
+    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+
+
+# Which leaves share a bucket, and where in it each of them lies.
+
+ALIGN_BYTES = 16  # for vector loads and NCCL; the size of most leaves is a multiple of it anyway
+
+# The other three dtypes of a leaf, as in `Bucket`: compute, reduce, accumulate.
+Travel = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
+# What travels in the place of values: gather, hop1, hop2.
+Sent = tuple[Wire | None, Wire | None, Wire | torch.dtype | None]
+
+
+class LeafSpec(NamedTuple):
+    """What `plan_buckets` needs to know about a leaf."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: int
+    trainable: bool
+    group: Hashable  # leaves of different groups never share a bucket
+    travel: Travel = (None, None, None)
+    sent: Sent = (None, None, None)
+    state: Codec | None = None
+    codes: Codec | None = None
+
+
+def plan_buckets(
+    leaves: Sequence[LeafSpec],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    order: Callable[[str], object] | None = None,
+    bucket: Callable[[str], object] | None = None,
+) -> list[tuple[Bucket, int]]:
+    """Decide which leaves share a bucket, and where each of them lies in it.
+
+    Args:
+      leaves: the leaves, in tree order.
+      bucket_bytes: a bucket is closed before it would grow past this size. A leaf that is larger
+        gets a bucket of its own.
+      order: sort key of a path. By default numbers in paths compare as numbers, so that `layers.2`
+        comes before `layers.10`.
+      bucket: key of a path. Of leaves that could share a bucket, neighbours share one only if their
+        keys are equal. By default all are.
+
+    Returns:
+      For each leaf its bucket and its slot in that bucket.
+
+    Raises:
+      PlanError: the keys of `order` cannot be compared.
+
+    Example:
+      >>> spec = LeafSpec("w", (3, 2), torch.float32, 2, True, None)
+      >>> [(bucket, slot)] = plan_buckets([spec])
+      >>> bucket.numel, bucket.chunk, slot
+      (8, 4, 0)
+    """
+    keys: list[Any] = [(order or natural)(leaf.path) for leaf in leaves]
+    try:
+        ranked = sorted(range(len(leaves)), key=lambda i: (keys[i], i))
+    except TypeError as error:
+        fix = "let order= give numbers only, or texts only"
+        text = "order= gives keys that cannot be compared with each other"
+        raise PlanError(message(text, [f"{error}"], fix)) from error
+    open_buckets: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    open_keys: dict[Hashable, object] = {}
+    closed: list[list[int]] = []
+    for i in ranked:
+        leaf = leaves[i]
+        kind = (leaf.dtype, leaf.parts, leaf.trainable, leaf.group, *leaf[6:])
+        nbytes = prod(leaf.shape) * leaf.dtype.itemsize
+        own = None if bucket is None else bucket(leaf.path)
+        full = open_bytes.get(kind, 0) + nbytes > bucket_bytes
+        if kind not in open_buckets or full or open_keys[kind] != own:
+            open_buckets[kind], open_bytes[kind], open_keys[kind] = [], 0, own
+            closed.append(open_buckets[kind])
+        open_buckets[kind].append(i)
+        open_bytes[kind] += nbytes
+    found: dict[int, tuple[Bucket, int]] = {}
+    for index, members in enumerate(closed):
+        made = _lay_out(index, [leaves[i] for i in members])
+        found.update({i: (made, slot) for slot, i in enumerate(members)})
+    return [found[i] for i in range(len(leaves))]
+
+
+def _lay_out(index: int, leaves: Sequence[LeafSpec]) -> Bucket:
+    first = leaves[0]
+    (compute, reduce, accumulate), codes = first.travel, (*first.sent, first.state, first.codes)
+    align = _align(codes, first.dtype, compute, reduce)
+    offsets, end = [], 0
+    for leaf in leaves:
+        offsets.append(end)
+        end += -(-prod(leaf.shape) // align) * align
+    whole = first.parts * align
+    bucket = Bucket(
+        index=index,
+        dtype=first.dtype,
+        parts=first.parts,
+        shapes=tuple(leaf.shape for leaf in leaves),
+        offsets=tuple(offsets),
+        numel=-(-end // whole) * whole,
+        trainable=first.trainable,
+        compute=compute or first.dtype,
+        reduce=reduce or first.dtype,
+        accumulate=accumulate,  # pyright: ignore[reportArgumentType]
+        names=_named([leaf.path for leaf in leaves]),
+        **dict(zip(NEWER, codes, strict=True)),  # pyright: ignore[reportArgumentType]
+    )
+    return one_of(bucket)
+
+
+def _align(wires: Sequence[Any], *dtypes: torch.dtype | None) -> int:
+    """Elements that leaves are aligned to, in each of these dtypes and of these codes.
+
+    In a block of codes the largest element sets the scale, so no block has parts of two leaves.
+    """
+    blocks: Any = [wire.block for wire in wires if isinstance(wire, Wire | Codec)]
+    return lcm(max(1, ALIGN_BYTES // min(dtype.itemsize for dtype in dtypes if dtype)), *blocks)
+
+
+def _named(paths: Sequence[str]) -> str:
+    """Paths of leaves as a short text, different for different paths.
+
+    >>> _named(["w"]), _named(["a", "b", "c"])
+    ('w', 'a, b, ..., paths 13e22856')
+    """
+    if len(paths) < 3:
+        return ", ".join(paths)
+    return f"{paths[0]}, {paths[1]}, ..., paths {short_digest(paths)}"
+
+
+def with_parts(bucket: Bucket, parts: int) -> Bucket:
+    """The bucket of the same leaves in groups of another size.
+
+    >>> [(bucket, _)] = plan_buckets([LeafSpec("w", (6,), torch.float32, 1, True, None)])
+    >>> bucket.numel, with_parts(bucket, 4).numel
+    (8, 16)
+    """
+    codes = (bucket.gather, bucket.hop1, bucket.hop2, bucket.state, bucket.codes)
+    align = _align(codes, bucket.dtype, bucket.compute, bucket.reduce)
+    whole, end = parts * align, bucket.offsets[-1] + bucket.numels[-1]
+    return one_of(replace(bucket, parts=parts, numel=-(-end // whole) * whole))
+
+
+# Blocks of codes that would pad buckets out of all proportion: they are refused, or warned of.
+
+_MOST = 2  # times the elements of the leaves
+_SMALL = 2**16  # elements of padding that are no harm
+
+
+def check_blocks(verb: str, leaves: Sequence[LeafSpec]) -> None:
+    """Raise PlanError if a leaf has codes whose blocks do not fit into each other.
+
+    Args:
+      verb: for errors.
+      leaves: the leaves.
+
+    Raises:
+      PlanError: of the lengths of blocks of a leaf, none is a multiple of all others.
+    """
+    known = set()
+    for leaf in leaves:
+        fields = (*leaf.sent, leaf.state, leaf.codes)
+        if fields in known:
+            continue
+        known.add(fields)
+        blocks = _blocks(fields)
+        if blocks and lcm(*blocks.values()) > max(blocks.values()):
+            text = f"{verb}: blocks of different lengths for {leaf.path} do not fit into each other"
+            most = lcm(*blocks.values())
+            lines = [_text(fields), f"it would be padded to a multiple of {most:,} elements"]
+            fix = "choose lengths of which the longest is a multiple of the others, as 64 and 256"
+            raise PlanError(message(text, lines, fix))
+
+
+def warn_of_padding(verb: str, buckets: Iterable[Bucket], stacklevel: int) -> None:
+    """Warn if a bucket is much larger than its leaves because of the blocks of its codes.
+
+    Args:
+      verb: for the text.
+      buckets: the buckets of a tree; the worst of them is named.
+      stacklevel: as for `warnings.warn`, counted from the caller.
+    """
+    worst, most = None, float(_MOST)
+    for bucket in buckets:
+        fields = [getattr(bucket, name) for name in NEWER]
+        blocks, own = _blocks(fields), sum(bucket.numels)
+        # The end of a bucket is padded for each rank, which is no more than a block for each.
+        padded = bucket.numel - bucket.parts * max(blocks.values(), default=0)
+        if own and blocks and padded - own > _SMALL and padded > most * own:
+            worst, most = (bucket, fields), padded / own
+    if worst is not None:
+        bucket, fields = worst
+        lines = [
+            f"bucket {bucket.index} ({bucket.names}): {_text(fields)}",
+            f"memory, transfers and the optimizer's states take {most:.1f} times as much",
+        ]
+        fix = "choose shorter blocks, or leave small leaves out by a pattern"
+        text = f"{verb}: blocks of codes are longer than most leaves, which are padded to them"
+        warnings.warn(message(text, lines, fix), stacklevel=stacklevel + 1)
+
+
+def _blocks(fields: Sequence[object]) -> dict[str, int]:
+    """The lengths of the blocks of what a leaf is sent and kept as, by field; see `NEWER`."""
+    found = {}
+    for name, value in zip(NEWER, fields, strict=True):
+        if isinstance(value, Wire | Codec) and value.block:
+            found[name] = value.block
+    return found
+
+
+def _text(fields: Sequence[object]) -> str:
+    """The fields that have blocks, as they are written in a `Precision`."""
+    values: dict[str, object] = dict(zip(NEWER, fields, strict=True))
+    blocks = _blocks(fields)
+    return ", ".join(f"{'param' if n == 'codes' else n}={values[n]}" for n in blocks)

@@ -6,29 +6,103 @@ rank's piece, so maps, optimizers and `torch.func` see exactly what is trained, 
 have no children, so nothing differentiates, reduces, counts or updates them, and no code needs to
 treat them as a special case. Their structure is the same on every rank, so tree specs compare
 across ranks.
+
+A view in a pickle brings the whole storage with it. So leaves refer to one object per chunk, which
+is found by its storage for as long as a pickler or a copy holds it, and come back as views of one
+chunk again. A piece that does not lie in a chunk of its own is copied by itself.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import currentframe
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, _torch_tensors, tree
+from mics_fn import _torch, tree
 from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import DonatedError, LeafError, LostStateError, TreeError, message
+from mics_fn.offload import is_coded, read
 from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.copied import from_parts, parts_of
 from mics_fn.tree import Tree
+
+# Shards in a pickle, and their deep copies: each chunk once, however many leaves are views of
+# it.
+
+
+class Memory:
+    """A chunk as one tensor, which all leaves in it refer to.
+
+    Args:
+      flat: all of it.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+
+
+_MEMORIES: WeakValueDictionary[tuple, Memory] = WeakValueDictionary()
+
+
+def parts_of(leaf: Any) -> tuple[Any, ...]:
+    """The arguments of `from_parts` for a leaf with a bucket.
+
+    Raises:
+      LeafError: its piece was computed under autograd or inside torch.func, which cannot be kept.
+    """
+    x: Tensor = leaf.data
+    if _torch.is_wrapped(x) or x.grad_fn is not None:
+        text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
+        raise LeafError(message(text, fix="detach it first, or copy what it was computed from"))
+    if is_coded(x):
+        return type(leaf), *_of_codes(x), False, leaf.bucket, leaf.slot
+    x = read(x)  # a copy is in memory, wherever this leaf lives
+    place: Any = (x.storage_offset(), x.shape, x.stride())
+    if leaf.bucket is None or _torch.has_no_data(x):
+        memory = Memory(x.detach())
+    elif x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
+        key = _torch.storage_id(x), x.dtype
+        memory = _MEMORIES.get(key)
+        if memory is None:
+            flat = x.detach().as_strided((leaf.bucket.chunk,), (1,), 0)
+            memory = _MEMORIES.setdefault(key, Memory(flat))
+    else:
+        x = x.detach().clone()
+        memory, place = Memory(x), (0, x.shape, x.stride())
+    return type(leaf), memory, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
+
+
+def _of_codes(x: Any) -> tuple[Memory, tuple | None]:
+    """The memory of a coded piece, and where in it the piece begins."""
+    row = x.codes.row
+    if row is None:
+        return Memory(x), None
+    key = _torch.storage_id(row), row.dtype
+    memory = _MEMORIES.get(key)
+    if memory is None:
+        memory = _MEMORIES.setdefault(key, Memory(x.whole()))
+    return memory, (x.start, x.shape, x.stride())
+
+
+def from_parts(
+    kind: Any, memory: Memory, place: tuple | None, variable: bool, bucket: Any, slot: int
+) -> Any:
+    """The leaf of these parts."""
+    if place is None:
+        return kind(memory.flat, bucket, slot)
+    start, shape, stride = place
+    data = memory.flat.as_strided(shape, stride, start)
+    return kind(data.requires_grad_(variable), bucket, slot)
+
 
 V = TypeVar("V")  # a tree
 
-# Texts of errors about it; see [Note: rows of ranks] in `shards.rows`.
+# Texts of errors about it; see [Note: rows of ranks] in `shards.linear`.
 LOCAL_BASIS = "jacfwd, hessian, and jacrev of shards take a basis of each rank's own pieces"
 SHARED_BASIS = "use jacrev of full values, or vmap over directions that ranks share, cut by shard"
 _GATHER = "gather(shards, groups) gives tensors, and shards.map(fn, shards) works on pieces"
@@ -470,7 +544,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
         raise LeafError(message(text, fix=fix))
-    hooks = _torch_tensors.hooks_of(leaf) if leaf.is_leaf else ()
+    hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
     if hooks:
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
@@ -479,3 +553,172 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         text = f"{verb}: {where} is on {leaf.device}, its groups are on {device}"
         fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
         raise LeafError(message(text, fix=fix))
+
+
+# Gradients that arrive bucket by bucket: some can be used while others are still being reduced.
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A tree of gradients whose buckets arrive one after the other, in an order known before.
+
+    Args:
+      like: the tree of shards that they are gradients of.
+      home: the groups that they are reduced over.
+      order: for each bucket, in the order in which they arrive, the numbers of its leaves among the
+        trained leaves of the tree; the same on every rank.
+      here: whether the bucket with this number in the order has arrived, on the device; nothing
+        waits.
+      take: waits for a bucket, and gives its pieces, one per leaf. What lies elsewhere is brought
+        at each call, in memory of its own.
+      whole: waits for all of them, and gives the tree.
+      first: waits for what has to be known before any bucket can be taken, such as a verdict on all
+        of them; `take` and `whole` call it themselves.
+    """
+
+    like: Tree
+    home: Any
+    order: Sequence[Sequence[int]]
+    here: Callable[[int], bool]
+    take: Callable[[int], list[Tensor]]
+    whole: Callable[[], Tree]
+    first: Callable[[], object] = lambda: None
+
+
+@runtime_checkable
+class Arriving(Protocol):
+    """What can be given for gradients that have not all arrived, such as a `GradSum`."""
+
+    def arrival(self) -> Arrival:
+        """The gradients, some of which are still being reduced."""
+        ...
+
+
+# Which tensors share memory.
+
+
+class MemoryPlace(NamedTuple):
+    """Where a tensor lies in memory. Two tensors with equal places are the same tensor."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements
+
+    @classmethod
+    def of(cls, x: Tensor) -> "MemoryPlace":
+        """The place of a strided tensor, which may be on meta."""
+        where = int(x.storage_offset())
+        return cls(_torch.storage_id(x), x.dtype, tuple(x.shape), x.stride(), where)
+
+    @property
+    def stop(self) -> int:
+        """The end of its elements, counted from the start of the storage."""
+        return (
+            self.offset + 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        )
+
+
+def same_tensor(x: object, y: object) -> bool:
+    """Whether both are tensors with elements, in the same memory, with equal shape and strides."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return False
+    return x.numel() > 0 and y.numel() > 0 and MemoryPlace.of(x) == MemoryPlace.of(y)
+
+
+def owners_of(leaves: Sequence[Tensor]) -> list[int]:
+    """For each leaf the first one that is the same tensor: the same object or the same place."""
+    first: dict[Any, int] = {}
+    owners = []
+    for i, leaf in enumerate(leaves):
+        key: Any = id(leaf) if leaf.is_floating_point() else (i, "no ties between integers")
+        if leaf.is_floating_point() and leaf.numel() and not leaf.is_meta:
+            key = MemoryPlace.of(_torch.unwrapped(leaf))
+        owners.append(first.setdefault(key, i))
+    return owners
+
+
+def each_once(x: Tensor) -> Tensor:
+    """A view of a tensor that has each element once, without those that `expand` repeats."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
+    return x
+
+
+def overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Groups of tensors, by their numbers, that are connected by shared memory.
+
+    Example:
+      >>> x = torch.zeros(4, 2)
+      >>> overlaps([x[:, 0], torch.ones(2), x[:, 1], x[2:], x[0, :1]])
+      [[0, 2, 3, 4]]
+    """
+    lie = [x.numel() > 0 and x.layout is torch.strided for x in tensors]
+    places = [MemoryPlace.of(x) if does else None for x, does in zip(tensors, lie, strict=True)]
+    same: dict[MemoryPlace, list[int]] = {}
+    for i, place in enumerate(places):
+        if place is not None:
+            same.setdefault(place, []).append(i)
+    found = []
+    for near in _near(same):
+        found += [sorted(i for place in group for i in same[place]) for group in _exactly(near)]
+    return sorted(group for group in found if len(group) > 1)
+
+
+def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
+    """Raise LeafError if trained leaves share memory with others without being the same tensor.
+
+    An update of one would have to change the other, which is lost because shards have memory of
+    their own.
+
+    Args:
+      verb: named in the error.
+      leaves: the tensors, by path.
+      trained: the paths of those that are trained.
+    """
+    paths = list(leaves)
+    for group in overlaps(list(leaves.values())):
+        by_place = {MemoryPlace.of(leaves[paths[i]]): paths[i] for i in reversed(group)}
+        if len(by_place) > 1 and any(paths[i] in trained for i in group):
+            first, second, *_ = sorted(by_place.values(), key=paths.index)
+            text = f"{verb}: {first} and {second} overlap in memory, and are not the same tensor"
+            shapes = f"shapes {tuple(leaves[first].shape)} and {tuple(leaves[second].shape)}"
+            fix = "clone one of them, or keep one tensor and take views of it in forward"
+            raise LeafError(message(text, [shapes], fix))
+
+
+def _near(places: Iterable[MemoryPlace]) -> list[list[MemoryPlace]]:
+    """Groups of places in one storage whose ranges overlap."""
+    found: list[list[MemoryPlace]] = []
+    storage, end = None, 0
+    for place in sorted(places, key=lambda p: (p.storage, p.offset * p.dtype.itemsize)):
+        start, stop = (at * place.dtype.itemsize for at in (place.offset, place.stop))
+        if place.storage != storage or start >= end:
+            found.append([])
+            storage, end = place.storage, 0
+        found[-1].append(place)
+        end = max(end, stop)
+    return found
+
+
+def _exactly(places: Sequence[MemoryPlace]) -> list[list[MemoryPlace]]:
+    """Groups of places that share elements. (Columns of a matrix overlap only in their ranges.)"""
+    if len(places) == 1:
+        return [list(places)]
+    unit = 1 if len({p.dtype.itemsize for p in places}) > 1 else places[0].dtype.itemsize
+    start = min(p.offset * p.dtype.itemsize for p in places) // unit
+    stop = max(p.stop * p.dtype.itemsize for p in places) // unit
+    owner = torch.full((stop - start,), -1, dtype=torch.int32)
+    groups = [[place] for place in places]
+    for i, place in enumerate(places):
+        width = place.dtype.itemsize // unit
+        size, stride = (*place.size, width), (*(width * s for s in place.stride), 1)
+        mine = each_once(owner.as_strided(size, stride, place.offset * width - start))
+        for other in mine.unique().tolist():
+            if other >= 0 and groups[other] is not groups[i]:
+                groups[other] += groups[i]
+                for member in groups[i]:
+                    groups[places.index(member)] = groups[other]
+        mine.fill_(i)
+    return [group for i, group in enumerate(groups) if group[0] == places[i]]

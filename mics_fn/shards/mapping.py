@@ -11,7 +11,6 @@ from mics_fn.collectives import needs_derivative
 from mics_fn.errors import LeafError, TreeError, message
 from mics_fn.groups import Hierarchy
 from mics_fn.offload import laid_like
-from mics_fn.shards.arguments import check_leaves, refuse_none
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import (
     Nothing,
@@ -22,7 +21,7 @@ from mics_fn.shards.leaf import (
     reduced_over,
 )
 from mics_fn.shards.linear import linear_map
-from mics_fn.shards.opened import BucketUse
+from mics_fn.shards.opened import BucketUse, check_leaves, refuse_none
 from mics_fn.tree import Tree
 
 

@@ -2,23 +2,270 @@
 
 See [Note: flat buckets] in `shards.bucket`. Under `vmap` tensors have leading batch dims: a piece
 then has shape (*batch, length), and a full leaf (*batch, *shape).
+
+[Note: kept codes] A rank keeps its chunk of such a bucket as one row of bytes, the codes of all
+blocks and then their scales, and a piece is a `Coded` that is a part of it. A gather sends this row
+as it is, and each rank decodes all rows, its own too, in the dtype of computation. Leaves and
+chunks begin on borders of blocks. So a block has elements of one leaf and one rank alone, and what
+is decoded does not depend on how many ranks share a leaf.
+
+Ops on such a piece decode it to float32, which holds exactly what codes stand for: a code has at
+most 8 significant bits, and a scale 8. Coding these values again gives the same bytes, so `set`,
+and whatever else reads values and writes them back, changes no other leaf.
+
+[Note: elsewhere] Where a piece lies changes neither its leaf nor its bucket. A piece on the host of
+an accelerator is a tensor there, in locked memory; one in a file is a stored tensor. Both are
+brought to the device where a verb packs them, which is before they are cast or sent, so full values
+have the same bits. Where codes travel they are made of what was brought, once in a run, and sent
+again by later fetches. The leaves of one bucket may lie in different places: then each is brought
+by itself, and where all lie in one place their chunk is brought as one tensor.
+
+On the CPU host memory is the memory that computes, and nothing is elsewhere but what is in files.
+
+[Note: before hop 1] After hop 1 nobody can tell whose part of a mean was NaN. So each rank looks at
+its own gradients where they are packed to be sent, and remembers by bucket what it saw until a
+`Guard` has judged them. On the CPU it adds up what was just written, as fast as memory is read, and
+only if the sum is not finite it looks leaf by leaf. An accelerator computes the largest absolute
+value of each leaf, for which the host does not wait. All this begins with the first guard of the
+process that refuses steps.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mics_fn import _torch
-from mics_fn.errors import LeafError, message
+from mics_fn import _device, _torch
+from mics_fn.collectives import Codec, checksum
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Buffers
-from mics_fn.offload import is_apart
-from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.elsewhere import brought, copied_to, is_elsewhere, whole_stored
-from mics_fn.shards.ranges import gaps, pieces
+from mics_fn.offload import (
+    Coded,
+    Stored,
+    as_codes,
+    copied_into,
+    is_apart,
+    is_coded,
+    is_stored,
+    read,
+)
+from mics_fn.shards.bucket import Bucket, gaps, pieces
+from mics_fn.shards.leaf import is_donated
+
+# Frozen leaves that are kept as codes: `param=int4[64]` of a `Precision`.
+
+
+def check_frozen(verb: str, trained: Mapping[str, Codec | None]) -> None:
+    """Raise PlanError if leaves that are trained are to be kept as codes.
+
+    Args:
+      verb: for errors.
+      trained: the codec of each trained leaf, if any, by path.
+    """
+    coded = [f"{path}: param={codec}" for path, codec in trained.items() if codec is not None]
+    if coded:
+        more = [f"and {len(coded) - 5} more"] if len(coded) > 5 else []
+        text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
+        fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
+        raise PlanError(message(text, [*coded[:5], *more], fix))
+
+
+def has_codes(data: Any) -> bool:
+    """Whether a tensor is a part of a row of codes, as that of a frozen leaf may be."""
+    return is_coded(data) and data.codes.row is not None
+
+
+def coded_pieces(bucket: Bucket, chunk: int, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
+    """The pieces of a chunk, by slot, as codes.
+
+    Args:
+      bucket: the bucket, which says as which codes.
+      chunk: the number of the chunk.
+      flat: its values, float32, with zeros where padding is.
+      names: paths of the leaves, for errors.
+
+    Raises:
+      LeafError: a value is not finite.
+    """
+    codec: Any = bucket.codes
+    whole = as_codes(flat, codec, ", ".join(names[:2]))
+    laid = pieces(bucket, chunk)
+    found = [whole[piece.start : piece.start + piece.length] for piece in laid]
+    if bool(whole.codes.tops.isfinite().all()):
+        return found
+    for name, piece in zip(names, laid, strict=True):
+        check_finite(name, codec, flat.narrow(0, piece.start, piece.length))
+    return found
+
+
+def check_finite(what: str, codec: Codec, values: Tensor) -> None:
+    """Raise LeafError if values that are to be kept as codes are not all finite."""
+    if not bool(values.isfinite().all()):
+        text = f"{what} has a value that is not finite, which param={codec} cannot hold"
+        fix = "keep this leaf as values: give param= behind a pattern that leaves it out"
+        raise LeafError(message(text, fix=fix))
+
+
+def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:
+    """Raise LeafError for values in the place of codes: a gather would round them, if p > 1.
+
+    Args:
+      verb: for errors.
+      bucket: one whose leaves are kept as codes.
+      data: the pieces, by slot; None for a leaf that the tree lacks. Those on meta may be anything.
+    """
+    for slot, x in enumerate(data):
+        if x is None or not bucket.chunk or _torch.has_no_data(x):
+            continue
+        if has_codes(x) and x.codes.codec == bucket.codes:
+            continue
+        text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {_kind(x)}"
+        fix = "keep the leaf that shard or load_shards gave; set() changes its values"
+        raise LeafError(message(text, [f"expected codes, {bucket.codes}"], fix))
+
+
+def _kind(x: Any) -> str:
+    """A piece in a word, for errors."""
+    codec = f" of {x.codes.codec}" if is_coded(x) else ""
+    return f"a tensor of {tuple(x.shape)}, {x.dtype}{codec}"
+
+
+def checksum_of(data: Tensor) -> Tensor:
+    """64 bits that depend on every bit of a piece: on its codes and scales, if it has them."""
+    if not has_codes(data):
+        return checksum(data)
+    kept: Any = data
+    return checksum(torch.cat([x.view(torch.uint8) for x in kept.part_codes()]))
+
+
+def kept_row(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor | None:
+    """The codes of a chunk as the row of bytes that a gather sends; None if there are none.
+
+    Args:
+      bucket: the bucket.
+      chunk: the number of the chunk.
+      data: the pieces, by slot; None for a leaf that the tree lacks.
+
+    Memory: none if the pieces are parts of one row, as `shard` makes them; else a new row.
+    """
+    if bucket.codes is None or not bucket.chunk:
+        return None
+    given = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in data]
+    if not all(x is None or has_codes(x) for x in given):
+        return None  # on meta
+    nbytes, first = bucket.codes.nbytes(bucket.chunk), None
+    for piece, value in zip(pieces(bucket, chunk), given, strict=True):
+        if value is None:
+            continue
+        x: Any = value
+        first = x.codes.row if first is None else first
+        row, moved = x.codes.row, piece.length and x.start != piece.start
+        if moved or row.data_ptr() != first.data_ptr() or len(row) != nbytes:
+            return _packed(bucket, chunk, given)
+    return first
+
+
+def _packed(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
+    """A new row with the codes of pieces that lie in several."""
+    some: Coded = next(x for x in data if x is not None)
+    made = some.codes.unset(bucket.chunk)
+    for piece, x in zip(pieces(bucket, chunk), data, strict=True):
+        if x is not None and piece.length:
+            like = torch.empty(piece.length, device="meta")
+            into = Coded(made, piece.start, like).part_codes()
+            for to, part in zip(into, x.part_codes(), strict=True):
+                to.copy_(part)
+    row: Any = made.row
+    return row
+
+
+# Pieces that lie elsewhere than on the device that computes: in host memory, or in a file.
+
+
+def is_elsewhere(data: Tensor, device: torch.device) -> bool:
+    """Whether a tensor has to be brought to a device before ops there can compute with it."""
+    if _torch.has_no_data(data):
+        return False
+    return data.device != device or (is_apart(_torch.unwrapped(data)) and data.numel() > 0)
+
+
+def any_elsewhere(leaves: Sequence[Any], home: Any) -> bool:
+    """Whether the piece of a leaf lies elsewhere than on the device of its groups.
+
+    Args:
+      leaves: of one bucket; what was donated is passed over.
+      home: their groups. Without any, only what is in files counts.
+    """
+    held = [None if is_donated(leaf) else leaf.data for leaf in leaves]
+    tensors = [x for x in held if isinstance(x, Tensor)]
+    if any(map(has_codes, tensors)):  # on all ranks, even where all pieces are empty
+        return True
+    return any(is_elsewhere(x, x.device if home is None else home.device) for x in tensors)
+
+
+def brought(data: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on a device: itself if it is there, else a copy, through which gradients go back.
+
+    What is kept as codes is decoded in `dtype`, which says nothing about other tensors.
+    """
+    own: Any = _torch.unwrapped(data)
+    if has_codes(own):
+        return own.decoded(dtype or data.dtype)
+    if not is_elsewhere(data, device):
+        return data
+    if is_apart(_torch.unwrapped(data)):
+        data = data.clone()  # an op on it reads it
+    return data if data.device == device else data.to(device, non_blocking=True)
+
+
+def copied_to(memory: Tensor, bucket: Bucket, chunk: int, data: Sequence[Any]) -> Iterator[None]:
+    """Copy the pieces of a bucket, by slot, into the memory of its chunk, part by part.
+
+    Args:
+      memory: of the whole chunk, on the device, in any dtype. Padding in it is left as it is.
+      bucket: the bucket.
+      chunk: the number of the chunk.
+      data: the pieces; None for a leaf that the tree lacks.
+    """
+    whole = whole_stored(bucket, chunk, data)
+    if whole is not None:
+        yield from _filled(memory, whole)
+        return
+    for piece, source in zip(pieces(bucket, chunk), data, strict=True):
+        if source is not None and piece.length:
+            yield from _filled(memory.narrow(-1, piece.start, piece.length), source)
+
+
+def _filled(memory: Tensor, source: Tensor) -> Iterator[None]:
+    """Copy a tensor into memory: from a file in parts, from the host as one."""
+    if isinstance(source, Stored) and source.ndim == 1:
+        yield from copied_into(memory, source)
+        return
+    # A copy between devices that also casts would cast on the host, which waits for it.
+    memory.copy_(read(source).to(memory.device, non_blocking=True))
+    yield
+
+
+def whole_stored(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Stored | None:
+    """The stored chunk of which the pieces are parts; None if they are not parts of one."""
+    first: Any = None
+    for piece, x in zip(pieces(bucket, chunk), data, strict=True):
+        if not piece.length or x is None:
+            continue
+        if not is_stored(x) or x.ndim > 1 or x.start != piece.start * x.dtype.itemsize:
+            return None
+        x.check()
+        first = x if first is None else first
+        if x.extent is not first.extent or x.dtype != first.dtype:
+            return None
+    if first is None or first.extent.nbytes < bucket.chunk * first.dtype.itemsize:
+        return None
+    like = torch.empty(bucket.chunk, dtype=first.dtype, device="meta")
+    return Stored(first.extent, 0, like, first.device, first.leaf)
 
 
 @lru_cache(maxsize=4096)
@@ -178,3 +425,60 @@ def refuse_sparse(grad: Tensor) -> None:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         _torch.foreach_copy([to for to, _ in pairs], [dense(source) for _, source in pairs])
+
+
+# On which ranks a gradient that is not finite arose, as each of them saw it before hop 1.
+
+_watching: set[bool] = set()
+# Since the last verdict: the largest absolute value by slot, NaN if there is one.
+_seen: dict[Bucket, Tensor] = {}
+
+
+def watch_origins() -> None:
+    """Look at gradients from now on."""
+    _watching.add(True)
+
+
+def note_origins(bucket: Bucket, full: Tensor) -> None:
+    """Look at this rank's own gradients of a bucket, packed, before others are added."""
+    if not _watching or not full.numel() or _torch.has_no_data(full):
+        return
+    if _device.is_async(full.device) or not _looks_finite(full):
+        found = _highest(split_full(bucket, full))
+    else:
+        found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
+    before = _seen.get(bucket)
+    _seen[bucket] = found if before is None else torch.maximum(before, found)
+
+
+def origins_of(bucket: Bucket) -> list[str]:
+    """What was seen of a bucket's leaves; nothing if nobody looked. The host waits for a device."""
+    return [_kind_origins(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
+
+
+def forget_origins(buckets: Iterable[Bucket]) -> None:
+    """Forget what was seen of buckets, whose gradients have been judged."""
+    for bucket in buckets:
+        _seen.pop(bucket, None)
+
+
+def kind_of(values: Tensor) -> str:
+    """NaN, infinite or finite, whichever comes first among the values."""
+    return _kind_origins(_highest([values]).item())
+
+
+def _looks_finite(full: Tensor) -> bool:
+    # A sum in float16 may overflow although no element does.
+    ends = full.aminmax() if full.dtype == torch.float16 else (full.sum(),)
+    return all(math.isfinite(x.item()) for x in ends)
+
+
+def _highest(leaves: list[Tensor]) -> Tensor:
+    """The largest absolute value of each leaf; 0 of an empty one."""
+    zero = leaves[0].new_zeros(())
+    held = iter(_torch.foreach_norm([x for x in leaves if x.numel()], math.inf))
+    return torch.stack([next(held) if x.numel() else zero for x in leaves])
+
+
+def _kind_origins(highest: float) -> str:
+    return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"

@@ -1,32 +1,128 @@
-"""Precision as a value: the dtypes of parameters, computation, gradients and outputs."""
+"""Precision as a value: the dtypes of parameters, computation, gradients and outputs.
+
+A pattern that matches no leaf is an error. One that matches leaves on which a field that it sets
+has no effect is warned of: a tied leaf goes by the path of the one that it is tied to, integers are
+replicated as they are, and frozen leaves have no gradients and no moments.
+"""
 
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from mics_fn import checks, patterns
-from mics_fn.collectives import Codec, Rounded, Wire
+from mics_fn import checks
+from mics_fn.checks import check_matched, matches
+from mics_fn.collectives import SHORT_NAMES, Codec, Rounded, Wire
 from mics_fn.errors import PlanError, message
+from mics_fn.groups import job_size
+from mics_fn.offload import AT_REST, Where, where_of
+from mics_fn.shards.bucket import BUCKET_BYTES, LeafSpec
 from mics_fn.shards.contents import map_contents
-from mics_fn.shards.fields import (
-    ALLOWED,
-    CODED_NUMEL,
-    DTYPES,
-    FIELDS,
-    NAMES,
-    NARROW,
-    check_dtype,
-    kept_as,
-    read_coded,
-    sent_as,
-    stored_as,
-    text_of,
-)
 from mics_fn.tree import Tree
+
+# The fields of a `Precision`, and what each of them may be.
+
+NAMES = {
+    **{name: dtype for dtype, name in SHORT_NAMES.items()},
+    **{f"{dtype}".removeprefix("torch."): dtype for dtype in SHORT_NAMES},
+    **{"fp32": torch.float32, "fp64": torch.float64},
+    **{"fp16": torch.float16, "half": torch.float16},
+}
+DTYPES = ("param", "compute", "reduce", "output", "accumulate")
+SENT = ("gather", "hop1", "hop2")  # a dtype or a codec
+FIELDS = (*DTYPES, *SENT, "state")
+# Lines of a column, and parts of files, have whole blocks of these lengths.
+_BLOCKS = [2**n for n in range(6, 13)]
+CODED_NUMEL = 4096  # elements of a tensor from which on its moments are coded
+ALLOWED = f"use {', '.join(SHORT_NAMES.values())}, or torch's names for them"
+NARROW = "not a dtype to compute, reduce or keep parameters in here"
+
+
+def text_of(value: Any) -> str:
+    """The text of a field."""
+    return SHORT_NAMES[value] if isinstance(value, torch.dtype) else f"{value}"
+
+
+def sent_as(name: str, value: Any) -> torch.dtype | Wire:
+    """A field that takes codecs, as a dtype or a `Wire`.
+
+    Raises:
+      PlanError: it is neither, nor a text of one.
+    """
+    if isinstance(value, str):
+        value, at, level = value.partition("@")
+        value = value.removeprefix("torch.")
+        codec = NAMES[value] if value in NAMES else Codec.parse(value)
+        if at and not (level.isidentifier() and level.isascii()):
+            fix = "write the name of a level behind @, as in int8[256]@node"
+            raise PlanError(message(f"Precision: {name}={value}@{level} names no level", fix=fix))
+        value = Wire(Rounded(codec) if isinstance(codec, torch.dtype) else codec, level)
+    value = Wire(value) if isinstance(value, Codec) else value
+    if not isinstance(value, Wire):
+        check_dtype("Precision", name, value)
+        return value
+    if name == "hop2" and value.level:
+        text = f"Precision: hop2={value}: replicas have no levels"
+        raise PlanError(message(text, fix=f"write hop2={value.codec}"))
+    plain = isinstance(value.codec, Rounded) and not value.level
+    return value.codec.dtype if plain else value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def kept_as(value: Any) -> torch.dtype | Codec:
+    """The field `state`, as float32 or a codec for moments.
+
+    Raises:
+      PlanError: it is neither, nor a text of one.
+    """
+    if isinstance(value, str):
+        value = NAMES[value] if value in NAMES else Codec.parse(value)
+    if value == torch.float32:
+        return value
+    block = value.block if isinstance(value, Codec) and value.name in AT_REST else None
+    if block is None or block not in _BLOCKS:
+        text = f"Precision: state={text_of(value)} is not a way to keep moments"
+        fix = "use int8 or fp8, as in state=int8[256], with a power of two from 64 to 4096; or f32"
+        raise PlanError(message(text, fix=fix))
+    return value
+
+
+def stored_as(value: Any) -> torch.dtype | Codec:
+    """The field `param`, as a dtype or the codec of frozen leaves.
+
+    Raises:
+      PlanError: it is neither, nor a text of one.
+    """
+    if isinstance(value, str):
+        value = NAMES[value] if value in NAMES else Codec.parse(value)
+    if not isinstance(value, Codec):
+        check_dtype("Precision", "param", value)
+    return value
+
+
+def read_coded(name: str, value: str) -> Any:
+    """The text of a field that takes codecs, read; None if it is that of a dtype."""
+    if value in NAMES:
+        return None
+    if name in SENT:
+        return sent_as(name, value)
+    if name == "state":
+        return kept_as(value)
+    coded = name == "param" and value.startswith(("int4", "int8", "fp8"))
+    return stored_as(value) if coded else None
+
+
+def check_dtype(verb: str, name: str, dtype: Any) -> None:
+    """Raise PlanError unless a value is one of the dtypes that parameters can have here."""
+    if not isinstance(dtype, torch.dtype) or dtype not in SHORT_NAMES:
+        why, allowed = "not a torch.dtype", ", ".join(map(str, SHORT_NAMES))
+        if isinstance(dtype, torch.dtype):
+            why = NARROW if dtype.is_floating_point else "not a float dtype"
+        fix = ALLOWED if verb == "Precision" else f"pass one of {allowed}"
+        raise PlanError(message(f"{verb}: {name}={dtype!r} is {why}", fix=fix))
 
 
 class Dtypes(NamedTuple):
@@ -67,7 +163,7 @@ class Precision:
         and `reduce`.
       overrides: pairs of a pattern and a `Precision`. The fields that this one sets replace those
         above for leaves whose whole path matches; if several patterns match, the last one counts.
-        Patterns are those of `mics_fn.patterns`: `*` stands for any characters and `?` for one.
+        Patterns are those of `mics_fn.checks`: `*` stands for any characters and `?` for one.
         `shard` refuses a pattern that matches no leaf, and warns of a field that has no effect on
         any leaf that its pattern matches.
       gather: what a gather sends: a dtype, or a `Codec` such as "int8[256]"; None means `compute`.
@@ -81,7 +177,7 @@ class Precision:
         shards in float32, and leaves with at least 4,096 elements in full; those of others stay
         values. With "int8" an element whose gradients are below about 1/127 of the largest of its
         block takes smaller steps than without codes; "fp8" has room for 1/229,376. See
-        [Note: coded moments] in `optim.making`, and [Note: roots] in `offload.codes`.
+        [Note: coded moments] in `optim.flat`, and [Note: roots] in `offload.apart`.
 
     Leaves are padded to blocks of their codecs. So the longest of the blocks of a leaf has to be a
     multiple of the others.
@@ -164,7 +260,7 @@ class Precision:
         """The precision of one leaf, without overrides."""
         found = dict(self._fields())
         for pattern, precision in self.overrides:
-            if patterns.matches(pattern, path):
+            if checks.matches(pattern, path):
                 found.update(precision._fields())
         return Precision(**found)
 
@@ -251,7 +347,7 @@ def precision_of(value: Precision | str | None) -> Precision:
 
 def _checked(override: Any) -> tuple[str, Precision]:
     """An override, after a check that it has a text form and an effect."""
-    pattern, precision = patterns.checked_override(override, Precision)
+    pattern, precision = checks.checked_override(override, Precision)
     what = f"Precision: the override {pattern!r}"
     if pattern in FIELDS:
         raise PlanError(message(f"{what} looks like a field", fix=f"write {pattern}=bf16"))
@@ -299,3 +395,169 @@ def _cast(values: Tree, dtype: torch.dtype | None) -> Tree:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return map_contents(cast, values)
+
+
+# The options of `shard`: as other verbs hand them on, and as they were checked.
+
+
+class LayoutOptions(TypedDict, total=False):
+    """Options of `shard` that say how leaves become buckets; other verbs take them, too."""
+
+    frozen: Callable[[str], bool] | None
+    precision: Precision | str | None
+    bucket_bytes: float | str
+    order: Callable[[str], object] | None
+    bucket: Callable[[str], object] | None
+    where: Where | str | None
+
+
+class ShardOptions(LayoutOptions, total=False):
+    """All options of `shard`."""
+
+    replicas: Literal["check", "broadcast"]
+    source_rank: int | None
+
+
+class Chosen(NamedTuple):
+    """The options of `shard` that say how leaves become buckets."""
+
+    frozen: Callable[[str], bool] | None = None
+    precision: Precision = Precision()
+    bucket_bytes: int = BUCKET_BYTES
+    order: Callable[[str], object] | None = None
+    bucket: Callable[[str], object] | None = None
+    where: Where = Where()
+
+    @classmethod
+    def checked(
+        cls,
+        verb: str,
+        frozen: Any,
+        precision: Any,
+        bucket_bytes: Any,
+        order: Any,
+        bucket: Any,
+        where: Any,
+    ) -> "Chosen":
+        """The options as they were given, if each of them is what it should be."""
+        fix = "pass a function such as lambda path: 'bias' in path"
+        checks.function(verb, "frozen", frozen, "from the path of a leaf to a bool", fix)
+        checks.call(verb, frozen, "frozen(path)", fix)
+        fix = "pass a function such as lambda path: names.index(path)"
+        checks.function(verb, "order", order, "from the path of a leaf to a sort key", fix)
+        checks.call(verb, order, "order(path)", fix)
+        fix = "pass a function such as lambda path: path.split('.')[1]"
+        checks.function(verb, "bucket", bucket, "from the path of a leaf to a key", fix)
+        checks.call(verb, bucket, "bucket(path)", fix)
+        nbytes = checks.nbytes(verb, "bucket_bytes", bucket_bytes, 1)
+        return cls(frozen, precision_of(precision), nbytes, order, bucket, where_of(where))
+
+
+# Patterns in `precision=`, `where=` and `frozen=` that change nothing, which is likely a
+# mistake.
+
+_OF_GRADIENTS = ("reduce", "accumulate", "hop1", "hop2")
+
+
+class LeafFacts(NamedTuple):
+    """What decides which fields of a `Precision` have an effect on a leaf."""
+
+    path: str
+    numel: int
+    is_float: bool
+    tied_to: str = ""  # the path of the leaf that owns its data, if another one does
+    trained: bool = False
+    codes: Codec | None = None  # as which it is kept
+
+
+def facts_of(
+    paths: Sequence[str],
+    leaves: Sequence[Tensor],
+    owners: Sequence[int],
+    specs: Mapping[int, LeafSpec],
+) -> list[LeafFacts]:
+    """The facts of all leaves of a tree.
+
+    Args:
+      paths: their paths.
+      leaves: the tensors.
+      owners: for each leaf the first one that is the same tensor.
+      specs: of the float leaves that own their data, by number.
+    """
+    found = []
+    for i, (path, leaf, owner) in enumerate(zip(paths, leaves, owners, strict=True)):
+        spec, tied_to = specs.get(owner), paths[owner] if owner != i else ""
+        own = (False, None) if spec is None else (spec.trainable, spec.codes)
+        found.append(LeafFacts(path, leaf.numel(), leaf.is_floating_point(), tied_to, *own))
+    return found
+
+
+def check_patterns(
+    verb: str,
+    given: Mapping[str, Sequence[str]],
+    paths: Sequence[str],
+    homes: Iterable[Any],
+    stacklevel: int = 1,
+) -> None:
+    """Refuse a pattern that matches none of these paths.
+
+    Args:
+      verb: for errors.
+      given: patterns, by the option that has them.
+      paths: of all leaves.
+      homes: the groups of each leaf.
+      stacklevel: as for `warnings.warn`, counted from the caller.
+
+    Raises:
+      PlanError: a pattern matches no leaf.
+    """
+    for name, some in given.items():
+        try:
+            check_matched(f"{verb}: {name}", some, paths)
+        except PlanError as error:
+            # A precision is that of a whole model. A part that lies on a part of the ranks, such as
+            # a stage of a pipeline, may have no leaf that is meant. Places are those of ranks.
+            if name == "where" or not all(home.world_size < job_size() for home in homes):
+                raise
+            warnings.warn(str(error), stacklevel=stacklevel + 1)
+
+
+def warn_of_idle(
+    verb: str, options: Chosen, leaves: Sequence[LeafFacts], stacklevel: int = 1
+) -> None:
+    """Warn of each field of an override that has no effect on any leaf that its pattern matches.
+
+    Args:
+      verb: for the text.
+      options: whose `precision` has overrides.
+      leaves: all leaves of the tree.
+      stacklevel: as for `warnings.warn`, counted from the caller.
+    """
+    for pattern, own in options.precision.overrides:
+        matched = [leaf for leaf in leaves if matches(pattern, leaf.path)]
+        for name in FIELDS:
+            value = getattr(own, name)
+            why = [] if value is None else [_why_idle(name, value, leaf) for leaf in matched]
+            if why and all(why):
+                text = f"{verb}: precision: {name}={text_of(value)} has no effect on the leaves"
+                text += f" that {pattern!r} matches"
+                fix = "leave it out, or write a pattern of the leaves that are meant"
+                lines = [f"{matched[0].path} {why[0]}"]
+                warnings.warn(message(text, lines, fix), stacklevel=stacklevel + 1)
+
+
+def _why_idle(name: str, value: Any, leaf: LeafFacts) -> str:
+    """Why a field has no effect on a leaf; "" if it has one."""
+    if leaf.tied_to:
+        return f"is tied to {leaf.tied_to}, whose path counts"
+    if not leaf.is_float:
+        return "is not a float tensor"
+    if name in _OF_GRADIENTS and not leaf.trained:
+        return "is frozen, and has no gradient"
+    if name == "state" and not leaf.trained:
+        return "is frozen, and has no moments"
+    if name == "state" and isinstance(value, Codec) and leaf.numel < CODED_NUMEL:
+        return f"has fewer than {CODED_NUMEL:,} elements, so its moments stay values"
+    if name == "gather" and leaf.codes is not None:
+        return f"is kept as {leaf.codes}, which gathers send as they are"
+    return ""

@@ -1,39 +1,220 @@
 """`shard`: a pytree of tensors becomes a tree of shards. See [Note: kinds of leaves] in `leaf`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_fn import checks, points, tree
-from mics_fn.collectives import Parts, Wire, broadcast, check_level, check_replicas, in_parts
+from mics_fn import _device, _torch, checks, spans, tree
+from mics_fn.collectives import Parts, Wire, agree, broadcast, check_level, check_replicas, in_parts
 from mics_fn.errors import PlanError, message, name_ranks
-from mics_fn.groups import Groups
-from mics_fn.offload import Where
-from mics_fn.shards.arguments import GroupsTree, require_tree
-from mics_fn.shards.bucket import BUCKET_BYTES, Bucket
-from mics_fn.shards.bucketing import plan_buckets
-from mics_fn.shards.effects import check_patterns, facts_of, warn_of_idle
-from mics_fn.shards.kept import check_frozen
-from mics_fn.shards.laying import Laying
-from mics_fn.shards.layout import Layout, agree_on, check_kept_place, check_ties, specs_of
+from mics_fn.groups import Groups, Home
+from mics_fn.offload import DEVICE, Place, Scratch, Where, store
+from mics_fn.shards.bucket import (
+    BUCKET_BYTES,
+    Bucket,
+    LeafSpec,
+    check_blocks,
+    plan_buckets,
+    warn_of_padding,
+)
 from mics_fn.shards.leaf import (
     Fixed,
     Nothing,
     Sharded,
     Tied,
     check_tensor,
+    dtype_name,
     is_leaf,
+    owners_of,
     refuse_computed,
+    refuse_overlaps,
 )
-from mics_fn.shards.memory import owners_of, refuse_overlaps
-from mics_fn.shards.options import Chosen, ShardOptions
-from mics_fn.shards.pack import pack_full
-from mics_fn.shards.padding import check_blocks, warn_of_padding
-from mics_fn.shards.precision import Precision
+from mics_fn.shards.opened import GroupsTree, require_tree
+from mics_fn.shards.pack import check_frozen, coded_pieces, pack_full, split_chunk
+from mics_fn.shards.precision import (
+    Chosen,
+    Precision,
+    ShardOptions,
+    check_patterns,
+    facts_of,
+    warn_of_idle,
+)
 from mics_fn.tree import Tree
+
+# Where the chunks of new shards go: `where=` of the verbs that make some.
+
+
+class Laying:
+    """Puts pieces where `Where.params` says, and has one scratch file for each folder.
+
+    Args:
+      where: the places.
+    """
+
+    def __init__(self, where: Where) -> None:
+        self._where, self._files = where, dict[str, Scratch]()
+
+    def place(self, path: str, home: Home) -> Place:
+        """Where the piece of a leaf lies; on the CPU the device is the host."""
+        place = self._where.at(path).params
+        return DEVICE if place.kind == "host" and not _device.is_async(home.device) else place
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory through which data of files travel."""
+        return self._where.host_bytes
+
+    def put(
+        self,
+        home: Home,
+        bucket: Bucket,
+        flat: Tensor,
+        places: Sequence[Place],
+        names: Sequence[str],
+    ) -> list[Tensor]:
+        """The pieces of a chunk, by slot, each in its place.
+
+        Args:
+          home: the groups of the bucket.
+          bucket: the bucket.
+          flat: this rank's chunk, in memory of its own.
+          places: one per slot.
+          names: paths of the leaves, for errors.
+
+        Raises:
+          OffloadError: a file cannot be made or written.
+          LeafError: a value is not finite, and is to be kept as codes.
+        """
+        chunk = home.hierarchy.route.chunk
+        if bucket.codes is not None and flat.numel() and not _torch.has_no_data(flat):
+            return coded_pieces(bucket, chunk, flat, names)
+        if _torch.has_no_data(flat) or not flat.numel() or set(places) == {DEVICE}:
+            return split_chunk(bucket, chunk, flat)
+        if len(set(places)) == 1:  # so that they are parts of one tensor there, too
+            title = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            return split_chunk(bucket, chunk, self._moved(home, flat, places[0], title))
+        found = zip(split_chunk(bucket, chunk, flat), places, names, strict=True)
+        return [self._moved(home, piece.clone(), place, name) for piece, place, name in found]
+
+    def _moved(self, home: Home, data: Tensor, place: Place, name: str) -> Tensor:
+        """A tensor in its place: itself, or a copy."""
+        if place == DEVICE or not data.numel():
+            return data
+        if place.kind == "host":
+            made = _device.host_buffer(data.numel() * data.itemsize, home.device)
+            return made.view(data.dtype).copy_(data)
+        if place.folder not in self._files:
+            own = home.partition.ranks[home.partition.rank]
+            made = Scratch(place.folder, f"params-rank{own}", host_bytes=self.host_bytes)
+            self._files[place.folder] = made
+        return store(data, self._files[place.folder], name)
+
+
+# The layout of a tree that is about to be cut: what decides it, and how ranks compare it.
+
+
+class Layout(NamedTuple):
+    """The leaves of a tree, and where each of them will lie."""
+
+    verb: str
+    spec: Any
+    leaves: list[Tensor]
+    paths: list[str]  # beginning with the name of the tree
+    homes: list[Groups]
+    owners: list[int]  # for each leaf the first one that is the same tensor
+    slots: dict[int, tuple[Bucket, int]]  # for the float leaves that own their data
+    places: list[Place]  # where their pieces will lie
+    laying: Laying  # which puts them there
+
+
+def specs_of(
+    verb: str,
+    leaves: Sequence[Tensor],
+    bare: Sequence[str],
+    homes: Sequence[Groups],
+    owners: Sequence[int],
+    options: Chosen,
+) -> dict[int, LeafSpec]:
+    """What decides the bucket of each float leaf that owns its data, by its number."""
+    precision, found = options.precision, dict[int, LeafSpec]()
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+    for i, (leaf, path) in enumerate(zip(leaves, bare, strict=True)):
+        if not leaf.is_floating_point() or owners[i] != i:
+            continue
+        dtypes = precision.dtypes(path, leaf.dtype)
+        trained = not _is_frozen(verb, leaf, path, options.frozen)
+        found[i] = LeafSpec(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=dtypes.param,
+            parts=homes[i].partition_size,
+            trainable=trained,
+            group=(numbers[homes[i]], leaf.is_meta),
+            travel=dtypes[1:],
+            sent=precision.wires(path, leaf.dtype),
+            state=precision.state_codes(path, dtypes.param, leaf.numel()) if trained else None,
+            codes=precision.codes(path, leaf.dtype),
+        )
+    return found
+
+
+def _is_frozen(verb: str, leaf: Tensor, path: str, frozen: Callable[[str], bool] | None) -> bool:
+    answer = frozen is not None and checks.answer(verb, f"frozen({path!r})", frozen(path))
+    return answer or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
+
+
+def check_ties(
+    verb: str, owners: Sequence[int], paths: Sequence[str], homes: Sequence[Groups]
+) -> None:
+    """Raise PlanError if tied leaves are to live on different groups."""
+    for i, owner in enumerate(owners):
+        if homes[i] is not homes[owner]:
+            raise PlanError(
+                message(
+                    f"{verb}: {paths[i]} is tied to {paths[owner]}, but on other groups",
+                    [f"{homes[owner].describe()} against {homes[i].describe()}"],
+                    fix="give tied leaves the same groups, or clone one of them",
+                )
+            )
+
+
+def check_kept_place(verb: str, bucket: Bucket, place: Place) -> None:
+    """Raise PlanError if leaves that are kept as codes are to lie elsewhere."""
+    if bucket.codes is not None and place != DEVICE:
+        text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
+        lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
+        fix = "give param= or where= a pattern that leaves these out"
+        raise PlanError(message(text, lines, fix))
+
+
+def agree_on(layout: Layout) -> None:
+    """Compare paths, shapes, dtypes, groups and layout between ranks."""
+    for home in dict.fromkeys(layout.homes):
+        facts = [("groups", home.describe())]
+        for i, leaf in enumerate(layout.leaves):
+            if layout.homes[i] is home:
+                text = f"{tuple(leaf.shape)} {dtype_name(leaf.dtype)}"
+                text += " meta" if leaf.is_meta else ""
+                if layout.owners[i] != i:
+                    text += f" tied to {layout.paths[layout.owners[i]]}"
+                elif i in layout.slots:
+                    bucket, slot = layout.slots[i]
+                    text += "" if bucket.trainable else " frozen"
+                    travel = (bucket.dtype, bucket.compute, bucket.reduce, bucket.accumulate)
+                    if len({leaf.dtype, *travel}) > 1:
+                        text += f" as {'/'.join(map(dtype_name, travel))}"
+                    text += f" sent as {bucket.wires}" if bucket.wires else ""
+                    text += f" state={bucket.state}" if bucket.state else ""
+                    text += f" kept as {bucket.codes}" if bucket.codes else ""
+                    text += f" at {bucket.offsets[slot]} of bucket {bucket.index}"
+                    if layout.places[i] != DEVICE:
+                        text += f" on {layout.places[i].kind}"
+                facts.append((layout.paths[i], text))
+        agree(home, layout.verb, facts)
+
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -122,8 +303,8 @@ def shard(
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.2.
     """
     require_tree("shard", params, groups, "params")
-    if points.observers:
-        points.passing("build: shard")
+    if spans.observers:
+        spans.passing("build: shard")
     checks.choice("shard", "replicas", replicas, "check", "broadcast")
     checks.integer("shard", "source_rank", source_rank, 0, optional=True)
     if source_rank is not None and replicas == "check":

@@ -10,7 +10,7 @@ Nothing in the library imports this wing. A script or a test wraps its training 
   >>> fault.at
   'defer: fetch of bucket 0 (weight, bias; layout ...), 32 bytes'
 
-Where a fault can be is in [Note: points] in `points`; which faults there are is in `faults`, one
+Where a fault can be is in [Note: points] in `spans`; which faults there are is in `faults`, one
 function each. `python -m tests.stress faults`, in a clone, injects hundreds and counts what came
 of them.
 
@@ -21,7 +21,6 @@ To add a fault, write a function of a `Moment` in `faults.py` and add it to `FAU
 `tests/testing`.
 """
 
-from mics_fn.testing.faults import InjectedError
-from mics_fn.testing.injector import Injection, inject
+from mics_fn.testing.injector import InjectedError, Injection, inject
 
 __all__ = ["InjectedError", "Injection", "inject"]

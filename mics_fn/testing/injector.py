@@ -1,18 +1,242 @@
 """`inject`: a fault on one rank, at one step, in one operation."""
 
+import ctypes
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from mics_fn import checks, points
-from mics_fn.errors import PlanError, message
+from mics_fn import _torch, checks, spans
+from mics_fn.collectives import start_mean
+from mics_fn.errors import GroupsError, PlanError, message
 from mics_fn.groups import read_launch
-from mics_fn.points import Point
-from mics_fn.testing.faults import FAULTS, Moment
+from mics_fn.spans import Point
+
+# The links of this machine, and the processes that host the store, as Linux shows them.
+
+_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+_PROC = Path("/proc")
+LINK = "MICS_FN_LINK_DOWN"  # names the one link that may be taken down
+
+
+@contextmanager
+def link_down() -> Iterator[None]:
+    """A block in which the link that `LINK` names is down. Nothing is guessed: to take down the
+    link of a machine loses its routes, so ranks belong into network namespaces for this.
+
+    Raises:
+      PlanError: no link is named.
+      GroupsError: this process may not set it.
+    """
+    link = os.environ.get(LINK)
+    if not link:
+        text = f"inject: 'link_down' needs {LINK}"
+        fix = "name a link there, of a network namespace that was made for these ranks"
+        raise PlanError(message(text, fix=fix))
+    _set(link, "down")
+    try:
+        yield
+    finally:
+        _set(link, "up")
+
+
+def _set(link: str, state: str) -> None:
+    command = ["ip", "link", "set", link, state]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    if done.returncode:
+        text = f"inject: cannot set link {link} {state}"
+        fix = "run as root of the namespace"
+        raise GroupsError(message(text, [done.stderr.strip()], fix))
+
+
+def store_hosts() -> list[int]:
+    """The processes that host the store of torch.distributed, this one last.
+
+    Raises:
+      GroupsError: they are not on this machine, or the store is none of TCP.
+    """
+    _, address = _torch.store_host(_torch.default_store())
+    port = address.rpartition(":")[2]
+    found = _listeners(int(port)) if port else []
+    if not found:
+        text = "inject: the process that hosts the store was not found on this machine"
+        fix = "choose a rank on the node of MASTER_ADDR, and a job with a TCPStore"
+        raise GroupsError(message(text, [f"its address: {address}"], fix))
+    return sorted(found, key=lambda pid: pid == os.getpid())
+
+
+def _listeners(port: int) -> list[int]:
+    """The processes that listen on a port of TCP, as far as they can be looked at."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    found = []
+    for process in _PROC.iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and inodes & _files(process / "fd"):
+                found.append(int(process.name))
+    return found
+
+
+def _files(folder: Path) -> set[str]:
+    """What the descriptors in a folder of /proc point to."""
+    found = set()
+    for link in folder.iterdir():
+        with suppress(OSError):
+            found.add(os.readlink(link))
+    return found
+
+
+# What can go wrong, one function each: what a process does to itself, its data, or its store.
+
+EXIT_CODE = 3  # of "exit"
+
+
+class InjectedError(Exception):
+    """The error of the faults "raise" and "torn"."""
+
+
+class Moment(NamedTuple):
+    """When and where a fault happens."""
+
+    point: Point
+    where: str  # in words
+    draw: random.Random
+    seconds: float  # how long what passes lasts
+    end: ExitStack  # closed when the block of `inject` ends
+
+
+def _raise(moment: Moment) -> None:
+    raise InjectedError(f"injected {moment.where}")
+
+
+def _exit(moment: Moment) -> None:
+    sys.exit(EXIT_CODE)
+
+
+def _signal(number: int) -> Callable[[Moment], None]:
+    return lambda moment: os.kill(os.getpid(), number)
+
+
+def _interrupt(moment: Moment) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def _abort(moment: Moment) -> None:
+    _write_no_core()
+    os.abort()
+
+
+def _segfault(moment: Moment) -> None:
+    _write_no_core()
+    ctypes.string_at(0)
+
+
+def _write_no_core() -> None:
+    import resource  # which not every system has
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _hold_gil(moment: Moment) -> None:
+    ctypes.PyDLL(None).usleep(int(1e6 * moment.seconds))
+
+
+def _be_slow(moment: Moment) -> None:
+    time.sleep(moment.seconds)
+
+
+def _run_out_of_memory(moment: Moment) -> None:
+    tensors = moment.point.tensors
+    torch.empty(2**60, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu")
+
+
+def _put_nan(moment: Moment) -> None:
+    found = [x for x in moment.point.tensors if x.dtype.is_floating_point and x.numel()]
+    _some_element(found, moment).fill_(float("nan"))
+
+
+def _flip_a_bit(moment: Moment) -> None:
+    found = [x for x in moment.point.tensors if x.numel() and x.dtype != torch.bool]
+    flipped = _some_element(found, moment).view(1).view(torch.uint8)
+    bit = moment.draw.randrange(8 * len(flipped))
+    flipped[bit // 8] ^= 1 << bit % 8
+
+
+def _some_element(tensors: list[Tensor], moment: Moment) -> Tensor:
+    """One element of one of them, 0-dim and in place, also under autograd."""
+    if not tensors:
+        text = f"inject: there is no tensor to change at '{moment.point.name}'"
+        fix = "take an operation that moves or writes data, such as 'hop 1' or 'opt_step'"
+        raise PlanError(message(text, fix=fix))
+    chosen = moment.draw.choice(tensors).detach()
+    return chosen.data[tuple(moment.draw.randrange(n) for n in chosen.shape)]
+
+
+def _call_something_else(moment: Moment) -> None:
+    comms = [comm for comm in moment.point.comms if comm.size > 1]
+    if not comms:
+        text = f"inject: no other rank takes part in '{moment.point.name}'"
+        fix = "take a collective over more than one rank, such as 'hop 2'"
+        raise PlanError(message(text, fix=fix))
+    tensor = torch.zeros(1, device=moment.point.tensors[0].device)
+    start_mean(comms[0], tensor, what=("", "injected wrong call", "")).wait()
+
+
+def _fill_the_disk(moment: Moment) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    moment.end.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+
+
+def _cut_off(moment: Moment) -> None:
+    moment.end.enter_context(link_down())
+
+
+def _signal_store(number: int) -> Callable[[Moment], None]:
+    def send(moment: Moment) -> None:
+        for pid in store_hosts():
+            os.kill(pid, number)
+
+    return send
+
+
+FAULTS: dict[str, Callable[[Moment], None]] = {
+    "raise": _raise,
+    "torn": _raise,
+    "exit": _exit,
+    "interrupt": _interrupt,
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "abort": _abort,
+    "segfault": _segfault,
+    "gil": _hold_gil,
+    "slow": _be_slow,
+    "oom": _run_out_of_memory,
+    "nan": _put_nan,
+    "flip": _flip_a_bit,
+    "wrong_call": _call_something_else,
+    "disk_full": _fill_the_disk,
+    "link_down": _cut_off,
+    "store_killed": _signal_store(signal.SIGKILL),
+    "store_stopped": _signal_store(signal.SIGSTOP),
+}
 
 
 class Injection:
@@ -94,7 +318,7 @@ def inject(
         "opt_step", "commit" (the state is about to be written), "save: write", "save: commit" (on
         the first rank), "load", or some of the text of a collective, such as "fetch of bucket 0" or
         "reduction", or of one of its levels, such as "all-reduce" or "over 'replicas'", which is
-        hop 2; see [Note: points] in `points`.
+        hop 2; see [Note: points] in `spans`.
       fault: "raise" (an `InjectedError`), "exit", "interrupt" (Ctrl-C), "kill", "stop" (SIGSTOP),
         "abort" and "segfault" end, stop or leave this rank. "gil" (held by a call of C) and "slow"
         delay it. "oom" asks for 2**60 bytes. "nan" and "flip" change an element, or one bit of it,
@@ -121,7 +345,7 @@ def inject(
       >>> with testing.inject(rank=0, step=2, operation="opt_step", fault="raise"):
       ...     trainer.fit([torch.ones(4, 2)], steps=3, progress=False)
       Traceback (most recent call last):
-      mics_fn.testing.faults.InjectedError: injected raise on rank 0, step 2, at opt_step
+      mics_fn.testing.injector.InjectedError: injected raise on rank 0, step 2, at opt_step
       >>> trainer.state.step
       1
     """
@@ -138,12 +362,12 @@ def inject(
     checks.number("inject", "seconds", seconds, least=0)
     name, happen = _named(fault, operation)
     injection = Injection(rank, step, operation, name, happen, seed=seed, seconds=seconds)
-    points.observers.append(injection)
+    spans.observers.append(injection)
     try:
         yield injection
         injection.warn_if_missed()
     finally:
-        points.observers.remove(injection)
+        spans.observers.remove(injection)
         injection.close()
 
 

@@ -24,7 +24,7 @@ Its words:
   ranks is the mean over samples; or the loss a `weight=`, such as its number of valid tokens.
 - A step whose loss or gradient is not finite on some rank is *refused*: it changes nothing, but the
   guard, and the third in a row raises NonFiniteError. Loss, norm, samples and tokens of all ranks
-  travel in one message of 32 bytes at the end of a step; see [Note: one message] in `optim.totals`.
+  travel in one message of 32 bytes at the end of a step; see [Note: one message] in `optim.guard`.
   On an accelerator the fused optimizers are masked there, and the host looks a step later.
 - *Buffers* of a module, such as BatchNorm's statistics, are values in `TrainState`. Those that
   share memory go on doing so; one in the memory of a parameter raises LeafError.
@@ -69,7 +69,7 @@ go back to the newest step that was saved; without one they raise LostStateError
 good. Replicas that are apart hold nothing for each other. A model with dropout goes on, but not to
 the same bits, as nobody else has the random numbers of a rank; and `fit` goes on with the next
 epoch. A rank that is lost before all have built their `Trainer` ends the job. `groups` says what
-the launcher has to do, and [Note: replicas are checkpoints] in `rejoining` how it is done.
+the launcher has to do, and [Note: replicas are checkpoints] in `resetting` how it is done.
 
 Preemption: `with mf.groups.StopRequest(groups) as stop:` around `trainer.fit(loader, steps,
 stop=stop)` lets SIGTERM or SIGUSR1, on any rank, end the loop on all ranks after the same step.
@@ -79,7 +79,7 @@ hand asks `stop.due()` after a step.
 Going on: `Trainer(checkpoint=Checkpoints(folder, every=100))` saves while it trains, and a new one
 goes on from the newest step: `trainer.fit(loader, steps=1000 - trainer.state.step)`. What it saves
 is `carried`, a value, and `take_back` puts it into another trainer; see [Note: going on in a pass]
-in `position` for the place in the data. With the same options on as many ranks it has the bits of a
+in `loop` for the place in the data. With the same options on as many ranks it has the bits of a
 run that was not cut.
 
 What is carried: all that a `Trainer` carries is a value. `carried(trainer)` gives a tree of shards
@@ -105,8 +105,8 @@ loops written by hand have it too.
 """
 
 from mics_fn.train import replicas
-from mics_fn.train.checkpoints import Checkpoints
-from mics_fn.train.data import sampler
+from mics_fn.train.carried import Checkpoints
+from mics_fn.train.loop import sampler
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.trainer import Trainer
 

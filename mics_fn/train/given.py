@@ -2,34 +2,167 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, checks, tree
-from mics_fn.collectives import SHORT_NAMES, Wire
+from mics_fn import _device, _torch, checks, spans, tree
+from mics_fn.collectives import SHORT_NAMES, Wire, collect_all
 from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
 from mics_fn.offload import where_of
-from mics_fn.optim import Guard, Transform, as_transform
-from mics_fn.schedules import OnDemand, Schedule
+from mics_fn.optim import (
+    Comparison,
+    Guard,
+    StepTotals,
+    Transform,
+    Verdict,
+    as_transform,
+    optimizer_facts,
+    same_options,
+    versions,
+)
+from mics_fn.schedules import OnDemand, Schedule, keep_all, on_demand
 from mics_fn.shards import (
+    BUCKET_BYTES,
     Precision,
     Sharded,
     check_dtype,
     check_leaves,
     check_patterns,
     dtype_name,
+    homes_of,
     is_leaf,
+    names,
     open_shards,
     owners_of,
     shard,
 )
-from mics_fn.train.defaults import bucket_bytes_for
-from mics_fn.train.syncing import ReplicaSync
+from mics_fn.train.plain import SCALE
+from mics_fn.train.program import Values
+from mics_fn.train.replicas import ReplicaSync, SyncState
 from mics_fn.tree import Tree
+
+# Defaults of `Trainer`: the size of buckets, and the schedules for its memory budget.
+
+
+def schedules_for(
+    live_bytes: float | str | None, prefetch: int, full_bytes: int, home: Groups
+) -> tuple[OnDemand, OnDemand]:
+    """A policy for training, and one for evaluation, which uses parameters in another order."""
+    if isinstance(live_bytes, str) and live_bytes == "auto":
+        live_bytes = _quarter_of_memory(home)
+    budget = None if live_bytes is None else checks.nbytes("Trainer", "live_bytes", live_bytes)
+    if budget is None or budget >= full_bytes:
+        return OnDemand(None, 0, at_once=True, lets_go=True), keep_all()
+    training, evaluation = (on_demand(live_bytes=budget, prefetch=prefetch) for _ in range(2))
+    return training, evaluation
+
+
+def bucket_bytes_for(params: Tree, home: Groups) -> int:
+    """A size that gives a model several buckets to overlap, each large enough for the network."""
+    if home.world_size == 1:
+        return BUCKET_BYTES
+    leaves = {id(x): x for x in tree.flatten(params)[0] if isinstance(x, Tensor)}
+    nbytes = sum(x.nbytes for x in leaves.values() if x.is_floating_point())
+    return min(BUCKET_BYTES, max(2**20, nbytes // 16))
+
+
+def _quarter_of_memory(home: Groups) -> int:
+    """A quarter of the memory of the rank that has least; the same number on all ranks."""
+    found = _device.total_memory(home.device)
+    if not _device.is_async(home.device):  # the ranks of a machine share its memory
+        found //= home.plan.topology.sizes[-1]
+    mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
+    return int(min(other.item() for other in collect_all(home, mine).values()))
+
+
+# What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
+
+
+def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> None:
+    """Compare the options of a `Trainer` between ranks.
+
+    Args:
+      trainer: the `Trainer`, with its state.
+      params: the tree of shards that it trains.
+      groups: as for `shard`.
+      guard: the guard to compare, which need not be that of the trainer yet.
+
+    Communication: that of `same_options`.
+
+    Raises:
+      DesyncError: ranks have other options.
+    """
+    homes = list(dict.fromkeys(homes_of("Trainer", groups, params)))
+    several = any(home.partition_size * home.num_replicas > 1 for home in homes)
+    facts = _facts(trainer, names(params), several) | {
+        "deterministic": f"{trainer.deterministic}",
+        "recoverable": f"{trainer.recoverable}",
+        "placement": "; ".join(home.describe() for home in homes),
+    }
+    held = [f.name for f in fields(guard) if f.repr]  # the others change from step to step
+    facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in held})
+    same_options("Trainer", facts, homes)
+
+
+def lasting_options(trainer: Any) -> dict[str, str]:
+    """The options that a run which goes on must share, and the versions, as texts by name.
+
+    Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
+    """
+    guard, scale = trainer.guard, trainer.guard.scale
+    changes = {*SCALE} if scale.kind == "dynamic" else {*SCALE} - {"value"}
+    fixed = [f.name for f in fields(scale) if f.name not in changes]
+    rest = [f.name for f in fields(guard) if f.name != "scale" and f.repr]
+    facts = _facts(trainer, names(trainer.state.params), several=False)
+    facts |= _under("guard ", {name: f"{getattr(guard, name)}" for name in rest})
+    facts |= _under("guard scale ", {name: f"{getattr(scale, name)}" for name in fixed})
+    return {**facts, **versions()}
+
+
+def _facts(trainer: Any, paths: Sequence[str], several: bool) -> dict[str, str]:
+    """The options that ranks and later runs must share."""
+    transform, sync = trainer.state.transform, trainer.replica_sync
+    facts = {
+        "accumulate": f"{trainer.accumulate}",
+        "grad_dtype": f"{trainer.grad_dtype}",
+        "precision": f"{trainer.precision}" or "as given",
+        "replica_sync": sync.name,
+    }
+    facts |= {"weight": "a function"} if trainer.weight is not None else {}
+    facts |= _under("", optimizer_facts("Trainer", transform, paths, several))
+    return facts if sync.facts is None else facts | _under("outer ", sync.facts(paths))
+
+
+def _under(head: str, facts: Mapping[str, str]) -> dict[str, str]:
+    return {f"{head}{name}": text for name, text in facts.items()}
+
+
+def start_comparison(trainer: Any, buffers: Sequence[str]) -> Comparison | None:
+    """Start to compare replicas if it is due before this step; None if it is not.
+
+    Replicas that are apart are equal after a merge alone, and only in their parameters.
+
+    Args:
+      trainer: the `Trainer`, with its state.
+      buffers: the names of those that are averaged over ranks.
+
+    Communication: that of `same_replicas`.
+    """
+    if spans.observers:
+        spans.passing("step", trainer.state.step + 1)
+    sync, step, every = trainer.replica_sync, trainer.sync_state.step, trainer.check_replicas
+    if sync.apart:
+        every = -(-every // sync.every) * sync.every
+    if not every or not step or step % every:
+        return None
+    names, whole = ([], False) if sync.apart else (buffers, True)
+    return Comparison("Trainer", trainer.state, trainer.groups, names, moments=whole)
+
 
 _COUNT = "return of how many things the loss of this batch is the mean, such as its valid tokens"
 _FUNCTION = "write loss_fn(params, batch), with full tensors as params, and return one number"
@@ -378,3 +511,43 @@ def homes_for(groups: Any, params: Tree, deterministic: bool) -> tuple[Any, Grou
         by_path = {path: ordered[home] for path, home in zip(paths, found, strict=True)}
         groups, found = by_path.__getitem__, list(by_path.values())
     return groups, groups if isinstance(groups, Groups) or not found else found[0]
+
+
+# This rank as a member of its job, which may go on with other processes after a fault.
+
+
+class Masked(NamedTuple):
+    """A step that a device may not have taken; see [Note: masked steps] in `optim.optimizers`."""
+
+    totals: StepTotals  # they say whether it was
+    before: list[Any]  # the leaves of the optimizer's state before it that are no tensors
+
+
+class Ready(NamedTuple):
+    """All that a rank needs to write a step without any other rank."""
+
+    verdict: Verdict
+    buffers: Values  # those after the step
+    sync: SyncState  # if it is taken
+    masked: Masked | None = None  # if the host does not know yet whether it is
+
+
+@dataclass(eq=False)
+class Member:
+    """What a `Trainer` knows of its job, besides what it trains; steps and `reset` change it.
+
+    Args:
+      home: the first of its groups, whose ranks share buffers and metrics.
+      compared: whether all ranks are known to be at one step; replicas that are apart need not be.
+      lost: whether this rank is to take its state from others.
+      ready: what is left to do of a step that all ranks can write; None if nothing is.
+      merges: whether the last step is written, and the merge of replicas after it is left to do.
+      masked: the last step, as long as the host has not looked whether it was taken.
+    """
+
+    home: Groups
+    compared: bool
+    lost: bool
+    ready: Ready | None = None
+    merges: bool = False
+    masked: Masked | None = None

@@ -7,13 +7,15 @@ JSON has no tuples, and its dicts are the only things with names. So here a dict
 import random
 import sys
 import warnings
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mics_fn import _device
 from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.optim import Guard
 
 _SIMPLE = (bool, int, float, str, type(None))
 _KEY = "key"  # of the state of numpy's Mersenne twister
@@ -163,3 +165,90 @@ def _plain_numpy(state: Any) -> dict[str, Any]:
     inner = state["state"]
     rest = {"has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
     return {_KEY: torch.tensor(inner[_KEY].tolist()), "pos": int(inner["pos"]), **rest}
+
+
+# What changes in a guard from step to step, as numbers that ranks and later runs take over.
+
+SCALE = ("value", "credits", "good_steps", "overflows")  # what changes in a `LossScale`
+COUNTS = ("in_row", "skipped")  # and in the guard itself
+
+
+def guard_numbers(guard: Guard) -> tuple[list[Any], list[float] | None]:
+    """What changes in a guard from step to step: those of its scale and its own; the watch's norms.
+
+    JSON keeps every bit of them.
+    """
+    norms = guard.spike and list(guard.spike.norms)
+    own = [getattr(guard, name) for name in COUNTS]
+    return [*(getattr(guard.scale, name) for name in SCALE), *own], norms
+
+
+def with_numbers(guard: Guard, scale: list[Any], norms: list[float] | None) -> Guard:
+    """The guard with what `guard_numbers` gave of one like it."""
+    spike = guard.spike and replace(guard.spike, norms=tuple(norms or ()))
+    found = dict(zip((*SCALE, *COUNTS), scale, strict=True))
+    changed = replace(guard.scale, **{name: found.pop(name) for name in SCALE})
+    return replace(guard, scale=changed, spike=spike, **found)
+
+
+# What a `Trainer` asks of an object that saves it.
+
+
+class Checkpoint(Protocol):
+    """Saves a `Trainer` and lets it go on; `Trainer(checkpoint=)` calls it, on all ranks alike.
+
+    What there is to save is `carried(trainer)`, and `take_back` puts it into another trainer; see
+    `mics_fn.train.carried`. Each method may call collectives on the trainer's groups, since all
+    ranks are at the same place. If one raises on a rank, it has to raise on all of them. An object
+    that has `took_back(trainer)` hears of each `take_back`, which may go back to an older step.
+    """
+
+    def begin(self, trainer: Any) -> bool:
+        """Called at the end of `Trainer.__init__`: load the newest step, and say if there was one.
+
+        `Trainer.reset` calls it, too, where no replica holds what a lost rank had. What it raises
+        leaves `Trainer.__init__`, and there is no trainer then.
+        """
+        ...
+
+    def reset(self, trainer: Any) -> None:
+        """Called by `Trainer.reset`, with all ranks at one step: forget what was under way."""
+
+    def after(self, trainer: Any) -> None:
+        """Called at the end of each `step`, in `fit` or by hand, also of one that was refused.
+
+        State, guard, sync state and the position in the data are those behind this step; the
+        number of calls is `trainer.sync_state.step`. The next step writes into the memory of the
+        state, so what is to be saved must be copied or written before it returns. After a step that
+        raised it is not called: that step was not taken on some rank, or the program is to end.
+        What it raises leaves `step`, whose result is lost, while the step remains done.
+        """
+
+    def save(self, trainer: Any) -> None:
+        """Called when a `StopRequest` ends a `fit`: save now, and wait for it."""
+
+    def close(self) -> None:
+        """Called when a `fit` has ended, but not by an error: wait for a save under way.
+
+        Another `fit` may follow, so the object is used again.
+        """
+
+
+class NothingSaved:
+    """A `Checkpoint` that does nothing: what a `Trainer` has if it is given none."""
+
+    def begin(self, trainer: Any) -> bool:
+        """Return False: there is nothing to load."""
+        return False
+
+    def reset(self, trainer: Any) -> None:
+        """Do nothing: there is nothing to forget."""
+
+    def after(self, trainer: Any) -> None:
+        """Do nothing."""
+
+    def save(self, trainer: Any) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to wait for."""

@@ -1,24 +1,324 @@
 """A model or a loss function as one call, from full parameters to the loss and its backward.
 
 Modules are read and never changed: `functional_call` swaps parameters into a copy on meta.
+
+[Note: shared buffers] A buffer that two modules hold is one tensor under two names, and several
+buffers may be views of the same memory, so that one module reads what the other writes. A step
+begins with copies that share memory in the same way, even if the state has been copied tensor by
+tensor. If a module assigns a new tensor to a name, that name no longer shares memory, as in any
+module.
 """
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import isroutine
+from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import DataLoader
 
-from mics_fn import checks, points
+from mics_fn import checks, spans
+from mics_fn.collectives import SHORT_NAMES, mean_over_ranks
 from mics_fn.deferred import check_loss
 from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
-from mics_fn.shards import Precision
-from mics_fn.train.buffers import ModuleBuffers, Values
-from mics_fn.train.casting import Casting
+from mics_fn.shards import (
+    PLAIN,
+    MemoryPlace,
+    Precision,
+    each_once,
+    leaves_of,
+    map_contents,
+    overlaps,
+)
 from mics_fn.tree import Tree
+
+# Batches: moved to the device, cut into micro-batches, counted.
+
+_KINDS = "tensors in tuples, lists, mappings, dataclasses and registered pytree nodes"
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device.
+
+    Raises:
+      TreeError: it is None, or what gives batches; or it holds no sample, whose mean would be NaN.
+      TreeError: it holds an object that cannot be opened and has no `.to` of its own.
+    """
+    if batch is None:
+        fix = "return a batch from what makes them, such as the collate_fn of a DataLoader"
+        raise TreeError(message("Trainer: the batch is None", fix=fix))
+    _refuse_makers(batch)
+    rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
+    if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
+        fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
+        raise TreeError(message("Trainer: the batch has no sample", fix=fix))
+
+    def moved(x: Any, path: str) -> Any:
+        if isinstance(x, Tensor):
+            return x.to(device, non_blocking=True)
+        if device.type == "cpu" or isinstance(x, PLAIN) or _is_numpy(x):
+            return x
+        if not callable(getattr(x, "to", None)):
+            text = f"Trainer: {path} is {type(x).__name__}, which cannot be moved to {device}"
+            raise TreeError(message(text, fix=f"give it a method to(device), or use {_KINDS}"))
+        return x.to(device)
+
+    return map_contents(moved, batch, "batch")
+
+
+def _refuse_makers(batch: Any) -> None:
+    """Raise TreeError for what gives batches in the place of a batch."""
+    if isinstance(batch, DataLoader | Iterator):
+        text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
+        fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
+        raise TreeError(message(text, fix=fix))
+    if isinstance(batch, type | partial) or isroutine(batch):
+        text = "Trainer: the batch is a function"
+        raise TreeError(message(text, fix="pass what it returns"))
+
+
+def cut(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into equal micro-batches along dim 0.
+
+    Lists of strings with one string per sample, as torch's loader makes them, are cut as well.
+    Anything else that holds no tensor goes to each micro-batch.
+
+    Raises:
+      TreeError: a tensor's dim 0 is not a multiple of `parts`, or an object cannot be opened.
+    """
+    if parts == 1:
+        return [batch]
+    samples, _ = count(batch)
+
+    def texts(x: Any) -> bool:
+        fits = type(x) in (list, tuple) and len(x) == samples
+        return fits and all(isinstance(each, str | bytes) for each in x)
+
+    def check(x: Any, path: str) -> Any:
+        if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % parts):
+            text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
+            raise TreeError(message(text, fix="make dim 0 a multiple of accumulate"))
+        if not isinstance(x, (Tensor, *PLAIN)) and not texts(x):
+            text = f"Trainer.step: {path} is {type(x).__name__}, which cannot be cut in {parts}"
+            raise TreeError(message(text, fix=f"use {_KINDS}, or accumulate=1"))
+        return x
+
+    def part(x: Any, i: int) -> Any:
+        if isinstance(x, Tensor):
+            return x.chunk(parts)[i]
+        n = samples // parts
+        return x[i * n : (i + 1) * n] if texts(x) else x
+
+    map_contents(check, batch, "batch", texts)
+    return [map_contents(lambda x, _, i=i: part(x, i), batch, is_leaf=texts) for i in range(parts)]
+
+
+def count(batch: Any) -> tuple[int, int]:
+    """The number of samples and of tokens in a batch; see `StepMetrics`."""
+    tensors = [x for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
+    ints = next((x for x in tensors if not x.is_floating_point() and x.ndim > 1), None)
+    return (tensors[0].shape[0] if tensors else 1), (0 if ints is None else ints.numel())
+
+
+def _is_numpy(x: Any) -> bool:
+    """Whether a value comes from numpy, so that it stays on the CPU."""
+    return type(x).__module__ == "numpy"
+
+
+# The buffers of a module as values: copied at each step, averaged over ranks after it.
+
+Values = dict[str, Tensor]
+
+
+class ModuleBuffers:
+    """Which buffers of a module are averaged, and which share memory.
+
+    Args:
+      params: the module's parameters by name.
+      buffers: the module's buffers by name.
+      saved: the module's state dict, whose names tell which buffers are persistent.
+
+    Raises:
+      LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype; or a
+        persistent one is float8, which no mean over ranks has; or torch cannot copy it.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
+    ) -> None:
+        names, self.shared = [*params, *buffers], []
+        for name, x in buffers.items():
+            _check_copied(name, x)
+        for group in overlaps([*params.values(), *buffers.values()]):
+            here = {names[i]: buffers[names[i]] for i in group if i >= len(params)}
+            if here and len(here) < len(group):
+                self._refuse(names[group[0]], next(iter(here)), "parameter", "which moves")
+            if len({x.dtype for x in here.values()}) > 1:
+                first, second, *_ = here
+                self._refuse(first, second, "buffer", "of another dtype")
+            if here:
+                self.shared.append({name: MemoryPlace.of(x) for name, x in here.items()})
+        persistent = {name for name in buffers if name in saved}
+        for group in self.shared:
+            persistent |= set(group) if persistent & set(group) else set()
+        numbers = [k for k, x in buffers.items() if x.is_floating_point() or x.is_complex()]
+        self.averaged = [name for name in numbers if name in persistent]
+        for name in self.averaged:
+            dtype = buffers[name].dtype
+            if (dtype.to_real() if dtype.is_complex else dtype) not in SHORT_NAMES:
+                text = f"Trainer: buffer {name!r} is {dtype}, which has no mean over ranks"
+                fix = "keep it as bfloat16, or register it with persistent=False"
+                raise LeafError(message(text, fix=fix))
+
+    @staticmethod
+    def _refuse(first: str, second: str, kind: str, which: str) -> None:
+        text = f"Trainer: buffer {second!r} lies in the memory of {kind} {first!r}, {which}"
+        raise LeafError(message(text, fix="clone it, or take the view of it in forward"))
+
+    def copies(self, values: Values) -> Values:
+        """Copies that share memory as the module's buffers do; see [Note: shared buffers]."""
+        found: Values = {}
+        for group in self.shared:
+            start = min(place.offset for place in group.values())
+            stop = max(place.stop for place in group.values())
+            memory = values[next(iter(group))].new_empty(stop - start)
+            for name, place in group.items():
+                view = memory.as_strided(place.size, place.stride, place.offset - start)
+                once = each_once(view)
+                once.copy_(values[name][tuple(slice(n) for n in once.shape)])
+                found[name] = view
+        return {name: found[name] if name in found else x.clone() for name, x in values.items()}
+
+    def replaced(self, names: list[str]) -> None:
+        """Take note of buffers to which modules assigned new tensors."""
+        for group in self.shared:
+            for name in names:
+                group.pop(name, None)
+        self.shared = [group for group in self.shared if len(group) > 1]
+
+    def average(self, values: Values, home: Groups) -> Values:
+        """The values with persistent buffers of floats and complex numbers averaged over ranks.
+
+        Communication: for each dtype one mean of all of them, over each of the two groups.
+        """
+        if home.world_size == 1:
+            return values
+        for dtype in dict.fromkeys(values[name].dtype for name in self.averaged):
+            mine = [name for name in self.averaged if values[name].dtype == dtype]
+            flat = torch.cat([values[name].flatten() for name in mine])
+            sizes = [values[name].numel() for name in mine]
+            real = torch.view_as_real(flat.resolve_conj()) if dtype.is_complex else flat
+            mean = mean_over_ranks(home, real.flatten()).view(real.shape)
+            means = (torch.view_as_complex(mean) if dtype.is_complex else mean).split(sizes)
+            for name, mean in zip(mine, means, strict=True):
+                values[name] = mean.view(values[name].shape)
+        return self.copies(values) if self.shared else values
+
+
+def _check_copied(name: str, x: Tensor) -> None:
+    """Raise LeafError unless each step can begin with a copy of a buffer."""
+    wrong = "nested" if x.is_nested else "quantized" if x.is_quantized else ""
+    try:
+        torch.empty(0 if wrong else 1, dtype=x.dtype).clone()
+    except RuntimeError:
+        wrong = f"{x.dtype}, of which torch makes no copies"
+    if wrong:
+        text = f"Trainer: buffer {name!r} is {wrong}"
+        raise LeafError(message(text, fix="keep the numbers that it stands for in buffers"))
+
+
+# A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.
+
+
+class Casting:
+    """Takes the place of a module in a loss: calls are cast, everything else reaches the module.
+
+    The calls of the module itself are cast, those of the methods that its class adds to
+    `nn.Module`, and those of its submodules, whether they are reached by name, index or iteration.
+    Nothing is cast inside a call. For `isinstance` a stand-in has the class of its module.
+
+    Args:
+      module: the module, which also receives assignments to attributes.
+      precision: float tensors among the arguments of a call are cast to its `compute`, and those in
+        the result to its `output`.
+
+    Example:
+      >>> layers = nn.Sequential(nn.Linear(2, 2).bfloat16())
+      >>> model = Casting(layers, Precision.parse("compute=bf16"))
+      >>> model(torch.ones(1, 2)).dtype, model[0](torch.ones(1, 2)).dtype
+      (torch.bfloat16, torch.bfloat16)
+      >>> len(model), isinstance(model, nn.Sequential)
+      (1, True)
+    """
+
+    __slots__ = ("_module", "_precision")
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        # Plain assignments would set attributes of the module.
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_precision", precision)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cast(self._module)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._stand_in(getattr(self._module, name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value._module if type(value) is Casting else value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._stand_in(self._module[key])  # pyright: ignore[reportIndexIssue]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._stand_in, iter(self._module))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def __len__(self) -> int:
+        return len(self._module)  # pyright: ignore[reportArgumentType]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._module  # pyright: ignore[reportOperatorIssue]
+
+    def __bool__(self) -> bool:
+        return bool(self._module)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
+
+    def __repr__(self) -> str:
+        return repr(self._module)
+
+    def _stand_in(self, value: Any, name: str = "") -> Any:
+        """The stand-in for a submodule or a method; any other value as it is."""
+        if isinstance(value, nn.Module):
+            return Casting(value, self._precision)
+        added = isinstance(value, MethodType) and not hasattr(nn.Module, name)
+        if added or (name == "forward" and callable(value)):
+            return self._cast(value)
+        return value
+
+    def _cast(self, call: Callable) -> Callable:
+        @wraps(call, updated=())  # a module's attributes are not those of its call
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._precision.cast_inputs((args, kwargs))
+            return self._precision.cast_output(call(*args, **kwargs))
+
+        return cast
+
 
 _PASS_LOSS = "pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
 _NAMED = "name the arguments of forward in the batch, or pass loss=: it is given (model, batch)"
@@ -186,8 +486,8 @@ def program_of(
     Raises:
       TreeError: a loss function comes without `params`, or with another `loss`.
     """
-    if points.observers:
-        points.passing("build: Trainer")
+    if spans.observers:
+        spans.passing("build: Trainer")
     if isinstance(model, nn.Module):
         return ModuleProgram(model, loss, precision)
     if params is None or loss is not None:

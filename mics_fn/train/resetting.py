@@ -7,34 +7,268 @@ steps with those that were refused. One that is behind takes what it lacks from 
 Replicas that are apart have states of their own. If one of them is behind, for it the steps that
 the others have taken count as refused; and a merge that has failed is made again. If a rank has no
 state, or the ranks of a replica are at different steps, nobody holds what is missing.
-Ranks that come back have nothing; see [Note: replicas are checkpoints] in `rejoining`.
+Ranks that come back have nothing; see [Note: replicas are checkpoints] in `resetting`.
+
+[Note: replicas are checkpoints] Every rank of a replication group holds the same shards and the
+same optimizer state. So a rank that was killed and comes back, or a whole partition group of them,
+takes its part from one that still has it: each part travels once, over the links of hop 2. No step
+is lost as long as one rank of each replication group holds the newest state. If none does, all
+ranks raise LostStateError on groups that are good, and can go on from a state that was saved.
+
+Leaves that are not trained do not travel: a rank that comes back has made them again, as its script
+says. So they are compared between replicas, and all ranks raise if they are not the same.
+
+[Note: steps written together] A rank that is killed in the last collectives of a step may have let
+some ranks finish it and others not, and the newest state may then be nowhere in full. With
+`recoverable=True` every rank says, before it writes a step, that it has all that it needs to do so,
+and writes only once all have said it. If one is killed meanwhile, each of the others either has
+written the step or can do so later, on new groups, from what it has kept.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mics_fn import checks, tree
 from mics_fn.collectives import collect_bytes
-from mics_fn.errors import CollectiveError, LostStateError, PeerFailed, name_ranks
-from mics_fn.groups import Groups, replaced
-from mics_fn.log import LOG
-from mics_fn.optim import same_step
-from mics_fn.shards import is_leaf
-from mics_fn.train.guarding import with_numbers
-from mics_fn.train.passes import Epochs
-from mics_fn.train.rejoining import (
-    Said,
-    refuse_apart,
-    refuse_own_state,
-    rejoin,
-    told_by_all,
-    torn,
+from mics_fn.errors import (
+    CollectiveError,
+    LostStateError,
+    OffloadError,
+    PeerFailed,
+    TornStepError,
+    message,
+    name_ranks,
+    rank_lines,
 )
-from mics_fn.train.syncing import has_own_state
-from mics_fn.train.writing import merge
+from mics_fn.groups import Groups, errors_told, replaced
+from mics_fn.optim import Comparison, handed_over, same_step
+from mics_fn.schedules import OnDemand
+from mics_fn.shards import any_lost, is_leaf, reclaimed
+from mics_fn.spans import LOG
+from mics_fn.train.given import compare_options
+from mics_fn.train.loop import Epochs
+from mics_fn.train.plain import guard_numbers, with_numbers
+from mics_fn.train.replicas import has_own_state
+from mics_fn.train.stepping import merge, write
 from mics_fn.tree import Tree
+
+# Ranks that lack the newest state take it from their replicas, as those that come back do.
+
+_POLICY = ("live_bytes", "prefetch", "at_once", "lets_go")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says of itself on new groups; JSON keeps every bit of it."""
+
+    calls: int  # steps, including those that were refused
+    step: int
+    scale: list[Any]
+    norms: list[float] | None
+    back: bool  # whether its state is that of a process that has just begun
+    cut: bool  # whether its state is lost, as a write of it was cut short
+    ready: bool  # whether it has kept what it needs to write one more step
+    merges: bool  # whether a merge of replicas is left to do of its last step
+    epoch: int | None  # of the last pass of `fit`
+    policies: list[list[Any] | None]  # for training and evaluation
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """How far it has come."""
+        return self.calls, self.step
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has no state."""
+        return self.back or self.cut
+
+
+def told_by_all(trainer: Any) -> dict[int, Said]:
+    """What each rank says of itself, by global rank.
+
+    Communication: two small all-gathers over each of the two groups.
+    """
+    policies = trainer.schedule, trainer.eval_schedule
+    mine = [
+        trainer.sync_state.step,
+        trainer.state.step,
+        *guard_numbers(trainer.guard),
+        trainer.member.lost,
+        any_lost((trainer.state, trainer.sync_state)),
+        trainer.member.ready is not None,
+        trainer.member.merges,
+        trainer.epochs.epoch,
+        [_limits(policy) for policy in policies],
+    ]
+    said = collect_bytes(trainer.member.home, json.dumps(mine).encode())
+    return {rank: Said(*json.loads(text)) for rank, text in said.items()}
+
+
+def _limits(policy: Any) -> list[Any] | None:
+    """The numbers of a policy that a rank may have taken from its own machine."""
+    if not isinstance(policy, OnDemand) or policy.planner is not None:
+        return None
+    return [getattr(policy, name) for name in _POLICY]
+
+
+def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
+    """Bring all ranks to the newest state that some have, if some are lost or ready to write.
+
+    Args:
+      trainer: the `Trainer`, on new groups; its state, guard and place in the data are replaced.
+      found: what each rank says.
+      heal: whether ranks may take what they lack.
+
+    Raises:
+      LostStateError, TornStepError, DesyncError: on all ranks; see `Trainer.reset`.
+    """
+    member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
+    home = member.home
+    if not whole:
+        raise _no_replica(home, found, [], "all ranks have just begun")
+    newest = max(found[rank].at for rank in whole)
+    ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
+    if home.rank in ready:
+        write(trainer, member.ready)
+    member.ready = None
+    have = [rank for rank in whole if rank in ready or found[rank].at == newest]
+    needy = [rank for rank in home.ranks if rank not in have]
+    if needy:
+        if not heal:
+            raise torn(found)
+        _take(trainer, found, have, needy)
+    trainer.state = same_step(trainer.state, trainer.groups)
+
+
+def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: list[int]) -> None:
+    """Let some ranks take state, guard and position in the data from those that have them."""
+    member, lost = trainer.member, [rank for rank in needy if found[rank].lost]
+    home = member.home
+    _check_one_home(trainer.groups, home, found, lost)
+    sources: dict[int, int] = {}
+    for place in range(home.partition_size):
+        ranks = home.ranks[place :: home.partition_size]
+        holders = [rank for rank in ranks if rank in have]
+        takers = [rank for rank in ranks if rank in needy]
+        if takers and not holders:
+            raise _no_replica(home, found, have, "no replica holds all of the newest state")
+        sources |= {rank: holders[i % len(holders)] for i, rank in enumerate(takers)}
+    guide = max((found[rank] for rank in have), key=lambda said: said.at)
+    mine, own = found[home.rank], reclaimed(trainer.state)
+    behind = trainer.sync_state.step < guide.calls or mine.lost
+    guard = trainer.guard
+    if behind:
+        guard = with_numbers(guard, guide.scale, guide.norms)
+    if lost:
+        compare_options(trainer, own.params, trainer.groups, guard)
+    if home.position == 0:
+        pairs = ", ".join(f"rank {to} from rank {source}" for to, source in sources.items())
+        came = f"{name_ranks(lost)} had no state; " if lost else ""
+        LOG.info("reset: %sall go on at step %d; state of %s", came, guide.step, pairs)
+    state = handed_over(own, home, sources, in_place=mine.lost)
+    if home.rank in sources:
+        trainer.ahead, trainer.guard, member.masked = state, guard, None
+        trainer.sync_state = replace(trainer.sync_state, step=guide.calls)
+        trainer.epochs.took()  # the batch of a step that failed here is used, after all
+    if member.lost:
+        trainer.epochs.begin_after(guide.epoch)
+        trainer.schedule = _limited(trainer.schedule, guide.policies[0])
+        trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
+        member.lost = False
+    if lost:
+        with errors_told(OffloadError):  # leaves may lie in files
+            compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
+        compared.finish("raise")
+
+
+def _check_one_home(
+    groups: Any, home: Groups, found: Mapping[int, Said], lost: Sequence[int]
+) -> None:
+    """Raise unless all leaves live on the same groups, which have all replicas."""
+    homes = {} if callable(groups) else dict.fromkeys(tree.flatten(groups)[0])
+    if list(homes) != [home]:
+        why = "leaves live on several groups, whose replicas are other ranks"
+        raise _no_replica(home, found, [], why) if lost else torn(found)
+
+
+def _limited(policy: Any, limits: list[Any] | None) -> Any:
+    """A policy with the numbers of another rank's, so that both plan the same."""
+    mine = _limits(policy)
+    if mine is None or limits is None or mine == limits:
+        return policy
+    return OnDemand(**dict(zip(_POLICY, limits, strict=True)))
+
+
+def refuse_apart(home: Groups, found: Mapping[int, Said]) -> None:
+    """Raise LostStateError if replicas with states of their own lack a part of one."""
+    apart, p, ranks = "replicas are apart, so each has a state of its own", home.partition_size, []
+    for start in range(0, len(found), p):
+        replica = home.stacked_ranks[start : start + p]
+        lost = [rank for rank in replica if found[rank].lost]
+        alike = len({(found[rank].at, found[rank].merges) for rank in replica}) == 1
+        ranks += lost or ([] if alike else replica)
+    newest = max(said.calls for said in found.values())
+    merged = {said.merges for said in found.values() if said.calls == newest}
+    if not ranks and len(merged) > 1:
+        apart, ranks = "only some ranks have merged after the last step", list(found)
+    elif ranks and not any(said.lost for said in found.values()):
+        apart = f"{apart}, and ranks of one are at different steps"
+    if ranks:
+        raise _gone(found, apart, [f"rank {rank} {_place(found[rank])}" for rank in ranks])
+
+
+def refuse_own_state(home: Groups, found: Mapping[int, Said], name: str) -> None:
+    """Raise LostStateError if a rank lacks what hop 2 keeps on that rank alone."""
+    newest = max(said.at for said in found.values())
+    if any(said.lost or (said.at != newest and not said.ready) for said in found.values()):
+        why = f"{name} keeps a state on each rank that no other one has"
+        raise _no_replica(home, found, [], why)
+
+
+def _no_replica(
+    home: Groups, found: Mapping[int, Said], have: Sequence[int], why: str
+) -> LostStateError:
+    """The error that names the parts that nobody holds."""
+    lines, p = [], home.partition_size
+    for place in range(p):
+        ranks = home.ranks[place::p]
+        if not set(ranks) & set(have):
+            states = [f"rank {rank} {_place(found[rank])}" for rank in ranks]
+            lines.append(f"part {place + 1} of {p}: {', '.join(states)}")
+    return _gone(found, why, lines)
+
+
+def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateError:
+    """The error of a state that no rank holds, with the saves to go on from."""
+    what = "Trainer.reset: no replica holds the state that a lost rank had"
+    if not any(said.lost for said in found.values()):
+        what = "Trainer.reset: no replica holds the newest state"
+    newest = max(said.step for said in found.values())
+    fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
+    fix += "; with checkpoint= the Trainer goes back to the newest by itself"
+    return LostStateError(message(f"{what}: {why}", lines, fix))
+
+
+def _place(said: Said) -> str:
+    if said.cut:
+        return f"was cut short while it wrote step {said.step + 1}"
+    merges = ", before its merge" if said.merges else ""
+    return "came back without it" if said.back else f"is at step {said.step}{merges}"
+
+
+def torn(found: Mapping[int, Said]) -> TornStepError:
+    """The error of ranks that are at different steps."""
+    texts = {
+        rank: "lost" if said.lost else f"step {said.step}, in {said.calls} calls"
+        for rank, said in found.items()
+    }
+    fix = "pass heal=True, or go back to a state that all ranks have saved"
+    return TornStepError(
+        message("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
+    )
+
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed
 

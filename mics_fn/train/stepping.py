@@ -1,34 +1,258 @@
-"""One step of a `Trainer`: micro-steps, both hops, the guard, and the optimizer's step."""
+"""One step of a `Trainer`: micro-steps, both hops, the guard, and the optimizer's step.
+
+[Note: steps that overlap hop 2] With `overlap_step=True` a bucket is stepped while others are still
+reduced, unless something has to be known of all gradients before: a guard with a limit or one that
+may refuse, as the default one does; a mean of buffers; or a hop 2 of one's own. A bucket that is
+written cannot be taken back, so a step is refused as a whole only if all of it is known: this needs
+`Guard(on_nonfinite="ignore")`, and a `Trainer` without says so. It has a price: if a rank fails in
+just these moments, others have written a part of their states. `reset` then takes whole ones from
+replicas; if all had begun to write, it raises LostStateError: go on from a checkpoint then.
+
+Where a guard has to see all, states elsewhere come meanwhile; see [Note: states come first] in
+`optim.columns`. A rank that cannot read its files has not written anything then; what is lost in them
+it takes from a replica, too.
+"""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mics_fn import _device, spans, tree
+from mics_fn.checks import check_matched
+from mics_fn.collectives import collect_all
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
-from mics_fn.optim import StepTotals, Verdict, same_step
-from mics_fn.train.batch import cut, to_device
-from mics_fn.train.buffers import Values
-from mics_fn.train.loop import learning
-from mics_fn.train.metrics import StepMetrics
-from mics_fn.train.options import start_comparison
-from mics_fn.train.weights import Weights, counted, weights_of
-from mics_fn.train.writing import (
-    comes,
-    merge,
-    overlaps,
-    reduced,
-    update,
-    update_early,
-    update_late,
+from mics_fn.offload import where_of
+from mics_fn.optim import (
+    Late,
+    Refused,
+    StepTotals,
+    TrainState,
+    Verdict,
+    init_state,
+    masked_by,
+    move,
+    opt_step,
+    same_step,
+    tell_memory,
 )
+from mics_fn.shards import Writing, is_leaf
+from mics_fn.train.given import (
+    Masked,
+    Ready,
+    compare_options,
+    start_comparison,
+    warn_of_hop2,
+    warn_of_overlap,
+)
+from mics_fn.train.loop import learning
+from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
+from mics_fn.train.program import Values, cut, to_device
 from mics_fn.tree import Tree
+
+# The end of a step of a `Trainer`: gradients are judged, and the step is written or refused.
+
+
+def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
+    """Make the states of a `Trainer` before its first step, everything in its place.
+
+    Communication: that of `compare_options`, and of the policy that merges replicas.
+    """
+    warn_of_hop2(params, trainer.replica_sync)
+    warn_of_overlap(trainer)
+    places, paths = where_of(trainer.where), tree.paths(params, "", is_leaf)
+    check_matched("Trainer: where", places.patterns, paths)
+    params = move(params, trainer.where, device=trainer.member.home.device)
+    trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
+    compare_options(trainer, params, trainer.groups, trainer.guard)
+    trainer.sync_state = trainer.replica_sync.init(params, trainer.groups)
+
+
+def overlaps(trainer: Any) -> bool:
+    """Whether buckets are stepped while others are reduced: nothing has to be known of all before.
+
+    The mean of buffers comes before the step, and on the wire behind every hop 2.
+    """
+    guard, ranks = trainer.guard, trainer.member.home.world_size
+    limits = guard.max_norm is not None or guard.max_value is not None
+    means = bool(trainer.program.buffers.averaged) and ranks > 1
+    waits = guard.decides or limits or means or trainer.replica_sync.reduce is not None
+    return trainer.overlap_step and not waits
+
+
+@torch.no_grad()
+def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
+    """`update` that steps each bucket once its hop 2 is done."""
+    if spans.watchers:
+        tell_memory(trainer.ahead)
+    verdict = Verdict(total, None, None, False, True, trainer.guard)
+    write(trainer, Ready(verdict, buffers, trainer.sync_state))
+    return verdict
+
+
+def comes(trainer: Any) -> bool:
+    """Whether a step may have to bring some of its state, on this rank or on others."""
+    return where_of(trainer.where).moves("params", "states")
+
+
+def reduced(trainer: Any, total: GradSum) -> Any:
+    """The gradients for `update`, all of them reduced; those elsewhere stay there until stepped."""
+    if not total.elsewhere or trainer.replica_sync.reduce is not None:
+        return total.grads()
+    total.wait()
+    total.arrival()  # which raises where a step has no gradient
+    return total
+
+
+@torch.no_grad()
+def update(
+    trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals
+) -> Verdict:
+    """The optimizer's step, if the guard accepts it.
+
+    Args:
+      trainer: the `Trainer`, before the step.
+      grads: what `reduced` gave; given away.
+      buffers: as this rank computed them.
+      commit: holds signals while the step is written.
+      totals: of this step.
+    """
+    if spans.watchers:  # a step that is refused ends here
+        tell_memory(trainer.ahead)
+    ready = _judged(trainer, grads, buffers, commit, totals)
+    write(trainer, ready)
+    return ready.verdict
+
+
+@torch.no_grad()
+def update_late(
+    trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals
+) -> Verdict:
+    """`update` on states elsewhere, which begin to come before gradients are reduced and judged."""
+    if spans.watchers:
+        tell_memory(trainer.ahead)
+    found: list[Ready] = []
+
+    def judged() -> Any:
+        found.append(_judged(trainer, reduced(trainer, total), buffers, commit, totals))
+        if not found[0].verdict.accept:
+            raise Refused
+        trainer.member.ready = None  # from here on a part of it may be written
+        return found[0].verdict.grads
+
+    with Writing():
+        state = trainer.ahead
+        with suppress(Refused):
+            state = opt_step(state, Late(total, judged), donate=True)
+        write(trainer, found[0], state)
+    return found[0].verdict
+
+
+def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals) -> Ready:
+    """All that is left to know of a step before it is written, and signals held from then on."""
+    settle(trainer)  # the guard counts steps in a row
+    sync, home, old = trainer.replica_sync, trainer.member.home, trainer.ahead
+    grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
+    how = {"totals": totals, "wait": not can_be_masked(trainer, grads)}
+    verdict = trainer.guard.judge(grads, trainer.groups, donate=True, **how)
+    if verdict.accept:
+        over = home if sync.due(trainer.sync_state) else sync.groups(home)
+        buffers = trainer.program.buffers.average(buffers, over)
+    masked = None
+    if verdict.found_inf is not None:
+        masked = Masked(totals, _plain(old.opt))
+        for name, new in buffers.items():
+            if new.shape == old.buffers[name].shape:
+                new.copy_(torch.where(verdict.found_inf > 0, old.buffers[name], new))
+    ready = Ready(verdict, buffers, kept, masked)
+    if trainer.recoverable:  # see [Note: steps written together] in `resetting`
+        trainer.member.ready = ready
+        collect_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
+    commit.write()  # no collective is left, but those of a merge
+    return ready
+
+
+@torch.no_grad()
+def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None:
+    """Write a step, for which no other rank is needed.
+
+    Args:
+      trainer: the `Trainer`, before the step.
+      ready: what is to be written.
+      stepped: the state after the optimizer's step, if that is done.
+    """
+    (verdict, buffers, kept, _), state, sync = ready, trainer.ahead, trainer.replica_sync
+    trainer.member.ready = None
+    with Writing():
+        if verdict.accept:
+            with masked_by(verdict.found_inf):
+                after = opt_step(state, verdict.grads, donate=True) if stepped is None else stepped
+            state = replace(after, buffers=buffers)
+        kept = kept if verdict.accept else trainer.sync_state
+        merges, member = sync.apart and sync.due(kept), trainer.member
+        kept = replace(kept, step=kept.step + 1)
+        trainer.epochs.took()
+        # Between these nothing can interrupt; see [Note: between two instructions] in `interrupts`.
+        trainer.ahead, trainer.sync_state, trainer.guard = state, kept, verdict.next
+        member.merges, member.masked = merges, ready.masked
+
+
+@torch.no_grad()
+def merge(trainer: Any) -> None:
+    """Merge replicas, if that is left to do of the last step; the state is whole until it is done.
+
+    Communication: that of `ReplicaSync.after`.
+    """
+    if not trainer.member.merges:
+        return
+    state, kept, member = trainer.ahead, trainer.sync_state, trainer.member
+    with Writing():
+        found = trainer.replica_sync.merged(state.params, kept, trainer.groups, donate=True)
+        state, kept = replace(state, params=found[0]), found[1]
+        trainer.ahead, trainer.sync_state, member.merges = state, kept, False
+
+
+def can_be_masked(trainer: Any, grads: Any) -> bool:
+    """Whether a step can be launched before the host knows if it is to be taken.
+
+    Where more than parameters, moments and buffers changes with a step, or a step writes without
+    torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
+    """
+    state, sync, masked = trainer.ahead, trainer.replica_sync, trainer.ahead.transform.masked
+    if not _device.is_async(trainer.member.home.device) or masked is None or comes(trainer):
+        return False
+    more = sync.apart or sync.reduce is not None or trainer.recoverable
+    buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
+    coded = any(x is not None and (x.state or x.codes) for x in buckets)
+    return masked(state.opt) and not (more or coded or isinstance(grads, GradSum))
+
+
+def settle(trainer: Any) -> None:
+    """Look whether the last step was taken, if it was masked, and take its counts back if not."""
+    masked, state, guard = trainer.member.masked, trainer.ahead, trainer.guard
+    if masked is None:
+        return
+    masked.totals.warn_of_unequal()
+    if not masked.totals.all_finite:
+        leaves, spec = tree.flatten(state.opt)
+        before = iter(masked.before)
+        leaves = [x if isinstance(x, torch.Tensor) else next(before) for x in leaves]
+        state = replace(state, step=state.step - 1, opt=spec.unflatten(leaves))
+        guard = guard.after_refusal()
+    trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
+
+
+def _plain(opt: Any) -> list[Any]:
+    """The leaves of an optimizer's state that are no tensors, such as counts."""
+    return [x for x in tree.flatten(opt)[0] if not isinstance(x, torch.Tensor)]
+
 
 _BACKWARD = message(
     "Trainer: the loss called backward(), which Trainer does once the loss is returned",

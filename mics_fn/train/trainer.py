@@ -1,7 +1,7 @@
 """A short stateful loop around the verbs; a hand-written step can do everything that it does."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,17 +9,16 @@ from torch import Tensor, nn
 from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
+from mics_fn.errors import GroupsError, message
 from mics_fn.groups import StopRequest, Telling, came_back
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState
 from mics_fn.schedules import OnDemand, Schedule
-from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative
-from mics_fn.train.batch import to_device
-from mics_fn.train.defaults import schedules_for
-from mics_fn.train.exporting import Exporting
+from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train.given import (
     INSTEAD,
+    Member,
     as_shards,
     check_buffers,
     check_compiled,
@@ -27,20 +26,111 @@ from mics_fn.train.given import (
     check_options,
     check_weight,
     homes_for,
+    schedules_for,
 )
-from mics_fn.train.loop import Progress, check_fit, train_for
-from mics_fn.train.member import Member
-from mics_fn.train.metrics import StepMetrics
-from mics_fn.train.passes import Epochs
-from mics_fn.train.program import program_of
-from mics_fn.train.replicas import policy_of
+from mics_fn.train.loop import Epochs, Progress, check_fit, train_for
+from mics_fn.train.metrics import StepMetrics, evaluated
+from mics_fn.train.plain import Checkpoint, NothingSaved
+from mics_fn.train.program import program_of, to_device
+from mics_fn.train.replicas import ReplicaSync, SyncState, policy_of
 from mics_fn.train.resetting import renew
-from mics_fn.train.saving import Checkpoint, NothingSaved
-from mics_fn.train.stepping import one_step
-from mics_fn.train.syncing import ReplicaSync, SyncState
-from mics_fn.train.weights import evaluated
-from mics_fn.train.writing import begin, settle
+from mics_fn.train.stepping import begin, one_step, settle
 from mics_fn.tree import Tree
+
+# What a `Trainer` gives to others: full parameters, and a state dict as plain torch has it.
+
+_SAVE = (
+    "Trainer(checkpoint=Checkpoints(folder, every=100)) saves, and goes on; for weights alone "
+    "full = trainer.state_dict() on all ranks, and torch.save(full, path) on one"
+)
+_LOAD = (
+    "Trainer(checkpoint=Checkpoints(folder)) goes on from the newest step; load weights into the "
+    "model before, or by init_model(weights=path)"
+)
+_STEP = "trainer.step(batch) is one step, with backward and optimizer; trainer.fit(loader, steps)"
+_EVAL = "trainer.eval(batch) is the loss of a batch in evaluation mode, over all ranks"
+_MODEL = "model.load_state_dict(trainer.state_dict()); your model is read once, and not changed"
+_RATE = "a rate is a function of the step: optim.adamw(optim.warmup_cosine(1e-3, 100, 1000))"
+_PARAMS = "trainer.params() are full tensors by name, trainer.state.params the shards"
+# What trainers of other libraries have, and what is there instead.
+_INSTEAD = {
+    **dict.fromkeys(("save", "save_checkpoint", "save_model", "save_state"), _SAVE),
+    **dict.fromkeys(("load", "load_checkpoint", "load_state_dict", "resume"), _LOAD),
+    **dict.fromkeys(("train", "train_step", "training_step", "backward", "zero_grad"), _STEP),
+    **dict.fromkeys(("evaluate", "validate", "test", "predict", "forward"), _EVAL),
+    **dict.fromkeys(("model", "module", "unwrap_model"), _MODEL),
+    **dict.fromkeys(("lr", "scheduler", "lr_scheduler", "param_groups"), _RATE),
+    **dict.fromkeys(("parameters", "named_parameters"), _PARAMS),
+    "optimizer": "trainer.state.opt is its state; the optimizer itself is a function of values",
+    "global_step": "trainer.state.step",
+    "log": "trainer.step returns StepMetrics, for any logger",
+    "to": "move the model before, to the device of groups",
+}
+
+
+class Exporting:
+    """The methods of a `Trainer` that export what it has trained."""
+
+    state: TrainState
+    groups: Any
+    program: Any
+
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:
+            fix = _INSTEAD.get(name, "")
+            raise AttributeError(message(f"Trainer has no attribute {name!r}", fix=fix))
+
+    def __reduce__(self) -> tuple:
+        text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
+        fix = "take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))"
+        raise GroupsError(message(text, fix=fix))
+
+    def params(self) -> Tree:
+        """Full parameters as plain tensors, on every rank, for export.
+
+        Returns:
+          The tree that was sharded; for a module a dict from name to tensor. While replicas are
+          apart they are those of this rank's replica.
+
+        Communication: as for `unshard`.
+
+        Memory: the full parameters, on the device.
+        """
+        return unshard(self.state.params, self.groups)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `model.load_state_dict` takes: full parameters and buffers, as in plain torch.
+
+        It has the names that `model.state_dict()` has, in their order: tied weights under each of
+        their names, and no buffer that is not persistent. So `strict=True` accepts it, here and in
+        a program without this library. For a model that no rank can hold, write
+        `checkpoint.save_pretrained(path, trainer.state.params, groups)` instead.
+
+        Returns:
+          A dict from name to tensor, in memory of its own, on every rank. While replicas are apart,
+          parameters and buffers are those of this rank's replica: merge them first, or take the
+          dict of one rank. Integer buffers, such as the number of batches that a BatchNorm has
+          seen, are always those of this rank.
+
+        Communication: as for `unshard`.
+
+        Memory: the full parameters and the buffers, on the device.
+
+        Raises:
+          TreeError: this `Trainer` has a loss function instead of a module.
+          LeafError: the module saves something that has no value here.
+
+        Example:
+          >>> loss = lambda model, x: model(x).sum()
+          >>> model = torch.nn.BatchNorm1d(2)
+          >>> trainer = Trainer(model, optim.sgd(0.1), make_groups(1), loss=loss)
+          >>> list(trainer.state_dict())
+          ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+          >>> model.load_state_dict(trainer.state_dict())
+          <All keys matched successfully>
+        """
+        return self.program.state_dict(self.params, self.state.buffers)
 
 
 class Trainer(Exporting):
@@ -74,7 +164,7 @@ class Trainer(Exporting):
       check_replicas: every so many steps replicas are compared bit by bit; 0 for never.
       on_drift: raise DesyncError if they differ, or "heal" as `optim.same_replicas` does.
       recoverable: write each step only once all ranks can, so that those that are left when one is
-        killed are at one step; see [Note: steps written together] in `rejoining`.
+        killed are at one step; see [Note: steps written together] in `resetting`.
       live_bytes: budget for gathered parameters, as for `on_demand`. "auto" is a quarter of the
         memory of the smallest device, or of a rank's share of the CPU's memory. With None, or if
         all parameters fit, it is as with `keep_all`, until the last backward pass: there gradients
@@ -86,7 +176,7 @@ class Trainer(Exporting):
       where: where trained leaves, the optimizer's states and sums of gradients live; see `where`.
       overlap_step: step each bucket once its hop 2 is done, while others are still reduced, with
         `guard=optim.Guard(on_nonfinite="ignore")`; see [Note: steps that overlap hop 2] in
-        `writing`.
+        `stepping`.
       replicas, source_rank, frozen: as for `shard`. These and the next three cannot be given with
         shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.

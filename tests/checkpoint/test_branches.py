@@ -17,8 +17,7 @@ import torch
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint.committed import MAX_STEP, Attempt, divided, next_name
-from mics_fn.checkpoint.directory import Folder
+from mics_fn.checkpoint.directory import MAX_STEP, Attempt, Folder, divided, next_name
 from mics_fn.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -268,22 +268,22 @@ def test_if_all_steps_are_damaged_all_ranks_raise_the_newest_error(
 
 def with_another_error(layout: Layout, folder: str) -> str:
     """One rank meets damage, another one an error of the program."""
-    from mics_fn.checkpoint import sources
+    from mics_fn.checkpoint import loading
 
     groups = groups_of(layout)
-    plain = sources.Sources.fill
+    plain = loading.Sources.fill
 
     def fill(self: Any, target: Any) -> Any:
         raise MemoryError("no memory")
 
     if groups.rank == 3:
-        sources.Sources.fill = fill
+        loading.Sources.fill = fill
     try:
         load_at(folder, groups, None, on_corrupt="previous")
     except (CheckpointError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        sources.Sources.fill = plain
+        loading.Sources.fill = plain
     return "none"
 
 

@@ -42,9 +42,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mics_fn as mf
-from mics_fn.checkpoint import dcp as ours
-from mics_fn.checkpoint import load_dcp, save_dcp
-from mics_fn.init.dcp_files import boxes
+from mics_fn.checkpoint import exported, load_dcp, save_dcp
+from mics_fn.init.files import boxes
 from mics_fn.lab.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -619,7 +618,7 @@ def test_an_error_on_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path):
 
 
 def refused(layout: Layout, path: Path, rank: int) -> str:
-    plain = ours._write
+    plain = exported._write
 
     def failing(folder: Path, part: Any) -> Any:
         if dist.get_rank() == rank:
@@ -627,13 +626,13 @@ def refused(layout: Layout, path: Path, rank: int) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
         return plain(folder, part)
 
-    ours._write = failing
+    exported._write = failing
     try:
         save_values(layout, path, max_file_bytes=100)
     except mf.MicsError as error:
         return f"{type(error).__name__} {error}"
     finally:
-        ours._write = plain
+        exported._write = plain
     return ""
 
 
@@ -650,20 +649,20 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path
 
 def killed(layout: Layout, path: Path, victim: int, place: str) -> str:
     """A save in which a rank is killed; what the others are told."""
-    plain = getattr(ours, place)
+    plain = getattr(exported, place)
 
     def kills(*args: Any) -> Any:
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(*args)
 
-    setattr(ours, place, kills)
+    setattr(exported, place, kills)
     try:
         save_values(layout, path, max_file_bytes=100)
     except mf.MicsError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        setattr(ours, place, plain)
+        setattr(exported, place, plain)
     return ""
 
 

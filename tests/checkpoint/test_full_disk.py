@@ -21,10 +21,10 @@ from jobs import Ended, run_job
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mics_fn as mf
-from mics_fn import checkpoint, optim, points, tree
+from mics_fn import checkpoint, optim, spans, tree
 from mics_fn.checkpoint import saving
+from mics_fn.checkpoint.contents import Snapshot
 from mics_fn.checkpoint.directory import Folder
-from mics_fn.checkpoint.snapshot import Snapshot
 from mics_fn.errors import CheckpointError, CheckpointExists, CheckpointWriteError
 from mics_fn.lab.ranks.pool import RankPool
 
@@ -90,15 +90,15 @@ def at(name: str, act: Callable[[], Any]) -> Iterator[None]:
 
     def observe(point: Any) -> None:
         if point.name == name:
-            points.observers.remove(observe)
+            spans.observers.remove(observe)
             act()
 
-    points.observers.append(observe)
+    spans.observers.append(observe)
     try:
         yield
     finally:
-        if observe in points.observers:
-            points.observers.remove(observe)
+        if observe in spans.observers:
+            spans.observers.remove(observe)
 
 
 # Disks that are full.
@@ -510,7 +510,7 @@ def killed(rank: int, folder: str, who: int, where: str, apart: bool) -> Any:
     groups = made()
     save_at(folder, 1, groups)
     if rank == who:
-        points.observers.append(
+        spans.observers.append(
             lambda point: os.kill(os.getpid(), signal.SIGKILL) if point.name == where else None
         )
     return error_of(lambda: save_at(folder, 2, groups, apart=apart))

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import checkpoint, optim, tree
 from mics_fn.checkpoint.contents import on_bytes
-from mics_fn.checkpoint.layout import SAVED, Line, Slice, Stored, covering, within
+from mics_fn.checkpoint.directory import manifest_in
 from mics_fn.checkpoint.loading import copy_of
-from mics_fn.checkpoint.opening import manifest_in
+from mics_fn.checkpoint.manifest import SAVED, Line, Slice, Stored, covering, within
 from mics_fn.errors import CheckpointMismatch, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
@@ -213,7 +213,7 @@ def test_each_byte_is_written_once_and_by_all(ranks: Pools, tmp_path: Path, layo
 
 def counted(layout: Layout, folder: str) -> tuple[int, int]:
     """Bytes that this rank reads, and those that it needs."""
-    from mics_fn.init.reading import File
+    from mics_fn.init.torch_files import File
 
     groups = groups_of(layout)
     params = {f"h.{i}": torch.zeros(512, 513) for i in range(4)}

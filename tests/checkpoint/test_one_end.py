@@ -17,8 +17,8 @@ import torch
 from cases import Layout, groups_of
 
 import mics_fn as mf
-from mics_fn import checkpoint, points
-from mics_fn.checkpoint import agreeing, saving
+from mics_fn import checkpoint, spans
+from mics_fn.checkpoint import saving
 from mics_fn.errors import CheckpointError, CheckpointWriteError, TornStepError
 from mics_fn.lab.ranks.pool import RankPool
 
@@ -55,7 +55,7 @@ def test_a_folder_that_cannot_be_read_is_a_typed_error(
 
 def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
     """One rank has no memory for what it writes, then no thread; then all goes well."""
-    groups, found, plain = groups_of(layout), list[Any](), agreeing.on_bytes
+    groups, found, plain = groups_of(layout), list[Any](), saving.on_bytes
     start = threading.Thread.start
 
     def without_memory(*args: Any) -> Any:
@@ -67,7 +67,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
         start(self)
 
     if groups.rank == 1:
-        agreeing.on_bytes = without_memory
+        saving.on_bytes = without_memory
     for begin in (checkpoint.save, checkpoint.start_save):
         try:
             pending: Any = begin(folder, state_at(1), groups, step=1)
@@ -75,7 +75,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
                 pending.wait()
         except CheckpointError as error:
             found.append(str(error))
-    agreeing.on_bytes = plain
+    saving.on_bytes = plain
     found.append([] if groups.rank else sorted(os.listdir(folder)))
     if groups.rank == 1:
         threading.Thread.start = without_threads
@@ -122,15 +122,15 @@ def test_a_torn_state_is_not_saved(ranks: Pools, tmp_path: Path) -> None:
 def slow(point: str, seconds: float = 0.1) -> Iterator[None]:
     """A block in which each save takes so long at a point, and then goes on."""
 
-    def wait(passed: points.Point) -> None:
+    def wait(passed: spans.Point) -> None:
         if passed.name == point:
             time.sleep(seconds)
 
-    points.observers.append(wait)
+    spans.observers.append(wait)
     try:
         yield
     finally:
-        points.observers.remove(wait)
+        spans.observers.remove(wait)
 
 
 def trainer_in(folder: str, groups: mf.Groups) -> mf.Trainer:

@@ -17,7 +17,7 @@ from cases import Layout, groups_of, placed_as, random, same_bits
 from zoo_transformers import DECODER, GPT2, T5, transformers
 
 import mics_fn as mf
-from mics_fn.checkpoint import exported, pretrained, save_pretrained
+from mics_fn.checkpoint import exported, save_pretrained
 from mics_fn.lab.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -178,7 +178,7 @@ def test_names_can_be_changed_and_left_out(ranks: Ranks, tmp_path: Path):
 def largest_parts(layout: Layout, path: Path) -> list[int]:
     """Bytes that this rank held of the files of each round."""
     held: list[int] = []
-    groups, plain = groups_of(layout), pretrained.rounds
+    groups, plain = groups_of(layout), exported.rounds
 
     def watched(*args: Any) -> Any:
         before: dict[str, Any] = {}
@@ -188,12 +188,12 @@ def largest_parts(layout: Layout, path: Path) -> list[int]:
             held.append(sum(x.nbytes for x in part.tensors.values()))
             yield part
 
-    pretrained.rounds = watched
+    exported.rounds = watched
     try:
         shards = mf.shard({f"w{i}": random(i, 10, 10) for i in range(9)}, groups, bucket_bytes=900)
         save_pretrained(path, shards, groups, max_file_bytes=1000)
     finally:
-        pretrained.rounds = plain
+        exported.rounds = plain
     return held
 
 
@@ -281,7 +281,7 @@ def test_what_is_there_is_not_overwritten(ranks: Ranks, tmp_path: Path):
 
 def on_full_disk(layout: Layout, path: Path, rank: int) -> str:
     """Save while the disk of one rank is full."""
-    plain = pretrained._library
+    plain = exported._library
 
     def limited(tensors: Any, file: Path, **kwargs: Any) -> None:
         if dist.get_rank() == rank:
@@ -289,11 +289,11 @@ def on_full_disk(layout: Layout, path: Path, rank: int) -> str:
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
         plain()(tensors, file, **kwargs)
 
-    pretrained._library = lambda: limited
+    exported._library = lambda: limited
     try:
         return refused(layout, dict.fromkeys(range(4), path), max_file_bytes=100)
     finally:
-        pretrained._library = plain
+        exported._library = plain
 
 
 @pytest.mark.parametrize(("layout", "rank"), [(LAYOUTS[1], 0), (LAYOUTS[1], 1), (LAYOUTS[3], 1)])
@@ -310,7 +310,7 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(
 
 
 def test_what_a_file_system_refuses_is_named_and_removed(tmp_path: Path, monkeypatch: Any):
-    plain = pretrained._library()
+    plain = exported._library()
 
     def limited(*args: Any, **kwargs: Any) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -320,7 +320,7 @@ def test_what_a_file_system_refuses_is_named_and_removed(tmp_path: Path, monkeyp
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(pretrained, "_library", lambda: limited)
+    monkeypatch.setattr(exported, "_library", lambda: limited)
     error = pytest.raises(mf.errors.FileError, match="rank 0: SafetensorError: .*File too large")
     with mf.make_groups(1) as groups, error:
         save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups)
@@ -331,7 +331,7 @@ def test_a_keyboard_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: Any):
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretrained, "_library", lambda: interrupted)
+    monkeypatch.setattr(exported, "_library", lambda: interrupted)
     with mf.make_groups(1) as groups, pytest.raises(KeyboardInterrupt):
         save_pretrained(tmp_path / "a", mf.shard(tree(), groups), groups)
     assert os.listdir(tmp_path) == []

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint.sums import BLOCK, block_sums, joined, sums_of
+from mics_fn.checkpoint.manifest import BLOCK, block_sums, joined, sums_of
 from mics_fn.errors import CheckpointCorrupt
-from mics_fn.init.reading import File
+from mics_fn.init.torch_files import File
 
 
 def test_the_checksum_of_many_blocks_follows_from_theirs() -> None:

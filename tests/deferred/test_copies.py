@@ -13,12 +13,14 @@ from torch.nn import functional as F
 from mics_fn import (
     GradSum,
     Trainer,
-    _torch_tensors,
     defer,
     keep_all,
     make_groups,
     on_demand,
     shard,
+)
+from mics_fn import (
+    _torch as _torch_tensors,
 )
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError

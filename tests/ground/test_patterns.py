@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import patterns
+from mics_fn import checks
 from mics_fn.offload import Where, is_stored
 from mics_fn.optim import by_leaf
 from mics_fn.shards import Precision, Sharded
@@ -111,17 +111,17 @@ def test_the_biases_are_chosen_as_users_of_torch_write_it(option: str, tmp_path:
 @pytest.mark.parametrize("override", ["*", ("*",), ("*", None), (None, Precision()), ("*", 1, 2)])
 def test_an_override_is_a_pair_of_a_pattern_and_a_value(kind, override: Any):
     with pytest.raises(mf.errors.PlanError, match=f"^{kind.__name__}: override .* is not a pair"):
-        patterns.checked_override(override, kind)
+        checks.checked_override(override, kind)
 
 
 @pytest.mark.parametrize("pattern", ["", " a", "a ", "a;b", "a\nb", "a=b"])
 def test_a_pattern_has_a_text_form(pattern):
     with pytest.raises(mf.errors.PlanError, match="has a pattern without a text form") as caught:
-        patterns.checked_override((pattern, Where()), Where, marks=";=")
+        checks.checked_override((pattern, Where()), Where, marks=";=")
     fix = "write ? for ';', for '=' and for spaces at its ends"
     assert f"the override {pattern!r}" in f"{caught.value}"
     assert f"{caught.value}".endswith(fix)
 
 
 def test_what_means_nothing_in_a_text_form_may_be_in_a_pattern():
-    assert patterns.checked_override(["a=b", Precision()], Precision) == ("a=b", Precision())
+    assert checks.checked_override(["a=b", Precision()], Precision) == ("a=b", Precision())

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.optim.optimizers import LionState
+from mics_fn.checks import matches
+from mics_fn.optim.optimizers import LionState, TorchState
 from mics_fn.optim.state import TrainState
-from mics_fn.optim.torch_optim import TorchState
-from mics_fn.patterns import matches
 from mics_fn.shards import bucket as layout
-from mics_fn.shards import is_leaf, pack, ranges
-from mics_fn.shards.bucketing import ALIGN_BYTES, LeafSpec, plan_buckets
+from mics_fn.shards import bucket as ranges
+from mics_fn.shards import is_leaf, pack
+from mics_fn.shards.bucket import ALIGN_BYTES, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import Nothing
 
 SGD = mf.optim.sgd(0.1)

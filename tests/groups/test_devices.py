@@ -13,9 +13,15 @@ from test_world import free_port
 
 from mics_fn import _torch
 from mics_fn.errors import DesyncError, GroupsError, MicsError
-from mics_fn.groups import devices, make_groups
-from mics_fn.groups.devices import Machine, spot_of
-from mics_fn.groups.distributed import _choose, device_and_backend, init_distributed, own_failures
+from mics_fn.groups import distributed, make_groups
+from mics_fn.groups.distributed import (
+    Machine,
+    _choose,
+    device_and_backend,
+    init_distributed,
+    own_failures,
+    spot_of,
+)
 from mics_fn.groups.environment import NCCL_SETTINGS, Launch, nccl_problems
 from mics_fn.groups.topology import Topology
 from mics_fn.lab.ranks.pool import RankPool, run_ranks
@@ -51,7 +57,7 @@ NONE = Fake("cpu")
 
 @contextmanager
 def machine(fake: Fake, **env: str) -> Iterator[Fake]:
-    with mock.patch.object(devices, "machine", fake), mock.patch.dict(os.environ, env):
+    with mock.patch.object(distributed, "machine", fake), mock.patch.dict(os.environ, env):
         yield fake
 
 

@@ -13,10 +13,9 @@ import torch
 from jobs import run_job
 
 import mics_fn as mf
-from mics_fn.groups import launcher, monitor, signs
+from mics_fn.groups import monitor, peers
 from mics_fn.groups.life import Life
-from mics_fn.groups.peers import Journal
-from mics_fn.groups.signs import Process, beat_of
+from mics_fn.groups.peers import Journal, Process, beat_of
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
@@ -73,7 +72,7 @@ def test_ranks_end_together_in_other_ways(tmp_path):
     all_stop_and_end_with_zero(found["outlives a shell"])  # and not before it is asked to
 
 
-# Who has a launcher, and what is done when that is gone.
+# Who has a monitor, and what is done when that is gone.
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,13 @@ def test_ranks_end_together_in_other_ways(tmp_path):
     ],
 )
 def test_only_ranks_of_a_launcher_end_with_it(env, launched):
-    assert launcher.was_launched(env) is launched
+    assert monitor.was_launched(env) is launched
 
 
 def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
     ends, told = [], []
-    monkeypatch.setattr(launcher, "_end", lambda text, grace_s: ends.append((text, grace_s)))
-    mine = launcher.Launcher()
+    monkeypatch.setattr(monitor, "_end", lambda text, grace_s: ends.append((text, grace_s)))
+    mine = monitor.Launcher()
     life = Life((0, 1), 1, heartbeat_s=0.1)
     monkeypatch.setattr(life, "tell", lambda error, **how: told.append((error, how)))
     mine.look([life])
@@ -116,7 +115,7 @@ def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
 
 def one_replica_goes_on(rank: int) -> int:
     """Ranks 0 and 1 close their groups and end; 2 and 3 go on, and one of them is late."""
-    signs._TICK_S = 0.6  # so that the others end between two looks
+    peers._TICK_S = 0.6  # so that the others end between two looks
     mf.init_distributed()
     with mf.make_groups(2, heartbeat_s=20.0) as groups:
         shards = mf.shard({"w": torch.ones(8)}, groups)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import PeerFailed
-from mics_fn.groups import telling, uncaught
+from mics_fn.groups import life as telling
+from mics_fn.groups import uncaught
 from mics_fn.groups.life import Life
-from mics_fn.groups.peers import Failure, Journal
-from mics_fn.groups.signs import PARKED, Near, Peer, Process
+from mics_fn.groups.peers import PARKED, Failure, Journal, Near, Peer, Process
 from mics_fn.schedules import Stuck
 
 

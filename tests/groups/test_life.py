@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.collectives import collect
-from mics_fn.collectives.hierarchical import start_all_gather
+from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
 from mics_fn.groups import Groups, Telling, make_groups, withdraw_all
 from mics_fn.lab.ranks.pool import RankPool
@@ -62,7 +62,7 @@ def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks: Pools) -> No
 
 UNCAUGHT = """
 import sys, time, torch, mics_fn as mf, torch.distributed as dist
-from mics_fn.collectives.hierarchical import start_all_gather
+from mics_fn.collectives.levels import start_all_gather
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 groups = mf.make_groups(timeout_s=60)

@@ -29,11 +29,9 @@ from mics_fn import _torch
 from mics_fn.collectives import pending
 from mics_fn.errors import MicsError
 from mics_fn.groups import distributed, make, uncaught
-from mics_fn.groups.idle import main_thread
 from mics_fn.groups.monitor import Monitor, monitor
-from mics_fn.groups.peers import Journal
-from mics_fn.groups.signs import Process
-from mics_fn.log import LOG
+from mics_fn.groups.peers import Journal, Process, main_thread
+from mics_fn.spans import LOG
 
 N, STEPS, AT = 4, 6, 3  # ranks, steps, and the step in which one of them fails
 LIMIT_S = 1.5

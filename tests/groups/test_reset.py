@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn import _torch
-from mics_fn.collectives.hierarchical import start_all_gather
+from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import CollectiveError, DesyncError, GroupsError, MicsError, PeerFailed
 from mics_fn.groups import Groups, Topology
 from mics_fn.lab.ranks.pool import RankPool

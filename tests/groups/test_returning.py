@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.groups import rendezvous
-from mics_fn.groups.returning import Returning, came_back, some_rank_lives
-from mics_fn.groups.signs import Near, Peers, Process, beat_of
+from mics_fn.groups.peers import Near, Peers, Process, beat_of
+from mics_fn.groups.rendezvous import Returning, came_back, some_rank_lives
 
 VERB = "reset"
 
@@ -114,7 +114,7 @@ def test_signs_of_life() -> None:
             return b"%d" % (reads[0] > 5) if key == beat_of(2) else store.get(key)
 
     assert some_rank_lives(Moving(), 0, 3)
-    with mock.patch("mics_fn.groups.returning._SIGN_S", 0.05):
+    with mock.patch("mics_fn.groups.rendezvous._SIGN_S", 0.05):
         assert not some_rank_lives(store, 0, 3)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.init.files import DTYPES as CODED
 from mics_fn.init.files import open_weights
-from mics_fn.init.reading import File, Limits
-from mics_fn.init.safetensors import DTYPES as CODED
+from mics_fn.init.torch_files import File, Limits
+from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import is_leaf
-from mics_fn.shards.ranges import pieces
 
 LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((4,), 4)]
@@ -212,13 +212,13 @@ def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind)
 
 def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
     """Load with blocks that are much smaller than a piece."""
-    from mics_fn.init import filling
+    from mics_fn.init import loading
 
-    before, filling.BLOCK_BYTES = filling.BLOCK_BYTES, 12
+    before, loading.BLOCK_BYTES = loading.BLOCK_BYTES, 12
     try:
         same_shards(mf.load_shards(path, groups_of(layout)), mf.shard(tensors, groups_of(layout)))
     finally:
-        filling.BLOCK_BYTES = before
+        loading.BLOCK_BYTES = before
 
 
 def test_large_pieces_are_read_in_blocks(ranks, tmp_path):

@@ -20,7 +20,7 @@ from zoo import CASES, Case
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.init.rng import index_in, with_index
+from mics_fn.init.tape import index_in, with_index
 from mics_fn.lab.models import gpt
 from mics_fn.shards.leaf import is_leaf
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.init.recorder import Recorder
-from mics_fn.init.replay import Memory
+from mics_fn.init.tape import Memory, Recorder
 
 SEED = 11
 

@@ -21,8 +21,7 @@ from test_files import write_safetensors, write_torch
 
 import mics_fn as mf
 from mics_fn.init.files import open_weights
-from mics_fn.init.pickled import read_pickle
-from mics_fn.init.reading import Limits
+from mics_fn.init.torch_files import Limits, read_pickle
 
 LIMITS = Limits(trust=False, max_header_bytes=10**8, max_leaves=10**5)
 

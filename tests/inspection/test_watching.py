@@ -19,10 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn import _torch_profiler, log, spans
+from mics_fn import _torch, spans
 from mics_fn.groups import LEAST_RING
-from mics_fn.inspection.timeline import Event, Timeline
-from mics_fn.inspection.watching import NOT_WATCHED
+from mics_fn.inspection.watching import NOT_WATCHED, Event, Timeline
 from mics_fn.lab.bench import formulas
 from mics_fn.lab.bench.tensor_memory import StorageCount
 from mics_fn.schedules.schedule import Schedule
@@ -176,7 +175,7 @@ def test_transforms_and_recomputation_are_seen_and_not_changed(ranks):
 def counted() -> Iterator[Counter[str]]:
     """Counts the ranges that are entered, and the spans that are made."""
     count: Counter[str] = Counter()
-    enter, make = _torch_profiler.enter, spans.Span.__init__
+    enter, make = _torch.enter, spans.Span.__init__
 
     def entered(name: str) -> Any:
         count["ranges"] += 1
@@ -186,11 +185,11 @@ def counted() -> Iterator[Counter[str]]:
         count["spans"] += 1
         make(self, *args, **kwargs)
 
-    _torch_profiler.enter, spans.Span.__init__ = entered, made
+    _torch.enter, spans.Span.__init__ = entered, made
     try:
         yield count
     finally:
-        _torch_profiler.enter, spans.Span.__init__ = enter, make
+        _torch.enter, spans.Span.__init__ = enter, make
 
 
 def unseen(layout: Layout) -> tuple[Counter[str], Counter[str]]:
@@ -473,16 +472,16 @@ def test_the_memory_of_a_step_is_that_of_its_tensors(live_bytes, ranks):
 @contextmanager
 def logging_as(level: str) -> Iterator[io.StringIO]:
     """What the log writes, if the variable has this value."""
-    kept, stderr = (list(log.LOG.handlers), log.LOG.level, log.LOG.propagate), sys.stderr
+    kept, stderr = (list(spans.LOG.handlers), spans.LOG.level, spans.LOG.propagate), sys.stderr
     sys.stderr = io.StringIO()
     try:
-        log.set_up({log.VARIABLE: level})
+        spans.set_up({spans.VARIABLE: level})
         yield sys.stderr
     finally:
         sys.stderr = stderr
-        log.LOG.handlers[:] = kept[0]
-        log.LOG.setLevel(kept[1])
-        log.LOG.propagate = kept[2]
+        spans.LOG.handlers[:] = kept[0]
+        spans.LOG.setLevel(kept[1])
+        spans.LOG.propagate = kept[2]
 
 
 def logged(layout: Layout, level: str, folder: str) -> str:
@@ -516,12 +515,12 @@ def test_the_log_tells_with_the_rank(ranks, tmp_path):
 
 
 def test_the_log_is_quiet_by_default_and_refuses_what_it_does_not_know():
-    assert any(isinstance(handler, logging.NullHandler) for handler in log.LOG.handlers)
+    assert any(isinstance(handler, logging.NullHandler) for handler in spans.LOG.handlers)
     with logging_as("") as written:
-        log.LOG.warning("nobody hears this")
+        spans.LOG.warning("nobody hears this")
     assert written.getvalue() == ""
     with pytest.warns(UserWarning, match="MICS_FN_LOG='loud' is none of debug, info, warning"):
-        log.set_up({log.VARIABLE: "loud"})
+        spans.set_up({spans.VARIABLE: "loud"})
 
 
 def test_programs_configure_the_logger_as_any_other(caplog):

@@ -22,7 +22,7 @@ from mics_fn.lab.bench.formulas import (
 )
 from mics_fn.lab.bench.tensor_memory import StorageCount
 from mics_fn.lab.traffic import wire_bytes
-from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+from mics_fn.shards.bucket import LeafSpec, plan_buckets
 from mics_fn.shards.leaf import is_leaf
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -19,12 +19,11 @@ from mics_fn import _torch
 from mics_fn.collectives import Codec
 from mics_fn.groups import Route
 from mics_fn.groups.communicator import Comm, Life, Traffic
-from mics_fn.groups.hierarchy import Level
+from mics_fn.groups.groups import Level
 from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.lab.report import step_bytes
 from mics_fn.lab.traffic import averaged, wire_bytes
-from mics_fn.shards.bucket import Bucket
-from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+from mics_fn.shards.bucket import Bucket, LeafSpec, plan_buckets
 
 F32 = torch.float32
 

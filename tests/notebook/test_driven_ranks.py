@@ -19,7 +19,8 @@ from jobs import free_port
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.notebook import cells, magic, starting
+from mics_fn.notebook import cells, magic
+from mics_fn.notebook import cluster as starting
 from mics_fn.notebook.magic import ranks_in
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mics_fn.offload.space import PAGE, Space, padded
-from mics_fn.offload.transfer import UNIT, aligned, layout, sums
+from mics_fn.offload.scratch import PAGE, UNIT, Space, aligned, layout, padded, sums
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6))))

@@ -26,14 +26,16 @@ from mics_fn.offload import (
     Block,
     Scratch,
     empty,
-    ownership,
     read,
     renewed,
     store,
     stream,
 )
+from mics_fn.offload import (
+    scratch as ownership,
+)
 from mics_fn.offload import scratch as scratch_module
-from mics_fn.offload.transfer import UNIT
+from mics_fn.offload.scratch import UNIT
 
 MIB = 2**20
 

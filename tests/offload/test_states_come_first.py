@@ -23,10 +23,10 @@ from children import await_interrupt
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn import offload, optim, points, tree
+from mics_fn import offload, optim, spans, tree
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.errors import NonFiniteError
-from mics_fn.offload import is_stored, kept, streaming
+from mics_fn.offload import is_stored, scratch, streaming
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards import Arrival
 
@@ -160,7 +160,7 @@ def noted() -> Iterator[list[str]]:
         return awaits(self, *args)
 
     observe = lambda point: events.append(point.name)  # noqa: E731
-    points.observers.append(observe)
+    spans.observers.append(observe)
     try:
         with (
             mock.patch.object(Reduction, "wait_for", waiting),
@@ -168,7 +168,7 @@ def noted() -> Iterator[list[str]]:
         ):
             yield events
     finally:
-        points.observers.remove(observe)
+        spans.observers.remove(observe)
 
 
 def check_order(events: list[str], norm: str) -> None:
@@ -364,7 +364,7 @@ def test_host_memory_stays_within_host_bytes(tmp_path, part, accepted):
     where = offload.where(f"states=disk:{tmp_path}", host_bytes=HOST_BYTES)
     state = made(groups, optim.chain(first, OPTIMIZERS["adamw"]), where)
     guard, taken = optim.Guard(on_nonfinite="skip"), list[Any]()
-    takes = kept.take
+    takes = scratch.take
 
     def take(nbytes: int, device: torch.device) -> Tensor:
         gc.collect()
@@ -376,12 +376,12 @@ def test_host_memory_stays_within_host_bytes(tmp_path, part, accepted):
         taken.append(weakref.ref(view))
         return view
 
-    gives = kept.give
+    gives = scratch.give
     for step in (0, 3 if accepted else 1):
         total = summed(state, groups, guard, step, None)
         with (
-            mock.patch.object(kept, "take", take),
-            mock.patch.object(kept, "give", lambda memory, device: gives(memory[:], device)),
+            mock.patch.object(scratch, "take", take),
+            mock.patch.object(scratch, "give", lambda memory, device: gives(memory[:], device)),
         ):
             state, verdict = optim.guarded_step(state, total, guard, groups, donate=True)
         total.release()

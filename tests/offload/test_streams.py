@@ -23,8 +23,7 @@ from mics_fn.offload import (
     stream,
     streaming,
 )
-from mics_fn.offload.space import PAGE
-from mics_fn.offload.transfer import UNIT
+from mics_fn.offload.scratch import PAGE, UNIT
 
 MIB = 2**20
 

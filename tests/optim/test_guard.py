@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.optim.clip import limited
+from mics_fn.optim.norms import limited
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SEVERAL = [layout for layout in LAYOUTS if layout.world_size > 1]

@@ -15,8 +15,8 @@ import mics_fn as mf
 from mics_fn import optim, tree
 from mics_fn.offload import is_stored, where
 from mics_fn.offload.scratch import Extent
+from mics_fn.optim.columns import Stretch, parts_of
 from mics_fn.optim.flat import by_leaf
-from mics_fn.optim.lines import Stretch, parts_of
 
 LEAST = 2**20  # bytes of host memory: blocks of 32,768 elements with two moments
 SHAPES = {"a": (70_001,), "b": (7,), "c": (301, 203), "none": (0, 3), "d": (40, 5)}

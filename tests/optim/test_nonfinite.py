@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.shards import origins
+from mics_fn.shards import pack
 
 ALONE, PAIR, COPIES = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)
 LAYOUTS = [ALONE, PAIR, COPIES, Layout((2, 2), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
@@ -151,7 +151,7 @@ def spoiled_between(layout: Layout) -> tuple[str | None, str | None]:
     grads = mf.reduce_grads({"w": torch.ones(5)}, groups)
     between = tree.map_leaves(lambda x: x / 0, grads)
     first = guard.judge(between, groups).nonfinite
-    origins._watching.clear()  # as before the first guard
+    pack._watching.clear()  # as before the first guard
     grads = mf.reduce_grads({"w": torch.full((5,), math.nan)}, groups)
     return first, guard.judge(grads, groups).nonfinite
 
@@ -182,9 +182,9 @@ def one_after_another(layout: Layout) -> list[str | None]:
     for bad in (0, 1, None, 1):
         grads = {"w": torch.full((5,), math.nan if dist.get_rank() == bad else 1.0)}
         grads = mf.reduce_grads(grads, groups)
-        assert origins.origins_of(grads["w"].bucket)
+        assert pack.origins_of(grads["w"].bucket)
         found.append(guard.judge(grads, groups).nonfinite)
-        assert not origins.origins_of(grads["w"].bucket)
+        assert not pack.origins_of(grads["w"].bucket)
     return found
 
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.optim.columns import columns
-from mics_fn.optim.torch_optim import ELEMENTWISE as KNOWN
-from mics_fn.optim.torch_optim import REFUSED
+from mics_fn.optim.optimizers import ELEMENTWISE as KNOWN
+from mics_fn.optim.optimizers import REFUSED
 
 STEPS = 4
 ELEMENTWISE = {

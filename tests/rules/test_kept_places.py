@@ -21,7 +21,7 @@ import mics_fn as mf
 from mics_fn import offload, optim, tree
 from mics_fn.collectives import collect_bytes
 from mics_fn.offload import Scratch, is_stored, store
-from mics_fn.offload.making import laid_like
+from mics_fn.offload.stored import laid_like
 from mics_fn.optim.flat import by_leaf
 from mics_fn.train.carried import carried, take_back
 

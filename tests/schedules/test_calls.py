@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError
-from mics_fn.schedules import Calls, Channel, habit
-from mics_fn.schedules.habit import Habit
+from mics_fn.schedules import Calls, Channel
+from mics_fn.schedules import calls as habit
+from mics_fn.schedules.calls import Habit
 
 N = 3
 

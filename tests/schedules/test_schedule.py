@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.errors import PlanError
-from mics_fn.schedules.planning import plan
-from mics_fn.schedules.schedule import Action, Schedule, first_difference
+from mics_fn.schedules.schedule import Action, Schedule, first_difference, plan
 
 BUCKETS = 6
 

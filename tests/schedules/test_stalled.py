@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mics_fn.schedules.stalled import Stuck, deadlocked, neighbours, note_of
+from mics_fn.schedules.messages import Stuck, deadlocked, neighbours, note_of
 
 PAIR = (0, 1)
 

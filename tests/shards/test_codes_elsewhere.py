@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.deferred import fetching
+from mics_fn.deferred import live as fetching
 from mics_fn.errors import OffloadError
 from mics_fn.offload import Scratch, is_stored
 from mics_fn.shards import is_leaf

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn import _torch, tree
 from mics_fn.collectives import levels
-from mics_fn.collectives.hierarchical import start_all_gather, start_reduce_scatter
+from mics_fn.collectives.levels import start_all_gather, start_reduce_scatter
 from mics_fn.collectives.pending import wait_all
 from mics_fn.shards.leaf import Nothing, is_leaf
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.shards.bucketing import LeafSpec, plan_buckets, with_parts
+from mics_fn.shards.bucket import LeafSpec, plan_buckets, with_parts
 from mics_fn.shards.leaf import is_leaf
 
 ALONE, PAIR, COPIES, BOTH = Layout((1,), 1), Layout((2,), 2), Layout((2,), 1), Layout((2, 2), 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.shards.memory import overlaps
+from mics_fn.shards.leaf import overlaps
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2,), 1)]
 F64 = torch.float64

@@ -8,8 +8,7 @@ import torch
 from costs import buckets_of
 
 import mics_fn as mf
-from mics_fn.shards.bucketing import LeafSpec, plan_buckets
-from mics_fn.shards.padding import check_blocks, warn_of_padding
+from mics_fn.shards.bucket import LeafSpec, check_blocks, plan_buckets, warn_of_padding
 from mics_fn.shards.precision import Precision
 
 LEAVES = {f"w{i}": torch.ones(768) for i in range(200)}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.collectives.means import mean_factors
-from mics_fn.optim.loss_scale import LossScale
+from mics_fn.collectives.wire import mean_factors
+from mics_fn.optim.guard import LossScale
 from mics_fn.shards.precision import Dtypes, Precision, precision_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -13,8 +13,8 @@ from costs import buckets_of, per_level
 
 import mics_fn as mf
 from mics_fn.collectives import Codec, Rounded, Wire
-from mics_fn.collectives.replicated import start_mean
-from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+from mics_fn.collectives.levels import start_mean
+from mics_fn.shards.bucket import LeafSpec, plan_buckets
 from mics_fn.shards.pack import pack_chunk, pack_full, split_full
 from mics_fn.shards.precision import Precision
 

@@ -99,7 +99,7 @@ class Watch:
 
     def __init__(self, groups: mf.Groups) -> None:
         self._listen: Any = groups.life.listen
-        self._module: Any = importlib.import_module("mics_fn.groups.signs")  # there is no option
+        self._module: Any = importlib.import_module("mics_fn.groups.peers")  # there is no option
         self._tick_s = self._module._TICK_S
         self.messages = 0  # to the store by the main thread
         kind: Any = type(groups.hierarchy.channel.job.store)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mics_fn.lab.ranks.pool import run_ranks
-from mics_fn.testing.faults import FAULTS as KNOWN
+from mics_fn.testing.injector import FAULTS as KNOWN
 from tests.stress.__main__ import main
 from tests.stress.cost import CostConfig, measure_cost, render_cost
 from tests.stress.fault_ranks import STEPS, Told, Trial

@@ -12,7 +12,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Wire
 from mics_fn.groups.buffers import Buffers
-from mics_fn.groups.hierarchy import Pools
+from mics_fn.groups.groups import Pools
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Nothing, Tied, is_leaf
 

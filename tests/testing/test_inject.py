@@ -21,10 +21,9 @@ import torch.distributed as dist
 from cases import Layout, forget_groups, groups_of
 
 import mics_fn as mf
-from mics_fn import points, testing, tree
+from mics_fn import spans, testing, tree
 from mics_fn.errors import DesyncError, GroupsError, PlanError
-from mics_fn.testing.faults import EXIT_CODE, FAULTS
-from mics_fn.testing.machine import LINK
+from mics_fn.testing.injector import EXIT_CODE, FAULTS, LINK
 
 LIMIT_S = 30.0
 CLONE_NEWNET = 0x40000000
@@ -124,7 +123,7 @@ def test_an_error_comes_at_its_point_and_leaves_the_steps_before(operation: str)
         fit(trainer)
     assert operation in (injection.at or "")
     assert trainer.state.step == 1
-    assert points.observers == []
+    assert spans.observers == []
 
 
 @pytest.mark.parametrize("operation", ["start: make_groups", "build: Trainer", "build: shard"])
@@ -163,20 +162,20 @@ def test_a_bit_or_an_element_changes_as_the_seed_says():
     def changed(fault: str, seed: int) -> list[tuple[int, ...]]:
         seen: list[list[torch.Tensor]] = []
 
-        def see(point: points.Point) -> None:
+        def see(point: spans.Point) -> None:
             if point.step == 2 and point.name in ("opt_step", "commit"):
                 seen.append([x.clone().view(torch.int32) for x in point.tensors])
 
         before = lambda point: see(point) if point.name == "opt_step" else None  # noqa: E731
         after = lambda point: see(point) if point.name == "commit" else None  # noqa: E731
-        points.observers.append(before)
+        spans.observers.append(before)
         try:
             trainer = made(mf.make_groups(1))
             with testing.inject(0, 2, "opt_step", fault, seed):
-                points.observers.append(after)
+                spans.observers.append(after)
                 fit(trainer)
         finally:
-            del points.observers[:]
+            del spans.observers[:]
         pairs = zip(*seen, strict=True)
         return [
             (leaf, int(i), bin(int((a ^ b).view(-1)[i]) & 0xFFFFFFFF).count("1"))
@@ -359,7 +358,7 @@ def test_every_fault_is_tested():
 
 
 def test_a_function_as_a_fault():
-    seen: list[points.Point] = []
+    seen: list[spans.Point] = []
     trainer = made(mf.make_groups(1))
     with testing.inject(0, 3, "commit", seen.append) as injection:
         fit(trainer, 4)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as torch_pytree
 import mics_fn as mf
 from mics_fn.shards.contents import leaves_of, map_contents
 from mics_fn.shards.precision import Precision
-from mics_fn.train.batch import count, cut, to_device
+from mics_fn.train.program import count, cut, to_device
 
 Pair = namedtuple("Pair", "left right")
 

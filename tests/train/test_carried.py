@@ -19,7 +19,7 @@ from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.guarding import guard_numbers
+from mics_fn.train.plain import guard_numbers
 
 Pools = Callable[[int], RankPool]
 STEPS, SIZE, PER_PASS = 20, 6, 7

@@ -22,7 +22,7 @@ from mics_fn.errors import CheckpointMismatch, CheckpointWriteError, TreeError
 from mics_fn.groups import StopRequest
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.guarding import guard_numbers
+from mics_fn.train.plain import guard_numbers
 
 Pools = Callable[[int], RankPool]
 FOUR, TWO = World((2, 2), 2), World((2,), 2)

@@ -17,8 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import mics_fn as mf
 from mics_fn.train import trainer
-from mics_fn.train.loop import Progress
-from mics_fn.train.passes import Epochs
+from mics_fn.train.loop import Epochs, Progress
 
 FOUR = Layout((2, 2), 2)
 

@@ -30,7 +30,7 @@ from mics_fn.errors import LostStateError
 from mics_fn.lab.ranks.pool import run_ranks
 from mics_fn.optim import by_leaf
 from mics_fn.shards import any_lost
-from mics_fn.train import Checkpoints, stepping, writing
+from mics_fn.train import Checkpoints, stepping
 from mics_fn.train.carried import carried, take_back
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -278,7 +278,7 @@ def codes_of(*functions: Any) -> list[Any]:
 
 
 HOLDING = codes_of(*(x for x in vars(interrupts.Commit).values() if hasattr(x, "__code__")))
-UPDATES = codes_of(writing.update, writing.update_early, writing.update_late, writing.merge)
+UPDATES = codes_of(stepping.update, stepping.update_early, stepping.update_late, stepping.merge)
 
 PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{kind: (lambda folder, made=made: made()) for kind, made in KINDS.items()},
@@ -392,7 +392,7 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
             continue
         ends.append(next((name for name, x in known.items() if equal(now, x)), "torn"))
         if trainer.member.merges:  # the next step begins with it
-            writing.merge(trainer)
+            stepping.merge(trainer)
             assert equal(bits(trainer), known["new"])
     return ends
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
 from mics_fn.shards.precision import Precision
-from mics_fn.train.casting import Casting
+from mics_fn.train.program import Casting
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
 

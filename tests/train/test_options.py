@@ -10,7 +10,7 @@ from cases import Layout, groups_of
 from torch import nn
 
 import mics_fn as mf
-from mics_fn.optim import options
+from mics_fn.optim import comparing
 
 PAIR, FOUR = Layout((2,), 2), Layout((2, 2), 2)
 optim = mf.optim
@@ -166,9 +166,9 @@ def with_versions(*torch_versions: str) -> tuple[str, str]:
     """The error and the warning if ranks have these versions."""
     groups, found = groups_of(PAIR), ""
     shards = mf.shard({"w": torch.ones(4)}, groups)
-    usual = options.versions
+    usual = comparing.versions
     versions = {**usual(), "version of torch": torch_versions[dist.get_rank()]}
-    options.versions = lambda: versions  # pyright: ignore
+    comparing.versions = lambda: versions  # pyright: ignore
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -176,7 +176,7 @@ def with_versions(*torch_versions: str) -> tuple[str, str]:
     except mf.errors.DesyncError as error:
         found = str(error)
     finally:
-        options.versions = usual
+        comparing.versions = usual
     return found, " ".join(str(x.message) for x in seen)
 
 
@@ -193,5 +193,5 @@ def test_versions_that_are_near_are_a_warning(ranks):
 
 
 def test_one_rank_alone_compares_nothing(monkeypatch):
-    monkeypatch.setattr(options, "versions", lambda: pytest.fail("nobody to compare with"))
+    monkeypatch.setattr(comparing, "versions", lambda: pytest.fail("nobody to compare with"))
     mf.Trainer(nn.Linear(2, 2), optim.sgd(0.1)._replace(facts=None), mf.make_groups(1))

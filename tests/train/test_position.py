@@ -24,9 +24,8 @@ from torch.utils.data import (
 )
 from torchdata import stateful_dataloader
 
-from mics_fn.train.passes import Epochs
+from mics_fn.train.loop import Epochs, Position, Resume
 from mics_fn.train.plain import Randoms
-from mics_fn.train.position import Position, Resume
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from mics_fn import tree
 from mics_fn.errors import DesyncError, LostStateError, PeerFailed, TornStepError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
-from mics_fn.optim.handing import _rounds
-from mics_fn.train import writing
-from mics_fn.train.passes import Epochs
+from mics_fn.optim.comparing import _rounds
+from mics_fn.train import stepping
+from mics_fn.train.loop import Epochs
 from tests.stress.rejoin import Outcome, judged, run_loss
 from tests.stress.rejoin_ranks import Heard, Loss, Rank, batch_of, made
 
@@ -344,7 +344,7 @@ def told_late(late: tuple[int, ...]) -> str:
         small(mf.make_groups(2, timeout_s=20), recoverable=True, deterministic=True)
         for _ in range(2)
     )
-    collect = writing.collect_all
+    collect = stepping.collect_all
     for k in range(2):
         for each in (trainer, other):
             each.step(batch(k))
@@ -355,12 +355,12 @@ def told_late(late: tuple[int, ...]) -> str:
 
     try:
         if dist.get_rank() in late:
-            writing.collect_all = fail
+            stepping.collect_all = fail
         trainer.step(batch(2))
     except PeerFailed:
         assert dist.get_rank() in late
     finally:
-        writing.collect_all = collect
+        stepping.collect_all = collect
     other.step(batch(2))
     assert (trainer.member.ready is not None) == (dist.get_rank() in late)
     trainer.reset()

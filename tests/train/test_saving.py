@@ -18,7 +18,7 @@ from mics_fn import optim
 from mics_fn.errors import LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.passes import Epochs
+from mics_fn.train.loop import Epochs
 
 Pools = Callable[[int], RankPool]
 KEPT: dict[int, Any] = {}  # by the number of calls

@@ -22,9 +22,9 @@ from mics_fn import optim, tree
 from mics_fn.errors import LeafError, MicsError, OptimizerError, TreeError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
-from mics_fn.train import options
+from mics_fn.train import given as options
 from mics_fn.train.carried import carried, take_back
-from mics_fn.train.passes import Epochs
+from mics_fn.train.loop import Epochs
 from mics_fn.train.plain import as_plain, from_plain
 
 Pools = Callable[[int], RankPool]

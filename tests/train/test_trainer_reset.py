@@ -19,8 +19,8 @@ from mics_fn import tree
 from mics_fn.errors import GroupsError, LostStateError, MicsError, TornStepError
 from mics_fn.groups import Topology
 from mics_fn.lab.ranks.pool import RankPool
-from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike, torch_optim
-from mics_fn.train import stepping, writing
+from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike, optimizers
+from mics_fn.train import stepping
 
 Pools = Callable[[int], RankPool]
 SIZE = 16
@@ -310,7 +310,7 @@ def test_a_world_of_one():
 
 def cut_write(trainer: mf.Trainer, where: str, k: int) -> str:
     """Take a step that rank 1 does not end, by an error that is none of this library."""
-    module: Any = torch_optim if where == "in the write" else writing
+    module: Any = optimizers if where == "in the write" else stepping
     name = "_step" if where == "in the write" else "opt_step"
     whole = getattr(module, name)
 
@@ -485,7 +485,7 @@ def by_hand() -> tuple[str, str, float]:
     """`optim.same_step` gives a rank whose write was cut the state of a replica."""
     groups = mf.make_groups(1, timeout_s=20)
     state = mf.init_state(mf.shard({"w": torch.ones(4)}, groups), adamw(0.1))
-    whole = torch_optim._step
+    whole = optimizers._step
 
     def cut(*args: Any) -> Any:
         whole(*args)
@@ -493,14 +493,14 @@ def by_hand() -> tuple[str, str, float]:
 
     grads, said = mf.reduce_grads({"w": torch.ones(4)}, groups), ""
     if dist.get_rank() == 1:
-        torch_optim._step = cut
+        optimizers._step = cut
     try:
         state = mf.opt_step(state, grads, donate=True)
     except RuntimeError:
         with pytest.raises(GroupsError, match="no memory"):  # the others may have taken the step
             mf.unshard(state.params, groups)
     finally:
-        torch_optim._step = whole
+        optimizers._step = whole
     groups = mf.reset(groups)
     if dist.get_rank() == 1:
         with pytest.raises(LostStateError, match="params.w is lost: opt_step at step 0 was cut"):

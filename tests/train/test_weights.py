@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import mics_fn as mf
-from mics_fn.optim import totals
+from mics_fn.optim import guard
 
 F64 = torch.float64
 ROWS, LENGTH = (4, 3, 2, 1), 5  # of the ranks, in units of micro-steps; tokens in a row
@@ -215,7 +215,7 @@ def test_a_step_in_which_every_weight_is_0_is_refused(ranks):
 
 def unequal(layout, rows):
     groups = groups_of(layout)
-    totals._warned.clear()
+    guard._warned.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trainer = guarded(groups)

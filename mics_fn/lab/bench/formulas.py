@@ -96,7 +96,7 @@ def memory_formula(
         nor is the least memory for hops, `groups.LEAST_RING`.
 
     Example:
-        >>> from mics_fn.shards.bucketing import LeafSpec, plan_buckets
+        >>> from mics_fn.shards.bucket import LeafSpec, plan_buckets
         >>> leaves = [LeafSpec(f"w{i}", (100,), torch.float32, 4, True, None) for i in range(8)]
         >>> buckets = [bucket for bucket, _ in plan_buckets(leaves, bucket_bytes=400)]
         >>> memory_formula(buckets, Cut(4, 4, 4), (2, 2), live_bytes=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mics_fn import _device, _torch, _torch_tensors
+from mics_fn import _device, _torch
 from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, reset_peak
 
 
@@ -49,7 +49,7 @@ class StorageCount(_torch.DispatchMode):
             key, storage = _torch.storage_id(tensor), tensor.untyped_storage()
             if key not in self._sizes:
                 # A lazy clone has the memory of another tensor, which counts already.
-                shared = old or _torch_tensors.is_lazy_clone(tensor)
+                shared = old or _torch.is_lazy_clone(tensor)
                 self._sizes[key] = 0 if shared else storage.nbytes()
                 self.now += self._sizes[key]
                 self.peak = max(self.peak, self.now)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from mics_fn import _torch_store
+from mics_fn import _torch
 
 ADDRESS = "127.0.0.1"
 BACKEND = "mics_fn_loopback"
@@ -24,7 +24,7 @@ BACKEND = "mics_fn_loopback"
 
 def serve_store(port: int = 0) -> Any:
     """A store that listens on a port of the loopback address; 0 takes a free one."""
-    return _torch_store.serve_store(ADDRESS, port)
+    return _torch.serve_store(ADDRESS, port)
 
 
 class _Alone(RendezvousHandler):

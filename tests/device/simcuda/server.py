@@ -97,7 +97,7 @@ def _answer(conn: Connection, request: Request) -> None:
     sys.path.insert(0, request.root)
     try:
         pool: Any = importlib.import_module("mics_fn.lab.ranks.pool")
-        lending: Any = importlib.import_module("mics_fn.deferred.lending")
+        lending: Any = importlib.import_module("mics_fn.deferred.reduction")
         lending.LEAST_RING = 0  # the ring of a small model is short, too
         modules = [importlib.import_module(name) for name in ("programs", "apart", "controls")]
         (function,) = (getattr(m, request.name) for m in modules if hasattr(m, request.name))

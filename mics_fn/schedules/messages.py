@@ -1,0 +1,328 @@
+"""What ranks write in the store for each other: news, errors, stalls, and that they left.
+
+[Note: news] A rank that tells something writes it under a key of its own, and then adds one to a
+counter that the whole job shares. So whoever looks reads this counter, and the rest only if it has
+changed: while nobody tells anything a look is one call to the store, whatever the number of ranks.
+A reader reads the counter first, so what is told meanwhile changes it once more. Whether news
+matters depends on what the reader itself does later, so it keeps what it has read.
+
+[Note: waiting in two places] A rank that waits makes no call until what it waits for is done. So if
+B has not made one of the calls that A waits for, and A not one of those that B waits for, then
+neither can ever proceed, and both can raise long before the timeout. An outdated note does no harm:
+for A to have proceeded since it wrote its note, B would have had to make its call first, and B,
+which reads the note, knows that it has not. A rank that waits for some time writes a note of what
+it waits for, and reads those of a few ranks that take part in it.
+
+[Note: told to all] An error that some ranks find is raised by all of them, since the others would
+wait for these sooner or later. A rank that cannot go on writes its error as the trouble of the
+groups, which are finished then. But ranks that compare something by collectives raise together, and
+may go on if their program catches the error. If they are only a part of the groups, they tell the
+others what they refused, and withdraw it with their next call. Until then the others raise it when
+they look, except those that refuse something themselves at that time.
+
+[Note: ranks that have left] A rank that closes its groups issues no more collectives. If others
+still wait for one that it has issued, they get it; but for one that it has not, they would wait
+until the timeout. So a rank that leaves writes down, in one entry, how many it has issued over each
+communicator, and a rank that waits without progress compares. The last rank that leaves deletes all
+that the groups have written in the store, for then nobody reads it any more.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+from mics_fn.errors import DesyncError, GroupsError, MicsError, disagreement, message
+from mics_fn.store import Store, later
+
+# What ranks write in the store for the others: one key says whether there is anything new.
+
+NEWS = "mics_fn/news"  # the key of the counter
+
+
+class News:
+    """The counter; see [Note: news]."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read = self._seen = 0
+
+    def tell(self) -> None:
+        """Say that this rank has written something."""
+        self._store.add(NEWS, 1)
+
+    def any(self) -> bool:
+        """Whether ranks have told anything since what `mark_seen` marks."""
+        self._read = self._store.add(NEWS, 0)
+        return self._read != self._seen
+
+    def mark_seen(self) -> None:
+        """Mark as seen what `any` has found; only after all of it was read without an error."""
+        self._seen = self._read
+
+
+class Log:
+    """Entries that ranks append, and that each of them reads once and in one order.
+
+    Args:
+      store: shared by these ranks.
+      key: prefix of the keys.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._read = 0
+
+    def append(self, entry: Any) -> str:
+        """Append what JSON can write; returns its key, to delete once all ranks have read it."""
+        key = f"{self._key}/{self._store.add(self._key, 1)}"
+        self._store.set(key, json.dumps(entry))
+        return key
+
+    def unread(self) -> list[Any]:
+        """The entries that this rank has not read, up to one that is not written yet."""
+        found = []
+        while self._store.check([key := f"{self._key}/{self._read + 1}"]):
+            found.append(json.loads(self._store.get(key)))
+            self._read += 1
+        return found
+
+
+# Find out whether two ranks wait for each other in different collectives.
+
+_MOST = 8  # notes that a rank reads: in a large group all ranks may wait, with one store for all
+
+
+class Stuck(NamedTuple):
+    """A call over one communicator that this rank made, and that is not done."""
+
+    group: str  # the key of the communicator's `Calls`, which is the same on all of its ranks
+    number: int  # of the call, counted from 1 on in its communicator
+    ranks: tuple[int, ...]
+    text: str
+
+
+def deadlocked(
+    mine: Sequence[Stuck], issued: Mapping[str, int], note: Mapping[str, Any], rank: int, own: int
+) -> bool:
+    """Whether neither this rank nor another one that waits can ever proceed.
+
+    Args:
+      mine: the calls all of which must be done before this rank goes on.
+      issued: number of calls that it made, by communicator.
+      note: the `note_of` the other rank.
+      rank: the other rank.
+      own: this rank.
+
+    Example:
+      >>> mine, theirs = Stuck("a", 3, (0, 1), "reduce"), Stuck("b", 5, (0, 1), "gather")
+      >>> deadlocked([mine], {"a": 3, "b": 4}, note_of([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
+      True
+      >>> deadlocked([mine], {"a": 3, "b": 5}, note_of([theirs], {"a": 2, "b": 5}, "there"), 1, 0)
+      False
+      >>> theirs = Stuck("c", 5, (1, 2), "gather of others")
+      >>> deadlocked([mine], {"a": 3}, note_of([theirs], {"a": 2, "c": 5}, "there"), 1, 0)
+      False
+    """
+    lacks_theirs = [
+        rank in stuck.ranks and note["issued"].get(stuck.group, 0) < stuck.number for stuck in mine
+    ]
+    lacks_mine = [
+        own in ranks and issued.get(group, 0) < number for group, number, ranks in note["stuck"]
+    ]
+    return any(lacks_theirs) and any(lacks_mine)
+
+
+def note_of(mine: Sequence[Stuck], issued: Mapping[str, int], text: str) -> dict[str, Any]:
+    """What a rank that waits writes down for the others, ready for JSON."""
+    stuck = [(stuck.group, stuck.number, stuck.ranks) for stuck in mine]
+    return {"stuck": stuck, "issued": dict(issued), "text": text}
+
+
+def neighbours(rank: int, mine: Sequence[Stuck]) -> list[int]:
+    """The ranks whose notes to read: those that follow this rank in what it waits for.
+
+    >>> neighbours(2, [Stuck("a", 1, (0, 1, 2, 3), "")])
+    [3, 0, 1]
+    """
+    found: dict[int, None] = {}
+    for stuck in mine:
+        at = stuck.ranks.index(rank) + 1
+        found.update(dict.fromkeys((stuck.ranks[at:] + stuck.ranks)[:_MOST]))
+    return [other for other in found if other != rank][:_MOST]
+
+
+# `Job`: what all ranks of the groups, those of every replica, tell each other through the
+# store.
+
+
+class Job:
+    """Messages between all ranks of the groups; without a store, those of a single rank.
+
+    Args:
+      store: shared by all ranks.
+      key: prefix of its keys, which no other groups of this job use.
+      rank: this rank.
+    """
+
+    def __init__(self, store: Store | None = None, key: str = "", rank: int = 0) -> None:
+        self.store, self.key, self.rank = store, key, rank
+        self.news = None if store is None else News(store)
+        self.calls: list[Any] = []  # the `Calls` of each communicator that this rank is in
+        # `refusing`: this rank raised an error together with others, and has made no call since.
+        # `raised`: the same, or an error of its own.
+        self.refusing = self.raised = False
+        self.withdraw: Callable[[], None] = lambda: None  # takes back an error of its own
+        # Raises if a rank has failed without which a wait cannot end; the error of a wait that took
+        # too long; and notes why groups failed: all three of the groups' `Life`.
+        self.check: Callable[..., None] = lambda *args, **kwargs: None
+        self.late: Callable[..., Exception] = lambda error, stuck=(): error
+        self.fail: Callable[[BaseException], None] = lambda error: None
+        # `Departures.closed` and `Departures.check`, about ranks that closed their groups without
+        # their part in a call.
+        self.gone: Callable[[Any], Exception | None] = lambda call: None
+        self.await_call: Callable[[Any], None] = lambda call: None
+        # What to raise instead, if some rank has failed and that was the cause.
+        self.explain: Callable[..., Exception] = lambda error, *, wait: error
+        self._trouble, self._refused = f"{key}/all/trouble", f"{key}/all/refused"
+
+    def tell(self) -> None:
+        """Say that this rank has written something."""
+        if self.news is not None:
+            self.news.tell()
+
+    def report(self, text: str) -> None:
+        """Make all ranks of the groups raise this error when they look."""
+        if self.store is not None:
+            self.store.compare_set(self._trouble, "", text)
+            self.tell()
+
+    def refuse(self, text: str) -> None:
+        """Make the other ranks raise an error that this rank and some others raise now."""
+        if self.store is not None:
+            self.refusing = self.raised = True
+            self.store.compare_set(self._refused, "", text)
+            self.tell()
+
+    def go_on(self) -> None:
+        """Withdraw what this rank refused, or told of an error of its own."""
+        if self.store is not None and self.refusing:
+            self.refusing = False
+            self.store.set(self._refused, "")
+        self.withdraw()
+        self.raised = False
+
+    def raise_reported(self) -> None:
+        """Raise the error that another rank reported, in this replica or another."""
+        for key in (self._trouble, *([] if self.refusing else [self._refused])):
+            if self.store is not None and self.store.check([key]):
+                text = self.store.get(key).decode()
+                if text:
+                    error = DesyncError(text)
+                    if key == self._trouble:
+                        self.fail(error)
+                    raise error
+
+    def raise_everywhere(self, what: str, texts: Mapping[int, str], fix: str) -> NoReturn:
+        """Raise, here and on the other ranks, that ranks did different things."""
+        error = disagreement(what, texts, fix)
+        self.report(str(error))
+        self.raise_reported()
+        raise error
+
+
+# `Departures`: ranks that make no more calls on their groups, since they closed or reset them.
+
+LEFT = "left its groups by an error"  # an error that it has already told the others
+_RESET = "called reset"
+
+
+class Departures:
+    """Which ranks have left their groups; see [Note: ranks that have left].
+
+    Args:
+      job: what all ranks of the groups tell each other.
+      size: how many ranks these are.
+    """
+
+    def __init__(self, job: Job, size: int) -> None:
+        self._job, self._size = job, size
+        self._key = f"{job.key}/gone"
+        self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # what others wrote, by rank
+        self._tidy: Callable[[], None] = lambda: None
+        self.kept = ""  # a key that outlives the groups
+        self._any = self._left = False  # whether any rank has left, and whether this one has
+
+    def depart(self, how: str) -> Callable[[], None]:
+        """Say that this rank makes no more calls; a second call has no effect.
+
+        Args:
+          how: what it did, for errors of others.
+
+        Returns:
+          What deletes all entries of the groups, if this is the last rank; it may take a while.
+        """
+        job, store = self._job, self._job.store
+        if store is None or self._left:
+            return self._tidy
+        self._left = True
+        issued = {calls.key: calls.issued for calls in job.calls}
+        job.calls.clear()  # these refer to the channel, and it to them
+        try:
+            store.set(f"{self._key}/{job.rank}", json.dumps([how, issued]))
+            if store.add(self._key, 1) == self._size:
+                self._tidy = self._delete_all
+            else:
+                job.tell()
+        except (MicsError, RuntimeError):  # the store is gone, with all that is in it
+            pass
+        return self._tidy
+
+    def _delete_all(self) -> None:
+        store: Any = self._job.store
+        with suppress(RuntimeError, NotImplementedError):
+            for key in store.list_keys():
+                if key.startswith(f"{self._job.key}/") and key != self.kept:
+                    later(store, "delete_key", key)
+
+    def read(self) -> None:
+        """Read whether any rank has left."""
+        if self._job.store is not None:
+            self._any = self._job.store.add(self._key, 0) > 0
+
+    def check(self, call: Stuck) -> None:
+        """Raise GroupsError if a rank has left without its part of a call that this one waits for.
+
+        Args:
+          call: the call.
+        """
+        error = self.found(call) if self._any else None
+        if error is not None:  # a rank that resets its groups does so because of another error
+            raise self._job.explain(error, wait=_RESET in f"{error}")
+
+    def closed(self, call: Stuck) -> GroupsError | None:
+        """The error of a rank that closed its groups in order, if one did so without its part."""
+        error = self.found(call)
+        return None if error is None or _RESET in f"{error}" else error
+
+    def found(self, call: Stuck) -> GroupsError | None:
+        """The error that `check` raises; None if there is none."""
+        for rank in call.ranks:
+            how, issued = self._note(rank)
+            if how not in ("", LEFT) and issued.get(call.group, 0) < call.number:
+                lines = [f"rank {self._job.rank}: waits for {call.text}"]
+                fix = "call the same verbs on all ranks before any of them closes its groups"
+                if how == _RESET:
+                    fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
+                what = f"a call that rank {rank} will not make, since it {how}"
+                return GroupsError(message(what, lines, fix))
+        return None
+
+    def _note(self, rank: int) -> tuple[str, Mapping[str, int]]:
+        store, key = self._job.store, f"{self._key}/{rank}"
+        if rank not in self._notes and store is not None:
+            if not store.check([key]):
+                return "", {}
+            how, issued = json.loads(store.get(key))
+            self._notes[rank] = how, issued
+        return self._notes[rank]

@@ -1,0 +1,686 @@
+"""The verbs: `gather`, `reduce_grads` and what makes shards of full values without a message.
+
+A full value is what every rank has a copy of, and a shard is one value held in parts. The VJP of a
+cut multiplies a rank's part of the gradient by the number of parts, as its mean over ranks is then
+the gradient; see [Note: adjoint] in `linear`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from mics_fn import _torch, checks, tree
+from mics_fn.collectives import check_replicas, needs_derivative
+from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.groups import Groups
+from mics_fn.offload import laid_like
+from mics_fn.shards.bucket import pieces
+from mics_fn.shards.leaf import (
+    Fixed,
+    Leaf,
+    Nothing,
+    Sharded,
+    Tied,
+    Writing,
+    dtype_name,
+    is_leaf,
+    mark_reduced,
+    note_write,
+    same_tensor,
+)
+from mics_fn.shards.linear import Started, apply, deal, put, replica_mean, start
+from mics_fn.shards.opened import (
+    BucketUse,
+    GroupsTree,
+    Opened,
+    check_leaves,
+    open_shards,
+    require_tree,
+)
+from mics_fn.shards.pack import (
+    brought,
+    check_finite,
+    coded_pieces,
+    dense,
+    refuse_sparse,
+    split_chunk,
+)
+from mics_fn.shards.sharding import layout_of
+from mics_fn.tree import Tree
+
+# `gather` and `unshard`: shards become full tensors. For the gradient see [Note: adjoint].
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@overload
+def gather(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def gather(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def gather(shards: T, hierarchy: GroupsTree) -> T: ...
+def gather(shards: Tree, hierarchy: Any) -> Tree:
+    """Rebuild full tensors from shards now. It is differentiable, and its VJP is hop 1.
+
+    `defer` gives the same values in tensors that are fetched at the op that uses them.
+
+    Args:
+      shards: tree of shards (`Sharded`, `Fixed`, `Tied` leaves).
+      hierarchy: the route: `groups.hierarchy`, `groups.flat`, or `groups`; or a prefix pytree of
+        these, or a function from path to one.
+
+    Returns:
+      The tree with tensors of the full shapes, which are for reading. Those of one bucket are views
+      of one buffer, and tied leaves are one tensor. The gradient of a function of them is a tree of
+      shards, averaged over the partition group. No raw collective is left to differentiate, so
+      grad, vjp, jvp, vmap(grad), jacrev of full values and their compositions work. If p > 1,
+      `jacfwd` and `hessian` over shards and `jacrev` of shards do not: they differentiate along
+      directions that lie in one rank's piece alone. A Hessian is
+      `vmap(lambda v: jvp(grad(loss), (shards,), (v,))[1])` over a stack of directions, each of
+      which was cut by `shard`. Instead of `linearize` use `jvp`.
+
+      A plain `loss.backward()` has nothing to differentiate by, as torch says ("element 0 of
+      tensors does not require grad"): use `torch.func.grad`, or `defer` with a `GradSum`, or make
+      the pieces leaves of autograd, `leaf.data.requires_grad_()`, which then have `leaf.data.grad`.
+
+    Communication: one all-gather per level and bucket, in which each rank receives (p - 1)/p of the
+      full bytes; the VJP is one reduce-scatter per level and bucket. None if p = 1. The ranks
+      compare a tree that is new to the groups once (32 bytes).
+
+    Memory: the full tree, until the caller drops it. The VJP needs at most four buffers of the size
+      of a bucket. If p = 1 full tensors are views of the shards and take no memory.
+
+    Raises:
+      PlanError: the groups are not those that the tree was sharded with.
+      DonatedError: a shard was donated earlier.
+      DesyncError: ranks gather different trees.
+      LeafError: in `torch.func.linearize`, or in `jacfwd`, `hessian` or `jacrev` of shards.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> shards = shard({"w": torch.ones(2)}, groups)
+      >>> loss_fn = lambda s: gather(s, groups.hierarchy)["w"].square().sum()
+      >>> torch.func.grad(loss_fn)(shards)["w"].data
+      tensor([2., 2.])
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.3.
+    """
+    opened = open_shards("gather", shards, hierarchy).agree()
+    return opened.build(_gathered(opened.data, opened.uses))
+
+
+class PendingTree:
+    """A tree whose transfer was started; `wait()` gives it.
+
+    Args:
+      started: the transfers.
+      build: makes the tree of their results, one argument for each.
+
+    Communication: on gloo `wait()` starts the levels that remain; see the verb that made this.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> pending = shards.start_gather(shard({"w": torch.ones(2)}, groups), groups)
+      >>> pending.wait()["w"]
+      tensor([1., 1.])
+    """
+
+    def __init__(self, started: Sequence[Started], build: Callable[..., Tree]) -> None:
+        self._started, self._build = started, build
+        self._tree: Tree = None
+        self._done = False
+
+    def wait(self) -> Tree:
+        """The tree. All ranks must wait for their trees in the same order.
+
+        A second call gives the same tree and does not communicate.
+        """
+        if not self._done:
+            self._tree = self._build(*(started.wait() for started in self._started))
+            self._done, self._started = True, ()
+        return self._tree
+
+
+def start_gather(shards: Tree, hierarchy: Any) -> PendingTree:
+    """Start a gather and return at once; `wait()` gives the full tensors.
+
+    Args:
+      shards: as for `gather`; they must not change until `wait()`. A verb with `donate` waits
+        for the gather before it writes to them.
+      hierarchy: as for `gather`.
+
+    Returns:
+      A `PendingTree`.
+
+    Communication: as for `gather`. On gloo the outermost level runs in the background and the
+      others run in `wait()`. On CUDA all levels run on a side stream, and `wait()` does not block
+      the host.
+
+    Memory: as for `gather`.
+
+    Raises:
+      LeafError: called inside torch.func, or a shard requires a gradient; the result has no
+        derivative. Other errors are those of `gather`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> start_gather(shard([torch.ones(2)], groups), groups).wait()
+      [tensor([1., 1.])]
+    """
+    opened = open_shards("start_gather", shards, hierarchy).agree()
+    data, far = opened.data, [use for use in opened.uses if use.far]
+    started = start("gather", "gather", far, data)
+
+    def build(found: list[Tensor]) -> Tree:
+        full = _near(opened.uses, data)
+        put(full, far, found)
+        return opened.build(full)
+
+    return PendingTree([started], build)
+
+
+def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
+    """The data of all leaves, viewed as full tensors where one rank holds the whole bucket."""
+    full = list(data)
+    for use in uses:
+        if not use.far:
+            for i, shape in zip(use.index, use.bucket.shapes, strict=True):
+                if i is not None:
+                    piece = data[i]
+                    if use.away:
+                        piece = brought(piece, use.hierarchy.device, use.bucket.compute)
+                    piece = piece.to(use.bucket.compute)
+                    batch = piece.shape[:-1]
+                    full[i] = piece.reshape((*batch, *shape) if batch else shape)
+                    if full[i].requires_grad and not full[i].is_leaf:  # it will be differentiated
+                        full[i].register_hook(refuse_sparse)
+    return full
+
+
+def _gathered(data: Sequence[Any], uses: Sequence[BucketUse]) -> list[Any]:
+    """One full tensor per leaf of the tree, from the data of each leaf."""
+    far = [use for use in uses if use.far]
+    trained = [use for use in far if use.bucket.trainable]
+    frozen = [use for use in far if not use.bucket.trainable]
+    full = _near(uses, data)
+    put(full, trained, apply("gather", trained, data))
+    with torch.no_grad():  # frozen leaves get no gradient
+        put(full, frozen, apply("gather", frozen, data))
+    return full
+
+
+@overload
+def unshard(shards: Mapping[K, Leaf], hierarchy: GroupsTree) -> dict[K, Tensor]: ...
+@overload
+def unshard(shards: list[Sharded], hierarchy: GroupsTree) -> list[Tensor]: ...
+@overload
+def unshard(shards: T, hierarchy: GroupsTree) -> T: ...
+def unshard(shards: Tree, hierarchy: Any) -> Tree:
+    """Gather into tensors that own their memory, one bucket at a time, for export.
+
+    Args:
+      shards: tree of shards.
+      hierarchy: as for `gather`.
+
+    Returns:
+      The tree with full tensors in the dtypes of the shards. Each has its own storage; tied leaves
+      are one tensor.
+
+    Communication: as for `gather`.
+
+    Memory: the full tree and one bucket.
+
+    Raises: the errors of `gather`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> unshard(shard([torch.arange(3.0)], groups), groups.hierarchy)
+      [tensor([0., 1., 2.])]
+    """
+    opened = open_shards("unshard", shards, hierarchy).agree()
+    data = opened.data
+    whole = [isinstance(leaf, Fixed) and leaf.bucket is None for leaf in opened.leaves]
+    out = [data[i].clone() if is_whole else None for i, is_whole in enumerate(whole)]
+    for use in opened.uses:
+        full = _gathered(data, [replace(use, bucket=use.bucket.exact)])
+        for i in use.members:
+            out[i] = full[i].clone(memory_format=torch.contiguous_format)
+    return opened.build(out)
+
+
+# Both hops of the gradients, which are means: hop 1 in partition groups, hop 2 over replicas.
+
+
+def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
+    """Do the hops that gradients still need: both for full tensors, hop 2 for `Sharded` leaves.
+
+    Args:
+      grads: gradients, as a tree of full tensors, or of shards as `torch.func.grad` through
+        `gather` gives them, or of both.
+      groups: as for `shard`.
+      like: the shards that the gradients belong to. It is needed with full tensors if the
+        parameters have tied or frozen leaves or were sharded with other options than the default.
+
+    Returns:
+      A tree of shards: the gradient of the loss averaged over all ranks.
+
+    Communication: hop 1 is one reduce-scatter per level and bucket, (p - 1)/p of the full bytes.
+      Hop 2 is one all-reduce per bucket over the r replicas, 2(r - 1)/r of the shard's bytes.
+
+    Memory: as for `scatter_grads`, and a copy of the shards in hop 2.
+
+    Raises:
+      TreeError: the structure or a shape differs from `like`.
+      LeafError: there is a gradient for an integer leaf, or its dtype or device differs from the
+        leaf's.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> reduce_grads({"w": torch.ones(3)}, groups)
+      {'w': Sharded(shape=(3,), float32, here 3 of 3)}
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4 (2-hop gradient
+      synchronisation).
+    """
+    leaves, _ = tree.flatten(grads, is_leaf)
+    if like is not None or any(isinstance(leaf, Tensor) for leaf in leaves):
+        owed = _owed("reduce_grads", grads, groups, like)
+        grads = _settled(owed, apply("scatter", owed.far, owed.full))
+    return _averaged("reduce_grads", grads, groups)
+
+
+def scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
+    """Hop 1: average full gradients over the partition group; each rank keeps its shard.
+
+    Args:
+      grads: tree of full tensors, with None for leaves that have no gradient. `Sharded` leaves stay
+        as they are.
+      groups: as for `shard`.
+      like: as for `reduce_grads`. Without it the layout is computed from the gradients, and
+        compared between ranks.
+
+    Returns:
+      A tree of shards. Missing gradients become zeros, and gradients of tied leaves are added.
+
+    Communication: one reduce-scatter per level and bucket, (p - 1)/p of the full bytes; none if
+      p = 1.
+
+    Memory: at most four buffers of the size of a bucket, which are kept for the next call. If p = 1
+      none, since shards are views of the gradients.
+
+    Raises: the errors of `reduce_grads`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> scatter_grads([torch.ones(2, 2)], groups)[0].data
+      tensor([1., 1., 1., 1.])
+    """
+    owed = _owed("scatter_grads", grads, groups, like)
+    return _settled(owed, apply("scatter", owed.far, owed.full))
+
+
+def start_scatter_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> PendingTree:
+    """Start hop 1 and return at once, so that the next micro-step can begin; `wait()` gives shards.
+
+    Args:
+      grads: as for `scatter_grads`. They are copied, so they may change after the call.
+      groups: as for `shard`.
+      like: as for `scatter_grads`.
+
+    Returns:
+      A `PendingTree`.
+
+    Communication: as for `scatter_grads`. On gloo the innermost level runs in the background and
+      the others run in `wait()`. On CUDA all levels run on a side stream, and `wait()` does not
+      block the host.
+
+    Memory: a flat copy of the full gradients until `wait()`.
+
+    Raises:
+      LeafError: called inside torch.func, or a gradient requires a gradient; the result has no
+        derivative. Other errors are those of `scatter_grads`.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> start_scatter_grads([torch.ones(2)], groups).wait()[0].data
+      tensor([1., 1.])
+    """
+    owed = _owed("start_scatter_grads", grads, groups, like)
+    started = start("scatter_grads", "scatter", owed.far, owed.full)
+    return PendingTree([started], lambda found: _settled(owed, found))
+
+
+class _Owed(NamedTuple):
+    """Gradients by what they need: hop 1, or nothing before hop 2."""
+
+    spec: Any
+    out: list[Any]  # the leaves that are done; None if they need hop 1
+    far: list[BucketUse]  # the buckets that need it
+    full: list[Tensor | None]
+
+
+def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
+    """Match gradients with the layout of their parameters, and finish those of local buckets."""
+    require_tree(verb, grads, groups, "grads")
+    if like is not None:
+        check_leaves(verb, like, tree.flatten(like, is_leaf)[0], "like")
+    given = tree.flatten(grads, is_leaf)[0]
+    if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
+        grads = tree.map_leaves(
+            lambda x: dense(x) if isinstance(x, Tensor) else x, grads, is_leaf=is_leaf
+        )
+    if like is None:
+        like = layout_of(verb, "grads", grads, groups)
+    opened = open_shards(verb, like, groups, root="grads")
+    given, slots = _up_to(opened, grads), opened.leaves
+    full = _full_grads(opened, given)
+    out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
+    far = []
+    for use in opened.trained:
+        done = [i for i in use.members if isinstance(given[i], Sharded)]
+        if done and len(done) < len(use.members):
+            text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
+            text += " are not"
+            raise TreeError(message(text, fix="reduce a bucket's gradients together"))
+        for i in done:
+            out[i] = given[i]
+        if not done and use.far:
+            far.append(replace(use, verb=verb))
+        elif not done:
+            for i in use.members:
+                out[i] = _local(full[i], slots[i], use.home.device)  # pyright: ignore
+    return _Owed(opened.spec, out, far, full)
+
+
+def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
+    """The tree of shards, with the results of hop 1."""
+    out = list(owed.out)
+    pieces: list[Any] = [None] * len(out)
+    put(pieces, owed.far, found)
+    for use in owed.far:
+        for slot, i in enumerate(use.index):
+            if i is not None:
+                out[i] = Sharded(pieces[i], use.bucket, slot)
+    return owed.spec.unflatten(out)
+
+
+def _up_to(opened: Opened, grads: Tree) -> list[Any]:
+    """The gradients in the order of the parameters; None for a leaf without one."""
+    try:
+        return opened.spec.flatten_up_to(grads)
+    except ValueError:
+        where = tree.first_mismatch(opened.given, grads, "grads", is_leaf) or "structure"
+        raise TreeError(
+            message(
+                f"{opened.verb}: the gradients' tree differs from the parameters'",
+                [f"first difference: {where}"],
+                fix="differentiate with respect to the tree that was sharded",
+            )
+        ) from None
+
+
+def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
+    """One full gradient per leaf, checked; those of tied leaves are added to their owner's."""
+    full: list[Tensor | None] = [None] * len(given)
+    for i, (grad, owner) in enumerate(zip(given, opened.owner, strict=True)):
+        slot = opened.leaves[owner]
+        if grad is None or is_leaf(grad):
+            continue
+        if not (isinstance(slot, Sharded) and _fits(grad, slot)):
+            _check_grad(f"{opened.verb}: {opened.path(i)}", slot, grad)
+        if isinstance(slot, Sharded):
+            before = full[owner]
+            full[owner] = grad if before is None else before + grad
+    return full
+
+
+def _fits(grad: Any, slot: Sharded) -> bool:
+    """Whether a gradient has a leaf's shape and dtype; `_check_grad` examines those that do not."""
+    if not isinstance(grad, Tensor) or grad.shape != slot.shape:
+        return False
+    return grad.dtype is slot.dtype or grad.dtype is slot.bucket.compute
+
+
+def _check_grad(what: str, slot: Any, grad: Any) -> None:
+    """Raise LeafError or TreeError unless a value can be the gradient of a leaf.
+
+    Args:
+      what: the verb and the path, for errors.
+      slot: the leaf.
+      grad: the value.
+    """
+    if not isinstance(grad, Tensor):
+        text = f"{what} is {type(grad).__name__}, expected torch.Tensor"
+        raise LeafError(message(text, fix="give a full tensor, or None where there is no gradient"))
+    if not slot.dtype.is_floating_point:
+        text = f"{what}: a gradient for a leaf of {dtype_name(slot.dtype)}"
+        raise LeafError(message(text, fix="only float leaves have gradients: give None there"))
+    if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
+        text = f"{what}: shape {tuple(grad.shape)}, expected {slot.shape}"
+        raise TreeError(message(text, fix="pass the gradient of the full parameter"))
+    allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
+    if grad.dtype not in allowed:
+        names = " or ".join(map(dtype_name, allowed))
+        text = f"{what}: {dtype_name(grad.dtype)}, expected {names}"
+        raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
+
+
+def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
+    """Hop 1 in a group of one rank, which is the gradient itself."""
+    numel = slot.bucket.numels[slot.slot]
+    if grad is None:
+        flat = torch.zeros(numel, dtype=slot.dtype, device=device)
+    else:
+        flat = grad.reshape((*grad.shape[: grad.ndim - len(slot.shape)], numel)).to(slot.dtype)
+    return Sharded(flat, slot.bucket, slot.slot)
+
+
+def sync_replicas(grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False) -> Tree:
+    """Hop 2: average shards of gradients over the replication group.
+
+    Args:
+      grads: tree of shards, hop 1 done.
+      groups: as for `shard`.
+      donate: average in the given buffers; the old tree cannot be used again.
+      exact: send the dtype of the shards instead of that of reductions, as parameters need it.
+
+    Returns:
+      The averaged tree, its pieces where those of `grads` lie; if r = 1 the given tree itself.
+      Averaging twice changes nothing.
+
+    Communication: one all-reduce per bucket over r replicas, 2(r - 1)/r of the shard's bytes; none
+      if r = 1. Where `hop2` of the precision is a codec, an all-to-all and an all-gather of codes.
+
+    Memory: a copy of the shards; none with `donate`.
+
+    Raises:
+      LeafError: a leaf is not a shard.
+      DonatedError: the tree was donated earlier, or `donate` is given under autograd.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> sync_replicas(shard([torch.ones(2)], groups), groups)[0].data
+      tensor([1., 1.])
+
+    References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119, section 3.4.
+    """
+    return _averaged("sync_replicas", grads, groups, donate=donate, exact=exact)
+
+
+def _averaged(
+    verb: str, grads: Tree, groups: Any, *, donate: bool = False, exact: bool = False
+) -> Tree:
+    checks.flag(verb, "donate", donate)
+    checks.flag(verb, "exact", exact)
+    opened = open_shards(verb, grads, groups, root="grads")
+    indexes = [
+        i for i, use in enumerate(opened.uses) if use.bucket.trainable and use.replicas.size > 1
+    ]
+    if not indexes:
+        if opened.leaves:
+            mark_reduced(opened.leaves, opened.homes[0])
+        return grads
+    uses = [replace(opened.uses[i], verb=verb) for i in indexes]
+    if exact:
+        uses = [replace(use, bucket=use.bucket.exact) for use in uses]
+    data = opened.data
+    if donate and needs_derivative(data):
+        text = "sync_replicas: donate=True under autograd"
+        fix = "pass donate=False where gradients are differentiated"
+        raise DonatedError(message(text, fix=fix))
+    with Writing() as writing, torch.no_grad() if donate else nullcontext():
+        if donate:
+            writing.covers(grads, "grads", verb)
+            note_write()
+            members = [data[i] for use in uses for i in use.members]
+            found = replica_mean(uses, members, in_place=True).wait()
+        else:
+            found = apply("mean", uses, data)
+        dealt = zip(indexes, deal(uses, found), strict=True)
+        out = opened.rebuild({i: laid_like(new, opened.held(i)) for i, (_, new) in dealt})
+        if donate:
+            writing.give_away(tree.flatten(out, is_leaf)[0])
+    return out
+
+
+# `cut`: full values that all ranks know become shards, and nothing is sent.
+
+
+def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
+    """Shards of full values that are the same on all ranks: each rank keeps its part.
+
+    Args:
+      full: tree of full tensors, equal on all ranks, as what was computed from gathered values is,
+        or from a seed that ranks share. Dtypes are those of the shards, or of their computation. In
+        the place of a tied leaf the tensor of its owner, an equal one, or None.
+      groups: as for `shard`.
+      like: the shards that say how to cut, as parameters do; only their layout is read.
+      check: compare the values between ranks, for tests.
+
+    Returns:
+      The tree of shards, frozen and replicated leaves too, in memory of its own. It is
+      differentiable.
+
+    Communication: only with `check`: 8 bytes per leaf, over the partition group and over the
+      replication group.
+
+    Memory: this rank's shards.
+
+    Raises:
+      TreeError: structures or shapes differ.
+      LeafError: a value is not a tensor, or its dtype or device differs from the shard's.
+      DesyncError: with `check`, on all ranks: they hold different values.
+
+    Example:
+      >>> groups = make_groups(1)
+      >>> params = shard({"w": torch.ones(3)}, groups)
+      >>> shards.cut({"w": torch.arange(3.0)}, groups, like=params)["w"].data
+      tensor([0., 1., 2.])
+    """
+    checks.flag("cut", "check", check)
+    opened = open_shards("cut", like, groups, root="like")
+    values = _checked(opened, full)
+    if check:
+        _compare(opened, values)
+    out: list[Any] = list(opened.leaves)
+    for i, leaf in enumerate(opened.leaves):
+        if isinstance(leaf, Fixed) and leaf.bucket is None:
+            out[i] = Fixed(values[i].detach().clone())
+    for use in opened.uses:
+        parts = _parts(use, [values[i] for i in use.members])
+        kind = Sharded if use.bucket.trainable else Fixed
+        for slot, i in enumerate(use.index):
+            if i is not None:
+                out[i] = kind(parts[i], use.bucket, slot)
+    return opened.spec.unflatten(out)
+
+
+def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """This rank's part of each member, by the number of the leaf in the tree."""
+    bucket, found = use.bucket, {}
+    live = needs_derivative(values) and bucket.trainable
+    laid = pieces(bucket, use.route.chunk)
+    slots = [slot for slot, i in enumerate(use.index) if i is not None]
+    for i, slot, value in zip(use.members, slots, values, strict=True):
+        flat = (value if live else value.detach()).reshape(bucket.numels[slot])
+        found[i] = flat.narrow(0, laid[slot].origin, laid[slot].length).to(bucket.dtype)
+    if live:
+        found = {i: x.clone() for i, x in found.items()}  # a gather in a group of one gives views
+        return dict(zip(use.members, apply("part", [use], found), strict=True))  # pyright: ignore
+    device = next((value.device for value in values), use.home.device)
+    chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=device)
+    views = use.by_member(split_chunk(bucket, use.route.chunk, chunk))
+    for view, i in zip(views, use.members, strict=True):
+        view.copy_(found[i])
+    if bucket.codes is not None and chunk.numel() and not chunk.is_meta:
+        names = [""] * len(bucket.shapes)  # `_check_value` has found all values to be finite
+        views = use.by_member(coded_pieces(bucket, use.route.chunk, chunk, names))
+    return dict(zip(use.members, views, strict=True))
+
+
+def _checked(opened: Opened, full: Tree) -> list[Any]:
+    """One full value per leaf of the tree; None for those that are tied or `Nothing`."""
+    try:
+        given = opened.spec.flatten_up_to(full)
+    except ValueError:
+        where = tree.first_mismatch(opened.given, full, "full", is_leaf) or "structure"
+        text, fix = "cut: the tree differs from like=", "pass full values of the tree that like= is"
+        raise TreeError(message(text, [f"first difference: {where}"], fix)) from None
+    paths = tree.paths(opened.given, "full", is_leaf)
+    for i, leaf in enumerate(opened.leaves):
+        if isinstance(leaf, Tied):
+            _check_tied(paths, given, i, opened.owner[i])
+        elif not isinstance(leaf, Nothing):
+            _check_value(paths[i], leaf, given[i], opened.homes[i].hierarchy.device)
+    return given
+
+
+def _check_tied(paths: Sequence[str], given: Sequence[Any], i: int, owner: int) -> None:
+    """Raise TreeError if a tied leaf has a value of its own."""
+    x, first = given[i], given[owner]
+    if x is None or x is first or same_tensor(x, first):
+        return
+    both = isinstance(x, Tensor) and isinstance(first, Tensor)
+    if not both or _torch.is_wrapped(x) or _torch.is_wrapped(first) or not torch.equal(x, first):
+        text = f"cut: {paths[i]} is tied to {paths[owner]}, and has a value of its own"
+        raise TreeError(message(text, fix="pass the same tensor for both, or None for this one"))
+
+
+def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None:
+    """Raise LeafError or TreeError unless a value can be cut into this leaf."""
+    if not isinstance(value, Tensor):
+        text = f"cut: {path} is {value if is_leaf(value) else type(value).__name__}"
+        raise LeafError(message(text, fix="pass the full tensor"))
+    if tuple(value.shape) != leaf.shape:
+        text = f"cut: {path}: shape {tuple(value.shape)}, expected {leaf.shape}"
+        raise TreeError(message(text, fix="pass the full tensor"))
+    allowed = dict.fromkeys((leaf.dtype, leaf.bucket.compute if leaf.bucket else leaf.dtype))
+    if value.dtype not in allowed:
+        names = " or ".join(dtype_name(dtype) for dtype in allowed)
+        text = f"cut: {path}: {dtype_name(value.dtype)}, expected {names}"
+        raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(leaf.dtype)})"))
+    if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
+        check_finite(f"cut: {path}", leaf.bucket.codes, value)
+    if not value.is_meta and value.device != device:
+        text = f"cut: {path} is on {value.device}, its groups are on {device}"
+        raise LeafError(message(text, fix="move it to the device of the groups"))
+
+
+def _compare(opened: Opened, values: Sequence[Any]) -> None:
+    """Raise DesyncError unless all ranks hold the same values."""
+    paths = tree.paths(opened.given, "full", is_leaf)
+    plain = [_torch.unwrapped(x) if isinstance(x, Tensor) else x for x in values]
+    for home in dict.fromkeys(opened.homes):
+        mine = [
+            i
+            for i, leaf in enumerate(opened.leaves)
+            if opened.homes[i] is home and not isinstance(leaf, Tied | Nothing)
+        ]
+        kept = [i for i in mine if not plain[i].is_meta]
+        if isinstance(home, Groups):
+            check_replicas(home, "cut", [paths[i] for i in kept], [plain[i] for i in kept])
