@@ -26,10 +26,11 @@ Its words:
   killed in a save never matters: the next save removes it.
 - A step that is saved after a rollback *replaces* those from it on: they do not count from the
   moment in which it does, whether they can be removed or not. See [Note: branches] in `directory`.
-- A *writer* is a rank, with one file. Replicas hold the same shards, so each of them writes a part.
+- A *writer* is a rank, with one file. Replicas hold the same shards, so each writes a part.
 - A *line* is a bucket, or the tensors that all ranks hold in full, one after the other. It has a
-  *cell* for each writer; see [Note: lines and cells] in `manifest`. So which file has which elements
-  follows from a few numbers, for any number of ranks: nothing is planned, sent around or gathered.
+  *cell* for each writer; see [Note: lines and cells] in `manifest`. So which file has which
+  elements follows from a few numbers, for any number of ranks: nothing is planned, sent around or
+  gathered.
 - The *manifest* says what lies where: one line of JSON per tensor and per file, and a digest of
   itself. Each file has a checksum for each 16 KiB of each tensor, and the manifest has the digest
   of these. A reader compares what it reads, and takes a checksum that is missing for an error.
@@ -62,12 +63,10 @@ so it needs no trust. `trust=True` only allows names that lead out of the direct
   >>> load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2, 3)}, prefix="model.")
   {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
 
-Start reading at `layout` (arithmetic) and `contents` (what a state holds); then `saving`,
-`agreeing` and `under_way` for a save, in this order, `committed` and `directory` for what is on the
-disk, and `loading`, `sources` and `converting` for what is read. `manifest` and `parts` are the two
-kinds of files, and `sums` has their checksums. Of the directories of others `exported` deals leaves
-to files and files to ranks, `new_directory` has [Note: all or nothing], `pretrained` and `dcp` are
-the verbs, and `init/dcp_files.py` reads. To add another format to write, take `saved_leaves`,
+Start reading at `manifest` (arithmetic, checksums and one of the two kinds of files) and `contents`
+(what a state holds); then `saving` for a save, `directory` for what is on the disk, and `loading`
+for what is read. Directories of others are written by `exported`, as [Note: all or nothing] in
+`directory` says, and read by `init`. To add another format to write, take `saved_leaves`,
 `in_files` and `rounds` inside of `new_directory`. To add what is kept with a `Trainer`, add it to
 `carried` in the wing `train`. To change the format, raise `MINOR` in `manifest`, or `MAJOR` if
 older versions would read it wrongly; files in `tests/checkpoint/golden` and `golden_runs` of all

@@ -42,7 +42,7 @@ NCCL's watchdog. (6) gloo's own all-gather allocates twice the size of its resul
 only small ones are left to it. All this is tested on Linux with Python 3.11.
 
 What travels need not be the values: a `Wire` is a `Codec` and the innermost level on which codes
-are sent. They have a quarter or an eighth of the bytes of float32. See [Note: codes] in `levels.py`.
+are sent. They have a quarter or an eighth of the bytes of float32. See [Note: codes] in `levels`.
 `summary` shows which leaves send codes, and `groups.traffic` the bytes that they take: `python -m
 mics_fn bench bytes --precision "hop2=int8[256]"` prints them beside their formulas.
 
@@ -65,14 +65,13 @@ within 0.02 % and int4 within 0.3 %; with p = 2 and seed 0, int4 on gathers alon
 on hop 1 alone at + 0.02 %. A run beside float32 (the mean over ranks, `--partition-size 4`
 for codes in gathers and hop 1): `python -m mics_fn demo --precision "hop2=int4[64]" --lr 3e-4`.
 
-Start reading at `pending.py`, with its two notes, then `hierarchical.py`, and `levels.py`, the only
-file that calls what moves data; `replicated.py` has hop 2, `means.py` the arithmetic of means, and
-`agreement.py` what ranks compare. `codec.py` makes codes, with `pieces.py` on the CPU and
-`fused.py` on CUDA; `wire.py` says where they travel, and `coded.py` and `coded_gather.py` send
-them. `derivatives.py` says where a verb must refuse a derivative, and `sources.py` which memory
-must not be overwritten yet. `tasks.py` is for what a rank does by itself before it sends, and
-`parts.py` for long work that all ranks leave if one of them fails. `own.py` runs collectives of a
-user's own on `Groups.communicators`:
+Start reading at `pending.py`, with its notes: a collective in flight, what a rank does by itself
+before it sends, and which memory must not be overwritten yet. Then `levels.py`, the only file that
+calls what moves data: single levels first, then hierarchical collectives, codes and hop 2.
+`wire.py` has the arithmetic of means and says where codes travel, `codec.py` makes them, with
+`pieces.py` on the CPU and `fused.py` on CUDA. `agreement.py` is what ranks compare, and long work
+that all of them leave if one fails. `derivatives.py` says where a verb must refuse a derivative.
+`own.py` runs collectives of a user's own on `Groups.communicators`:
 
   >>> for name, comm in groups.communicators.items():
   ...     print(name, comm.ranks, all_gather(comm, torch.ones(1)).shape)

@@ -53,10 +53,9 @@ Limits:
   (`python -m mics_fn bench touch`).
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
-and fetch] in `autograd`. `live` fetches and drops, `fetching` starts that, `reduction`, `lending`
-and `sum_of_passes` do both hops, and `graph` examines backward. To treat an op specially, add a
-handler to `_HANDLERS` in `tensor`; to change when buckets are fetched, write a policy in the wing
-`schedules`, and leave this one alone.
+and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and `grad_sum`
+examines backward. To treat an op specially, add a handler to `_HANDLERS` in `tensor`; to change
+when buckets are fetched, write a policy in the wing `schedules`, and leave this one alone.
 """
 
 from mics_fn.deferred.deferring import bucket_sizes, defer, record

@@ -41,8 +41,8 @@ MASTER_ADDR and MASTER_PORT, and sets TORCHELASTIC_USE_AGENT_STORE=True, as torc
 over, and the error says so. In a process that comes back `init_distributed` and `make_groups` do
 not wait for the other ranks. What it compares is taken to be equal, what would move data raises
 PeerFailed of kind "returned", and `reset` is where it meets the others, which wait for it there,
-`timeout_s` at most; see [Note: coming back] in `rendezvous`. torch's default group is made once, and
-not again: it is of no use after a rank was lost, and nothing here moves data over it.
+`timeout_s` at most; see [Note: coming back] in `rendezvous`. torch's default group is made once,
+and not again: it is of no use after a rank was lost, and nothing here moves data over it.
 
 Groups cover the data-parallel ranks only; tensor, pipeline and sequence parallelism stay outside.
 In such jobs, pass the data-parallel part of a `DeviceMesh` as `mesh=`, and shard the `to_local()`
@@ -68,17 +68,14 @@ A `Hierarchy` is one partition group as the verbs inside it need it: a `Route` (
 rank's place in each), `Pools` of memory that is reused, and a `Channel` for messages. A *placement*
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
-Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `hierarchy.py`,
-`communicator.py`, `life.py` and `buffers.py` are the values; `peers.py`, `signs.py`, `clerk.py`,
-`monitor.py`, `telling.py` and `uncaught.py` are about ranks that fail, `resetting.py`, `again.py`,
-`retiring.py` and `returning.py` about those that go on or come back, `stopping.py` and
-`launcher.py` about how jobs end, `turns.py` and `forks.py` about threads and processes that must
-not use groups.
-`make.py` makes groups, with `distributed.py` (device and backend), `devices.py` (which GPU),
-`environment.py` (launchers), `rendezvous.py` (ranks meet before any group exists), `facts.py` (what
-they compare) and `sizes.py` (errors of sizes that do not fit). To add a launcher, add a row of its
-names to `environment.py`, and its cases to `tests/groups/test_launcher.py`. To add a placement, add
-a row to `PLACEMENTS` in `placement.py`, and its formula to `tests/deferred/test_placement.py`.
+Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py`, `life.py`
+and `buffers.py` are the values; `peers.py`, `monitor.py`, `clerk.py` and `uncaught.py` are about
+ranks that fail, `resetting.py` about those that go on or come back, and `stopping.py` about how
+jobs end. `make.py` makes groups, with `distributed.py` (device and backend), `environment.py`
+(launchers) and `rendezvous.py` (ranks meet before any group exists). To add a launcher, add a row
+of its names to `environment.py`, and its cases to `tests/groups/test_launcher.py`. To add a
+placement, add a row to `PLACEMENTS` in `placement.py`, and its formula to
+`tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement

@@ -98,7 +98,7 @@ class Life:
     listen: Callable[[], bool] = bool
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
     depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
-    again: Any = None  # makes groups like these; see `again`
+    again: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
     turns: Turns = field(default_factory=Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective

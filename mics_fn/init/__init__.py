@@ -11,22 +11,21 @@ the model, such as adapters, is then made, and the rest is read (`missing=`).
 Every rank draws all random numbers, so `init_model` takes somewhat more time than a plain
 construction. Its peak of memory is the rank's shards, one bucket and the largest parameter.
 
-How `init_model` works: while the function runs, a *recorder* (`recorder.py`) puts each op on a
-*tape* (`tape.py`) instead of running it. The model then holds *recorded* tensors, which report
-shape, dtype and device but have no data (`without_data.py`). A parameter's values follow from a
-part of the tape, and *replay* (`replay.py`) runs that part alone, each random op from the state
-that its generator would have had (`rng.py`). A *filling* (`filling.py`) lays out the shards and
-keeps this rank's part of each value, in `chunks.py` chunk by chunk; the *skeleton* (`skeleton.py`)
-is the module that remains. A model that cannot be recorded is made in full, with a warning that
-says why.
+How `init_model` works: while the function runs, a *recorder* puts each op on a *tape*
+(`tape.py`) instead of running it. The model then holds *recorded* tensors, which report shape,
+dtype and device but have no data. A parameter's values follow from a part of the tape, and *replay*
+runs that part alone, each random op from the state that its generator would have had. A *filling*
+(`loading.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is the
+module that remains. A model that cannot be recorded is made in full, with a
+warning that says why.
 
 How `load_shards` works: `files.py` opens a file as named entries, from which any range of elements
 can be read; `loading.py` matches their names with the parameters, and the filling reads the ranges
 that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or believed:
-`reading.py` opens only regular files and says why in [Note: files of strangers], `safetensors.py`
-reads a header of JSON, and `torch_files.py` reads the records of a zip file (`zipped.py`) and the
-opcodes of a pickle (`pickled.py`), and so does `dcp_files.py` for a directory whose files hold
-chunks of tensors. What cannot be read on one rank is an error on all of them.
+`torch_files.py` opens only regular files and says why in [Note: files of strangers]; it reads the
+records of a zip file and the opcodes of a pickle. `files.py` reads the header of a safetensors file
+and the metadata of a DCP directory, whose files hold chunks of tensors. What cannot be read on one
+rank is an error on all of them.
 
 Example:
   >>> make_model = lambda: torch.nn.Linear(2, 3)
@@ -40,7 +39,7 @@ Start reading at `model.py`, then the notes [Note: tape], [Note: recorded tensor
 streams]. To add a format of files, write a function of a `File` that gives an `Entry` for
 each tensor, and call it from `of_file` in `files.py`. To record an op that torch cannot compute on
 meta, nothing is needed: it is run on replayed inputs. An op that draws random numbers on another
-kind of device needs a generator in `rng.py`.
+kind of device needs a generator in `tape.py`.
 """
 
 from mics_fn.init.files import DTYPES, strict_json, with_texts

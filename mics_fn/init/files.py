@@ -9,7 +9,7 @@ may come from strangers: see [Note: files of strangers] in `torch_files.py`.
 Each rank that saves writes a file in which its *chunks* lie one after the other. A chunk is a part
 of a tensor, a box with offsets and sizes, in the form that `torch.save` gives to one tensor. The
 file `.metadata` says which chunks there are, and at which byte of which file each begins. It is a
-pickle, and torch runs it; here it is only read, as `pickled.py` describes, so that no directory
+pickle, and torch runs it; here it is only read, as `torch_files.py` describes, so that no directory
 needs to be trusted for it.
 """
 

@@ -24,9 +24,6 @@ outside, code that wants the address of a tensor, and layouts other than strided
 the kernel of an op knows how far it moves that state, so every draw of the tape runs once, in
 order: a draw that some part needs runs there, and any other runs on scratch memory that is dropped
 at once. States are kept as long as an op that is still to run begins with them, 5 KB each on CPU.
-
-See [Note: recorded tensors] in `tape`, [Note: tape] in `tape` and [Note: generators while
-recording] in `rng`.
 """
 
 from bisect import bisect_left

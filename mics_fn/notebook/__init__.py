@@ -44,11 +44,11 @@ cell asks `groups.rank`. Output is that of each engine. A rank that waits for on
 waits for `timeout_s`, `ranks.client.send_signal(signal.SIGINT)` interrupts all, `mf.reset(groups)`
 goes on, and after a rank was killed the launcher starts all of them anew.
 
-Start reading at `cluster.py`. `starting.py` has `start`; `processes.py` is the kernel's side of
-`node.py`; `cells.py` waits for a cell, `folding.py` makes one text of many, and `magic.py` is
-`%%ranks`. To add something that a person asks of ranks, write a function for `engine.py`, which
-runs on each of them, and a method of `Cluster` that sends it by `_run` and ends with `_done`. To
-add a message to the process that forks ranks, send it in `processes.py` and read it in `node.py`.
+Start reading at `cluster.py`, which has `start`, and the kernel's side of `node.py`; `cells.py`
+waits for a cell and makes one text of many, and `magic.py` is `%%ranks`. To add something that a
+person asks of ranks, write a function for `engine.py`, which runs on each of them, and a method of
+`Cluster` that sends it by `_run` and ends with `_done`. To add a message to the process that forks
+ranks, send it in `cluster.py` and read it in `node.py`.
 """
 
 from mics_fn.notebook import magic

@@ -95,8 +95,8 @@ Values may be kept as codes, too: a `Coded` is a tensor of float32 that takes a 
 less, and is decoded where an op reads it. Moments of an optimizer are, and frozen parameters. See
 [Note: coded tensors] in `apart.py`, and [Note: two kinds of codes] in `apart.py`.
 
-Start reading at `places.py`; then `scratch.py`, with its note, `ownership.py` and `space.py` below
-it; `apart.py`; `stored.py`; `portions.py`; and `streaming.py`. To add a place, give `Place` a kind,
+Start reading at `places.py`; then `scratch.py`, with its note; `apart.py`; `stored.py`; and
+`streaming.py`. To add a place, give `Place` a kind,
 and say in `stored.py` what reading from it means.
 """
 

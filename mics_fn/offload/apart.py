@@ -34,7 +34,7 @@ is. Values decoded to float32 are exact, and coding them again gives the same ro
 [Note: coded tensors] A `Coded` is apart; see [Note: tensors apart] in `apart`. Its blocks begin
 with the memory, so whoever lays leaves into it begins each on the border of a block. It changes
 only by `write`, in whole blocks, and by `fill`, which takes values part by part and codes them once
-all of them are there. What the memory consists of is in `memories`.
+all of them are there. What the memory consists of comes first.
 """
 
 from collections.abc import Callable

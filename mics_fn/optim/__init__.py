@@ -67,7 +67,7 @@ Rules:
 - Moments may take a byte each: `shard(precision="state=int8[256]")` keeps those of leaves with at
   least 4,096 elements as codes, 2.03 bytes for the two of AdamW instead of 8. Rounding is right on
   average, and the numbers of these leaves do not depend on ranks or buckets; see [Note: coded
-  moments] in `making`. The loss of a small GPT after 250 steps was within 0.3 % of that with
+  moments] in `flat`. The loss of a small GPT after 250 steps was within 0.3 % of that with
   values. int8 has 127 sizes in a block: where gradients stay below about 1/127 of the largest one
   of their block, AdamW takes smaller steps, a tenth of its own at a thousandth. fp8 reaches down to
   1/200,000 and is the choice for such blocks; the larger elements have fewer digits in it.
@@ -78,9 +78,9 @@ Rules:
 - Ctrl-C cannot tear a step: `opt_step(donate=True)` raises it once its result is assigned.
 
 Where to start reading: `transform` (60 lines of code), `state` for `opt_step`, and `lion` in
-`optimizers` for a whole optimizer; then `runs`, `flat` and `columns` for memory, `torch_optim` for
-torch's own classes, `norms` and `by_pattern` for studies, `clip`, `loss_scale` and `guard`;
-`coming`, `late`, `elsewhere` and `moving` for gradients and states that are not here.
+`optimizers` for a whole optimizer and for torch's own classes; then `flat` and `columns` for
+memory, and for gradients and states that are not here, which `moving` moves; `norms` for clipping
+and studies, `guard` for loss scales and verdicts, and `comparing` for what ranks compare.
 
 An optimizer of your own is `from_update(init, update)`, with `shards.map` for what is elementwise
 and `leaf_norms` and `inner` for numbers of whole tensors: LAMB is fifteen lines of it. Rates, or

@@ -12,7 +12,7 @@ its pieces begin does.
 
 [Note: coded moments] With `state=int8[256]` in the precision of shards, moments of large leaves are
 kept as codes. A step decodes a part of a column, lets the optimizer write to it, and codes what it
-has written; see `elsewhere`. Leaves begin on borders of blocks and so do chunks, so that no block
+has written; see `columns`. Leaves begin on borders of blocks and so do chunks, so that no block
 has elements of two leaves or two ranks: codes, and with them all numbers, do not depend on how many
 ranks share a tensor. Second moments are kept by their roots; see [Note: roots] in `offload.apart`.
 """

@@ -1,6 +1,6 @@
 """Norms leaf by leaf, and inner products: numbers of whole tensors from the pieces that ranks hold.
 
-They are for optimizers and studies of one's own; `global_norm` is in `clip`.
+They are for optimizers and studies of one's own; `global_norm` is among them.
 
 Gradients that arrive bucket by bucket are limited when a step takes them. Of what lies elsewhere
 one bucket at a time is on the device then, and no limit is written to host memory or to a file.

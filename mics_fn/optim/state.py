@@ -254,8 +254,8 @@ def opt_step(
 
     Communication: only that of transforms that were given groups, such as clipping by norm. The
       first time that gradients come from these groups, 8 bytes to compare the step and 32 for the
-      options of the optimizer; see [Note: one step] in `optim.comparing`. With `donate` it waits for
-      gathers of these shards under way.
+      options of the optimizer; see [Note: one step] in `optim.comparing`. With `donate` it waits
+      for gathers of these shards under way.
 
     Memory: a second copy of the state; none with `donate`.
 

@@ -374,8 +374,8 @@ def chain(*transforms: Optimizer) -> Transform:
             new.extend(as_before(found, list(states[:-1])))
             return given
 
-        # See [Note: states come first] in `columns`. What the others have in files comes through the
-        # same memory, and so before.
+        # See [Note: states come first] in `columns`. What the others have in files comes through
+        # the same memory, and so before.
         late = has_to_come(params, states[-1]) and not has_to_come([], states[:-1])
         late = late and parts[-1].step_unpacked is not None
         given = Coming.of(Late(grads.closed(), made).arrival()) if late else unpacked(made())

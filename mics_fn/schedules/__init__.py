@@ -49,12 +49,10 @@ use] in `desync.py` for how they find out.
 Ranks also compare all that they call on each communicator, whatever verb it comes from: see [Note:
 the same calls] in `calls.py`. A step that repeats sends no message.
 
-Start reading at `schedule.py` (the value) and `planning.py` (the plan), then `policy.py`, `run.py`
-(follow or record a schedule), `desync.py` (messages between ranks), `calls.py` and `habit.py` (the
-order of calls), `telling.py` and `news.py` (how all ranks hear of errors), `leaving.py` (ranks that
-have closed their groups), `several.py` (trees on several groups), `stalled.py` (ranks that wait for
-each other), `settling.py` (what a run teaches the next one) and `sharing.py` (where fetched buckets
-lie in one piece of memory).
+Start reading at `schedule.py` (the value, the plan, and where fetched buckets lie in one piece of
+memory), then `policy.py`, `run.py` (follow or record a schedule, and what that teaches the next
+one), `desync.py` (the channel between ranks), `calls.py` (the order of calls) and `messages.py`
+(errors of other ranks, ranks that wait for each other, and those that have closed their groups).
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
 """

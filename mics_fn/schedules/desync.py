@@ -16,8 +16,8 @@ all ranks follow a schedule, nothing is sent.
 
 On an accelerator the host does not wait for collectives, so it looks for a rank that left only when
 a run ends, in `Trainer` or at the end of a `with` block, and at most once per second: that is one
-call to the store, see [Note: news] in `schedules.messages`. Under `keep_all`, which nobody leaves, it
-never looks. If nobody finds it by then, that rank raises after `timeout_s`, and the others by
+call to the store, see [Note: news] in `schedules.messages`. Under `keep_all`, which nobody leaves,
+it never looks. If nobody finds it by then, that rank raises after `timeout_s`, and the others by
 NCCL's watchdog.
 """
 
@@ -101,7 +101,7 @@ class Channel:
         self._ranks, self._rank, self._timeout_s = ranks, rank, timeout_s
         self._log = None if self._store is None else Log(self._store, f"{self._key}/left")
         self._left: dict[int, dict[int, tuple[Step, str]]] = {}  # by run, then by rank
-        self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `stalled`
+        self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `messages`
         self._note = ""  # what this rank wrote down about its wait
         self._looked = -math.inf
         self._recent: list[Progress] = []

@@ -57,17 +57,14 @@ whole tensors (`optim.leaf_norms`, `optim.inner`) are passed to it, so that it h
 may be copied and pickled, each rank's by itself, and come back with their chunks.
 
 Where to start reading: the notes of `bucket`, `leaf` and `linear`, in this order. Then `sharding`
-(shard), `opened` (what every verb does first), `gathering` and `reducing` (the other verbs), and
-`cutting` and `mapping`. `bucketing` says which leaves share a bucket; `layout`, `laying`, `kept`
-and `elsewhere` where and how pieces lie; `pack` and `memory` are about buffers, `padding`
-about blocks of codes, `copied` about pickles, `rows` about vmap, `contents` about batches, and
-`precision` about dtypes.
+(shard), `opened` (what every verb does first), `verbs` (the other verbs) and `mapping`. `pack` is
+about buffers and where pieces lie, `precision` about dtypes, and `contents` about batches.
 
 To add a verb, begin it with `open_shards`, which checks the tree and its groups and gives the
 leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add its map and the
 transpose of that to the tables in `linear`. `tests/rules/test_derivatives.py` asks of every public
 verb for its derivative, or for the reason why it has none. To add a property of the layout, give
-`Bucket` a field, and name it in `agree_on` in `layout`, so that ranks compare it.
+`Bucket` a field, and name it in `agree_on` in `sharding`, so that ranks compare it.
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative

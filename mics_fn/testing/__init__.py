@@ -10,15 +10,15 @@ Nothing in the library imports this wing. A script or a test wraps its training 
   >>> fault.at
   'defer: fetch of bucket 0 (weight, bias; layout ...), 32 bytes'
 
-Where a fault can be is in [Note: points] in `spans`; which faults there are is in `faults`, one
+Where a fault can be is in [Note: points] in `spans`; which faults there are is in `injector`, one
 function each. `python -m tests.stress faults`, in a clone, injects hundreds and counts what came
 of them.
 
-Start reading at `inject` in `injector`, then `faults`; `machine` has what Linux shows of links and
+Start reading at `inject` in `injector`; before it are the faults, and what Linux shows of links and
 processes.
 
-To add a fault, write a function of a `Moment` in `faults.py` and add it to `FAULTS`, with a test in
-`tests/testing`.
+To add a fault, write a function of a `Moment` in `injector.py` and add it to `FAULTS`, with a test
+in `tests/testing`.
 """
 
 from mics_fn.testing.injector import InjectedError, Injection, inject

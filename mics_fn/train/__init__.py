@@ -86,7 +86,7 @@ What is carried: all that a `Trainer` carries is a value. `carried(trainer)` giv
 and numbers, and what belongs to this rank: random states, the place in its data, what the guard
 found. `take_back` lets another trainer go on from them, to the same bits, in the middle of a pass
 too. It checks all of it first, and refuses options that would change numbers. An object that saves
-steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `saving`.
+steps, `Trainer(checkpoint=)`, is told of each one; see `Checkpoint` in `plain`.
 
 Limits: a layer that mixes dtypes, such as a norm in float32 inside a bfloat16 model, must accept
 the inputs that it gets, since only calls of the model are cast. A refused step changes nothing but
@@ -94,11 +94,9 @@ the guard. On NCCL the host does not wait for collectives, so it notices a rank 
 only when a run ends.
 
 Start reading at `Trainer.step` in `trainer`, then `program`, `given` (arguments and their checks),
-`member` (what a rank knows of its job), `batch`, `buffers` and `writing`. `resetting` and
-`rejoining` are about what follows a fault, `syncing` and `replicas` about merges, `data` about
-samples, and `passes` and `position` about going through them. `carried` is about going on, with
-`plain` for the form of what is saved, and `checkpoints` saves it; `exporting` gives full parameters
-and a state dict.
+`stepping` and `metrics`. `resetting` is about what follows a fault, `replicas` about merges, `loop`
+about samples and going through them, `plain` about the form of what is saved, and `carried` about
+saving and going on.
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
 loops written by hand have it too.

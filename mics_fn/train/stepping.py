@@ -9,8 +9,8 @@ just these moments, others have written a part of their states. `reset` then tak
 replicas; if all had begun to write, it raises LostStateError: go on from a checkpoint then.
 
 Where a guard has to see all, states elsewhere come meanwhile; see [Note: states come first] in
-`optim.columns`. A rank that cannot read its files has not written anything then; what is lost in them
-it takes from a replica, too.
+`optim.columns`. A rank that cannot read its files has not written anything then; what is lost in
+them it takes from a replica, too.
 """
 
 import time

@@ -181,7 +181,7 @@ class Trainer(Exporting):
         shards.
       bucket_bytes: as for `shard`; default a sixteenth of the parameters, from 1 to 25 MiB.
       order, bucket: as for `shard`; the default order is the module's own.
-      checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoint` in `saving`.
+      checkpoint: saves this trainer after steps, and lets it go on; see `Checkpoint` in `plain`.
 
     Communication: that of `shard` when it is made, and 32 bytes to compare options. In a step each
       bucket is gathered once if all fit the budget, else each time that it is needed again. There
