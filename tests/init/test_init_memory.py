@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab.bench.process_memory import give_back_at_once
+from mics_fn.lab.bench.turns import give_back_at_once
 from mics_fn.lab.ranks.pool import run_ranks
 
 WIDTH, DEPTH = 64, 24

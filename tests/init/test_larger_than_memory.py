@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import mics_fn as mf
-from mics_fn.lab.bench.process_memory import give_back_at_once
+from mics_fn.lab.bench.turns import give_back_at_once
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.offload import where
 

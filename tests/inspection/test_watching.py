@@ -22,8 +22,8 @@ import mics_fn as mf
 from mics_fn import _torch, spans
 from mics_fn.groups import LEAST_RING
 from mics_fn.inspection.watching import NOT_WATCHED, Event, Timeline
-from mics_fn.lab.bench import formulas
-from mics_fn.lab.bench.tensor_memory import StorageCount
+from mics_fn.lab.bench import stage
+from mics_fn.lab.bench.turns import StorageCount
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4
@@ -416,9 +416,9 @@ def held(layout: Layout, live_bytes: int | None, accumulate: int) -> tuple[Any, 
         found, sizes = trainer.last_step, [x.gather.size for x in groups.hierarchy.route.levels]
     buckets = list({leaf.bucket: None for leaf in trainer.state.params.values()})
     place = "fsdp" if layout.partition_size < layout.world_size else "zero3"
-    cut = formulas.cut_of(place, layout.world_size, NODE)
+    cut = stage.cut_of(place, layout.world_size, NODE)
     how: dict[str, Any] = {"live_bytes": live_bytes, "num_replicas": groups.num_replicas}
-    formula = formulas.memory_formula(buckets, cut, sizes, micro_steps=accumulate, **how)
+    formula = stage.memory_formula(buckets, cut, sizes, micro_steps=accumulate, **how)
     return found.memory(), formula
 
 

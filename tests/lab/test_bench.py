@@ -17,19 +17,23 @@ from mics_fn.errors import PlanError
 from mics_fn.groups.communicator import Comm, Life, Traffic
 from mics_fn.inspection import Event, Timeline
 from mics_fn.lab.bench import bytes as bench_bytes
-from mics_fn.lab.bench import links, process_memory
+from mics_fn.lab.bench import links
+from mics_fn.lab.bench import turns as process_memory
 from mics_fn.lab.bench.bytes import RankBytes, leaving_share
 from mics_fn.lab.bench.links import Counters, Rate, read_counters, read_rates, sent_bytes
-from mics_fn.lab.bench.overlap import updates_of
-from mics_fn.lab.bench.peers import PEERS
-from mics_fn.lab.bench.process_memory import memory_bytes, peak_bytes, peak_growth, reset_peak
+from mics_fn.lab.bench.stage import PEERS
+from mics_fn.lab.bench.step import updates_of
 from mics_fn.lab.bench.turns import (
     PEAK_STEPS,
     Peer,
     Setting,
     Turns,
+    memory_bytes,
     nbytes,
+    peak_bytes,
+    peak_growth,
     ratio,
+    reset_peak,
     spread,
     take_turns,
 )

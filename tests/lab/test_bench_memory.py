@@ -11,17 +11,17 @@ from torch import nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.lab.bench import formulas
-from mics_fn.lab.bench import states as bench_states
-from mics_fn.lab.bench.formulas import (
+from mics_fn.lab.bench import memory as bench_states
+from mics_fn.lab.bench import stage
+from mics_fn.lab.bench.stage import (
     PLACES,
     Cut,
     cut_of,
     make_place,
     memory_formula,
 )
-from mics_fn.lab.bench.tensor_memory import StorageCount
-from mics_fn.lab.traffic import wire_bytes
+from mics_fn.lab.bench.turns import StorageCount
+from mics_fn.lab.report import wire_bytes
 from mics_fn.shards.bucket import LeafSpec, plan_buckets
 from mics_fn.shards.leaf import is_leaf
 
@@ -270,4 +270,4 @@ def test_what_is_far_from_the_formula_is_named():
 
 def test_placements_that_are_none_are_refused():
     with pytest.raises(mf.errors.PlanError, match="there is no placement zero4"):
-        formulas.check_places(["zero3", "zero4"])
+        stage.check_places(["zero3", "zero4"])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
-from mics_fn.lab.demo import before
+from mics_fn.lab.demo import command as before
 from mics_fn.lab.demo import command as demo
 from mics_fn.lab.demo import run as demo_run
 from mics_fn.lab.models import gpt

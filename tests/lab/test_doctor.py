@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.__main__ import main
-from mics_fn.lab.doctor import command, environment, parts, rank, report, seam, training
+from mics_fn.lab.doctor import command, parts, rank, report, training
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.ranks.bounded import Ended, run_bounded
 from mics_fn.lab.ranks.pool import RankError, RankTimeoutError, run_ranks
@@ -42,9 +42,7 @@ def forked(
 ) -> list[Ended]:
     """As `run_bounded`, with ranks that are forked from here and need not import torch."""
     try:
-        found = run_ranks(
-            with_variables, n, environment, fn, *args, timeout_s=limit_s, grace_s=grace_s
-        )
+        found = run_ranks(with_variables, n, report, fn, *args, timeout_s=limit_s, grace_s=grace_s)
         return [WELL._replace(result=result) for result in found]
     except RankError as error:
         ended = []
@@ -97,7 +95,7 @@ def test_a_part_finds_nothing_wrong_on_gloo(name: str, doctor):
     assert all(error > 1e-8 for error in errors)  # it is not compared with itself
     if name == "delays":
         late = [check["value"] for what, check in checks.items() if what.endswith("delays")]
-        assert len(late) == len(seam.LATE)
+        assert len(late) == len(training.LATE)
         assert min(late) > 5
     if name == "speed":
         assert {c["unit"] for c in checks.values()} == {"s", "x"}
@@ -176,7 +174,7 @@ def test_bits_that_depend_on_delays_are_seen(monkeypatch: pytest.MonkeyPatch):
     found = command.run_part("delays", parts.PARTS["delays"], rank.Job("cpu", SMALL), 60.0)
     values = [check.value for check in found.checks if "not equal" in check.what]
     assert found.verdict == "WRONG"
-    assert values == [0, *[1] * len(seam.LATE)]
+    assert values == [0, *[1] * len(training.LATE)]
 
 
 def train_late(job: Any, groups: Any, around: Any = None, **options: Any) -> training.Trained:
@@ -195,8 +193,8 @@ def test_delays_reach_backward_and_leave_the_ledger_right():
     groups, counts = mf.make_groups(1), {}
     traffic = groups.traffic
     x = torch.ones(2, requires_grad=True)
-    for kind in seam.LATE:
-        with seam.Delays(seam.Seam(torch.device("cpu")), groups, kind, 0) as mode:
+    for kind in training.LATE:
+        with training.Delays(training.Seam(torch.device("cpu")), groups, kind, 0) as mode:
             for _ in range(30):
                 traffic.add("gather rank", 8)
                 traffic.add("replicas", 8)
@@ -239,7 +237,7 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
     doctor,
 ):
     def run(fn: Any, n: int, *args: Any, **options: Any) -> list[Ended]:
-        if fn is environment.environment:
+        if fn is report.environment:
             return [WELL._replace(result={"accelerator": "none", "devices": []})]
         if fn is parts.ways:
             lines = "".join(json.dumps(check) + "\n" for check in checks)

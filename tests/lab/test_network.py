@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sockets import HAS_LIST, listening
 
 import mics_fn as mf
-from mics_fn.lab.ranks import bounded, launch, loopback
+from mics_fn.lab.ranks import bounded, launch
 from mics_fn.lab.ranks.pool import run_ranks
 
 pytestmark = pytest.mark.skipif(not HAS_LIST, reason="needs /proc/net/tcp")
@@ -37,7 +37,7 @@ def of_pool() -> list[str]:
 
 
 def check(found: list[list[str]]) -> None:
-    """All loopback, and every process has a socket, so that an empty list proves nothing."""
+    """All launch, and every process has a socket, so that an empty list proves nothing."""
     assert all(found)
     assert {address for each in found for address in each} == {"127.0.0.1"}
 
@@ -74,9 +74,9 @@ def test_ranks_of_a_pool_listen_on_loopback():
 
 def test_the_agent_meets_no_other_and_its_store_is_on_loopback():
     config = launch._config(2, Path("/tmp"))
-    assert config.rdzv_backend == loopback.BACKEND
+    assert config.rdzv_backend == launch.BACKEND
     before = listening()
-    store = loopback.serve_store()
+    store = launch.serve_store()
     store.set("a", "b")
     assert store.get("a") == b"b"
     assert sorted(listening()) == sorted([*before, "127.0.0.1"])

@@ -21,8 +21,7 @@ from mics_fn.groups import Route
 from mics_fn.groups.communicator import Comm, Life, Traffic
 from mics_fn.groups.groups import Level
 from mics_fn.lab.models.gpt import GPT, GPTConfig
-from mics_fn.lab.report import step_bytes
-from mics_fn.lab.traffic import averaged, wire_bytes
+from mics_fn.lab.report import averaged, step_bytes, wire_bytes
 from mics_fn.shards.bucket import Bucket, LeafSpec, plan_buckets
 
 F32 = torch.float32

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from mics_fn.errors import MicsError, PlanError
-from mics_fn.lab.flags import add_count
+from mics_fn.lab.report import add_count
 from tests.stress.cost import CostConfig, render_cost, run_cost
 from tests.stress.faults import FaultsConfig, measure_faults, render_faults
 from tests.stress.kills import KillsConfig, measure_kills, render_kills

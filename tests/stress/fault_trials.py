@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from mics_fn.lab.ranks import loopback
-from mics_fn.lab.ranks.process import PR_SET_PDEATHSIG
+from mics_fn.lab.ranks import launch
+from mics_fn.lab.ranks.pool import PR_SET_PDEATHSIG
 from tests.stress.fault_ranks import MARK, Rank, Told, Trial
 
 
@@ -168,13 +168,13 @@ def free_port(number: int) -> int:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
-                probe.bind((loopback.ADDRESS, port))
+                probe.bind((launch.ADDRESS, port))
                 return port
         port = 20_000 + (port + 1) % 12_000
 
 
 def host_store(port: int) -> None:
     """Serve a store at a port of this machine, for good."""
-    store = loopback.serve_store(port)
+    store = launch.serve_store(port)
     while store:
         time.sleep(60)

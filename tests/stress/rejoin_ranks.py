@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn.errors import PeerFailed
-from mics_fn.lab.ranks import loopback
+from mics_fn.lab.ranks import launch
 from tests.stress.fault_ranks import digest
 
 STEP = struct.Struct("i")
@@ -170,7 +170,7 @@ class Rank:
         numbers = {"RANK": self.rank, "WORLD_SIZE": self.trial.ranks, "MASTER_PORT": self.port}
         numbers |= {"LOCAL_RANK": self.rank, "LOCAL_WORLD_SIZE": self.trial.ranks}
         os.environ.update({name: str(number) for name, number in numbers.items()})
-        os.environ.update(MASTER_ADDR=loopback.ADDRESS, GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(MASTER_ADDR=launch.ADDRESS, GLOO_SOCKET_IFNAME="lo")
         # The store of torch looks up the name of each client, and serves nobody meanwhile.
         os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.agent)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.errors import human_bytes
-from mics_fn.lab.bench.process_memory import memory_bytes
-from mics_fn.lab.bench.turns import of_all_ranks, on_ranks, say
+from mics_fn.lab.bench.turns import memory_bytes, of_all_ranks, on_ranks, say
 from mics_fn.lab.report import table
 from tests.stress.fault_ranks import batch_of, trainer_for
 

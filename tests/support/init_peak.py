@@ -8,7 +8,7 @@ from torch import nn
 
 from mics_fn import tree
 from mics_fn.init import init_model
-from mics_fn.lab.bench.process_memory import STATUS, peak_growth
+from mics_fn.lab.bench.turns import STATUS, peak_growth
 from mics_fn.shards.leaf import Fixed, Sharded, is_leaf
 
 

@@ -25,8 +25,7 @@ from mics_fn.lab.bench.turns import (
 )
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
-from mics_fn.lab.report import buckets_of, table
-from mics_fn.lab.traffic import wire_bytes
+from mics_fn.lab.report import buckets_of, table, wire_bytes
 from mics_fn.shards import Bucket, Precision
 
 TEXT_BYTES = 500_000

@@ -28,8 +28,7 @@ from mics_fn.lab.bench.turns import (
     start,
     take_turns,
 )
-from mics_fn.lab.flags import add_count
-from mics_fn.lab.report import table
+from mics_fn.lab.report import add_count, table
 
 OPS = ("encode", "decode", "decode_mean")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import between, ratio, say, spread
-from mics_fn.lab.flags import add_count
-from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.report import add_count, table
 from mics_fn.offload import (
     Block,
     Scratch,

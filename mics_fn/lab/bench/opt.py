@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
+from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import (
     Laps,
     Peer,
@@ -24,7 +25,7 @@ from mics_fn.lab.bench.turns import (
     take_turns,
 )
 from mics_fn.lab.models import gpt
-from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.report import table
 
 SMALL_SHAPES = ((64,), (16, 64), (256,), (8, 32))
 

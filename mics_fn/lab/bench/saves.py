@@ -16,9 +16,9 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.checkpoint import Line, Manifest, Stored, Writer, load, save, start_save
+from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import between, say, spread, start
-from mics_fn.lab.flags import add_count
-from mics_fn.lab.report import human_bytes, table
+from mics_fn.lab.report import add_count, table
 
 WRITERS = (4, 64, 1024, 16384)
 

@@ -15,8 +15,7 @@ from mics_fn.collectives import Codec
 from mics_fn.lab.bench.turns import nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import Text, load_text
-from mics_fn.lab.report import buckets_of
-from mics_fn.lab.traffic import wire_bytes
+from mics_fn.lab.report import buckets_of, wire_bytes
 from mics_fn.shards import Precision
 
 Batch = tuple[Tensor, Tensor]

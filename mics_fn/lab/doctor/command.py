@@ -13,8 +13,6 @@ from pathlib import Path
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
 from mics_fn.lab.bench.turns import Turns
-from mics_fn.lab.doctor.environment import environment, loopback
-from mics_fn.lab.doctor.job import check_job
 from mics_fn.lab.doctor.parts import PARTS, Part
 from mics_fn.lab.doctor.rank import Job
 from mics_fn.lab.doctor.report import (
@@ -26,14 +24,17 @@ from mics_fn.lab.doctor.report import (
     Finding,
     as_json,
     as_text,
+    check_job,
     checks_of,
+    environment,
     errors_of,
+    loopback,
 )
 from mics_fn.lab.doctor.training import Training
-from mics_fn.lab.flags import add_count
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.ranks.bounded import run_bounded
 from mics_fn.lab.ranks.launch import LOOPBACK
+from mics_fn.lab.report import add_count
 
 LIMIT_S = 480
 LEAST_S = 5.0  # with less time a part is not begun

@@ -16,12 +16,10 @@ import mics_fn as mf
 from mics_fn import _device, tree
 from mics_fn.deferred import bucket_sizes
 from mics_fn.groups import LEAST_RING
-from mics_fn.lab.bench.formulas import Cut, memory_formula
-from mics_fn.lab.bench.stage import StepConfig
+from mics_fn.lab.bench.stage import Cut, StepConfig, memory_formula
 from mics_fn.lab.bench.step import measure_step
 from mics_fn.lab.doctor.rank import Check, Job, Rank
-from mics_fn.lab.doctor.seam import LATE, Delays
-from mics_fn.lab.doctor.training import make_model, train
+from mics_fn.lab.doctor.training import LATE, Delays, make_model, train
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks.bounded import Ended
 from mics_fn.lab.report import buckets_of

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.lab.bench.turns import Turns
-from mics_fn.lab.doctor.seam import Seam
-from mics_fn.lab.doctor.training import STEADY, Training, distance, reference, train
+from mics_fn.lab.doctor.training import STEADY, Seam, Training, distance, reference, train
 
 
 @dataclass(frozen=True)

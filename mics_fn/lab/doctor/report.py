@@ -1,17 +1,34 @@
-"""The report of the doctor: what each part found, as JSON and as text that a user can send."""
+"""The report of the doctor: what each part found, as JSON and as text that a user can send.
+
+It is the smallest job there is, for the first minute on new nodes: one process per node is enough,
+and one per GPU is the real thing. It moves known values over all ranks, along the nodes and across
+them, and says which are wrong and how long it took.
+"""
 
 import getpass
 import json
+import os
+import platform
 import re
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+import mics_fn as mf
+from mics_fn import _device, _torch
+from mics_fn._version import __version__
 from mics_fn.errors import human_bytes, name_ranks
-from mics_fn.lab.doctor.rank import Check
+from mics_fn.groups import nccl_problems
+from mics_fn.lab.doctor.rank import Check, Job, Rank
 from mics_fn.lab.ranks.bounded import Ended
 from mics_fn.lab.report import table
 
@@ -160,3 +177,148 @@ def _figure(value: float, unit: str) -> str:
     if unit:
         return f"{value:.3f} {unit}"
     return f"{value:d}" if isinstance(value, int) else f"{value:.1e}"
+
+
+# `python -m mics_fn doctor` as a rank of a job: whether the ranks of all nodes reach each
+# other.
+
+SIZE = 1_000_000  # elements that are moved
+START_S = 60.0  # until all ranks must have started
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def check_job(device: str) -> int:
+    """What each rank does; the first one prints. Returns the exit code: 1 if something is wrong.
+
+    Args:
+        device: "auto", or a type of device.
+
+    Raises:
+        MicsError: the ranks do not find each other in a minute, or one failed.
+    """
+    began = time.monotonic()
+    chosen = mf.init_distributed(device=device, timeout_s=START_S)
+    checks = [Check("until ranks are connected", time.monotonic() - began, unit="s")]
+    world = torch.distributed.get_world_size()
+    with mf.make_groups(world, device=chosen, timeout_s=START_S) as groups:
+        topology, rank = groups.plan.topology, groups.rank
+        checks += _gather(groups)
+    with mf.make_groups(device=chosen, timeout_s=START_S) as groups:  # one replica per node
+        checks += _means(groups)
+    finding = Finding("job", OK if all(c.ok for c in checks) else WRONG, world, checks=checks)
+    if rank == 0:
+        sizes = " x ".join(map(str, topology.sizes))
+        print(f"{world} ranks ({sizes}) on {chosen.type}, torch {torch.__version__}")
+        for name in INTERFACES:
+            print(f"{name}: {os.environ.get(name, 'not set')}")
+        seconds = time.monotonic() - began
+        print("\n" + as_text(Finding(finding.name, finding.verdict, world, seconds, checks)))
+        print("\nall ranks reach each other" if finding.well else "\nsome values are wrong")
+    return 0 if finding.well else 1
+
+
+def _gather(groups: mf.Groups) -> list[Check]:
+    """Every rank has a part of known values, and gathers all of them, across nodes first."""
+    want = torch.arange(SIZE, dtype=torch.float32, device=groups.device)
+    shards = mf.shard({"known": want}, groups)
+    mf.unshard(shards, groups)  # the first one also makes connections
+    _device.finish(groups.device)
+    began = time.monotonic()
+    full = mf.unshard(shards, groups)["known"]
+    _device.finish(groups.device)
+    seconds = time.monotonic() - began
+    return [
+        Check("elements that are wrong in a gather", int((full != want).sum()), 0),
+        Check(f"a gather of {SIZE * 4 // 10**6} MB over all ranks", seconds, unit="s"),
+    ]
+
+
+def _means(groups: mf.Groups) -> list[Check]:
+    """Both hops of a gradient: each rank gives its number, and finds the mean of all numbers."""
+    shards = mf.shard({"known": torch.zeros(SIZE, device=groups.device)}, groups)
+    mine = {"known": torch.full((SIZE,), float(groups.position), device=groups.device)}
+    wanted, seconds = (groups.world_size - 1) / 2, 0.0
+    for _ in range(2):  # the first one also makes connections
+        began = time.monotonic()
+        means = mf.reduce_grads(mf.scatter_grads(mine, groups, like=shards), groups)
+        _device.finish(groups.device)
+        seconds = time.monotonic() - began
+    wrong = int((mf.unshard(means, groups)["known"] != wanted).sum())
+    return [
+        Check("elements that are wrong after both hops", wrong, 0),
+        Check("both hops, with one replica per node", seconds, unit="s"),
+    ]
+
+
+# What this machine and its torch are, without names of hosts, users or folders.
+
+BACKENDS = ("gloo", "nccl", "xccl", "mpi", "ucc")
+UUID_DIGITS = 8  # enough to tell the devices of a machine apart
+
+
+def environment(job: Job) -> dict[str, Any]:
+    """The facts by name, as text; the devices are a list.
+
+    Args:
+        job: of a rank; it has no part in this.
+    """
+    facts: dict[str, Callable[[], Any]] = {
+        "mics_fn": lambda: __version__,
+        "python": platform.python_version,
+        "torch": lambda: torch.__version__,
+        "optree": lambda: version("optree"),
+        "CUDA": lambda: torch.version.cuda or torch.version.hip or "none",
+        "NCCL": lambda: ".".join(map(str, nccl.version())),
+        "system": lambda: f"{platform.system()} {platform.machine()}, {_libc()}",
+        "cores": lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": lambda: human_bytes(_device.total_memory(torch.device("cpu"))),
+        "settings of NCCL": _nccl_settings,
+        "backends": lambda: " ".join(b for b in BACKENDS if dist.is_backend_available(b)),
+    }
+    found: dict[str, Any] = {name: _or_why_not(fact) for name, fact in facts.items()}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found["accelerator"] = "none" if accelerator is None else accelerator.type
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    kind = found["accelerator"]
+    found["devices"] = [
+        _or_why_not(lambda i=i: _device_text(torch.device(kind, i))) for i in range(count)
+    ]
+    return found
+
+
+def _nccl_settings() -> list[str] | str:
+    found = nccl_problems(dict(os.environ))
+    return [f"{name}: {why}" for name, why in found.items()] or "as init_distributed sets them"
+
+
+def _or_why_not(fact: Callable[[], Any]) -> Any:
+    try:
+        return fact()
+    except Exception as error:  # a fact that cannot be had is no reason to go without the others
+        return f"not available ({type(error).__name__})"
+
+
+def _libc() -> str:
+    return " ".join(platform.libc_ver()).strip() or "another libc"
+
+
+def _device_text(device: torch.device) -> str:
+    properties = torch.get_device_module(device).get_device_properties(device)
+    uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")[:UUID_DIGITS] or "unknown"
+    return f"{properties.name}, {human_bytes(_device.total_memory(device))}, UUID {uuid}"
+
+
+def loopback(job: Job) -> None:
+    """Two ranks of gloo: their store, and a sum."""
+    began = time.monotonic()
+    me = Rank(job)
+    me.say("until ranks are connected", time.monotonic() - began, unit="s")
+    store, key = _torch.default_store(), "mics_fn/doctor"
+    store.set(f"{key}/{me.number}", str(me.number))
+    met = [int(store.get(f"{key}/{rank}")) for rank in range(me.size)]
+    me.say("ranks that are wrong in the store", sum(a != b for a, b in enumerate(met)), 0)
+    began, total = time.monotonic(), torch.full((1000,), me.number + 1.0)
+    dist.all_reduce(total)
+    wrong = (total != sum(range(1, me.size + 1))).sum().item()
+    me.say("elements that are wrong in a sum", wrong, 0)
+    me.say("a sum", time.monotonic() - began, unit="s")

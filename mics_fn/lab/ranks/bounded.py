@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mics_fn.lab.ranks import loopback
+from mics_fn.lab.ranks import launch
 from mics_fn.lab.ranks.errors import exit_text
 from mics_fn.lab.ranks.launch import BOOT, DEFAULTS, leave_call
 
@@ -65,7 +65,7 @@ def run_bounded(
     Returns:
         How each rank ended. No process is left over, also after an exception in this one.
     """
-    store = loopback.serve_store()
+    store = launch.serve_store()
     folder, started = leave_call(fn, args), time.monotonic()
     procs: list[subprocess.Popen] = []
     try:
@@ -89,7 +89,7 @@ def _variables(rank: int, n: int, port: int) -> dict[str, str]:
     """What torchrun would set for a rank of one machine."""
     numbers = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
     numbers |= {"GROUP_RANK": 0, "MASTER_PORT": port}
-    texts = {"MASTER_ADDR": loopback.ADDRESS, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    texts = {"MASTER_ADDR": launch.ADDRESS, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return texts | {name: str(number) for name, number in numbers.items()}
 
 

@@ -2,6 +2,11 @@
 
 Each rank is a fresh process. The first one that fails ends them all, and what comes back is one
 readable message: which rank, how, and where its full traceback is.
+
+torch's own `TCPStore` listens on every address of the host, and what is in a store is trusted. The
+agent's `c10d` rendezvous even unpickles it: whoever reaches the port runs code. So the store of
+ranks that are all on this machine is given a socket that is bound to loopback alone, and the agent
+meets nobody.
 """
 
 import contextlib
@@ -25,12 +30,70 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from mics_fn import _torch
 from mics_fn.errors import MicsError, message, name_ranks
 from mics_fn.groups import tell_all
-from mics_fn.lab.ranks import loopback
 from mics_fn.lab.ranks.errors import exit_text
+
+# A store that only this machine can reach, and how torch's elastic agent finds its ranks with
+# it.
+
+ADDRESS = "127.0.0.1"
+BACKEND = "mics_fn_loopback"
+
+
+def serve_store(port: int = 0) -> Any:
+    """A store that listens on a port of the loopback address; 0 takes a free one."""
+    return _torch.serve_store(ADDRESS, port)
+
+
+class _Alone(RendezvousHandler):
+    """The rendezvous of one agent, which meets no other; its ranks share its store."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id, self._store = run_id, serve_store()
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _alone(params: RendezvousParameters) -> RendezvousHandler:
+    return _Alone(params.run_id)
+
+
+rendezvous_handler_registry.register(BACKEND, _alone)
+
 
 BOOT = Path(__file__).with_name("boot.py")
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -127,8 +190,8 @@ def _config(n: int, folder: Path) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=n,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=loopback.BACKEND,
-        local_addr=loopback.ADDRESS,  # not the host's name, which may resolve to nothing
+        rdzv_backend=BACKEND,
+        local_addr=ADDRESS,  # not the host's name, which may resolve to nothing
         max_restarts=0,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
