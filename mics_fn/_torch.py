@@ -1,11 +1,10 @@
-"""What uses private names of torch, as other `_torch_*` do, or names that differ between releases.
+"""What uses private names of torch, or names that differ between releases.
 
 Written for torch 2.11 and newer: where a release renames or hides something, look here first.
 
 The public `torch.profiler.record_function` calls an op, which transforms and modes around the
-caller would see. What is called here goes to the profilers alone.
-
-Groups are made from both, and no data moves over the default group itself.
+caller would see. What is called here goes to the profilers alone. Groups are made from torch's
+default group and its store, and no data moves over the default group itself.
 """
 
 import ctypes

@@ -6,13 +6,13 @@ library works, to measure it, and to test it.
 - `ranks/` starts processes. `launch` runs a function as n ranks of a job on this machine, as
   `torchrun` would; `bounded` ends them at a time limit, and says how each of them ended; `pool`
   keeps ranks alive for tests, runs functions on them, and names the rank, the traceback and the
-  collective if one of them fails or hangs. All of them listen on loopback alone (`loopback`).
+  collective if one of them fails or hangs. All of them listen on loopback alone.
 - `models/` has a small GPT, written plainly, and text that exists on every machine.
 - `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
   process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
-  `touch` measures the host time of deferred weights, `bytes` and `memory` compare traffic and
-  memory with formulas, and `faults` injects hundreds of faults and counts what came of them.
+  `touch` measures the host time of deferred weights, and `bytes` and `memory` compare traffic and
+  memory with formulas.
 - `doctor/` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
   ranks reach each other. With `--gpu` it checks, in eight minutes at most: numbers against float64
   on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too
@@ -21,8 +21,8 @@ library works, to measure it, and to test it.
   fails or hangs is a line of the report. That has no names of hosts, users or folders, and `--out`
   writes it to a file that can be sent. As one of several ranks that `torchrun` or another launcher
   has started, on one node or on many, it checks instead that these ranks reach each other.
-- `report.py` has the formulas for the traffic of values and prints tables, `traffic.py` those for
-  what the buckets of a model send, codes too; `flags.py` has types of flags.
+- `report.py` has the formulas for the traffic of values and codes, prints tables, and has types of
+  flags.
 
 Words: a *peer* is one of the things that a comparison compares. Peers take *turns* in one run,
 round by round, because two times taken minutes apart on a shared machine cannot be compared

@@ -13,14 +13,12 @@ from torch.nn import functional as F
 from mics_fn import (
     GradSum,
     Trainer,
+    _torch,
     defer,
     keep_all,
     make_groups,
     on_demand,
     shard,
-)
-from mics_fn import (
-    _torch as _torch_tensors,
 )
 from mics_fn.deferred.tensor import Deferred
 from mics_fn.errors import LeafError
@@ -103,7 +101,7 @@ def test_they_are_plain_and_share_the_memory_of_shards_until_then() -> None:
         assert full["w"].requires_grad
         x = torch.randn(4, 3)
         total.backward(F.linear(x, full["w"]).sum())
-        assert _torch_tensors.is_lazy_clone(full["w"])
+        assert _torch.is_lazy_clone(full["w"])
     want = x.sum(0).expand(2, 3)
     torch.testing.assert_close(total.grads()["w"].data.view(2, 3), want, rtol=0, atol=0)
 
@@ -165,8 +163,8 @@ def test_elsewhere_parameters_stay_deferred() -> None:
 
 
 def test_memory_of_others_is_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _torch_tensors.lazy_clone(torch.from_numpy(numpy.ones(6))) is None
-    monkeypatch.setattr(_torch_tensors, "lazy_clone", lambda chunk: None)
+    assert _torch.lazy_clone(torch.from_numpy(numpy.ones(6))) is None
+    monkeypatch.setattr(_torch, "lazy_clone", lambda chunk: None)
     groups = make_groups(1)
     with torch.no_grad(), defer(_shards(groups), groups, keep_all()) as full:
         assert type(full["w"]) is Deferred

@@ -39,18 +39,15 @@ WINGS = [wing for row in FLOORS for wing in row]
 GROUND = [
     "errors",
     "checks",
-    "patterns",
     "tree",
     "store",
     "interrupts",
     "threads",
-    "points",
     "spans",
-    "log",
     "read_only",
 ]
 # The only files that reach private names of torch.
-TORCH_DOORS = ["_torch", "_torch_tensors", "_torch_store", "_torch_profiler"]
+TORCH_DOORS = ["_torch"]
 GROUND += [*TORCH_DOORS, "_device", "_version"]
 DOORS = ["__init__", "__main__"]  # what users see; nothing imports them
 
@@ -59,19 +56,13 @@ OUTSIDE = {
     "errors": [],
     "_version": [],
     "checks": [],
-    "patterns": [],
     "store": [],
     "interrupts": [],
     "threads": [],
-    "points": [],
-    "spans": [],
+    "spans": ["torch.distributed"],
     "read_only": ["torch"],
-    "log": ["torch.distributed"],
     "tree": ["optree"],
     "_torch": ["torch", "torch.distributed"],
-    "_torch_tensors": ["torch"],
-    "_torch_store": ["torch", "torch.distributed"],
-    "_torch_profiler": ["torch"],
     "_device": ["torch", "torch.distributed"],
     "schedules": [],
     "groups": ["torch", "torch.distributed"],
@@ -323,7 +314,7 @@ def test_data_collectives_are_called_in_one_file():
 
 def data_collectives(file: str) -> Iterator[tuple[str, int]]:
     """Where a file names what moves data, or imports a module made of such."""
-    doors = {"torch.distributed", "_torch", "_torch_store"}
+    doors = {"torch.distributed", "_torch"}
     for part in ast.walk(files()[file]):
         if isinstance(part, ast.Import):
             doors |= {a.asname or a.name for a in part.names if "distributed" in a.name}
