@@ -1,8 +1,4 @@
-"""The wings of the package: which file may import what, and where data moves.
-
-`python tests/rules/test_wings.py` prints how many imports between files there are, and how deep the
-longest chain of them is.
-"""
+"""The wings of the package: which file may import what, and where data moves."""
 
 import ast
 import importlib
@@ -375,22 +371,3 @@ def depth(graph: dict[str, set[str]]) -> int:
     for file in TopologicalSorter(graph).static_order():
         longest[file] = 1 + max((longest[other] for other in graph.get(file, ())), default=0)
     return max(longest.values())
-
-
-def figures(package: Path) -> str:
-    """Imports between files and their depth, with and without the lab; then between wings."""
-    lines = []
-    every = arrows(package)
-    inner = {f: o for f, o in every.items() if wing_of(f) not in ("lab", *DOORS)}
-    wings: dict[str, set[str]] = {}
-    for file, others in inner.items():
-        own = wings.setdefault(wing_of(file), set())
-        own |= {wing_of(other) for other in others} - {wing_of(file)}
-    for what, graph in (("all", every), ("without lab, __init__", inner), ("wings", wings)):
-        count = sum(map(len, graph.values()))
-        lines.append(f"{what}: {len(graph)} nodes, {count} imports, {depth(graph)} deep")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(figures(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else PACKAGE))

@@ -1,0 +1,150 @@
+"""Budgets of what a reader has to read; they may only fall.
+
+A capability that is new raises those that it needs, by what it costs, in the commit that adds it.
+`pytest -s tests/rules/test_budgets.py` prints all figures beside their budgets.
+"""
+
+import ast
+import io
+import sys
+import threading
+import tokenize
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Layout, groups_of
+from test_api import FILES, table, tree_of
+from test_wings import DOORS, arrows, depth, wing_of
+
+import mics_fn as mf
+
+# Lines are lines of code: without docstrings, comments and blanks.
+BUDGETS = {
+    "lines": 31_440,
+    "lines without lab": 26_400,
+    "lines of the longest file": 700,
+    "files": 153,
+    "percent of lines that import": 9.5,
+    "files in the longest chain of imports": 23,
+    "class names of several classes": 22,
+    "public names": 171,
+}
+# Of one call on 4 ranks in 2 partition groups, after a first one.
+FLOWS = {
+    "gather of one leaf": (22, 168),
+    "opt_step with both hops": (37, 356),
+    "Trainer.step": (56, 650),
+    "checkpoint.save": (30, 290),
+    "make_groups": (23, 165),
+}  # files, functions
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines that hold code."""
+    text: set[int] = set()
+    for part in ast.walk(ast.parse(source)):
+        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+            if isinstance(part.value.value, str):
+                text |= set(range(part.lineno, (part.end_lineno or 0) + 1))
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*blank, tokenize.ENDMARKER):
+            found |= set(range(token.start[0], token.end[0] + 1))
+    return found - text
+
+
+def import_lines(name: str) -> int:
+    parts = (x for x in ast.walk(tree_of(name)) if isinstance(x, (ast.Import, ast.ImportFrom)))
+    return sum((x.end_lineno or 0) - x.lineno + 1 for x in parts)
+
+
+@cache
+def figures() -> dict[str, float]:
+    lines = {name: len(code_lines(path.read_text())) for name, path in FILES.items()}
+    own = {file: x for file, x in arrows().items() if wing_of(file) not in ("lab", *DOORS)}
+    classes = Counter(
+        x.name for name in FILES for x in tree_of(name).body if isinstance(x, ast.ClassDef)
+    )
+    return {
+        "lines": sum(lines.values()),
+        "lines without lab": sum(n for name, n in lines.items() if wing_of(name) != "lab"),
+        "lines of the longest file": max(lines.values()),
+        "files": len(lines),
+        "percent of lines that import": 100 * sum(map(import_lines, FILES)) / sum(lines.values()),
+        "files in the longest chain of imports": depth(own),
+        "class names of several classes": sum(n > 1 for n in classes.values()),
+        "public names": len(table()),
+    }
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_package_is_within_its_budget(name: str):
+    found = figures()[name]
+    print(f"{name}: {found:.1f} of {BUDGETS[name]}")
+    assert found <= BUDGETS[name]
+
+
+def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
+    """Files and functions of the package that each flow runs, its threads included."""
+    root = f"{Path(mf.__file__).parent}"
+    seen: set[tuple[str, str, int]] = set()
+
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+    def counted(flow: Callable[[], Any]) -> tuple[int, int]:
+        seen.clear()
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            flow()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+        return len({file for file, _, _ in seen}), len(seen)
+
+    torch.manual_seed(0)
+    groups, full = groups_of(Layout((2, 2), 2)), {"w": torch.randn(8, 8)}
+    state = mf.init_state(mf.shard(full, groups), mf.optim.adamw(1e-2))
+
+    def step() -> None:
+        nonlocal state
+        grads = mf.reduce_grads({"w": torch.ones(8, 8)}, groups, like=state.params)
+        state = mf.opt_step(state, grads, donate=True)
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    trainer = mf.Trainer(
+        model, mf.optim.adamw(1e-2), groups, loss=lambda model, x: model(x).square().mean()
+    )
+    batch, made = torch.randn(4, 8), list[Any]()
+    for _ in range(3):
+        trainer.step(batch)
+        step()
+    mf.gather(state.params, groups)
+    found = {
+        "gather of one leaf": counted(lambda: mf.gather(state.params, groups)),
+        "opt_step with both hops": counted(step),
+        "Trainer.step": counted(lambda: trainer.step(batch)),
+        "checkpoint.save": counted(
+            lambda: mf.checkpoint.save(f"{folder}/saved", trainer.state, groups, step=1)
+        ),
+        "make_groups": counted(lambda: made.append(mf.make_groups(2, device="cpu"))),
+    }
+    made[0].close()
+    return found
+
+
+def test_a_flow_runs_few_files_and_functions(ranks: Callable, tmp_path: Path):
+    for found in ranks(4).run(flows_of_rank, f"{tmp_path}"):
+        for name, numbers in found.items():
+            print(f"{name}: {numbers} of {FLOWS[name]}")
+            assert numbers[0] <= FLOWS[name][0], f"{name}: files"
+            assert numbers[1] <= FLOWS[name][1], f"{name}: functions"
