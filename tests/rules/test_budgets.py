@@ -36,11 +36,11 @@ BUDGETS = {
 }
 # Of one call on 4 ranks in 2 partition groups, after a first one.
 FLOWS = {
-    "gather of one leaf": (22, 168),
-    "opt_step with both hops": (37, 356),
-    "Trainer.step": (56, 650),
-    "checkpoint.save": (30, 290),
-    "make_groups": (23, 165),
+    "gather of one leaf": (21, 164),
+    "opt_step with both hops": (34, 335),
+    "Trainer.step": (56, 645),
+    "checkpoint.save": (30, 285),
+    "make_groups": (23, 163),
 }  # files, functions
 
 
@@ -48,9 +48,8 @@ def code_lines(source: str) -> set[int]:
     """Numbers of the lines that hold code."""
     text: set[int] = set()
     for part in ast.walk(ast.parse(source)):
-        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
-            if isinstance(part.value.value, str):
-                text |= set(range(part.lineno, (part.end_lineno or 0) + 1))
+        if isinstance(part, ast.Expr) and isinstance(getattr(part.value, "value", None), str):
+            text |= set(range(part.lineno, (part.end_lineno or 0) + 1))
     blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -91,7 +90,10 @@ def test_the_package_is_within_its_budget(name: str):
 
 
 def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
-    """Files and functions of the package that each flow runs, its threads included."""
+    """Files and functions of the package that each flow runs, its threads included.
+
+    Of several runs the one with the fewest: what a rank runs while it waits depends on the others.
+    """
     root = f"{Path(mf.__file__).parent}"
     seen: set[tuple[str, str, int]] = set()
 
@@ -100,22 +102,25 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
         if event == "call" and code.co_filename.startswith(root):
             seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
-    def counted(flow: Callable[[], Any]) -> tuple[int, int]:
-        seen.clear()
-        threading.setprofile(watch)
-        sys.setprofile(watch)
-        try:
-            flow()
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # pyright: ignore[reportArgumentType]
-        return len({file for file, _, _ in seen}), len(seen)
+    def counted(flow: Callable[[int], Any]) -> tuple[int, int]:
+        found: list[tuple[int, int]] = []
+        for number in range(5):
+            seen.clear()
+            threading.setprofile(watch)
+            sys.setprofile(watch)
+            try:
+                flow(number)
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+            found.append((len({file for file, _, _ in seen}), len(seen)))
+        return min(files for files, _ in found), min(functions for _, functions in found)
 
     torch.manual_seed(0)
     groups, full = groups_of(Layout((2, 2), 2)), {"w": torch.randn(8, 8)}
     state = mf.init_state(mf.shard(full, groups), mf.optim.adamw(1e-2))
 
-    def step() -> None:
+    def step(number: int) -> None:
         nonlocal state
         grads = mf.reduce_grads({"w": torch.ones(8, 8)}, groups, like=state.params)
         state = mf.opt_step(state, grads, donate=True)
@@ -127,18 +132,19 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
     batch, made = torch.randn(4, 8), list[Any]()
     for _ in range(3):
         trainer.step(batch)
-        step()
+        step(0)
     mf.gather(state.params, groups)
     found = {
-        "gather of one leaf": counted(lambda: mf.gather(state.params, groups)),
+        "gather of one leaf": counted(lambda _: mf.gather(state.params, groups)),
         "opt_step with both hops": counted(step),
-        "Trainer.step": counted(lambda: trainer.step(batch)),
+        "Trainer.step": counted(lambda _: trainer.step(batch)),
         "checkpoint.save": counted(
-            lambda: mf.checkpoint.save(f"{folder}/saved", trainer.state, groups, step=1)
+            lambda number: mf.checkpoint.save(folder, trainer.state, groups, step=number)
         ),
-        "make_groups": counted(lambda: made.append(mf.make_groups(2, device="cpu"))),
+        "make_groups": counted(lambda _: made.append(mf.make_groups(2, device="cpu"))),
     }
-    made[0].close()
+    for each in made:
+        each.close()
     return found
 
 
