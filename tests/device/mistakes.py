@@ -1,8 +1,7 @@
 """Mistakes in the use of the device, as small changes of the source; a law must see each.
 
 A change names its file and what it replaces, which must occur there exactly once, so a table that
-the source has outgrown fails by name. What is harmless says why, and a test holds that it
-is, so that it is noticed when the reason goes.
+the source has outgrown fails by name.
 """
 
 import shutil
@@ -28,10 +27,9 @@ class Mistake(NamedTuple):
     scenario: str
     changes: list[Change]
     law: str = "ordered"  # that it breaks
-    harmless: str = ""  # why it breaks none
 
 
-_PENDING, _SUM = "collectives/pending.py", "deferred/sum_of_passes.py"
+_PENDING, _SUM = "collectives/pending.py", "deferred/reduction.py"
 _LET_GO = Change(
     _PENDING, 'if getattr(self, "_keep", None) and self.ready is not None:', "if False:"
 )
@@ -96,13 +94,13 @@ MISTAKES: dict[str, Mistake] = {
     "what is let go is not waited for": Mistake("never waited for", [_LET_GO]),
     "a stream reads a bucket without a wait": Mistake(
         "two compute streams, budget",
-        [Change("deferred/gathered.py", "stream.wait_event(self._ready)", "pass")],
+        [Change("deferred/tensor.py", "stream.wait_event(self._ready)", "pass")],
     ),
     "a drop does not wait for other streams": Mistake(
         "two compute streams, budget",
         [
             Change(
-                "deferred/gathered.py",
+                "deferred/tensor.py",
                 "_device.current_stream(self.full.device).wait_stream(stream)",
                 "pass",
             )
@@ -155,15 +153,15 @@ MISTAKES: dict[str, Mistake] = {
             Change(_SUM, 'self._give_back(pool, taken, "gradient shards")', "pass"),
             Change(
                 _SUM,
-                "if last:\n                yield from mean",
-                "if last:\n                use.hierarchy.pools.chunks.give(total)\n"
-                "                yield from mean",
+                "                free_slot(slot)\n            if last:\n",
+                "                free_slot(slot)\n            if last:\n"
+                "                use.hierarchy.pools.chunks.give(total)\n",
             ),
         ],
     ),
     "a reduction writes what it reads": Mistake(
         "two levels, budget",
-        [Change("deferred/packing.py", "[levels % 2 if", "[1 - levels % 2 if")],
+        [Change("deferred/reduction.py", "[levels % 2 if", "[1 - levels % 2 if")],
     ),
     "the host waits for a result": Mistake(
         "torch.func",
@@ -180,7 +178,7 @@ MISTAKES: dict[str, Mistake] = {
         "states on the host",
         [
             Change(
-                "optim/staging.py",
+                "optim/columns.py",
                 "_device.follow(self._down, self._device)",
                 "torch.accelerator.set_stream(self._down)",
             )
@@ -190,7 +188,7 @@ MISTAKES: dict[str, Mistake] = {
         "states on the host",
         [
             Change(
-                "optim/staging.py",
+                "optim/columns.py",
                 "_device.wait(self._device, event)\n            yield part.run",
                 "yield part.run",
             )
@@ -198,7 +196,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a file is written before states have come back": Mistake(
         "states in files",
-        [Change("optim/staging.py", "_device.synchronize(device)", "pass")],
+        [Change("optim/columns.py", "_device.synchronize(device)", "pass")],
         law="no_host_waits",
     ),
     "float16 values are not halved before they are added": Mistake(
@@ -221,7 +219,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an update does not wait for gathers of what it writes": Mistake(
         "an update before the run has ended",
-        [Change("collectives/sources.py", "if storage in storages:", "if False:")],
+        [Change("collectives/pending.py", "if storage in storages:", "if False:")],
     ),
     "a drop does not wait for a fetch that nobody used": Mistake(
         "a use that does not come", [_DROP, _LET_GO]

@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,21 +246,12 @@ _ROOT = f"{Path(mf.__file__).parent}"
 
 
 @contextmanager
-def cut_at(number: int, begin: Any) -> Iterator[list[int]]:
-    """Raise `Cut` at a call of this number within a function of the package; counts the calls."""
-    counted, inside = [0], list[Any]()
+def cut_where(number: int, is_instant: Callable[[Any, str, Any], bool]) -> Iterator[list[int]]:
+    """Raise `Cut` at an instant of this number, as a profiler sees them; counts the instants."""
+    counted = [0]
 
     def watch(frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code in begin and not inside:
-            inside.append(frame)
-        elif event == "return" and inside and frame is inside[0]:
-            inside.clear()
-        elif inside and event != "return" and frame.f_code.co_filename.startswith(_ROOT):
-            # What a generator raises where it is dropped is lost; no lock is ever left held; and
-            # what holds signals has tests of its own.
-            lost = frame.f_code.co_name == "<genexpr>" or frame.f_code in HOLDING
-            if lost or (event != "call" and arg.__name__ in ("__exit__", "release")):
-                return
+        if is_instant(frame, event, arg):
             counted[0] += 1
             if counted[0] == number:
                 sys.setprofile(None)
@@ -271,6 +262,25 @@ def cut_at(number: int, begin: Any) -> Iterator[list[int]]:
         yield counted
     finally:
         sys.setprofile(None)
+
+
+def cut_at(number: int, begin: Any) -> AbstractContextManager[list[int]]:
+    """Raise `Cut` at a call of this number within a function of the package."""
+    inside = list[Any]()
+
+    def is_instant(frame: Any, event: str, arg: Any) -> bool:
+        if event == "call" and frame.f_code in begin and not inside:
+            inside.append(frame)
+        elif event == "return" and inside and frame is inside[0]:
+            inside.clear()
+        elif inside and event != "return" and frame.f_code.co_filename.startswith(_ROOT):
+            # What a generator raises where it is dropped is lost; no lock is ever left held; and
+            # what holds signals has tests of its own.
+            lost = frame.f_code.co_name == "<genexpr>" or frame.f_code in HOLDING
+            return not lost and (event == "call" or arg.__name__ not in ("__exit__", "release"))
+        return False
+
+    return cut_where(number, is_instant)
 
 
 def codes_of(*functions: Any) -> list[Any]:
@@ -397,23 +407,14 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
     return ends
 
 
-@contextmanager
-def cut_in_grad_mode(number: int) -> Iterator[list[int]]:
+def cut_in_grad_mode(number: int) -> AbstractContextManager[list[int]]:
     """Raise `Cut` at an instant of this number at which torch's contexts look for signals."""
-    counted, files = [0], (grad_mode.__file__, _contextlib.__file__)
+    files = (grad_mode.__file__, _contextlib.__file__)
 
-    def watch(frame: Any, event: str, arg: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename in files:
-            counted[0] += 1
-            if counted[0] == number:
-                sys.setprofile(None)
-                raise Cut
+    def is_instant(frame: Any, event: str, arg: Any) -> bool:
+        return event in ("call", "c_return") and frame.f_code.co_filename in files
 
-    sys.setprofile(watch)
-    try:
-        yield counted
-    finally:
-        sys.setprofile(None)
+    return cut_where(number, is_instant)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
