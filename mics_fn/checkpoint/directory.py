@@ -888,7 +888,7 @@ def sync(path: Path) -> None:
 
 # The manifest of a step, and which files of a step are opened at all.
 
-_LIMITS_opening = Limits(trust=False, max_header_bytes=MAX_BYTES, max_leaves=0)
+_MANIFEST_LIMITS = Limits(trust=False, max_header_bytes=MAX_BYTES, max_leaves=0)
 
 
 def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
@@ -944,7 +944,7 @@ def _content(path: Path, name: str) -> bytes:
     """A small file of a step, whole."""
     check_files(path, [name])
     try:
-        file = File("load", path / name, _LIMITS_opening)
+        file = File("load", path / name, _MANIFEST_LIMITS)
         try:
             file.require_small(file.size)
             return bytes(file.read(0, file.size))

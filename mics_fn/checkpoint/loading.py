@@ -464,7 +464,7 @@ def with_values(state: Tree, values: Mapping[str, Any]) -> Tree:
 
 # Which steps a folder has, and whether their files are as they were saved; without ranks.
 
-_READERS_verifying = 4
+_VERIFY_THREADS = 4
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:
@@ -569,7 +569,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     manifest, _ = manifest_in(place, number)
     written = [i for i, writer in enumerate(manifest.writers) if writer.file]
     check_files(place, [manifest.writers[i].file for i in written])
-    each(lambda i: _check_file(place, manifest, i), written, _READERS_verifying, "mics_fn verify")
+    each(lambda i: _check_file(place, manifest, i), written, _VERIFY_THREADS, "mics_fn verify")
     nbytes = sum(writer.nbytes for writer in manifest.writers)
     seconds = time.perf_counter() - started
     return Verified(number, place, len(written), len(manifest.tensors), nbytes, seconds)

@@ -419,10 +419,10 @@ class Monitor:
 monitor = Monitor()  # of this process
 
 
-def _forget_monitor() -> None:
+def _forget_monitors() -> None:
     """Begin anew in a forked child, which has no threads; the groups are those of its parent."""
     monitor.__init__()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_monitor)
+    os.register_at_fork(after_in_child=_forget_monitors)

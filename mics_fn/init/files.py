@@ -441,7 +441,7 @@ NAMES = (
 _IN_FOLDER = [found for name in NAMES for found in (name, f"{name}.index.json")] + [METADATA]
 Source = str | PathLike | Mapping[str, Tensor]
 
-_TOGETHER_files = "copy all files of one save together"
+_COPY_TOGETHER = "copy all files of one save together"
 
 
 class WeightsNotFound(FileError, FileNotFoundError):
@@ -540,7 +540,7 @@ class _Opening:
         lost = [leaf for leaf, name in file_of.items() if leaf not in files[name]]
         if lost:
             line = f"it should be in {shown(file_of[lost[0]])} ({len(lost)} are lost)"
-            raise index.error("does not match its files", [line], lost[0], _TOGETHER_files)
+            raise index.error("does not match its files", [line], lost[0], _COPY_TOGETHER)
         return {leaf: files[name][leaf] for leaf, name in file_of.items()}
 
     def check_name(self, index: File, folder: Path, leaf: str, name: Any) -> None:
@@ -557,7 +557,7 @@ class _Opening:
             file = self.open(path)
         except OSError as error:
             what = f"names {shown(path.name)}, which cannot be opened"
-            raise index.error(what, [f"{error.strerror}"], leaf, _TOGETHER_files) from error
+            raise index.error(what, [f"{error.strerror}"], leaf, _COPY_TOGETHER) from error
         return self.of_file(file)
 
 

@@ -618,9 +618,7 @@ def of_torch(file: File) -> Weights:
     if not isinstance(value, dict):
         raise file.error(_MIXED, [f"got {_kind(value)}"], fix=_WHOLE)
     file.require_small(0, len(value))
-    return {
-        leaf: _entry_torch_files(file, storages, leaf, stored) for leaf, stored in value.items()
-    }
+    return {leaf: _torch_entry(file, storages, leaf, stored) for leaf, stored in value.items()}
 
 
 def tensor_of_torch(file: File, leaf: str) -> Entry:
@@ -630,7 +628,7 @@ def tensor_of_torch(file: File, leaf: str) -> Entry:
       FileError: it is damaged, or holds something else.
     """
     value, storages = _read(file)
-    return _entry_torch_files(file, storages, leaf, value)
+    return _torch_entry(file, storages, leaf, value)
 
 
 def _read(file: File) -> tuple[Any, dict[str, Record]]:
@@ -660,7 +658,7 @@ def _read(file: File) -> tuple[Any, dict[str, Record]]:
         raise file.error("is damaged", [f"{error}"]) from None
 
 
-def _entry_torch_files(file: File, storages: dict[str, Record], leaf: Any, value: Any) -> Entry:
+def _torch_entry(file: File, storages: dict[str, Record], leaf: Any, value: Any) -> Entry:
     """A tensor, compared with the storage that it lies in."""
     if not isinstance(leaf, str) or not is_text(leaf):
         raise file.error(_MIXED, [f"got a name that is no text: {_kind(leaf)}"], fix=_WHOLE)

@@ -403,7 +403,7 @@ def renewed(values: Sequence[Tensor]) -> list[Tensor]:
 
 # Stored tensors of which a part at a time is read or set, for those who save and load them.
 
-_AT_ONCE_filling = 64 * UNIT  # bytes that are compared at once
+_FILLED_AT_ONCE = 64 * UNIT  # bytes that are compared at once
 
 
 def mapped(x: Stored) -> Tensor:
@@ -441,8 +441,8 @@ def mapped(x: Stored) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it cannot be written to
         raw = torch.frombuffer(view, dtype=torch.uint8)[before:]
-    for first in range(low, high, _AT_ONCE_filling):
-        extent.compare(first, raw[first - low : min(high, first + _AT_ONCE_filling) - low], leaf)
+    for first in range(low, high, _FILLED_AT_ONCE):
+        extent.compare(first, raw[first - low : min(high, first + _FILLED_AT_ONCE) - low], leaf)
     return raw[x.start - low :][: x.size_bytes].view(x.dtype).view(x.shape)
 
 

@@ -588,11 +588,11 @@ class Comparison:
         found = collect_all(home, torch.stack(sums).to(home.device))
         rows = {rank: row.tolist() for rank, row in found.items()}
         at = next(
-            i for i in range(len(sums)) if any(_differ_drift(rows, ranks, i) for ranks in places)
+            i for i in range(len(sums)) if any(_bits_differ(rows, ranks, i) for ranks in places)
         )
         lines = [f"first difference: {paths[kept[at - 1]] if at else 'state.step'}"]
         for ranks in places:
-            if _differ_drift(rows, ranks, at):
+            if _bits_differ(rows, ranks, at):
                 lines += _who({rank: rows[rank][at] for rank in ranks})
         trained = at == 0 or isinstance(leaves[kept[at - 1]], Sharded | Tensor)
         fix = "find what differs between these ranks, or pass on_drift='heal'"
@@ -619,7 +619,7 @@ def _part(state: Any, owners: Sequence[Any], home: Any) -> Any:
     return replace(state, params=spec.unflatten(params), opt=opt)
 
 
-def _differ_drift(rows: dict[int, list[int]], ranks: Sequence[int], at: int) -> bool:
+def _bits_differ(rows: dict[int, list[int]], ranks: Sequence[int], at: int) -> bool:
     return len({rows[rank][at] for rank in ranks}) > 1
 
 

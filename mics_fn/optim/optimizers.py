@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam as _adam_imported
+from torch.optim.adam import adam as _adam
 
 from mics_fn import _torch, checks
 from mics_fn.errors import OptimizerError, message
@@ -330,7 +330,7 @@ def _step(
         given |= dict(zip(("beta1", "beta2"), options["betas"], strict=True))
         given |= {"amsgrad": False, "maximize": False, "found_inf": _FOUND_INF.get()}
         given["decoupled_weight_decay"] = cls is torch.optim.AdamW
-        _adam_imported(values, grads, means, squares, [], steps, **given)
+        _adam(values, grads, means, squares, [], steps, **given)
         return dict.fromkeys(kind.scalars, steps[0])
     params = [_with_grad(piece, grad) for piece, *_, grad in mine]
     if cls is torch.optim.SGD and any(p.itemsize == 2 and p.is_cpu for p in params):

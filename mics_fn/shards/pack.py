@@ -453,7 +453,7 @@ def note_origins(bucket: Bucket, full: Tensor) -> None:
 
 def origins_of(bucket: Bucket) -> list[str]:
     """What was seen of a bucket's leaves; nothing if nobody looked. The host waits for a device."""
-    return [_kind_origins(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
+    return [_origin_kind(value) for value in _seen[bucket].tolist()] if bucket in _seen else []
 
 
 def forget_origins(buckets: Iterable[Bucket]) -> None:
@@ -464,7 +464,7 @@ def forget_origins(buckets: Iterable[Bucket]) -> None:
 
 def kind_of(values: Tensor) -> str:
     """NaN, infinite or finite, whichever comes first among the values."""
-    return _kind_origins(_highest([values]).item())
+    return _origin_kind(_highest([values]).item())
 
 
 def _looks_finite(full: Tensor) -> bool:
@@ -480,5 +480,5 @@ def _highest(leaves: list[Tensor]) -> Tensor:
     return torch.stack([next(held) if x.numel() else zero for x in leaves])
 
 
-def _kind_origins(highest: float) -> str:
+def _origin_kind(highest: float) -> str:
     return "NaN" if math.isnan(highest) else "infinite" if math.isinf(highest) else "finite"

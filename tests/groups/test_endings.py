@@ -72,7 +72,7 @@ def test_ranks_end_together_in_other_ways(tmp_path):
     all_stop_and_end_with_zero(found["outlives a shell"])  # and not before it is asked to
 
 
-# Who has a monitor, and what is done when that is gone.
+# Who has a launcher, and what is done when that is gone.
 
 
 @pytest.mark.parametrize(

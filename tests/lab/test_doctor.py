@@ -42,7 +42,9 @@ def forked(
 ) -> list[Ended]:
     """As `run_bounded`, with ranks that are forked from here and need not import torch."""
     try:
-        found = run_ranks(with_variables, n, report, fn, *args, timeout_s=limit_s, grace_s=grace_s)
+        found = run_ranks(
+            with_variables, n, environment, fn, *args, timeout_s=limit_s, grace_s=grace_s
+        )
         return [WELL._replace(result=result) for result in found]
     except RankError as error:
         ended = []

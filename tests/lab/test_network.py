@@ -37,7 +37,7 @@ def of_pool() -> list[str]:
 
 
 def check(found: list[list[str]]) -> None:
-    """All launch, and every process has a socket, so that an empty list proves nothing."""
+    """All on loopback, and every process has a socket, so that an empty list proves nothing."""
     assert all(found)
     assert {address for each in found for address in each} == {"127.0.0.1"}
 
