@@ -20,8 +20,8 @@ from torch import Tensor
 from mics_fn import _device, _torch, tree
 from mics_fn.checkpoint.manifest import (
     Line,
+    SavedTensor,
     Slice,
-    Stored,
     line_of_bytes,
     places_in_bytes,
     savable,
@@ -48,7 +48,7 @@ Replicas = Literal["equal", "apart"]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class LocalPiece:
     """What this rank has of a tensor.
 
     Args:
@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class SavedLeaf:
     """A leaf on a line, as this rank holds it; see [Note: other codes] in `contents`.
 
     Args:
@@ -100,13 +100,13 @@ class Contents:
 
     lines: list[Line] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
-    cut: list[Stored] = field(default_factory=list)
+    cut: list[SavedTensor] = field(default_factory=list)
     plain: dict[str, Tensor] = field(default_factory=dict)
-    held: dict[str, Piece] = field(default_factory=dict)
+    held: dict[str, LocalPiece] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     homes: list[Groups] = field(default_factory=list)  # of the lines, by number
     ties: dict[str, str] = field(default_factory=dict)
-    leaves: list[Held] = field(default_factory=list)
+    leaves: list[SavedLeaf] = field(default_factory=list)
 
     def facts(self) -> list[tuple[str, str]]:
         """What must be equal on all ranks, as pairs for `agree`."""
@@ -137,7 +137,7 @@ class Contents:
 
 def on_bytes(
     plain: Mapping[str, Tensor], ranks: int, number: int, place: int
-) -> tuple[Line, list[Stored], dict[str, tuple[Slice, Tensor]]]:
+) -> tuple[Line, list[SavedTensor], dict[str, tuple[Slice, Tensor]]]:
     """Tensors that are equal on all ranks: their line, their places, and what this rank writes.
 
     Args:
@@ -157,7 +157,7 @@ def on_bytes(
     return line, stored, found
 
 
-class Part(NamedTuple):
+class CodedPart(NamedTuple):
     """What a piece is saved as: its values; or its codes, and the scales of their blocks.
 
     Args:
@@ -177,7 +177,7 @@ class Part(NamedTuple):
         return numel // self.unit[1] * self.unit[0]
 
 
-def parts_of(name: str, data: Any, leaf: Any) -> list[Part]:
+def parts_of(name: str, data: Any, leaf: Any) -> list[CodedPart]:
     """What the piece of a leaf is saved as.
 
     Codes are saved as they are kept, under names that say which they are, so that no state takes
@@ -185,13 +185,13 @@ def parts_of(name: str, data: Any, leaf: Any) -> list[Part]:
     """
     codec = codec_of(leaf)
     if codec is None:
-        return [Part(name, data, leaf.shape)]
+        return [CodedPart(name, data, leaf.shape)]
     codes, scales = data.part_codes()
     first, second = names_of_codes(name, codec)
     blocks, nbytes = -(-leaf.bucket.numels[leaf.slot] // codec.block), data.codes.elements.shape[1]
     return [
-        Part(first, codes, (blocks * nbytes,), (nbytes, codec.block)),
-        Part(second, scales, (blocks,), (1, codec.block)),
+        CodedPart(first, codes, (blocks * nbytes,), (nbytes, codec.block)),
+        CodedPart(second, scales, (blocks,), (1, codec.block)),
     ]
 
 
@@ -253,15 +253,15 @@ class _Reader:
                 number, length = self._line(bucket, home, part), part.of(bucket.numel)
                 offset = i * length + part.of(bucket.offsets[leaf.slot])
                 own = f"{part.name}{whose}"
-                self.found.cut.append(Stored(own, part.data.dtype, part.shape, number, offset))
+                self.found.cut.append(SavedTensor(own, part.data.dtype, part.shape, number, offset))
                 if i == image:
-                    self.found.held[own] = Piece(part.data, part.of(piece.origin))
+                    self.found.held[own] = LocalPiece(part.data, part.of(piece.origin))
             mine = data if i == image else None
             names = [f"{part.name}{whose}" for part in parts]
-            held = Held(name, whose, mine, piece.origin, leaf.shape, codec_of(leaf), names)
+            held = SavedLeaf(name, whose, mine, piece.origin, leaf.shape, codec_of(leaf), names)
             self.found.leaves.append(held)
 
-    def _line(self, bucket: Bucket, home: Groups, part: "Part") -> int:
+    def _line(self, bucket: Bucket, home: Groups, part: "CodedPart") -> int:
         """The number of the line that a bucket is; one of codes is a line for each of its parts."""
         key, length = (bucket, part.unit), part.of(bucket.numel)
         if key not in self._lines:
@@ -342,8 +342,8 @@ class Conversion(NamedTuple):
       codec: of these codes; None for values.
     """
 
-    held: Held
-    saved: list[Stored]
+    held: SavedLeaf
+    saved: list[SavedTensor]
     codec: Codec | None
 
     def memory(self) -> list[tuple[str, Tensor, int]]:
@@ -386,7 +386,9 @@ class Conversion(NamedTuple):
             data.copy_(values)
 
 
-def as_saved(target: Contents, saved: Mapping[str, Stored]) -> tuple[Contents, list[Conversion]]:
+def as_saved(
+    target: Contents, saved: Mapping[str, SavedTensor]
+) -> tuple[Contents, list[Conversion]]:
     """The contents of a state in the form in which they were saved, and what has to be converted.
 
     Args:
@@ -411,20 +413,22 @@ def as_saved(target: Contents, saved: Mapping[str, Stored]) -> tuple[Contents, l
     return replace(target, cut=cut, held=pieces), own
 
 
-def _stored(held: Held, codec: Codec | None, saved: Mapping[str, Stored]) -> list[Stored]:
+def _stored(
+    held: SavedLeaf, codec: Codec | None, saved: Mapping[str, SavedTensor]
+) -> list[SavedTensor]:
     """What a leaf of this shape is saved as; whether that is what was saved is checked later."""
     if codec is None:
         name = f"{held.name}{held.image}"
         dtype = saved[name].dtype
-        return [Stored(name, dtype if dtype.is_floating_point else torch.float32, held.shape)]
+        return [SavedTensor(name, dtype if dtype.is_floating_point else torch.float32, held.shape)]
     block: Any = codec.block
-    numel = Stored(held.name, torch.float32, held.shape).numel
+    numel = SavedTensor(held.name, torch.float32, held.shape).numel
     blocks = -(-numel // block)
     row = torch.empty(codec.nbytes(block), dtype=torch.uint8, device="meta")
     nbytes = codec.blocks(row, block)[0].shape[1]
     first, second = names_of_codes(held.name, codec, held.image)
     shapes = (first, torch.uint8, (blocks * nbytes,)), (second, torch.bfloat16, (blocks,))
-    return [Stored(*each) for each in shapes]
+    return [SavedTensor(*each) for each in shapes]
 
 
 def _codecs_in(saved: Iterable[str]) -> dict[str, Codec]:
@@ -445,7 +449,7 @@ def _codecs_in(saved: Iterable[str]) -> dict[str, Codec]:
 _ALIGN = 64  # bytes; of a copy, for vector loads
 
 
-class Memory:
+class SnapshotMemory:
     """Host memory of this process for copies, whichever folder they go to.
 
     A save takes one piece and gives it back when it has ended; so there are as many pieces as saves
@@ -475,7 +479,7 @@ class Memory:
             self.free.append((device.type, memory))
 
 
-MEMORY = Memory()
+MEMORY = SnapshotMemory()
 
 
 class Snapshot:

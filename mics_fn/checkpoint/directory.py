@@ -69,8 +69,8 @@ from mics_fn.checkpoint.manifest import (
     MAX_BYTES,
     MAX_LEAVES,
     Manifest,
+    SavedTensor,
     Slice,
-    Stored,
     block_sums,
     digest_of,
     in_file,
@@ -166,7 +166,7 @@ _AGAIN = "load it again; the file may be as it was saved"
 _EVIDENCE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """What the manifest says of a file."""
 
     nbytes: int
@@ -185,7 +185,7 @@ def check_writable() -> None:
         raise CheckpointWriteError(message(text, fix=_EXTRA), "")
 
 
-def write_part(path: Path, tensors: Mapping[str, Tensor]) -> Record:
+def write_part(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write a file, and wait until the disk has it.
 
     Args:
@@ -207,7 +207,7 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> Record:
             raise OSError(f"the file system kept {size} bytes")
     except (OSError, safetensors.SafetensorError) as error:
         raise cannot_write(path, error, f"{needed} bytes") from error
-    return Record(size, hashlib.sha256(header).hexdigest())
+    return FileRecord(size, hashlib.sha256(header).hexdigest())
 
 
 def _written(library: Any, path: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
@@ -252,7 +252,7 @@ def cannot_write(path: Path, error: Exception, what: str = "") -> CheckpointWrit
     return CheckpointWriteError(message(f"save: {path} cannot be written", lines, fix), str(path))
 
 
-class Part:
+class PartFile:
     """A file of a checkpoint, open for reading.
 
     Args:
@@ -264,7 +264,7 @@ class Part:
       CheckpointFormatError: it is not the file that was saved.
     """
 
-    def __init__(self, folder: Path, name: str, record: Record) -> None:
+    def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
         self.path = folder / name
         self._file = File("load", self.path, _LIMITS)
         self._turn = threading.Lock()  # one thread reads, so that the system can read ahead
@@ -274,7 +274,7 @@ class Part:
             self._file.close()
             raise
 
-    def _open(self, record: Record) -> None:
+    def _open(self, record: FileRecord) -> None:
         file = self._file
         if file.size != record.nbytes:
             raise self._corrupt(f"it has {file.size} bytes, and had {record.nbytes}")
@@ -344,7 +344,7 @@ class Part:
         if not right:
             raise self._corrupt("its values are not those that were saved", name)
 
-    def expect(self, name: str, tensor: Stored) -> None:
+    def expect(self, name: str, tensor: SavedTensor) -> None:
         """Raise unless the file has a tensor as the manifest says."""
         entry = self._entries.get(name)
         wanted = in_file(tensor.dtype, tensor.numel)

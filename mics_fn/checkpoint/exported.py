@@ -199,7 +199,7 @@ def in_files(verb: str, leaves: Sequence[Saved], max_file_bytes: float | str) ->
     return files
 
 
-class Part(NamedTuple):
+class RoundPart(NamedTuple):
     """What this rank writes in a round."""
 
     file: int | None  # its number; None if this rank writes none
@@ -209,7 +209,7 @@ class Part(NamedTuple):
 @torch.no_grad()
 def rounds(
     params: Mapping[str, Any], groups: Groups, files: Sequence[Sequence[Saved]]
-) -> Iterator[Part]:
+) -> Iterator[RoundPart]:
     """What this rank writes, round after round; all ranks have the same number of rounds.
 
     Communication: in the first partition group, an all-gather of each bucket once per round in
@@ -222,13 +222,13 @@ def rounds(
     for start in range(0, len(files), len(writers)):
         batch = files[start : start + len(writers)]
         if here is None:
-            yield Part(None, {})
+            yield RoundPart(None, {})
             continue
         mine = set(batch[here]) if here < len(batch) else set()
         kept: dict[str, Tensor] = {}
         for leaves in _by_bucket([leaf for file in batch for leaf in file]):
             kept |= _gathered(params, groups, leaves, mine)
-        yield Part(start + here if mine else None, kept)
+        yield RoundPart(start + here if mine else None, kept)
         kept.clear()  # so that nobody holds two files
 
 
@@ -472,7 +472,7 @@ def save_dcp(
         places: dict[str, Place] = {}
         own: list[Any] = []  # torch's own form of a place, of which the first rank needs one
 
-        def write(part: Part) -> str:
+        def write(part: RoundPart) -> str:
             written = _write(made.folder, part)
             own.extend(at for _, at in written)
             return json.dumps(
@@ -488,7 +488,9 @@ def save_dcp(
             nonlocal places
             if made.is_first:
                 # The last file is that of the objects.
-                for name, at in _write(made.folder, Part(len(files), objects)) if objects else []:
+                for name, at in (
+                    _write(made.folder, RoundPart(len(files), objects)) if objects else []
+                ):
                     places[name] = (at.relative_path, at.offset, at.length)
                 places |= {name: places[leaf.name] for leaf in leaves for name in leaf.also}
                 _describe(made.folder, _state_dict(leaves, objects, prefix), places, own[0])
@@ -501,7 +503,7 @@ def _prefixed(leaf: Saved, prefix: str) -> Saved:
     return leaf._replace(name=prefix + leaf.name, also=tuple(prefix + name for name in leaf.also))
 
 
-def _write(folder: Path, part: Part) -> list[tuple[str, Any]]:
+def _write(folder: Path, part: RoundPart) -> list[tuple[str, Any]]:
     """Write a file and sync it; the name of each tensor, and where torch says that it lies."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -625,7 +627,7 @@ def save_pretrained(
     same_leaves(_VERB, home, path, leaves)
     with new_directory(_VERB, target, home) as made:
 
-        def write(part: Part) -> str:
+        def write(part: RoundPart) -> str:
             if part.file is not None:
                 file = made.folder / _file_name(part.file, len(files))
                 save_file(part.tensors, file, metadata={"format": "pt"})

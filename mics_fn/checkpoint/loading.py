@@ -22,15 +22,15 @@ from mics_fn.checkpoint.contents import (
 )
 from mics_fn.checkpoint.directory import (
     READ,
+    FileRecord,
     Folder,
-    Part,
-    Record,
+    PartFile,
     as_load_error,
     check_files,
     manifest_in,
     slice_name,
 )
-from mics_fn.checkpoint.manifest import Manifest, Stored, covering, decoded, kind_of, within
+from mics_fn.checkpoint.manifest import Manifest, SavedTensor, covering, decoded, kind_of, within
 from mics_fn.checkpoint.saving import EXTRA, folder_to_read, together
 from mics_fn.errors import (
     CheckpointError,
@@ -132,7 +132,7 @@ class Sources:
             return [f"{name} differed between {who}, {_OWN}"]
         return []
 
-    def named(self, name: str) -> Stored | None:
+    def named(self, name: str) -> SavedTensor | None:
         """The tensor of a name, or the one that it was tied to."""
         return self.tensors.get(self.manifest.ties.get(name, name), self.tensors.get(name))
 
@@ -150,7 +150,7 @@ class Sources:
         if self.manifest.extra == "own":  # on fewer or more ranks that of another one
             own = self.home.position % len(self.manifest.writers)
         with ExitStack() as closing:
-            files = dict[int, Part]()
+            files = dict[int, PartFile]()
 
             def read(wanted: list[Wanted]) -> None:
                 for i in sorted({x.writer for x in wanted}.difference(files)):
@@ -190,7 +190,7 @@ class Sources:
 
     def _open(self, writer: int) -> Any:
         known = self.manifest.writers[writer]
-        return _opened(self.path, known.file, Record(known.nbytes, known.header))
+        return _opened(self.path, known.file, FileRecord(known.nbytes, known.header))
 
 
 class Wanted(NamedTuple):
@@ -203,7 +203,7 @@ class Wanted(NamedTuple):
     low: int  # in the flattened target
     high: int
 
-    def read(self, part: Part) -> None:
+    def read(self, part: PartFile) -> None:
         """Read these elements into the target."""
         x: Any = self.target
         direct = x.is_cpu and x.is_contiguous() and not is_apart(x)
@@ -232,14 +232,14 @@ class Wanted(NamedTuple):
 class _opened:
     """A block with a file of a checkpoint."""
 
-    def __init__(self, path: Path, name: str, record: Record) -> None:
+    def __init__(self, path: Path, name: str, record: FileRecord) -> None:
         self._facts = path, name, record
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> PartFile:
         path, name, record = self._facts
         check_files(path, [name])
         try:
-            self._part = Part(path, name, record)
+            self._part = PartFile(path, name, record)
         except (OSError, FileError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -250,7 +250,7 @@ class _opened:
         self._part.close()
 
 
-def _extra_in(part: Part) -> Any:
+def _extra_in(part: PartFile) -> Any:
     """What a rank gave to `save` besides the state."""
     names = [name for name in part.names() if name.startswith(EXTRA)]
     if EXTRA not in names:
@@ -578,7 +578,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
 def _check_file(place: Path, manifest: Manifest, number: int) -> None:
     writer = manifest.writers[number]
     try:
-        part = Part(place, writer.file, Record(writer.nbytes, writer.header))
+        part = PartFile(place, writer.file, FileRecord(writer.nbytes, writer.header))
         try:
             for name, tensor in wanted_in(manifest, number).items():
                 part.expect(name, tensor)
@@ -592,7 +592,7 @@ def _check_file(place: Path, manifest: Manifest, number: int) -> None:
         raise as_load_error(error, place / writer.file) from error
 
 
-def wanted_in(manifest: Manifest, number: int) -> dict[str, Stored]:
+def wanted_in(manifest: Manifest, number: int) -> dict[str, SavedTensor]:
     """All slices of the state that a file has, by the manifest: names, and what they are like."""
     found = {}
     for tensor in manifest.tensors:

@@ -166,7 +166,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Stored:
+class SavedTensor:
     """A tensor of a checkpoint.
 
     Args:
@@ -199,10 +199,10 @@ class Slice(NamedTuple):
     stop: int
 
 
-def within(tensor: Stored, line: Line, cell: int) -> Slice | None:
+def within(tensor: SavedTensor, line: Line, cell: int) -> Slice | None:
     """What a cell holds of a tensor; None if it holds nothing.
 
-    >>> line, tensor = Line(16, 2, 2), Stored("w", torch.float32, (3, 3), 0, offset=2)
+    >>> line, tensor = Line(16, 2, 2), SavedTensor("w", torch.float32, (3, 3), 0, offset=2)
     >>> [within(tensor, line, cell) for cell in range(3)][1:]
     [Slice(cell=1, start=2, stop=6), Slice(cell=2, start=6, stop=9)]
     """
@@ -212,10 +212,10 @@ def within(tensor: Stored, line: Line, cell: int) -> Slice | None:
     return Slice(cell, start, stop) if start < stop else None
 
 
-def covering(tensor: Stored, line: Line, start: int, stop: int) -> Iterator[Slice]:
+def covering(tensor: SavedTensor, line: Line, start: int, stop: int) -> Iterator[Slice]:
     """The slices, whole, that have elements `start` to `stop` of a tensor.
 
-    >>> list(covering(Stored("w", torch.float32, (9,), 0, offset=2), Line(16, 2, 2), 5, 7))
+    >>> list(covering(SavedTensor("w", torch.float32, (9,), 0, offset=2), Line(16, 2, 2), 5, 7))
     [Slice(cell=1, start=2, stop=6), Slice(cell=2, start=6, stop=9)]
     """
     while start < stop:
@@ -237,11 +237,11 @@ def line_of_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], r
 
 def places_in_bytes(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], line: int
-) -> list[Stored]:
+) -> list[SavedTensor]:
     """Where tensors that all ranks hold in full lie on their line, one after the other."""
     found, end = [], 0
     for name, dtype, shape in tensors:
-        found.append(Stored(name, dtype, shape, line, end, dtype.itemsize))
+        found.append(SavedTensor(name, dtype, shape, line, end, dtype.itemsize))
         end += _padded(prod(shape) * dtype.itemsize)
     return found
 
@@ -388,7 +388,7 @@ class Manifest:
     replicas: str
     homes: list[list[int]]
     lines: list[Line]
-    tensors: list[Stored]
+    tensors: list[SavedTensor]
     values: dict[str, Any]
     ties: dict[str, str]
     writers: list[Writer]
@@ -517,7 +517,7 @@ def _check_cells(
     _require(bool(lines) and (lines[-1].parts, lines[-1].copies) == (count, 1), "the last line")
 
 
-def _tensor(facts: Any, lines: list[Line]) -> Stored:
+def _tensor(facts: Any, lines: list[Line]) -> SavedTensor:
     name, kind, shape, line, offset = facts
     _require(isinstance(name, str) and is_text(name), f"{name!r}")
     _require(isinstance(kind, str) and kind in SAVED, f"{name!r} is of {kind!r}")
@@ -528,7 +528,7 @@ def _tensor(facts: Any, lines: list[Line]) -> Stored:
     if line >= 0:
         end = _counts([offset], 1)[0] + prod(shape) * unit
         _require(end <= lines[line].length, f"{name!r} does not lie on its line")
-    return Stored(name, dtype, tuple(shape), line, offset, unit)
+    return SavedTensor(name, dtype, tuple(shape), line, offset, unit)
 
 
 def _writer(facts: Any, homes: list[list[int]]) -> Writer:

@@ -36,15 +36,15 @@ from mics_fn.checkpoint.contents import (
 from mics_fn.checkpoint.directory import (
     MAX_STEP,
     Commit,
+    FileRecord,
     Folder,
     Overwrite,
-    Record,
     cannot_write,
     slice_name,
     step_back,
     write_part,
 )
-from mics_fn.checkpoint.manifest import Manifest, Stored, Writer, encoded, savable
+from mics_fn.checkpoint.manifest import Manifest, SavedTensor, Writer, encoded, savable
 from mics_fn.collectives import agree, collect_bytes
 from mics_fn.errors import (
     CheckpointError,
@@ -301,7 +301,7 @@ def _agreed(
     mine |= {slice_name(name, part): x for name, (part, x) in bytes_mine.items()}
     mine |= {name: x.contiguous() for name, x in own.items()}
     mine |= {name: x.contiguous() for name, x in extras.items()}
-    alone = [Stored(name, x.dtype, tuple(x.shape)) for name, x in own.items()]
+    alone = [SavedTensor(name, x.dtype, tuple(x.shape)) for name, x in own.items()]
     homes = [[each.partition_size, each.num_replicas] for each in found.homes]
     lines, tensors = [*found.lines, line], [*found.cut, *places, *alone]
     values, ties = found.values, found.ties
@@ -376,7 +376,7 @@ class PendingSave:
     def __init__(
         self,
         agreed: Agreed,
-        write: Callable[[], Record | BaseException],
+        write: Callable[[], FileRecord | BaseException],
         *,
         follows: bool = True,
     ) -> None:
@@ -493,7 +493,7 @@ class PendingSave:
             # Both refer to the state that was written, which the program may have replaced.
             self._write, self._agreed = _nothing, self._agreed.emptied()
 
-    def _end_alone(self, outcome: Record | BaseException) -> Path:
+    def _end_alone(self, outcome: FileRecord | BaseException) -> Path:
         try:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -502,12 +502,12 @@ class PendingSave:
             self._agreed.folder.abandon()
             raise
 
-    def _record(self, outcome: Record) -> list[Any]:
+    def _record(self, outcome: FileRecord) -> list[Any]:
         agreed = self._agreed
         name = agreed.file.name if outcome.nbytes else ""
         return [name, outcome.nbytes, outcome.header, agreed.cells]
 
-    def _end(self, outcome: Record | BaseException) -> Path:
+    def _end(self, outcome: FileRecord | BaseException) -> Path:
         """Leave this rank's record, and wait for the word of the rank that commits."""
         home, store = self._agreed.home, self._store
         failed = isinstance(outcome, BaseException)
@@ -673,7 +673,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_saves)
 
 
-def _outcome_of(write: Callable[[], Record | BaseException]) -> Record | BaseException:
+def _outcome_of(write: Callable[[], FileRecord | BaseException]) -> FileRecord | BaseException:
     """Call `write`; any error becomes its result, so that the other ranks are told of it."""
     try:
         return write()
@@ -681,8 +681,8 @@ def _outcome_of(write: Callable[[], Record | BaseException]) -> Record | BaseExc
         return error
 
 
-def _nothing() -> Record:
-    return Record(0, "")
+def _nothing() -> FileRecord:
+    return FileRecord(0, "")
 
 
 def _told(error: Any) -> list[str] | None:
@@ -760,7 +760,7 @@ def save(
     """
     options = Options(step, overwrite, replicas, commit, keep, keep_every)
     agreed = _begun("save", path, state, groups, extra, options)
-    outcome: Record | BaseException
+    outcome: FileRecord | BaseException
     try:
         with Snapshot().on_host(agreed.tensors) as tensors:
             outcome = _written(agreed, tensors)
@@ -822,7 +822,7 @@ def start_save(
     except BaseException as error:
         failed = error
 
-    def write() -> Record | BaseException:
+    def write() -> FileRecord | BaseException:
         if copied is None:
             return cast(BaseException, failed)
         with copied as tensors:
@@ -875,7 +875,7 @@ def _begun(verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: 
     return agree_on(folder, state, groups, extra, options, settle)
 
 
-def _written(agreed: Agreed, tensors: dict[str, Any]) -> Record | BaseException:
+def _written(agreed: Agreed, tensors: dict[str, Any]) -> FileRecord | BaseException:
     """Write this rank's file; returns its record, or the error."""
     try:
         if spans.observers:
@@ -883,7 +883,7 @@ def _written(agreed: Agreed, tensors: dict[str, Any]) -> Record | BaseException:
         if agreed.failed is not None:
             return agreed.failed
         _check_room(agreed, tensors)
-        return write_part(agreed.file, tensors) if tensors else Record(0, "")
+        return write_part(agreed.file, tensors) if tensors else FileRecord(0, "")
     except CheckpointError as error:
         return error
     except OSError as error:

@@ -98,7 +98,7 @@ from mics_fn.collectives.agreement import (
 from mics_fn.collectives.codec import Codec
 from mics_fn.collectives.derivatives import needs_derivative, refuse_derivative
 from mics_fn.collectives.levels import (
-    Codes,
+    SentCodes,
     broadcast,
     collect,
     hand_over,
@@ -134,7 +134,7 @@ from mics_fn.collectives.wire import SHORT_NAMES, Rounded, Wire, check_level
 
 __all__ = [
     "Codec",
-    "Codes",
+    "SentCodes",
     "Parts",
     "Pending",
     "Rounded",

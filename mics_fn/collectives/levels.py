@@ -617,7 +617,7 @@ def _direct(full: Tensor, out: Tensor) -> bool:
 # Gathers of codes, which each rank encodes once and may send several times.
 
 
-class Codes:
+class SentCodes:
     """What a rank sends of its chunk in the place of values; later gathers send it again.
 
     Args:
@@ -651,7 +651,7 @@ class Codes:
         self.sent = False  # whether the chunks that are held were gathered
 
     @classmethod
-    def of(cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers) -> "Codes":
+    def of(cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers) -> "SentCodes":
         """Those of this rank's chunk, contiguous and 1D, in memory of the pool."""
         made = cls.to_be_made(wire, route, chunk, pool, chunk.device)
         made.encode(chunk)
@@ -660,7 +660,7 @@ class Codes:
     @classmethod
     def to_be_made(
         cls, wire: Wire, route: Route, chunk: Tensor, pool: Buffers, device: torch.device
-    ) -> "Codes":
+    ) -> "SentCodes":
         """Those of a chunk that the first gather brings to a device, for which a tensor stands."""
         mine = pool.take((wire.codec.nbytes(chunk.numel()),), torch.uint8, device)
         made = cls(wire, route, pool, chunk.numel(), mine, chunk)
@@ -685,7 +685,7 @@ class Codes:
 
 def start_coded_gather(
     route: Route,
-    codes: Codes,
+    codes: SentCodes,
     held: Tensor | None,
     out: Tensor | None,
     what: What,
@@ -761,7 +761,7 @@ def start_coded_gather(
     return reads(found, comms, source)
 
 
-def _decode(codes: Codes, every: Tensor, out: Tensor) -> None:
+def _decode(codes: SentCodes, every: Tensor, out: Tensor) -> None:
     """Decode the codes of some chunks into one run of values."""
     rows = every.view(-1, codes.codec.nbytes(codes.numel))
     for row, values in zip(rows, out.view(len(rows), -1), strict=True):

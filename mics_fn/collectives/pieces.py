@@ -35,7 +35,7 @@ FLOOR = 2.0**-126  # See [Note: the least scale].
 _ROUND = 1.5 * 2**23
 
 
-class Kind(NamedTuple):
+class CodeFormat(NamedTuple):
     """How one element is coded.
 
     Args:
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "int8": Kind(8, 127.0, 256),
-    "int4": Kind(4, 7.0, 64),
-    "fp8": Kind(8, 448.0, 256, unit=256.0),
+    "int8": CodeFormat(8, 127.0, 256),
+    "int4": CodeFormat(4, 7.0, 64),
+    "fp8": CodeFormat(8, 448.0, 256, unit=256.0),
 }
 
 

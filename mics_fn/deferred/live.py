@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, spans
 from mics_fn._torch import version
-from mics_fn.collectives import Codes, Task, moves, push_all, start_coded_gather, start_fetch
+from mics_fn.collectives import SentCodes, Task, moves, push_all, start_coded_gather, start_fetch
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import GatheredBucket
 from mics_fn.errors import DonatedError, GroupsError, LeafError, message
@@ -118,25 +118,29 @@ class Fetched(Protocol):
         ...
 
 
-Fetch = Callable[[BucketUse, Tensor | Codes, Tensor | None, Tensor | None, Task | None], Fetched]
+Fetch = Callable[
+    [BucketUse, Tensor | SentCodes, Tensor | None, Tensor | None, Task | None], Fetched
+]
 
 
 def start_fetching(
     use: BucketUse,
-    chunk: Tensor | Codes,
+    chunk: Tensor | SentCodes,
     held: Tensor | None,
     out: Tensor | None,
     bring: Task | None,
 ) -> Fetched:
     """Start to gather a bucket along its route: this rank sends its chunk, or codes of it."""
     what = ("defer", "fetch", use.bucket)
-    if isinstance(chunk, Codes):
+    if isinstance(chunk, SentCodes):
         bring = None if chunk.coming is None else bring
         return start_coded_gather(use.route, chunk, held, out, what, bring)
     return start_fetch(use.route, chunk, held, out, what, bring)
 
 
-def codes_of(use: BucketUse, chunk: Tensor, away: Sequence[Tensor | None] | None) -> Codes | None:
+def codes_of(
+    use: BucketUse, chunk: Tensor, away: Sequence[Tensor | None] | None
+) -> SentCodes | None:
     """What this rank sends of a bucket in the place of values, once per run; None if it sends them.
 
     These are codes that it keeps, or makes now, or makes once the first fetch has brought values.
@@ -150,11 +154,11 @@ def codes_of(use: BucketUse, chunk: Tensor, away: Sequence[Tensor | None] | None
     if wire is None or not moves(chunk):
         return None
     if away is None:
-        return Codes.of(wire, route, zero_padding(use.bucket, route.chunk, chunk), pool)
+        return SentCodes.of(wire, route, zero_padding(use.bucket, route.chunk, chunk), pool)
     row = kept_row(use.bucket, route.chunk, away)
     if row is not None:
-        return Codes(wire, route, pool, use.bucket.chunk, row)
-    return Codes.to_be_made(wire, route, chunk, pool, use.home.device)
+        return SentCodes(wire, route, pool, use.bucket.chunk, row)
+    return SentCodes.to_be_made(wire, route, chunk, pool, use.home.device)
 
 
 def task_of(use: BucketUse, name: str, data: Sequence[Any]) -> Task:
@@ -212,7 +216,7 @@ class LiveBuckets:
         self._fetches = 0  # so far in this run
         self._closes, self._copies = closes and policy.at_once, dict[int, Copies]()
         self._held: dict[int, Tensor] = {}  # see [Note: placements] in `groups.groups`
-        self._codes: dict[int, Codes] = {}  # of this rank's chunks, sent again by later fetches
+        self._codes: dict[int, SentCodes] = {}  # of this rank's chunks, sent again by later fetches
         self._closed = False
 
     def load(self, indexes: Sequence[int], pieces: Sequence[Tensor]) -> None:
@@ -305,7 +309,7 @@ class LiveBuckets:
             spans.holds("gathered", (id(self), index), nbytes)
         self._coming[index] = self._start_fetch(self.uses[index], chunk, held, out, bring)
 
-    def _sent(self, index: int) -> Tensor | Codes:
+    def _sent(self, index: int) -> Tensor | SentCodes:
         """What this rank sends of a bucket: its chunk, or codes of it, made once in a run."""
         if index not in self._codes:
             chunk = self._chunks[index]

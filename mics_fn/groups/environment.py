@@ -227,7 +227,7 @@ def _int(env: Mapping[str, str], name: str, *, least: int = 1) -> int:
     return value
 
 
-class Setting(NamedTuple):
+class NcclSetting(NamedTuple):
     """A variable that NCCL, or torch's watchdog of it, reads when groups are made."""
 
     name: str
@@ -240,33 +240,33 @@ class Setting(NamedTuple):
 # This library finds failures, ends what waits for a lost rank, and raises `PeerFailed`. So torch's
 # watchdog must do neither first: a process that it ends cannot go on with `reset`.
 NCCL_SETTINGS = (
-    Setting(
+    NcclSetting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0",
         False,
         "1 and 3 end a process that waits for a lost rank; 2 lets it compute on what never came",
     ),
-    Setting(
+    NcclSetting(
         "TORCH_NCCL_ENABLE_MONITORING",
         "0",
         True,
         "1 ends a process whose watchdog is held up for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, or after "
         "the error of another rank",
     ),
-    Setting(
+    NcclSetting(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "0",
         True,
         "1 writes a file on each rank when one fails, and delays its end",
         fine="1",
     ),
-    Setting(
+    NcclSetting(
         "TORCH_NCCL_BLOCKING_WAIT",
         "0",
         False,
         "1 waits in C++ for each collective, where a host hears neither Ctrl-C nor of failures",
     ),
-    Setting(
+    NcclSetting(
         "NCCL_LAUNCH_ORDER_IMPLICIT",
         "1",
         True,

@@ -45,7 +45,7 @@ from mics_fn.groups.peers import (
     quietly,
     same_place,
 )
-from mics_fn.schedules import LEFT, Job, Stuck, call_text, issued, made
+from mics_fn.schedules import LEFT, JobMessages, Stuck, call_text, issued, made
 from mics_fn.threads import start
 
 _PATIENCE_S = 0.5  # how long a rank that leaves by an error waits for its groups to be aborted
@@ -88,7 +88,7 @@ class Life:
     # `Channel.look` and `Channel.moved`: called while a wait makes no progress, and at its end.
     look: Callable[[Sequence[Stuck], Mapping[str, int]], None] = lambda stuck, issued: None
     moved: Callable[[], None] = lambda: None
-    job: Job = field(default_factory=Job)
+    job: JobMessages = field(default_factory=JobMessages)
     # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
     # this rank (False if another rank has given up because of it); look at once, which returns
     # whether some rank gives no sign at present.
@@ -313,7 +313,12 @@ class Life:
             end(groups[i])
         self.failed = None
         # These refer to what is to be freed.
-        self.look, self.moved, self.depart, self.job = quiet, quiet, lambda how: quiet, Job()
+        self.look, self.moved, self.depart, self.job = (
+            quiet,
+            quiet,
+            lambda how: quiet,
+            JobMessages(),
+        )
         self.report, self.settle, self.listen, self.left = quiet, bool, bool, quiet
         self.retract = lambda: True
         if groups:

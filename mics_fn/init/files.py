@@ -197,7 +197,7 @@ _TOGETHER = "copy all files of one save together"
 Sizes = tuple[int, ...]
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Where a chunk lies."""
 
     file: str
@@ -210,7 +210,7 @@ class Chunk(NamedTuple):
 
     offsets: Sizes
     sizes: Sizes
-    place: Place
+    place: ChunkPlace
 
 
 def of_dcp(index: File, folder: Path) -> Weights:
@@ -261,7 +261,7 @@ class _Tensor:
         folder: Path,
         leaf: str,
         described: Any,
-        places: dict[tuple[str, Sizes], Place],
+        places: dict[tuple[str, Sizes], ChunkPlace],
     ) -> None:
         self.index, self.folder, self.leaf = index, folder, leaf
         facts = _state(described, "TensorStorageMetadata")
@@ -373,9 +373,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Sizes, 
             yield (row, *offsets), (1, *sizes)
 
 
-def _places(found: Any) -> dict[tuple[str, Sizes], Place]:
+def _places(found: Any) -> dict[tuple[str, Sizes], ChunkPlace]:
     """Where each chunk lies, by the name of its tensor and its offsets."""
-    places: dict[tuple[str, Sizes], Place] = {}
+    places: dict[tuple[str, Sizes], ChunkPlace] = {}
     for key, value in _dict(found, "Metadata", "storage_data").items():
         index, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
         name, file = index.get("fqn"), info.get("relative_path")
@@ -393,7 +393,7 @@ def _places(found: Any) -> dict[tuple[str, Sizes], Place]:
         at = name, _sizes(index["offset"])
         if at in places:
             raise ValueError(f"chunk {at[1]} of {shown(name)} is there twice")
-        places[at] = Place(file, start, length)
+        places[at] = ChunkPlace(file, start, length)
     return places
 
 

@@ -87,7 +87,7 @@ class View:
 
 
 @dataclass
-class Storage:
+class TapeStorage:
     """A piece of memory on the tape.
 
     Args:
@@ -122,7 +122,7 @@ class Op(NamedTuple):
         return (*self.reads, *self.writes)
 
 
-class Part(NamedTuple):
+class TapePart(NamedTuple):
     """The ops that some storages need."""
 
     ops: list[int]  # ascending
@@ -143,14 +143,14 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.storages: list[Storage] = []
+        self.storages: list[TapeStorage] = []
         self.ops: list[Op] = []
         self.randoms: list[int] = []  # ops that draw random numbers
         self.finals: list[tuple[torch.Generator, int | Tensor]] = []  # states after the last op
 
     def new_storage(self, device: torch.device, nbytes: int, **fields: Any) -> int:
         """Add a storage; returns its number."""
-        self.storages.append(Storage(device, nbytes, **fields))
+        self.storages.append(TapeStorage(device, nbytes, **fields))
         return len(self.storages) - 1
 
     def add(self, op: Op) -> None:
@@ -164,7 +164,7 @@ class Tape:
 
     def needed(
         self, storages: Iterable[int], end: int | None = None, have: Mapping[int, int] | None = None
-    ) -> Part | None:
+    ) -> TapePart | None:
         """The ops that determine what some storages hold.
 
         Args:
@@ -196,13 +196,13 @@ class Tape:
                     walk.push(storage, index)
             for storage in op.reads:
                 walk.want(storage, index)
-        return None if walk.failed else Part(found[::-1], partial)
+        return None if walk.failed else TapePart(found[::-1], partial)
 
-    def inputs_of(self, index: int) -> Part:
+    def inputs_of(self, index: int) -> TapePart:
         """An op, after the ops that determine its inputs."""
         part = self.needed(self.ops[index].reads, index)
         ops, partial = part or ([], set())  # without `have` there is always an answer
-        return Part([*ops, index], partial | set(self.ops[index].writes))
+        return TapePart([*ops, index], partial | set(self.ops[index].writes))
 
 
 class _Walk:

@@ -11,8 +11,8 @@ Each error is a `FileError` that names the file and the leaf. No format here has
 leaf, so values that were changed in place are read as they are.
 
 A pickle is a program for a small machine with a stack. Here its opcodes are read, and what they
-name is never imported or called: a tensor becomes a `Stored`, plain values become themselves, and
-anything else an `Other`, of which only the name is kept. See [Note: files of strangers].
+name is never imported or called: a tensor becomes a `FileTensor`, plain values become themselves,
+and anything else an `Other`, of which only the name is kept. See [Note: files of strangers].
 """
 
 import copy
@@ -269,14 +269,14 @@ _FEW = 20  # records that are not the storage of a leaf
 _FULL, _FULL_SHORT = 2**32 - 1, 2**16 - 1  # the number is in a field of 64 bits
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """A record of a zip file: the place of its bytes, and how many there are."""
 
     start: int
     length: int
 
 
-def records(file: File) -> dict[str, Record]:
+def records(file: File) -> dict[str, ZipRecord]:
     """The records of a zip file by name.
 
     Raises:
@@ -285,7 +285,7 @@ def records(file: File) -> dict[str, Record]:
     try:
         count, length, place = _directory(file)
         file.require_small(length, max(0, count - _FEW))
-        found: dict[str, Record] = {}
+        found: dict[str, ZipRecord] = {}
         data, at = file.read(place, length), 0
         for _ in range(count):
             name, place, size, at = _entry(data, at)
@@ -331,7 +331,7 @@ def _entry(data: bytearray, at: int) -> tuple[str, int, int, int]:
     return name, place, length, begin + named + extra + comment
 
 
-def _record(file: File, name: str, place: int, length: int) -> Record:
+def _record(file: File, name: str, place: int, length: int) -> ZipRecord:
     """A record, from the header that stands before its bytes."""
     raw = name.encode(errors="surrogateescape")
     header = file.read(place, _LOCAL.size + len(raw))
@@ -341,7 +341,7 @@ def _record(file: File, name: str, place: int, length: int) -> Record:
         raise ValueError(f"{shown(name)} is not where its directory says")
     if start + length > file.size:
         raise ValueError(f"{shown(name)} is longer than the file")
-    return Record(start, length)
+    return ZipRecord(start, length)
 
 
 def _wide(extra: bytearray) -> Iterator[int]:
@@ -408,14 +408,14 @@ class Made:
     state: Any = field(default_factory=dict)  # what it would be given, in most cases attributes
 
 
-class Storage(NamedTuple):
+class FileStorage(NamedTuple):
     """Memory that tensors lie in."""
 
     key: str  # of the record with its bytes
     dtype: torch.dtype | None  # None: that of the tensor
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a storage."""
 
     storage: str
@@ -550,15 +550,15 @@ def _as_name(key: Any) -> Any:
     return Other(f"{kind} {key!r}" if plain else kind)
 
 
-def _storage(name: Any) -> Storage | Other:
+def _storage(name: Any) -> FileStorage | Other:
     """What a persistent id stands for."""
     kind, made_of, key, *_ = name if isinstance(name, tuple) and len(name) == 5 else [None] * 3
     if kind != "storage" or not isinstance(made_of, Global) or not isinstance(key, str):
         return Other("a persistent object")
     if made_of.name == "torch.storage.UntypedStorage":
-        return Storage(key, None)
+        return FileStorage(key, None)
     dtype = _STORED.get(made_of.name)
-    return Other(made_of.name) if dtype is None else Storage(key, dtype)
+    return Other(made_of.name) if dtype is None else FileStorage(key, dtype)
 
 
 def _called(what: Any, args: Any) -> Any:
@@ -585,14 +585,14 @@ def _called(what: Any, args: Any) -> Any:
     return Other(_REBUILT.get(name, name))
 
 
-def _tensor(values: Any, dtype: torch.dtype | None, bits: Any) -> Stored | Other:
+def _tensor(values: Any, dtype: torch.dtype | None, bits: Any) -> FileTensor | Other:
     """A tensor of a storage; `bits` says whether it is negated or conjugated when it is read."""
     storage, offset, shape, strides = values[:4]
     if isinstance(storage, Other):
         return storage
     if any(bits):
         return Other("a view that negates or conjugates")
-    if not isinstance(storage, Storage) or dtype is None:
+    if not isinstance(storage, FileStorage) or dtype is None:
         return Other("a tensor of a dtype that is not read")
     check_shape(shape, dtype)
     numbers = [offset, *strides] if isinstance(strides, tuple) else [None]
@@ -600,7 +600,7 @@ def _tensor(values: Any, dtype: torch.dtype | None, bits: Any) -> Stored | Other
         raise ValueError(f"strides {shown(strides)} do not fit the shape {shown(shape)}")
     if not is_text(storage.key):
         raise ValueError("a storage has no name")
-    return Stored(storage.key, dtype, offset, tuple(shape), strides)
+    return FileTensor(storage.key, dtype, offset, tuple(shape), strides)
 
 
 _WHOLE = "pass tensors by name alone: save model.state_dict() by itself, or pass the part that is"
@@ -631,7 +631,7 @@ def tensor_of_torch(file: File, leaf: str) -> Entry:
     return _torch_entry(file, storages, leaf, value)
 
 
-def _read(file: File) -> tuple[Any, dict[str, Record]]:
+def _read(file: File) -> tuple[Any, dict[str, ZipRecord]]:
     """What the pickle of a file describes, and the storages of the tensors in it."""
     found = records(file)
     pickles = [name for name in found if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -658,11 +658,11 @@ def _read(file: File) -> tuple[Any, dict[str, Record]]:
         raise file.error("is damaged", [f"{error}"]) from None
 
 
-def _torch_entry(file: File, storages: dict[str, Record], leaf: Any, value: Any) -> Entry:
+def _torch_entry(file: File, storages: dict[str, ZipRecord], leaf: Any, value: Any) -> Entry:
     """A tensor, compared with the storage that it lies in."""
     if not isinstance(leaf, str) or not is_text(leaf):
         raise file.error(_MIXED, [f"got a name that is no text: {_kind(leaf)}"], fix=_WHOLE)
-    if not isinstance(value, Stored):
+    if not isinstance(value, FileTensor):
         raise file.error(_MIXED, [f"got {_kind(value)}"], leaf, _WHOLE)
     record = storages.get(value.storage)
     if record is None:

@@ -196,7 +196,7 @@ def gone(ended: Mapping[int, str]) -> str:
 _ASK_AGAIN_S = 0.3
 
 
-class Places(NamedTuple):
+class StartInfo(NamedTuple):
     """What ranks are told at their start."""
 
     environment: Callable[[int], Mapping[str, str]]  # by rank
@@ -225,13 +225,13 @@ class Cluster:
         processes: Processes,
         client: Any,
         connection: Mapping[str, Any],
-        places: Callable[[], tuple[Places, Any]],
+        places: Callable[[], tuple[StartInfo, Any]],
         folder: str,
     ) -> None:
         self.size = size
         self._processes, self._client, self._connection = processes, client, connection
         self._make_places, self._folder = places, folder
-        self._places: Places | None = None
+        self._places: StartInfo | None = None
         self._store: Any = None  # which ranks meet in; it outlives each of them
         self._engines: dict[int, int] = {}  # ipyparallel's number of each rank
         self._count = 0  # engines so far
@@ -629,7 +629,7 @@ def _ipyparallel() -> Any:
     return Client
 
 
-def _places(size: int, node_size: int, begin: str) -> tuple[Places, Any]:
+def _places(size: int, node_size: int, begin: str) -> tuple[StartInfo, Any]:
     """What ranks are told at a start, and the store that they meet in."""
     store = serve_store(LOOPBACK)
     common = {
@@ -645,4 +645,4 @@ def _places(size: int, node_size: int, begin: str) -> tuple[Places, Any]:
         own = common | {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": rank // node_size}
         return {name: str(value) for name, value in own.items()}
 
-    return Places(environment, begin), store
+    return StartInfo(environment, begin), store

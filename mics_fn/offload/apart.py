@@ -229,7 +229,7 @@ def decode(codec: Codec, root: bool, codes: Tensor, tops: Tensor, out: Tensor) -
 # The memory of coded tensors: codes and their scales, in blocks.
 
 
-class Codes(NamedTuple):
+class CodedMemory(NamedTuple):
     """The memory of coded values; see [Note: two kinds of codes].
 
     Args:
@@ -250,7 +250,7 @@ class Codes(NamedTuple):
     row: Tensor | None = None
 
     @classmethod
-    def zeros(cls, codec: Codec, root: bool, numel: int, device: torch.device) -> "Codes":
+    def zeros(cls, codec: Codec, root: bool, numel: int, device: torch.device) -> "CodedMemory":
         """The codes of so many zeros, in whole blocks."""
         length: Any = codec.block
         blocks = -(-numel // length)
@@ -258,7 +258,7 @@ class Codes(NamedTuple):
         return cls(codec, root, elements, torch.zeros((blocks, 1), device=device), {})
 
     @classmethod
-    def of_row(cls, codec: Codec, row: Tensor, numel: int) -> "Codes":
+    def of_row(cls, codec: Codec, row: Tensor, numel: int) -> "CodedMemory":
         """The codes of so many values, in whole blocks, that lie in a row."""
         return cls(codec, False, *codec.blocks(row, numel), {}, row)
 
@@ -268,15 +268,15 @@ class Codes(NamedTuple):
         found: Any = self.codec.block
         return found
 
-    def unset(self, numel: int) -> "Codes":
+    def unset(self, numel: int) -> "CodedMemory":
         """Memory of the same kind for so many elements, whose values are to be written."""
         if self.row is None:
-            return Codes.zeros(self.codec, self.root, numel, self.elements.device)
+            return CodedMemory.zeros(self.codec, self.root, numel, self.elements.device)
         whole = -(-numel // self.length) * self.length
         row = self.row.new_zeros(self.codec.nbytes(whole))
-        return Codes.of_row(self.codec, row, whole)
+        return CodedMemory.of_row(self.codec, row, whole)
 
-    def blocks(self, first: int, last: int) -> "Codes":
+    def blocks(self, first: int, last: int) -> "CodedMemory":
         """A copy of some blocks."""
         elements, tops = self.elements[first:last], self.tops[first:last]
         if self.row is None:
@@ -323,11 +323,11 @@ class Coded(Apart):
 
     noun = "a coded tensor"
     how_to_change = "use set(), or compute with a clone()"
-    codes: Codes
+    codes: CodedMemory
     start: int  # the element of its memory at which it begins
 
     @staticmethod
-    def __new__(cls: type, codes: Codes, start: int, like: Tensor, leaf: str = "") -> Any:
+    def __new__(cls: type, codes: CodedMemory, start: int, like: Tensor, leaf: str = "") -> Any:
         """Some elements of a memory.
 
         Args:
@@ -435,7 +435,7 @@ class Coded(Apart):
 
     def within(self, row: Tensor) -> "Coded":
         """The same elements of another row of codes, which has as many bytes."""
-        codes = Codes.of_row(self.codes.codec, row, self.whole().numel())
+        codes = CodedMemory.of_row(self.codes.codec, row, self.whole().numel())
         return Coded(codes, self.start, torch.empty(self.shape, device="meta"), self.leaf)
 
     def coded(self, values: Tensor) -> "Coded":
@@ -463,10 +463,10 @@ class Coded(Apart):
 
 def _from_parts(parts: tuple, start: int, shape: tuple, leaf: str) -> Coded:
     if len(parts) == 4:
-        codes = Codes(*parts, {})
+        codes = CodedMemory(*parts, {})
     else:
         codec, row, blocks = parts
-        codes = Codes.of_row(codec, row, blocks * codec.block)
+        codes = CodedMemory.of_row(codec, row, blocks * codec.block)
     return Coded(codes, start, torch.empty(shape, device="meta"), leaf)
 
 
@@ -510,7 +510,7 @@ def coded(values: Tensor, codec: Codec, root: bool = False, leaf: str = "") -> C
       (8, tensor(1.))
     """
     refuse_derivative("coded", [values], _DETACH)
-    codes = Codes.zeros(codec, root, values.numel(), values.device)
+    codes = CodedMemory.zeros(codec, root, values.numel(), values.device)
     made = Coded(codes, 0, torch.empty(values.shape, device="meta"), leaf)
     made.write(0, values.reshape(-1))
     return made
@@ -527,7 +527,7 @@ def as_codes(values: Tensor, codec: Codec, leaf: str = "") -> Coded:
     Memory: `codec.nbytes(n)` bytes.
     """
     row = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-    made = Coded(Codes.of_row(codec, row, values.numel()), 0, values.to("meta"), leaf)
+    made = Coded(CodedMemory.of_row(codec, row, values.numel()), 0, values.to("meta"), leaf)
     made.write(0, values)
     return made
 

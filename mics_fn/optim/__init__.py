@@ -93,7 +93,7 @@ Objects with `init` and `update` of other libraries can be used as they are. Add
 `tests/optim`, which hold it to a slow program written out by hand.
 """
 
-from mics_fn.optim.columns import Late, Refused, fresh, map_columns
+from mics_fn.optim.columns import Late, StepRefused, fresh, map_columns
 from mics_fn.optim.comparing import (
     Comparison,
     differing,
@@ -137,7 +137,7 @@ __all__ = [
     "LossScale",
     "Optimizer",
     "Rate",
-    "Refused",
+    "StepRefused",
     "StepTotals",
     "TrainState",
     "Transform",

@@ -60,8 +60,8 @@ from mics_fn.offload import (
     stream,
 )
 from mics_fn.optim.flat import (
+    FlatRun,
     FlatShards,
-    Run,
     Unpacked,
     any_requires_grad,
     copied,
@@ -93,7 +93,7 @@ class Column(NamedTuple):
 
     key: Hashable
     tensors: tuple[Tensor, ...]
-    bucket: Bucket | None = None  # the run, as `Run` has it
+    bucket: Bucket | None = None  # the run, as `FlatRun` has it
 
 
 def updating(found: Sequence[Column]) -> Any:
@@ -140,7 +140,7 @@ class Coming(Unpacked):
             left = [k for k in left if k not in here]
             yield [i for k in here for i in self._take(k, own)]
 
-    def run_order(self, runs: Sequence[Run]) -> list[int]:
+    def run_order(self, runs: Sequence[FlatRun]) -> list[int]:
         """The numbers of runs, in the order in which they will have arrived."""
         own = {number: i for i, number in enumerate(self.numbers)}
         place = {
@@ -187,11 +187,11 @@ def settled(found: Unpacked) -> Unpacked:
 # Trees on their way through a step: the pieces of each run as one tensor, or one by one.
 
 
-class Held(NamedTuple):
+class WorkingTree(NamedTuple):
     """A tree on its way through a step: the pieces of each run as one tensor, or one by one."""
 
     given: Unpacked | FlatShards
-    runs: tuple[Run, ...]
+    runs: tuple[FlatRun, ...]
     pieces: list[Tensor]  # all of the tree; none where it is kept as runs
     wholes: list[Tensor | None]  # by run
 
@@ -208,7 +208,7 @@ class Held(NamedTuple):
             for run, whole in zip(self.runs, self.wholes, strict=True)
         )
 
-    def look(self) -> "Held":
+    def look(self) -> "WorkingTree":
         """See which runs lie in one stretch of memory; those in several places are brought there.
 
         Kernels round the last elements of a tensor in another way, so leaf by leaf bits differ.
@@ -218,7 +218,7 @@ class Held(NamedTuple):
         pieces = list(self.pieces)
         return self._replace(wholes=[_brought(run, pieces) for run in self.runs], pieces=pieces)
 
-    def arrived(self, ready: Sequence[int]) -> "Held":
+    def arrived(self, ready: Sequence[int]) -> "WorkingTree":
         """`look` for some runs alone, whose pieces have arrived; the others are left out."""
         wholes: list[Tensor | None] = [None] * len(self.runs)
         pieces = list(self.given.pieces)  # pyright: ignore
@@ -243,8 +243,8 @@ class Held(NamedTuple):
         return [x.detach() for x in found] if any_requires_grad(found) else found
 
     def change(
-        self, fn: Callable[[Run, Tensor], Tensor], only: Sequence[int] | None = None
-    ) -> "Held":
+        self, fn: Callable[[FlatRun, Tensor], Tensor], only: Sequence[int] | None = None
+    ) -> "WorkingTree":
         """The same with `fn(run, x)` in place of each part x of each run, empty pieces too."""
         pieces, wholes = list(self.pieces), list(self.wholes)
         numbers = range(len(self.runs)) if only is None else only
@@ -273,7 +273,7 @@ class Held(NamedTuple):
         return with_wholes(self.given.layout, wholes, self.given.cuts)
 
 
-def _brought(run: Run, pieces: list[Tensor]) -> Tensor | None:
+def _brought(run: FlatRun, pieces: list[Tensor]) -> Tensor | None:
     """`whole_run`, once its pieces that lie in several places of files are brought to one."""
     whole, mine = whole_run(run, pieces), [pieces[i] for i in run.members]
     if whole is None and run.laid and Stored in map(type, mine):
@@ -284,25 +284,25 @@ def _brought(run: Run, pieces: list[Tensor]) -> Tensor | None:
     return whole
 
 
-def held_of(trees: Sequence[Tree]) -> list[Held]:
-    found: list[Held] = []
+def held_of(trees: Sequence[Tree]) -> list[WorkingTree]:
+    found: list[WorkingTree] = []
     for shards in trees:
         if isinstance(shards, FlatShards):
             runs = shards.layout.runs
             if found and runs is not found[0].runs and runs != found[0].runs:
                 fix = "pass the optimizer's state of these parameters"
                 raise TreeError(message("opt_step: the state is of another tree", fix=fix))
-            found.append(Held(shards, runs, [], list(shards.wholes)))
+            found.append(WorkingTree(shards, runs, [], list(shards.wholes)))
             continue
         given = unpacked(shards)
         runs = found[0].runs if found else given.runs()
         if len(given.pieces) != sum(len(run.members) for run in runs):
             raise TreeError(message("opt_step: trees of different numbers of leaves"))
-        found.append(Held(given, runs, given.pieces, [None] * len(runs)))
+        found.append(WorkingTree(given, runs, given.pieces, [None] * len(runs)))
     return found
 
 
-def in_place(held: Sequence[Held]) -> list[Held]:
+def in_place(held: Sequence[WorkingTree]) -> list[WorkingTree]:
     """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
     parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
     finish_readers([x for x in parts if not is_coded(x)])
@@ -313,7 +313,7 @@ def in_place(held: Sequence[Held]) -> list[Held]:
     )
     odd = {a[0] for a, b in pairwise(spans) if a[0] == b[0] and b[1] < a[1] + a[2]}
 
-    def settled(run: Run, x: Tensor) -> Tensor:
+    def settled(run: FlatRun, x: Tensor) -> Tensor:
         if is_apart(x):
             return x if id(x) in far else copied(run, x)
         return x if is_dense(x) and not (odd and _torch.storage_id(x) in odd) else copied(run, x)
@@ -322,8 +322,8 @@ def in_place(held: Sequence[Held]) -> list[Held]:
 
 
 def readable(
-    held: Sequence[Held], targets: Sequence[Held], only: Sequence[int] | None = None
-) -> list[Held]:
+    held: Sequence[WorkingTree], targets: Sequence[WorkingTree], only: Sequence[int] | None = None
+) -> list[WorkingTree]:
     """Trees to be read from: with copies of what is in files, not dense, or going to be written to.
 
     Each run comes to the device of the first target, which computes.
@@ -332,7 +332,7 @@ def readable(
     written = {_torch.storage_id(x) for x in parts if not is_apart(x)}
     first = {id(run): targets[0].parts(r)[:1] for r, run in enumerate(targets[0].runs)}
 
-    def settled(run: Run, x: Tensor) -> Tensor:
+    def settled(run: FlatRun, x: Tensor) -> Tensor:
         if any(x.device != home.device for home in first.get(id(run), ())):
             return copied(run, x.to(first[id(run)][0].device))
         here = not is_stored(x) and is_dense(x)
@@ -359,7 +359,7 @@ class Stretch(NamedTuple):
         return self.stop + self.more
 
 
-class Part(NamedTuple):
+class ColumnPart(NamedTuple):
     """A part of a column, as tensors to step on; `finish` takes the results where they belong."""
 
     tensors: tuple[Tensor, ...]
@@ -368,7 +368,7 @@ class Part(NamedTuple):
 
 def parts_of(
     stretch: Stretch, low: int, high: int, cut: Callable[[int, int], Sequence[Tensor]], written: int
-) -> Iterator[Part]:
+) -> Iterator[ColumnPart]:
     """What lies of a column between two elements of its run.
 
     Args:
@@ -385,12 +385,12 @@ def parts_of(
     bounds = sorted({start, stop, min(inner, stop), max(until, start)})
     for a, b in pairwise(bounds):
         if (a, b) == (inner, until):
-            yield Part(tuple(cut(a, b)), _nothing)
+            yield ColumnPart(tuple(cut(a, b)), _nothing)
         else:
             yield _divided(stretch, a, cut(a, b), written)
 
 
-def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> Part:
+def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int) -> ColumnPart:
     """A part of one line, in a tensor of the length of that line."""
     begin = start - (start - stretch.start) % LINE
     length, at, count = min(LINE, stretch.full - begin), start - begin, given[0].numel()
@@ -401,7 +401,7 @@ def _divided(stretch: Stretch, start: int, given: Sequence[Tensor], written: int
     def finish() -> None:
         _torch.foreach_copy(list(given[:written]), mine[:written])
 
-    return Part(tuple(whole), finish)
+    return ColumnPart(tuple(whole), finish)
 
 
 def _nothing() -> None:
@@ -493,7 +493,7 @@ _CODED = 2**17  # elements of a part that is decoded, a multiple of every block
 Tensors = dict[int, Tensor]  # by the number of the target
 
 
-def far_runs(targets: Sequence[Held]) -> list[list[int]]:
+def far_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
     """For each run the targets whose part of it has to be brought to where it is computed."""
     found = []
     for r in range(len(targets[0].runs)):
@@ -503,7 +503,7 @@ def far_runs(targets: Sequence[Held]) -> list[list[int]]:
     return found
 
 
-def _device_of(params: Held, r: int) -> torch.device:
+def _device_of(params: WorkingTree, r: int) -> torch.device:
     whole, run = params.wholes[r], params.runs[r]
     return (params.pieces[run.members[0]] if whole is None else whole).device
 
@@ -537,8 +537,8 @@ class Elsewhere:
 
     def __init__(
         self,
-        targets: Sequence[Held],
-        reads: Sequence[Held],
+        targets: Sequence[WorkingTree],
+        reads: Sequence[WorkingTree],
         coming: Coming | None,
         keys: Sequence[Hashable] | None,
         donate: bool,
@@ -685,7 +685,7 @@ class _Cut(NamedTuple):
       whole: columns are stepped as if they went on to a multiple of so many elements.
     """
 
-    run: Run
+    run: FlatRun
     low: int
     high: int
     given: Sequence[Tensor | Mapping[int, Tensor]]
@@ -693,7 +693,7 @@ class _Cut(NamedTuple):
     keys: Sequence[Hashable] | None
     whole: int = 1
 
-    def parts(self, written: int) -> Iterator[tuple[Hashable, Part]]:
+    def parts(self, written: int) -> Iterator[tuple[Hashable, ColumnPart]]:
         """What there is to step on; the first `written` tensors of each are written."""
         for key, near in self._joined():
             first, last = near[0], near[-1]
@@ -722,7 +722,7 @@ class _Cut(NamedTuple):
         return x.narrow(0, a - self.low if k in self.brought else a, b - a)
 
 
-def _given(each: Held, r: int, device: torch.device | None = None) -> Any:
+def _given(each: WorkingTree, r: int, device: torch.device | None = None) -> Any:
     """What a tree has of a run: a long tensor, or its pieces by their numbers."""
     whole = each.wholes[r]
     if whole is not None:
@@ -744,7 +744,7 @@ def _like(old: Tensor, device: torch.device) -> Tensor:
 
 
 def _arrivals(
-    targets: Sequence[Held], reads: Sequence[Held], coming: Coming | None
+    targets: Sequence[WorkingTree], reads: Sequence[WorkingTree], coming: Coming | None
 ) -> Generator[Any, Any]:
     """First the order of runs; then, for each run that is sent, what is read, once it is there."""
     runs = targets[0].runs
@@ -753,7 +753,7 @@ def _arrivals(
         sent = yield range(len(runs))
         while True:
             sent = yield ready
-    left, ready, there = dict(enumerate(runs)), dict[int, list[Held]](), set[int]()
+    left, ready, there = dict(enumerate(runs)), dict[int, list[WorkingTree]](), set[int]()
     sent = yield coming.run_order(runs)
     coming.arrival.first()
     batches = coming.arriving()
@@ -773,7 +773,7 @@ def _arrivals(
 # Gradients that are made, judged or limited once a step has asked for its states.
 
 
-class Refused(MicsError):
+class StepRefused(MicsError):
     """A step is not taken, since its gradients were refused; nothing was written."""
 
 
@@ -964,8 +964,8 @@ def _closed(value: Unpacked | FlatShards) -> Tree:
 
 
 def _by_leaf(
-    held: Sequence[Held], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
-) -> tuple[list[Held], list[Column]]:
+    held: Sequence[WorkingTree], n: int, keys: Sequence[Hashable] | None, by: Sequence[Any]
+) -> tuple[list[WorkingTree], list[Column]]:
     """Columns of single pieces, for which nobody looks at memory; the first `n` are targets."""
     given = [x.given.pieces() if isinstance(x.given, FlatShards) else x.pieces for x in held]
     others = [value for value in by if isinstance(value, Tensor)]
@@ -995,7 +995,7 @@ def _livecopied(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def _columns_of_run(
-    every: Sequence[Held], r: int, keys: Sequence[Hashable] | None
+    every: Sequence[WorkingTree], r: int, keys: Sequence[Hashable] | None
 ) -> Iterator[Column]:
     run, wholes = every[0].runs[r], [each.wholes[r] for each in every]
     if any(whole is None for whole in wholes):
@@ -1012,7 +1012,7 @@ def _columns_of_run(
             yield Column(key, tuple(cut), run.bucket)
 
 
-def _copies(held: Sequence[Held], far: Sequence[Sequence[int]]) -> list[Held]:
+def _copies(held: Sequence[WorkingTree], far: Sequence[Sequence[int]]) -> list[WorkingTree]:
     """Trees to be written to in the place of others; what lies elsewhere is left for later."""
     return [
         each.change(copied, [r for r, others in enumerate(far) if k not in others])
@@ -1021,8 +1021,8 @@ def _copies(held: Sequence[Held], far: Sequence[Sequence[int]]) -> list[Held]:
 
 
 def _all(
-    targets: Sequence[Held],
-    reads: Sequence[Held],
+    targets: Sequence[WorkingTree],
+    reads: Sequence[WorkingTree],
     keys: Sequence[Hashable] | None,
     donate: bool,
 ) -> Iterator[list[Column]]:
@@ -1035,8 +1035,8 @@ def _all(
 
 
 def _as_they_arrive(
-    targets: Sequence[Held],
-    grads: Held,
+    targets: Sequence[WorkingTree],
+    grads: WorkingTree,
     coming: Coming,
     keys: Sequence[Hashable] | None,
     donate: bool,

@@ -50,7 +50,7 @@ class Laid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """Leaves of one bucket, in its order, between which nothing but padding lies.
 
     Args:
@@ -81,14 +81,14 @@ class Run:
         return tuple((a, b) for a, b in ends if a < b)
 
 
-def split(run: Run, whole: Tensor) -> list[Tensor]:
+def split(run: FlatRun, whole: Tensor) -> list[Tensor]:
     """The pieces of a run, one per member, as views of (*batch, run.numel)."""
     if run.bucket is None:
         return [whole]
     return list(whole.split_with_sizes(run.sizes, -1)[1::2])
 
 
-def joined(run: Run, pieces: Sequence[Tensor]) -> Tensor:
+def joined(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     """A copy of the pieces of a run, one per member, as one tensor; differentiable."""
     if run.bucket is None:
         return pieces[0]
@@ -98,7 +98,7 @@ def joined(run: Run, pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
+def whole_run(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor | None:
     """The pieces of a run as one tensor without a copy; None where they do not lie like that.
 
     Args:
@@ -129,7 +129,7 @@ def whole_run(run: Run, pieces: Sequence[Tensor]) -> Tensor | None:
     return first if len(mine) == 1 else first.as_strided((run.numel,), (1,), begin)
 
 
-def _in_one_file(run: Run, pieces: Sequence[Any]) -> Tensor | None:
+def _in_one_file(run: FlatRun, pieces: Sequence[Any]) -> Tensor | None:
     """The same of pieces that are not empty and lie in files."""
     first, (_, starts, lengths) = pieces[0], run.columns
     if not all(map(is_stored, pieces)) or any(x.extent is not first.extent for x in pieces):
@@ -149,7 +149,7 @@ def _in_one_file(run: Run, pieces: Sequence[Any]) -> Tensor | None:
 @lru_cache(maxsize=64)
 def runs_of(
     buckets: tuple[Bucket | None, ...], slots: tuple[int, ...], lengths: tuple[int, ...]
-) -> tuple[Run, ...]:
+) -> tuple[FlatRun, ...]:
     """The runs of pieces of these lengths; of leaves that occur again, others than the first."""
     seen: Counter[tuple] = Counter()
     by_bucket: dict[tuple, dict[int, int]] = {}
@@ -162,7 +162,7 @@ def runs_of(
         if bucket is None:
             i, n = by_slot[0], lengths[by_slot[0]]
             laid = (Laid(i, 0, n),) if n else ()
-            found.append(Run(None, (i,), laid, (0, n), n, complete=False))
+            found.append(FlatRun(None, (i,), laid, (0, n), n, complete=False))
             continue
         near: list[int] = []
         for slot in sorted(by_slot):
@@ -176,7 +176,7 @@ def runs_of(
 
 def _run(
     bucket: Bucket, slots: Sequence[int], by_slot: dict[int, int], lengths: Sequence[int]
-) -> Run:
+) -> FlatRun:
     numels, offsets = bucket.numels, bucket.offsets
     laid, sizes, end, before = [], [], 0, None
     for slot in slots:
@@ -191,7 +191,7 @@ def _run(
     own = replace(bucket, shapes=((stop - start,),), offsets=(start,))
     members = tuple(by_slot[slot] for slot in slots)
     complete = sum(numels[slot] for slot in slots) == sum(numels)
-    return Run(own, members, tuple(laid), tuple(sizes), end, complete)
+    return FlatRun(own, members, tuple(laid), tuple(sizes), end, complete)
 
 
 # The next three loop over leaves inside the interpreter: a step has nothing else to do for each.
@@ -214,7 +214,7 @@ def is_dense(x: Tensor) -> bool:
     return x.is_contiguous() and not x.is_neg()
 
 
-def copied(run: Run, x: Tensor) -> Tensor:
+def copied(run: FlatRun, x: Tensor) -> Tensor:
     """A dense copy of a part of a run; in a chunk of its own where it lay in one."""
     if is_apart(x):
         return x.copied() if isinstance(x, Coded) else read(x)
@@ -224,7 +224,7 @@ def copied(run: Run, x: Tensor) -> Tensor:
     return chunk.clone().narrow(0, int(x.storage_offset()), x.numel())
 
 
-def is_in_chunk(run: Run, x: Tensor) -> bool:
+def is_in_chunk(run: FlatRun, x: Tensor) -> bool:
     """Whether a part is all that a chunk holds, and its memory is of the chunk's size."""
     if run.bucket is None or not run.complete or not x.numel() == run.numel > 0:
         return False
@@ -294,7 +294,7 @@ def _is_coded(leaf: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The structure of a tree of shards, and its runs on this rank.
 
     Args:
@@ -306,7 +306,7 @@ class Layout:
 
     spec: Any
     leaves: tuple[Place | Tied | Nothing, ...]
-    runs: tuple[Run, ...] = field(compare=False)
+    runs: tuple[FlatRun, ...] = field(compare=False)
 
 
 @tree.node
@@ -329,7 +329,7 @@ class FlatShards:
     """
 
     runs: list[Sharded | Tensor]
-    layout: Layout = tree.static()
+    layout: FlatLayout = tree.static()
 
     def by_leaf(self) -> Tree:
         """The tree itself: its pieces are views of the long tensors."""
@@ -465,11 +465,11 @@ class Unpacked:
         pairs = zip(tree.spec_paths(self.spec), self.leaves, strict=True)
         return [path for path, leaf in pairs if isinstance(leaf, _HELD)]
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[FlatRun, ...]:
         """Where the pieces lie in their buckets."""
         return runs_of(*self.places, self.lengths)
 
-    def layout(self) -> Layout:
+    def layout(self) -> FlatLayout:
         """What `FlatShards` for this tree remember of it."""
         places: list[Any] = []
         for leaf in self.leaves:
@@ -478,7 +478,7 @@ class Unpacked:
             else:  # a frozen leaf itself would keep its tensor alive
                 kept = leaf if isinstance(leaf, Tied) else Nothing()
                 places.append(None if isinstance(leaf, Tensor) else kept)
-        return Layout(self.spec, tuple(places), self.runs())
+        return FlatLayout(self.spec, tuple(places), self.runs())
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> "Unpacked":
         """The same tree with other pieces, in new nodes, as the old ones may be given away."""
@@ -537,14 +537,14 @@ def zeros(shards: Tree, name: str = "") -> FlatShards:
     return with_wholes(layout, wholes)
 
 
-def _zeros(run: Run, pieces: Sequence[Tensor]) -> Tensor:
+def _zeros(run: FlatRun, pieces: Sequence[Tensor]) -> Tensor:
     like = pieces[run.members[0]]
     shape = like.shape if run.bucket is None else (*like.shape[:-1], run.numel)
     return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def with_wholes(
-    layout: Layout,
+    layout: FlatLayout,
     wholes: Sequence[Tensor],
     cuts: dict[int, tuple[Tensor, list[Tensor]]] | None = None,
 ) -> FlatShards:

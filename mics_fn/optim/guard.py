@@ -32,7 +32,7 @@ from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, OptimizerError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
-from mics_fn.optim.columns import Late, Refused, has_to_come
+from mics_fn.optim.columns import Late, StepRefused, has_to_come
 from mics_fn.optim.comparing import compare_once, require_state
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.norms import (
@@ -842,7 +842,7 @@ def guarded_step(
     def judged() -> Tree | Arriving:
         found.append(guard.judge(grads, groups, donate))
         if not found[0].accept:
-            raise Refused
+            raise StepRefused
         return found[0].grads
 
     late = Late(grads, judged)
@@ -851,5 +851,5 @@ def guarded_step(
     try:
         given = late if has_to_come(state.params, state.opt) else judged()
         return opt_step(state, given, donate=donate), found[0]
-    except Refused:
+    except StepRefused:
         return state, found[0]

@@ -29,9 +29,9 @@ from mics_fn.offload import (
     where_of,
 )
 from mics_fn.optim.flat import (
+    FlatLayout,
+    FlatRun,
     FlatShards,
-    Layout,
-    Run,
     Unpacked,
     is_in_chunk,
     is_node,
@@ -91,7 +91,7 @@ class Mover:
             self._files[folder] = Scratch(folder, self._field, host_bytes=budget)
         return store(x, self._files[folder], tree.join(self._field, path))
 
-    def of_run(self, layout: Layout, r: int, moment: Tensor) -> Tensor:
+    def of_run(self, layout: FlatLayout, r: int, moment: Tensor) -> Tensor:
         """`taken` for the long tensor of a run."""
         return self.taken(moment, _leader(layout, layout.runs[r]))
 
@@ -121,7 +121,7 @@ class Mover:
             return found
         return found.with_pieces(pieces)
 
-    def _chunk(self, run: Run, whole: Tensor, path: str) -> Tensor:
+    def _chunk(self, run: FlatRun, whole: Tensor, path: str) -> Tensor:
         """A run, with the rest of its chunk if it has one of its own, which stays one."""
         if is_stored(whole) or not is_in_chunk(run, whole):
             return self.taken(whole, path)
@@ -131,7 +131,7 @@ class Mover:
         return whole if new is chunk else new.narrow(0, int(whole.storage_offset()), whole.numel())
 
 
-def _leader(layout: Layout, run: Run) -> str:
+def _leader(layout: FlatLayout, run: FlatRun) -> str:
     """The path of the largest leaf of a run, which says where all of it lies."""
     held = [i for i, x in enumerate(layout.leaves) if x is None or isinstance(x, tuple)]
     paths = tree.spec_paths(layout.spec)

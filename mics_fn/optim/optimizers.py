@@ -77,7 +77,7 @@ REFUSED = {
 }
 
 
-class Kind(NamedTuple):
+class OptimizerNames(NamedTuple):
     """The names of what an optimizer class keeps; its first step makes those in `late`."""
 
     moments: tuple[str, ...]
@@ -187,7 +187,7 @@ def _check_class(cls: Any, elementwise: bool) -> None:
     raise OptimizerError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
 
 
-def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> Kind:
+def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> OptimizerNames:
     """What a class keeps, by a step on two elements; its arguments are checked by it, too."""
     param = torch.nn.Parameter(torch.zeros(2))
     param.grad = torch.ones(2)
@@ -211,7 +211,7 @@ def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> Kind:
     if unset := [name for name in scalars if name not in first]:
         text = f"{verb}: {cls.__name__} cannot be used: its first step makes {unset[0]!r}"
         raise OptimizerError(message(text, fix="let _init_group make it"))
-    return Kind(moments, scalars, tuple(name for name in kept if name not in first))
+    return OptimizerNames(moments, scalars, tuple(name for name in kept if name not in first))
 
 
 def _check_flag(name: str, value: Any, known: Parameter) -> None:
@@ -281,7 +281,7 @@ def _by_key(block: Iterable[Column]) -> dict[Hashable, list[Column]]:
     return found
 
 
-def _init(cls: Any, options: dict[str, Any], kind: Kind, params: Tree) -> TorchState:
+def _init(cls: Any, options: dict[str, Any], kind: OptimizerNames, params: Tree) -> TorchState:
     found = unpacked(params)
     layout = found.layout()
     hollow = not found.pieces or found.pieces[0].is_meta
@@ -315,7 +315,7 @@ def _begun_in(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]
 def _step(
     cls: Any,
     options: dict[str, Any],
-    kind: Kind,
+    kind: OptimizerNames,
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
@@ -366,7 +366,7 @@ def _is_fused_adam(cls: Any, options: dict[str, Any]) -> bool:
 def _live_step(
     cls: Any,
     options: dict[str, Any],
-    kind: Kind,
+    kind: OptimizerNames,
     mine: list[tuple[Tensor, ...]],
     state: TorchState,
 ) -> dict[str, Tensor]:
@@ -390,7 +390,7 @@ def _live_step(
     return scalars
 
 
-def _init_to_differentiate(cls: Any, kind: Kind, params: Tree) -> TorchState:
+def _init_to_differentiate(cls: Any, kind: OptimizerNames, params: Tree) -> TorchState:
     """The state inside torch.func, for the optimizers whose state begins with zeros."""
     _check_differentiable(cls)
     moments = {name: zeros(params, name) for name in kind.moments}
@@ -410,7 +410,7 @@ def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-2} if live else options
 
 
-def _nothing(params: Unpacked, kind: Kind) -> tuple[Tensor, ...]:
+def _nothing(params: Unpacked, kind: OptimizerNames) -> tuple[Tensor, ...]:
     """A column for a rank that holds no element, and has to count steps nevertheless."""
     device = params.pieces[0].device if params.pieces else torch.device("cpu")
     return (torch.zeros(1, device=device),) * (2 + len(kind.moments))

@@ -59,7 +59,7 @@ the data, and asks a `Run` what to fetch and drop.
 
 from mics_fn.schedules.calls import Calls, call_text, issued, made
 from mics_fn.schedules.desync import Channel, joined
-from mics_fn.schedules.messages import LEFT, NEWS, Job, Stuck
+from mics_fn.schedules.messages import LEFT, NEWS, JobMessages, Stuck
 from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
 from mics_fn.schedules.schedule import Action, Offsets, Schedule, first_difference, offsets, plan
@@ -70,7 +70,7 @@ __all__ = [
     "Action",
     "Calls",
     "Channel",
-    "Job",
+    "JobMessages",
     "Learned",
     "Offsets",
     "OnDemand",

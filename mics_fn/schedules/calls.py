@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
-from mics_fn.schedules.messages import Job, Stuck
+from mics_fn.schedules.messages import JobMessages, Stuck
 from mics_fn.store import poll
 
 # `Habit`: what comes next in a sequence that repeats, found from the sequence alone.
@@ -132,7 +132,7 @@ class Looks(Protocol):
     """What reads all that other ranks told: a `Channel`."""
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobMessages:
         """What all ranks of the groups tell each other."""
         ...
 
@@ -160,7 +160,7 @@ class Calls:
     ) -> None:
         self._channel, self._name, self._ranks = channel, name, ranks
         self._timeout_s = timeout_s
-        self._job = Job() if channel is None else channel.job
+        self._job = JobMessages() if channel is None else channel.job
         self._store = self._job.store if len(ranks) > 1 else None
         self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
         self._habit = Habit()

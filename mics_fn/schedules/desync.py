@@ -29,7 +29,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError, message, name_ranks
-from mics_fn.schedules.messages import Departures, Job, Log, Stuck, deadlocked, neighbours, note_of
+from mics_fn.schedules.messages import (
+    Departures,
+    JobMessages,
+    Log,
+    Stuck,
+    deadlocked,
+    neighbours,
+    note_of,
+)
 from mics_fn.schedules.policy import Learned, Seen
 from mics_fn.store import Store, later, poll
 
@@ -53,7 +61,7 @@ Told = tuple[int, int, str]  # a number, the rank that told it, and its text
 Counts = Mapping[str, int]  # of calls, by communicator
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """How far this rank is in one run of the model; shown to the other ranks."""
 
     number: int  # of the run
@@ -92,7 +100,7 @@ class Channel:
         self.runs = 0  # number of runs so far
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
         self.seen = Seen()  # what runs have learned
-        self.job = Job(store, key, rank)
+        self.job = JobMessages(store, key, rank)
         self.departures = Departures(self.job, job_size)
         self.job.gone, self.job.await_call = self.departures.closed, self.departures.check
         self._store = store if len(ranks) > 1 else None
@@ -104,11 +112,11 @@ class Channel:
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `messages`
         self._note = ""  # what this rank wrote down about its wait
         self._looked = -math.inf
-        self._recent: list[Progress] = []
+        self._recent: list[RunProgress] = []
         self._events = 0
         self._written: deque[list[str]] = deque([[]], maxlen=_RUNS_KEPT)
 
-    def begin_run(self, progress: Progress, number: int | None = None) -> int:
+    def begin_run(self, progress: RunProgress, number: int | None = None) -> int:
         """Begin a run and return its number; the n-th run is the same on all ranks."""
         self.runs = self.runs + 1 if number is None else number
         self._recent = [*self._recent[-1:], progress]
@@ -320,7 +328,7 @@ class Channels(Channel):
         self._parts = parts
         self._widest = max(parts, key=lambda part: part.job_size)
 
-    def begin_run(self, progress: Progress, number: int | None = None) -> int:
+    def begin_run(self, progress: RunProgress, number: int | None = None) -> int:
         """Begin a run with the same number in every group."""
         number = number or 1 + max(part.runs for part in self._parts)
         return max(part.begin_run(progress, number) for part in self._parts)

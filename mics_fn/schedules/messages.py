@@ -152,11 +152,11 @@ def neighbours(rank: int, mine: Sequence[Stuck]) -> list[int]:
     return [other for other in found if other != rank][:_MOST]
 
 
-# `Job`: what all ranks of the groups, those of every replica, tell each other through the
+# `JobMessages`: what all ranks of the groups, those of every replica, tell each other through the
 # store.
 
 
-class Job:
+class JobMessages:
     """Messages between all ranks of the groups; without a store, those of a single rank.
 
     Args:
@@ -245,7 +245,7 @@ class Departures:
       size: how many ranks these are.
     """
 
-    def __init__(self, job: Job, size: int) -> None:
+    def __init__(self, job: JobMessages, size: int) -> None:
         self._job, self._size = job, size
         self._key = f"{job.key}/gone"
         self._notes: dict[int, tuple[str, Mapping[str, int]]] = {}  # what others wrote, by rank

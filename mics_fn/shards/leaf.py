@@ -35,7 +35,7 @@ from mics_fn.tree import Tree
 # it.
 
 
-class Memory:
+class ChunkMemory:
     """A chunk as one tensor, which all leaves in it refer to.
 
     Args:
@@ -46,7 +46,7 @@ class Memory:
         self.flat = flat
 
 
-_MEMORIES: WeakValueDictionary[tuple, Memory] = WeakValueDictionary()
+_MEMORIES: WeakValueDictionary[tuple, ChunkMemory] = WeakValueDictionary()
 
 
 def parts_of(leaf: Any) -> tuple[Any, ...]:
@@ -64,33 +64,33 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
     x = read(x)  # a copy is in memory, wherever this leaf lives
     place: Any = (x.storage_offset(), x.shape, x.stride())
     if leaf.bucket is None or _torch.has_no_data(x):
-        memory = Memory(x.detach())
+        memory = ChunkMemory(x.detach())
     elif x.untyped_storage().nbytes() == leaf.bucket.chunk * x.itemsize:
         key = _torch.storage_id(x), x.dtype
         memory = _MEMORIES.get(key)
         if memory is None:
             flat = x.detach().as_strided((leaf.bucket.chunk,), (1,), 0)
-            memory = _MEMORIES.setdefault(key, Memory(flat))
+            memory = _MEMORIES.setdefault(key, ChunkMemory(flat))
     else:
         x = x.detach().clone()
-        memory, place = Memory(x), (0, x.shape, x.stride())
+        memory, place = ChunkMemory(x), (0, x.shape, x.stride())
     return type(leaf), memory, place, leaf.data.requires_grad, leaf.bucket, leaf.slot
 
 
-def _of_codes(x: Any) -> tuple[Memory, tuple | None]:
+def _of_codes(x: Any) -> tuple[ChunkMemory, tuple | None]:
     """The memory of a coded piece, and where in it the piece begins."""
     row = x.codes.row
     if row is None:
-        return Memory(x), None
+        return ChunkMemory(x), None
     key = _torch.storage_id(row), row.dtype
     memory = _MEMORIES.get(key)
     if memory is None:
-        memory = _MEMORIES.setdefault(key, Memory(x.whole()))
+        memory = _MEMORIES.setdefault(key, ChunkMemory(x.whole()))
     return memory, (x.start, x.shape, x.stride())
 
 
 def from_parts(
-    kind: Any, memory: Memory, place: tuple | None, variable: bool, bucket: Any, slot: int
+    kind: Any, memory: ChunkMemory, place: tuple | None, variable: bool, bucket: Any, slot: int
 ) -> Any:
     """The leaf of these parts."""
     if place is None:

@@ -33,8 +33,8 @@ from torch import Tensor
 from mics_fn import _torch
 from mics_fn.collectives import (
     Codec,
-    Codes,
     Pending,
+    SentCodes,
     collect,
     finish_readers,
     moves,
@@ -184,14 +184,14 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
         lone = route.split(0)[1]  # it holds no level, so nothing stays for a later gather
         row = kept_row(use.bucket, route.chunk, use.by_slot(pieces))
         if wire and row is not None:
-            codes = Codes(wire, lone, Buffers(), use.bucket.chunk, row)
+            codes = SentCodes(wire, lone, Buffers(), use.bucket.chunk, row)
             pendings.append(_gather_codes(use, codes, what))
             continue
         how = {"dtype": use.bucket.dtype if wire else use.bucket.compute, **like}
         chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
         if wire and chunk.ndim == 1 and moves(chunk):
             chunk = zero_padding(use.bucket, route.chunk, chunk)
-            pendings.append(_gather_codes(use, Codes.of(wire, lone, chunk, Buffers()), what))
+            pendings.append(_gather_codes(use, SentCodes.of(wire, lone, chunk, Buffers()), what))
         else:
             chunk = chunk.to(use.bucket.compute)  # cast before sending
             pendings.append(start_all_gather(route, chunk, what=what))
@@ -208,7 +208,7 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
     return Started(pendings, finish)
 
 
-def _gather_codes(use: BucketUse, codes: Codes, what: tuple) -> Pending:
+def _gather_codes(use: BucketUse, codes: SentCodes, what: tuple) -> Pending:
     """Start a gather in which codes travel; nothing is kept for a later one."""
     bucket, device = use.bucket, codes.device
     out = torch.empty(bucket.numel, dtype=bucket.compute, device=device)

@@ -608,7 +608,7 @@ def check_fit(loader: Any, steps: Any, log_every: Any, progress: Any, stop: Any)
     checks.instance(verb, "stop", stop, StopRequest | None, "a StopRequest", fix)
 
 
-class Progress:
+class ProgressBar:
     """A progress bar, if one is wanted; lines if tqdm is not installed."""
 
     def __init__(self, steps: int, log_every: int, *, shown: bool) -> None:
@@ -646,7 +646,7 @@ class Progress:
 
 
 def train_for(
-    trainer: Any, loader: Iterable[Any], steps: int, bar: Progress, stop: StopRequest | None
+    trainer: Any, loader: Iterable[Any], steps: int, bar: ProgressBar, stop: StopRequest | None
 ) -> list[StepMetrics]:
     """Take steps until there are so many, or all ranks stop after the same one."""
     metrics: list[StepMetrics] = []

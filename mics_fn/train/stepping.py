@@ -32,7 +32,7 @@ from mics_fn.interrupts import Commit
 from mics_fn.offload import where_of
 from mics_fn.optim import (
     Late,
-    Refused,
+    StepRefused,
     StepTotals,
     TrainState,
     Verdict,
@@ -143,13 +143,13 @@ def update_late(
     def judged() -> Any:
         found.append(_judged(trainer, reduced(trainer, total), buffers, commit, totals))
         if not found[0].verdict.accept:
-            raise Refused
+            raise StepRefused
         trainer.member.ready = None  # from here on a part of it may be written
         return found[0].verdict.grads
 
     with Writing():
         state = trainer.ahead
-        with suppress(Refused):
+        with suppress(StepRefused):
             state = opt_step(state, Late(total, judged), donate=True)
         write(trainer, found[0], state)
     return found[0].verdict

@@ -28,7 +28,7 @@ from mics_fn.train.given import (
     homes_for,
     schedules_for,
 )
-from mics_fn.train.loop import Epochs, Progress, check_fit, train_for
+from mics_fn.train.loop import Epochs, ProgressBar, check_fit, train_for
 from mics_fn.train.metrics import StepMetrics, evaluated
 from mics_fn.train.plain import Checkpoint, NothingSaved
 from mics_fn.train.program import program_of, to_device
@@ -411,5 +411,5 @@ class Trainer(Exporting):
           PlanError, TreeError: an argument is of no use, or the loader is empty.
         """
         check_fit(loader, steps, log_every, progress, stop)
-        bar = Progress(steps, log_every, shown=progress and self.member.home.position == 0)
+        bar = ProgressBar(steps, log_every, shown=progress and self.member.home.position == 0)
         return train_for(self, loader, steps, bar, stop)

@@ -21,7 +21,7 @@ from mics_fn import checkpoint, optim, tree
 from mics_fn.checkpoint.contents import on_bytes
 from mics_fn.checkpoint.directory import manifest_in
 from mics_fn.checkpoint.loading import copy_of
-from mics_fn.checkpoint.manifest import SAVED, Line, Slice, Stored, covering, within
+from mics_fn.checkpoint.manifest import SAVED, Line, SavedTensor, Slice, covering, within
 from mics_fn.errors import CheckpointMismatch, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
@@ -47,7 +47,7 @@ def test_cells_cover_a_line_once(parts: int, copies: int, chunk: int, data: Any)
         low, high = bounds[line.cell_at(position)]
         assert low <= position < high
     offset = data.draw(st.integers(0, line.length))
-    tensor = Stored(
+    tensor = SavedTensor(
         "w", torch.float32, (data.draw(st.integers(0, line.length - offset)),), 0, offset
     )
     start = data.draw(st.integers(0, tensor.numel))

@@ -25,9 +25,9 @@ from mics_fn.lab.bench.stage import PEERS
 from mics_fn.lab.bench.step import updates_of
 from mics_fn.lab.bench.turns import (
     PEAK_STEPS,
-    Peer,
-    Setting,
-    Turns,
+    BenchPeer,
+    BenchSetting,
+    BenchTurns,
     memory_bytes,
     nbytes,
     peak_bytes,
@@ -476,8 +476,10 @@ def test_other_ranks_than_the_job_has(
 
 def test_peers_take_turns_and_each_begins() -> None:
     order = []
-    peers = [Peer(name, lambda step, n=name: order.append((n, step)), lambda: 7) for name in "ab"]
-    turns = Turns(rounds=2, steps=1, warmup=1)
+    peers = [
+        BenchPeer(name, lambda step, n=name: order.append((n, step)), lambda: 7) for name in "ab"
+    ]
+    turns = BenchTurns(rounds=2, steps=1, warmup=1)
     laps = take_turns(peers, turns, device=CPU)
     assert [name for name, _ in order] == list("ab" + "ab" + "ba" + "aa" + "bb")
     assert [step for name, step in order if name == "b"] == list(range(turns.all_steps()))
@@ -488,9 +490,9 @@ def test_peers_take_turns_and_each_begins() -> None:
 
 def test_peers_take_turns_under_each_setting() -> None:
     seen: list[str] = []
-    peers = [Peer(name, lambda step, n=name: seen.append(n), lambda: 7) for name in "ab"]
-    settings = [Setting(steps, lambda s=steps: seen.append(f"{s}:")) for steps in (2, 1)]
-    turns = Turns(rounds=2, steps=5, warmup=1)
+    peers = [BenchPeer(name, lambda step, n=name: seen.append(n), lambda: 7) for name in "ab"]
+    settings = [BenchSetting(steps, lambda s=steps: seen.append(f"{s}:")) for steps in (2, 1)]
+    turns = BenchTurns(rounds=2, steps=5, warmup=1)
     fence = iter(range(100))
     laps = take_turns(
         peers,

@@ -163,7 +163,7 @@ def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         rank, "reference", lambda job, *a, **k: reference(replace(job, lr=1.001 * job.lr), *a, **k)
     )
-    found = command.run_part("alone", parts.PARTS["alone"], rank.Job("cpu", SMALL), 60.0)
+    found = command.run_part("alone", parts.PARTS["alone"], rank.DoctorConfig("cpu", SMALL), 60.0)
     assert found.verdict == "WRONG"
     wrong = [check.what for check in found.checks if not check.ok]
     assert wrong == ["float32: error of the update", "deterministic: error of the update"]
@@ -173,7 +173,7 @@ def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch):
 def test_bits_that_depend_on_delays_are_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command, "run_bounded", forked)
     monkeypatch.setattr(parts, "train", train_late)
-    found = command.run_part("delays", parts.PARTS["delays"], rank.Job("cpu", SMALL), 60.0)
+    found = command.run_part("delays", parts.PARTS["delays"], rank.DoctorConfig("cpu", SMALL), 60.0)
     values = [check.value for check in found.checks if "not equal" in check.what]
     assert found.verdict == "WRONG"
     assert values == [0, *[1] * len(training.LATE)]
@@ -267,7 +267,7 @@ def test_whatever_becomes_of_a_part_is_a_line_and_the_next_one_runs(
 
 def test_parts_without_time_are_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command, "run_bounded", lambda *args, **options: pytest.fail("it ran"))
-    found = command.run_part("ways", parts.PARTS["ways"], rank.Job("cpu", SMALL), 4.9)
+    found = command.run_part("ways", parts.PARTS["ways"], rank.DoctorConfig("cpu", SMALL), 4.9)
     assert (found.verdict, found.errors) == ("left out", ["no time is left"])
 
 
@@ -277,7 +277,7 @@ def test_a_part_never_gets_more_time_than_is_left(monkeypatch: pytest.MonkeyPatc
         command, "run_bounded", lambda *args, limit_s, **options: limits.append(limit_s) or [WELL]
     )
     for left in (7.0, 1e6):
-        command.run_part("ways", parts.PARTS["ways"], rank.Job("cpu", SMALL), left)
+        command.run_part("ways", parts.PARTS["ways"], rank.DoctorConfig("cpu", SMALL), left)
     assert limits == [7.0, parts.PARTS["ways"].limit_s]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.command import BENCHES, add_arguments
-from mics_fn.lab.bench.disk import DiskConfig, _Bench, measure_disk, render_disk
+from mics_fn.lab.bench.disk import DiskConfig, _DiskBench, measure_disk, render_disk
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -34,7 +34,7 @@ def test_a_step_is_compared_with_the_slower_of_its_two_bounds(
 ):
     laps = {"plain": 2.0, "overlapped": 1.0, "in memory": 3.0, "a step": 6.0}
     monkeypatch.setattr(
-        _Bench, "peers", lambda _: {name: lambda lap=lap: lap for name, lap in laps.items()}
+        _DiskBench, "peers", lambda _: {name: lambda lap=lap: lap for name, lap in laps.items()}
     )
     figures = measure_disk(DiskConfig(mib=1, host_mib=(1,), rounds=1, folder=str(tmp_path)))
     found = {peer: each["median"] for peer, each in figures["ratios"]["a step"].items()}

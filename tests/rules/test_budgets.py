@@ -25,13 +25,13 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 31_440,
-    "lines without lab": 26_400,
+    "lines": 31_480,
+    "lines without lab": 26_420,
     "lines of the longest file": 700,
     "files": 153,
     "percent of lines that import": 9.5,
     "files in the longest chain of imports": 23,
-    "class names of several classes": 22,
+    "class names of several classes": 0,
     "public names": 171,
 }
 # Of one call on 4 ranks in 2 partition groups, after a first one.

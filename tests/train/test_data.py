@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import mics_fn as mf
 from mics_fn.train import trainer
-from mics_fn.train.loop import Epochs, Progress
+from mics_fn.train.loop import Epochs, ProgressBar
 
 FOUR = Layout((2, 2), 2)
 
@@ -335,13 +335,13 @@ def fit_alone(how):
                 return
             yield torch.ones(2, 2)
 
-    class Bar(Progress):
+    class Bar(ProgressBar):
         def update(self, metrics):
             if fails(len(metrics)):
                 raise BrokenPipeError("no terminal")
 
     train = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
-    trainer.Progress = Bar if how == "bar" else Progress
+    trainer.ProgressBar = Bar if how == "bar" else ProgressBar
     began = time.monotonic()
     try:
         train.fit(batches(), 4, progress=False)
@@ -349,7 +349,7 @@ def fit_alone(how):
         time.sleep(1.0)  # this rank goes on with something else, and closes nothing
         return mf.errors.first_line(error), time.monotonic() - began
     finally:
-        trainer.Progress = Progress
+        trainer.ProgressBar = ProgressBar
     return "no error", 0.0
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from mics_fn.collectives import Codec
 from mics_fn.errors import PlanError, message
 from mics_fn.lab.bench.turns import (
+    BenchPeer,
+    BenchTurns,
     Laps,
-    Peer,
-    Turns,
     between,
     is_first,
     on_ranks,
@@ -44,7 +44,7 @@ class CodecConfig:
         device: "auto", "cpu" or "cuda".
     """
 
-    turns: Turns = field(default_factory=Turns)
+    turns: BenchTurns = field(default_factory=BenchTurns)
     numel: int = 2**22
     codecs: tuple[str, ...] = ("int8[256]", "int4[64]", "fp8[256]")
     device: str = "auto"
@@ -70,7 +70,7 @@ def codecs_config_of(args: argparse.Namespace, ranks: int) -> CodecConfig:
         if numel % (Codec.parse(text).block or 1):
             fix = "use blocks of a power of two"
             raise PlanError(message(f"--codec {text}: {numel} values are no full blocks", fix=fix))
-    turns = Turns(args.rounds, args.steps, args.warmup)
+    turns = BenchTurns(args.rounds, args.steps, args.warmup)
     return CodecConfig(turns=turns, numel=numel, codecs=codecs, device=args.device)
 
 
@@ -136,7 +136,7 @@ def plain_decode(codec: Codec, codes: Tensor, n: int) -> Tensor:
     return (values.view(len(scale), -1) * scale.to(torch.float32).unsqueeze(1)).flatten()
 
 
-def _peers(config: CodecConfig, device: torch.device) -> Iterator[Peer]:
+def _peers(config: CodecConfig, device: torch.device) -> Iterator[BenchPeer]:
     """The copy, and then each op of each codec, followed by its plain form."""
     x = torch.randn(config.numel, device=device)
     out = torch.empty_like(x)
@@ -169,11 +169,11 @@ def _plain_mean(codec: Codec, codes: Tensor, own: Tensor) -> Tensor:
     return torch.stack([own, plain_decode(codec, codes, len(own))]).mean(0)
 
 
-def _peer(name: str, work: Callable[[], Any]) -> Peer:
+def _peer(name: str, work: Callable[[], Any]) -> BenchPeer:
     def step(number: int) -> None:
         work()
 
-    return Peer(name, step, lambda: 0)
+    return BenchPeer(name, step, lambda: 0)
 
 
 def _figures(ours: Laps, copy: Laps, plain: Laps, config: CodecConfig) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from mics_fn.lab.bench.step import (
     render_step,
 )
 from mics_fn.lab.bench.touch import TouchConfig, measure_touch, render_touch
-from mics_fn.lab.bench.turns import Turns, num_ranks, on_ranks
+from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.report import add_count
 from mics_fn.shards import Precision
@@ -220,7 +220,7 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
     config = StepConfig(
         node_size=node_size,
         partition_size=partition_size,
-        turns=Turns(args.rounds, args.steps, args.warmup),
+        turns=BenchTurns(args.rounds, args.steps, args.warmup),
         peers=tuple(itertools.chain(*args.peers)),
         precisions=_precisions(args),
         rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
@@ -284,13 +284,13 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
 
 
 def _touch_config(args: argparse.Namespace, ranks: int) -> TouchConfig:
-    turns = Turns(args.rounds, args.steps, args.warmup)
+    turns = BenchTurns(args.rounds, args.steps, args.warmup)
     return TouchConfig(turns=turns, layers=args.layers, device=args.device)
 
 
 def _opt_config(args: argparse.Namespace, ranks: int) -> OptConfig:
     return OptConfig(
-        turns=Turns(args.rounds, args.steps, args.warmup),
+        turns=BenchTurns(args.rounds, args.steps, args.warmup),
         small_leaves=args.small_leaves,
         device=args.device,
         model=_model(args),

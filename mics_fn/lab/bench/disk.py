@@ -101,7 +101,7 @@ def measure_disk(config: DiskConfig) -> dict[str, Any]:
 def _one_round(config: DiskConfig, laps: dict[str, list[float]], facts: dict[str, Any]) -> None:
     """A turn of each peer on a new file and new memory: parts of both differ in speed by half."""
     with tempfile.TemporaryDirectory(dir=config.folder) as folder:
-        bench = _Bench(config, Path(folder))
+        bench = _DiskBench(config, Path(folder))
         peers = bench.peers()
         for turn in peers.values():
             turn()  # warms memory and file up
@@ -130,7 +130,7 @@ def file_system_of(path: Path) -> str:
     return kinds[-1] if kinds else ""
 
 
-class _Bench:
+class _DiskBench:
     """States in a scratch file, and the turns of all that reads and writes it."""
 
     def __init__(self, config: DiskConfig, folder: Path) -> None:

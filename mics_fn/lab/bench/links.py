@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from mics_fn.errors import PlanError, message
-from mics_fn.lab.bench.turns import Setting, of_all_ranks
+from mics_fn.lab.bench.turns import BenchSetting, of_all_ranks
 
 HEADER_BYTES = 66  # per packet: Ethernet 14, IPv4 20, TCP 20, and timestamps of TCP 12
 NET_DEV = Path("/proc/net/dev")
@@ -137,10 +137,10 @@ def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:
     return tuple(found)
 
 
-def settings_of(rates: Sequence[Rate]) -> list[Setting]:
+def settings_of(rates: Sequence[Rate]) -> list[BenchSetting]:
     """The settings of a comparison in which every rank calls for these rates."""
     if rates[0].name == AS_IS:
-        return [Setting(rates[0].steps)]
+        return [BenchSetting(rates[0].steps)]
     links = _links(rates[0].name)
 
     def put(name: str) -> None:
@@ -148,7 +148,7 @@ def settings_of(rates: Sequence[Rate]) -> list[Setting]:
         links.set_rate(name)
         dist.barrier()
 
-    return [Setting(rate.steps, partial(put, rate.name)) for rate in rates]
+    return [BenchSetting(rate.steps, partial(put, rate.name)) for rate in rates]
 
 
 def _links(asked: str) -> Any:

@@ -98,7 +98,7 @@ class StatesConfig:
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """What one rank held, in bytes."""
 
     between: int  # after the last step, without waiting buffers
@@ -132,7 +132,7 @@ def _measure(
     with make_place(name, n, config.node_size, device=device) as groups:
         buckets, live, mine = _run(config, groups, precision)
         sizes, replicas = groups.hierarchy.route.sizes, groups.num_replicas
-    every = [Held(*held) for held in of_all_ranks(mine)]
+    every = [HeldBytes(*held) for held in of_all_ranks(mine)]
     parts = memory_formula(
         buckets,
         cut,
@@ -163,7 +163,7 @@ def _measure(
 
 def _run(
     config: StatesConfig, groups: mf.Groups, precision: str
-) -> tuple[list[Bucket], int | None, Held]:
+) -> tuple[list[Bucket], int | None, HeldBytes]:
     """The buckets of the model, the budget in bytes, and what this rank held."""
     text, context = load_text(TEXT_BYTES), config.model.context
     batch = text.batch("train", step=0, rank=groups.rank, size=config.accumulate, context=context)
@@ -192,7 +192,7 @@ def _run(
         buckets, waiting = buckets_of(trainer.state.params), groups.hierarchy.pools.waiting_bytes
         # Where nothing has to be fetched again, the trainer needs no budget.
         budget = getattr(trainer.schedule, "live_bytes", live)
-        return buckets, budget, Held(count.now - waiting, waiting, peaks[1], peaks[0])
+        return buckets, budget, HeldBytes(count.now - waiting, waiting, peaks[1], peaks[0])
 
 
 def against(formula: float, measured: int, bucket: int) -> dict[str, Any]:
@@ -369,7 +369,7 @@ full, and in warm-up."""
 PARTS = ("states", "parameters", "sums", "hops", "in full", "activations")
 
 
-class Run(NamedTuple):
+class MemoryRun(NamedTuple):
     """One peer, which is measured in its own processes."""
 
     config: StepConfig
@@ -398,12 +398,14 @@ def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
     peers = []
     for name in names:
         say(f"{name}: alone in new processes, twice ...")
-        found = [launch(measure_rss, ranks, Run(config, name, tight)) for tight in (False, True)]
+        found = [
+            launch(measure_rss, ranks, MemoryRun(config, name, tight)) for tight in (False, True)
+        ]
         peers.append(_figures(name, *found))
     return {"params": gpt.num_params(config.model), "peers": peers}
 
 
-def measure_rss(run: Run) -> dict[str, Any]:
+def measure_rss(run: MemoryRun) -> dict[str, Any]:
     """The memory of one peer, as one rank of several."""
     config, turns = run.config, run.config.turns
     device = start(config.device)
@@ -417,7 +419,7 @@ def measure_rss(run: Run) -> dict[str, Any]:
     return {"before": memory_bytes(device) if before is None else before, **found}
 
 
-def _take_steps(run: Run, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
+def _take_steps(run: MemoryRun, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
     """Build the peer and take its steps; the peaks of memory until warm-up ended, and after it."""
     with contextlib.ExitStack() as closing:
         own = own_group() if dist.get_world_size() == 1 else None

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import (
+    BenchPeer,
+    BenchTurns,
     Laps,
-    Peer,
-    Turns,
     between,
     is_first,
     nbytes,
@@ -41,7 +41,7 @@ class OptConfig:
         model: sizes of the GPT whose parameters are the other tree.
     """
 
-    turns: Turns = field(default_factory=Turns)
+    turns: BenchTurns = field(default_factory=BenchTurns)
     small_leaves: int = 2000
     device: str = "auto"
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
@@ -99,7 +99,7 @@ def _compare(
 
 def _ours(
     values: dict[str, Tensor], grads: dict[str, Tensor], groups: mf.Groups
-) -> tuple[Peer, Any]:
+) -> tuple[BenchPeer, Any]:
     """`opt_step` with donation; gradients lie in flat buckets, as hop 1 leaves them."""
     params = mf.shard(values, groups)
     state = mf.init_state(params, mf.optim.adamw(1e-3))
@@ -112,13 +112,13 @@ def _ours(
         nonlocal state
         state = mf.opt_step(state, shards, donate=True)
 
-    peer = Peer("opt_step(donate=True)", step, lambda: nbytes((state.params, state.opt)))
+    peer = BenchPeer("opt_step(donate=True)", step, lambda: nbytes((state.params, state.opt)))
     return peer, lambda: state.params
 
 
 def _theirs(
     values: dict[str, Tensor], grads: dict[str, Tensor]
-) -> tuple[Peer, dict[str, nn.Parameter]]:
+) -> tuple[BenchPeer, dict[str, nn.Parameter]]:
     params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     for name, param in params.items():
         param.grad = grads[name].clone()
@@ -128,7 +128,7 @@ def _theirs(
         states = [dict(state) for state in optimizer.state.values()]
         return nbytes(([p.detach() for p in params.values()], states))
 
-    return Peer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step(), held), params
+    return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step(), held), params
 
 
 def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.checkpoint import Line, Manifest, Stored, Writer, load, save, start_save
+from mics_fn.checkpoint import Line, Manifest, SavedTensor, Writer, load, save, start_save
 from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import between, say, spread, start
 from mics_fn.lab.report import add_count, table
@@ -63,7 +63,7 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
     start("cpu")
     laps: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=config.folder) as folder, mf.make_groups(1) as groups:
-        bench = _Bench(config, Path(folder), groups)
+        bench = _SaveBench(config, Path(folder), groups)
         for number in range(config.rounds + 1):
             say(f"round {number} of {config.rounds} ...")
             for name, ratio in bench.round(number).items():
@@ -73,7 +73,7 @@ def measure_saves(config: SavesConfig) -> dict[str, Any]:
     return {"nbytes": bench.nbytes, "ratios": ratios, "writers": [_manifest(n) for n in WRITERS]}
 
 
-class _Bench:
+class _SaveBench:
     """A state, its bytes as one buffer, and the turns of a round."""
 
     def __init__(self, config: SavesConfig, folder: Path, groups: mf.Groups) -> None:
@@ -163,7 +163,9 @@ def _manifest(writers: int) -> dict[str, Any]:
     begun = time.perf_counter()
     lines = [Line(6_000_000, 4, writers // 4) for _ in range(100)] + [Line(8 * writers, writers, 1)]
     places = ((f"opt.moments.exp_avg.h.{i}.w", i // 60, i % 60) for i in range(6000))
-    tensors = [Stored(name, torch.float32, (1000, 100), i, 100_000 * k) for name, i, k in places]
+    tensors = [
+        SavedTensor(name, torch.float32, (1000, 100), i, 100_000 * k) for name, i, k in places
+    ]
     file, digest = "rank-00000.safetensors", "0" * 64
     records = [Writer(file, 10**9, digest, [[i % 4, i // 4]]) for i in range(writers)]
     manifest = Manifest(

@@ -21,7 +21,7 @@ from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import placement
 from mics_fn.lab.bench.links import AS_IS, Rate
-from mics_fn.lab.bench.turns import Peer, Turns, nbytes
+from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import buckets_of
@@ -257,10 +257,10 @@ class StepConfig:
 
     node_size: int
     partition_size: int
-    turns: Turns = field(default_factory=Turns)
+    turns: BenchTurns = field(default_factory=BenchTurns)
     peers: tuple[str, ...] = DEFAULT_PEERS
     precisions: tuple[str, ...] = ()
-    rates: tuple[Rate, ...] = (Rate(AS_IS, Turns.steps),)
+    rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
     alone: bool = True
     accumulate: int = 1
     sequences: int = 1
@@ -344,7 +344,7 @@ def _trainer(
     place: str | None = None,
     where: str = "",
     overlap: bool = False,
-) -> Peer:
+) -> BenchPeer:
     """`Trainer` with the partition groups of the stage, `wide` ones of all ranks, or a placement.
 
     It keeps all gathered parameters, or has a budget of `live` buckets. Two give the memory of
@@ -397,14 +397,14 @@ def _trainer(
     how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live]]
     how += [where] * bool(where) + ["overlapped"] * overlap
     name, host = f"Trainer p={cut.states}, {', '.join(how)}", ("states",) if where else ()
-    return Peer(name, lambda step: trainer.step(joined[step]).loss, held, needs, host)
+    return BenchPeer(name, lambda step: trainer.step(joined[step]).loss, held, needs, host)
 
 
-def _plain(stage: Stage) -> Peer:
+def _plain(stage: Stage) -> BenchPeer:
     return _torch_loop("plain torch loop", stage, make_model(stage.config, stage.device))
 
 
-def _ddp(stage: Stage) -> Peer:
+def _ddp(stage: Stage) -> BenchPeer:
     model = DistributedDataParallel(
         make_model(stage.config, stage.device), gradient_as_bucket_view=True
     )
@@ -415,7 +415,7 @@ def _ddp(stage: Stage) -> Peer:
     return _torch_loop("DDP", stage, model, begin)
 
 
-def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> Peer:
+def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> BenchPeer:
     """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
     With `keep` parameters are gathered once per step, otherwise again for backward. With `offload`
@@ -468,7 +468,7 @@ def _torch_loop(
         contextlib.nullcontext()
     ),
     needs: dict[str, float] | None = None,
-) -> Peer:
+) -> BenchPeer:
     """A training loop of plain torch; `begin` is told whether a micro-step is the last one."""
     config = stage.config
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, fused=True)
@@ -489,7 +489,7 @@ def _torch_loop(
     if needs is None:
         full = sum(x.numel() * x.itemsize for x in model.parameters())
         needs = {"parameters": 0, "sums": full, "hops": 0, "in full": 0}
-    return Peer(name, step, lambda: _held(model, optimizer), needs)
+    return BenchPeer(name, step, lambda: _held(model, optimizer), needs)
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -515,45 +515,45 @@ def _needs(units: Iterable[int], p: int, *, keep: bool, wider: float) -> dict[st
     return {"parameters": gathered, "sums": total * wider / p, "hops": largest, "in full": largest}
 
 
-class Kind(NamedTuple):
+class PeerKind(NamedTuple):
     """A way to train: what builds it, and where it makes sense."""
 
-    build: Callable[[Stage], Peer]
+    build: Callable[[Stage], BenchPeer]
     ours: bool = False
     alone: bool = True  # in a world of one
     together: bool = True
     mixed: bool = True  # takes precisions
 
 
-def _placed(place: str) -> Kind:
-    return Kind(partial(_trainer, live=2, place=place), ours=True, alone=False)
+def _placed(place: str) -> PeerKind:
+    return PeerKind(partial(_trainer, live=2, place=place), ours=True, alone=False)
 
 
 PEERS = {
-    "keep": Kind(partial(_trainer, live=None), ours=True),
-    "zero3": Kind(partial(_trainer, live=2), ours=True),
-    "least": Kind(partial(_trainer, live=0), ours=True),
-    "wide-keep": Kind(partial(_trainer, wide=True, live=None), ours=True, alone=False),
-    "wide-zero3": Kind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
+    "keep": PeerKind(partial(_trainer, live=None), ours=True),
+    "zero3": PeerKind(partial(_trainer, live=2), ours=True),
+    "least": PeerKind(partial(_trainer, live=0), ours=True),
+    "wide-keep": PeerKind(partial(_trainer, wide=True, live=None), ours=True, alone=False),
+    "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
     **{name: _placed(name) for name in ("zero1", "zero2", "hpz", "hybrid")},
-    "overlap": Kind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
-    "host": Kind(partial(_trainer, live=2, where=HOST), ours=True),
-    "fsdp2": Kind(partial(_fsdp2, full=False, keep=False)),
-    "fsdp2-keep": Kind(partial(_fsdp2, full=False, keep=True)),
-    "fsdp2-offload": Kind(partial(_fsdp2, full=False, keep=False, offload=True)),
-    "fsdp2-full": Kind(partial(_fsdp2, full=True, keep=False), alone=False),
-    "fsdp2-full-keep": Kind(partial(_fsdp2, full=True, keep=True), alone=False),
-    "ddp": Kind(_ddp, alone=False, mixed=False),
-    "plain": Kind(_plain, together=False, mixed=False),
+    "overlap": PeerKind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
+    "host": PeerKind(partial(_trainer, live=2, where=HOST), ours=True),
+    "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
+    "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
+    "fsdp2-offload": PeerKind(partial(_fsdp2, full=False, keep=False, offload=True)),
+    "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
+    "fsdp2-full-keep": PeerKind(partial(_fsdp2, full=True, keep=True), alone=False),
+    "ddp": PeerKind(_ddp, alone=False, mixed=False),
+    "plain": PeerKind(_plain, together=False, mixed=False),
 }
 
 
-def kind_of(label: str) -> Kind:
+def kind_of(label: str) -> PeerKind:
     """A peer by its label: a name, or a name and a precision as in `phases`."""
     return PEERS[label.partition("@")[0]]
 
 
-def build(stage: Stage, label: str) -> Peer:
+def build(stage: Stage, label: str) -> BenchPeer:
     """The peer with a label."""
     return kind_of(label).build(stage._replace(precision=Precision.parse(label.partition("@")[2])))
 

@@ -33,8 +33,8 @@ from mics_fn.lab.bench.stage import (
     steps_at,
 )
 from mics_fn.lab.bench.turns import (
+    BenchPeer,
     Laps,
-    Peer,
     between,
     is_first,
     of_all_ranks,
@@ -388,7 +388,7 @@ def measure_overlap(config: StepConfig) -> dict[str, Any]:
     return {"params": gpt.num_params(config.model), "rates": rates, "largest_loss_gap": gap}
 
 
-def _watched(peer: Peer) -> Peer:
+def _watched(peer: BenchPeer) -> BenchPeer:
     """The same peer, whose steps give what their timelines say, and the loss."""
 
     def step(number: int) -> tuple[float, float, float]:

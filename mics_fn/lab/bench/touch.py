@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 
 import mics_fn as mf
 from mics_fn.lab.bench.turns import (
+    BenchPeer,
+    BenchTurns,
     Laps,
-    Peer,
-    Turns,
     between,
     is_first,
     say,
@@ -37,7 +37,7 @@ class TouchConfig:
         device: "auto", "cpu" or "cuda".
     """
 
-    turns: Turns = field(default_factory=Turns)
+    turns: BenchTurns = field(default_factory=BenchTurns)
     layers: int = 64
     device: str = "auto"
 
@@ -80,7 +80,7 @@ def _deferred(shards: Any, groups: mf.Groups, policy: mf.schedules.OnDemand) -> 
     return mf.defer(shards, groups, policy).params
 
 
-def _peer(name: str, weights: Callable[[], list[Tensor]], layers: int) -> Peer:
+def _peer(name: str, weights: Callable[[], list[Tensor]], layers: int) -> BenchPeer:
     """Layers of frozen weights, whose input has a gradient, so that only the layers take time."""
     x = torch.randn(4, WIDTH, device=weights()[0].device, requires_grad=True)
 
@@ -90,7 +90,7 @@ def _peer(name: str, weights: Callable[[], list[Tensor]], layers: int) -> Peer:
             h = linear(h, w, b)
         return torch.autograd.grad(h.sum(), x)[0].sum()
 
-    return Peer(name, step, lambda: 0)
+    return BenchPeer(name, step, lambda: 0)
 
 
 def _figures(lap: Laps, plain: Laps, config: TouchConfig) -> dict[str, Any]:

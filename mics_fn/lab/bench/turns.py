@@ -243,7 +243,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-class Peer(NamedTuple):
+class BenchPeer(NamedTuple):
     """One of the things that a comparison compares.
 
     Args:
@@ -281,7 +281,7 @@ class Laps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turns:
+class BenchTurns:
     """How many steps a comparison takes.
 
     Args:
@@ -306,7 +306,7 @@ class Turns:
         return f"{self.rounds} rounds of {self.steps} steps in turns, median (least-most)"
 
 
-class Setting(NamedTuple):
+class BenchSetting(NamedTuple):
     """A condition, such as the rate of the links; in each round every peer has a turn under it."""
 
     steps: int  # of a turn
@@ -314,12 +314,12 @@ class Setting(NamedTuple):
 
 
 def take_turns(
-    peers: Sequence[Peer],
-    turns: Turns,
+    peers: Sequence[BenchPeer],
+    turns: BenchTurns,
     *,
     device: torch.device,
     fence: Callable[[], Any] = lambda: None,
-    settings: Sequence[Setting] = (),
+    settings: Sequence[BenchSetting] = (),
     gauge: Callable[[], int | None] = lambda: None,
 ) -> list[Laps]:
     """Time peers in turns, then measure the memory of each.
@@ -345,7 +345,7 @@ def take_turns(
 
         return timed(work, device=device, fence=fence, gauge=gauge)
 
-    settings = settings or [Setting(turns.steps)]
+    settings = settings or [BenchSetting(turns.steps)]
     settings[0].put()
     for i in range(len(peers)):
         turn(i, turns.warmup)

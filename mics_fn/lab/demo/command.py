@@ -402,7 +402,7 @@ def _progress(steps: Iterable[int]) -> Iterable[int]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class DemoSummary:
     """The figures that the demo prints and writes to results.json."""
 
     train_loss: tuple[float, float]  # first and last step
@@ -418,7 +418,9 @@ class Summary:
     check: dict[str, Any]
 
 
-def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult | None) -> Summary:
+def summarize(
+    config: DemoConfig, results: list[RankResult], alone: AloneResult | None
+) -> DemoSummary:
     """The figures of the two runs."""
     first = results[0]
     formulas = first.formulas
@@ -433,7 +435,7 @@ def summarize(config: DemoConfig, results: list[RankResult], alone: AloneResult 
     }
     # The first steps are slower, because allocators and connections warm up.
     seconds = statistics.median(first.seconds[min(2, len(first.seconds) - 1) :])
-    return Summary(
+    return DemoSummary(
         train_loss=(first.losses[0], first.losses[-1]),
         held_out_loss=(first.held_out[0][1], first.held_out[-1][1]),
         num_params=sum(p.numel() for p in first.params.values()),
@@ -453,7 +455,7 @@ def _checked(config: DemoConfig, run: RankResult, alone: AloneResult) -> dict[st
     return compare(run, alone, bounded=config.bounded, coded_bound=config.coded_bound)
 
 
-def render(summary: Summary) -> str:
+def render(summary: DemoSummary) -> str:
     """The figures as tables."""
     (train0, train1), (held0, held1) = summary.train_loss, summary.held_out_loss
     losses = [
@@ -489,7 +491,7 @@ def render(summary: Summary) -> str:
 
 
 def _write(
-    out: Path, config: DemoConfig, summary: Summary, run: RankResult, alone: AloneResult | None
+    out: Path, config: DemoConfig, summary: DemoSummary, run: RankResult, alone: AloneResult | None
 ) -> None:
     """Write results.json and the loss curve to `out`, and print where they are."""
     figures = asdict(summary) | {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import read_launch
-from mics_fn.lab.bench.turns import Turns
-from mics_fn.lab.doctor.parts import PARTS, Part
-from mics_fn.lab.doctor.rank import Job
+from mics_fn.lab.bench.turns import BenchTurns
+from mics_fn.lab.doctor.parts import PARTS, ReportPart
+from mics_fn.lab.doctor.rank import DoctorConfig
 from mics_fn.lab.doctor.report import (
     FAILED,
     HANGS,
@@ -38,7 +38,7 @@ from mics_fn.lab.report import add_count
 
 LIMIT_S = 480
 LEAST_S = 5.0  # with less time a part is not begun
-ENVIRONMENT, TWO_RANKS = Part(environment, 1, 60), Part(loopback, 2, 60)
+ENVIRONMENT, TWO_RANKS = ReportPart(environment, 1, 60), ReportPart(loopback, 2, 60)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
         _check_alone(args)
         return check_job(args.device)
     _check(args)
-    began, nothing = time.monotonic(), Job("cpu", Training(GPTConfig()))
+    began, nothing = time.monotonic(), DoctorConfig("cpu", Training(GPTConfig()))
     findings = [run_part("environment", ENVIRONMENT, nothing, args.limit)]
     facts = findings[0].facts
     device = _device_of(args, facts) if facts else "not known"
@@ -130,16 +130,20 @@ def _device_of(args: argparse.Namespace, facts: Mapping) -> str:
     return found
 
 
-def _job(args: argparse.Namespace, device: str) -> Job:
+def _job(args: argparse.Namespace, device: str) -> DoctorConfig:
     """What the ranks are told; small on the CPU, where it shows that every part runs."""
     small = device == "cpu"
     dim, blocks = args.dim or (32 if small else 256), args.blocks or (2 if small else 6)
     model = GPTConfig(context=16 if small else 64, dim=dim, num_blocks=blocks)
-    turns = Turns(rounds=3, steps=1, warmup=1) if small else Turns(rounds=7, steps=5, warmup=3)
-    return Job(device, Training(model), turns)
+    turns = (
+        BenchTurns(rounds=3, steps=1, warmup=1)
+        if small
+        else BenchTurns(rounds=7, steps=5, warmup=3)
+    )
+    return DoctorConfig(device, Training(model), turns)
 
 
-def _planned(args: argparse.Namespace, devices: int) -> dict[str, Part]:
+def _planned(args: argparse.Namespace, devices: int) -> dict[str, ReportPart]:
     """The parts that were asked for, each with as many ranks as it can have."""
     found = {name: PARTS[name] for name in args.parts or PARTS}
     if "speed" in found:  # times say something where each rank has a device of its own
@@ -166,7 +170,7 @@ def _variables(shared: bool, rank: int) -> Mapping[str, str]:
     return found
 
 
-def run_part(name: str, part: Part, job: Job, left_s: float) -> Finding:
+def run_part(name: str, part: ReportPart, job: DoctorConfig, left_s: float) -> Finding:
     """Run one part, and say what came of it, whatever happens to its ranks.
 
     Args:

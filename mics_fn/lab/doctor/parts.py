@@ -18,7 +18,7 @@ from mics_fn.deferred import bucket_sizes
 from mics_fn.groups import LEAST_RING
 from mics_fn.lab.bench.stage import Cut, StepConfig, memory_formula
 from mics_fn.lab.bench.step import measure_step
-from mics_fn.lab.doctor.rank import Check, Job, Rank
+from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
 from mics_fn.lab.doctor.training import LATE, Delays, make_model, train
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks.bounded import Ended
@@ -30,7 +30,7 @@ ENDS_S = 20.0  # the timeout of the groups of the part in which a rank fails
 MINE = "the doctor's own error"
 
 
-def alone(job: Job) -> None:
+def alone(job: DoctorConfig) -> None:
     """A world of one: numbers, waits of the host, the model as it is made, and the optimizer."""
     me = Rank(job)
     with me.groups() as groups:
@@ -75,7 +75,7 @@ def _adamw(me: Rank, groups: mf.Groups) -> tuple[float, float]:
     return gap / lr, steps * unit * (roundings + of_parameter * largest.item() / lr)
 
 
-def ways(job: Job) -> None:
+def ways(job: DoctorConfig) -> None:
     """One partition group: each way to fetch, each precision, a guard, and replicas apart."""
     me, live = Rank(job), job.training.live_bytes
     guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10), max_norm=1.0)
@@ -91,7 +91,7 @@ def ways(job: Job) -> None:
         me.forbid_waits("two buckets", groups, live_bytes=live)
 
 
-def levels(job: Job) -> None:
+def levels(job: DoctorConfig) -> None:
     """Several levels and replicas: hop 2, gathers over two levels, and placements."""
     me, live = Rank(job), job.training.live_bytes
     half = me.size // 2
@@ -103,7 +103,7 @@ def levels(job: Job) -> None:
         me.forbid_waits("two buckets", groups, live_bytes=live)
 
 
-def delays(job: Job) -> None:
+def delays(job: DoctorConfig) -> None:
     """Streams that are late by chance must not change a bit."""
     me = Rank(job)
     options = {"live_bytes": job.training.live_bytes, "deterministic": True}
@@ -126,7 +126,7 @@ def delays(job: Job) -> None:
             me.say(f"{late} late, {kind}: parameters that are not equal", changed, 0)
 
 
-def pools(job: Job) -> None:
+def pools(job: DoctorConfig) -> None:
     """Memory that pools keep while the device is behind, against the plan and the formula."""
     me, training = Rank(job), job.training
     with me.groups() as groups:
@@ -153,7 +153,7 @@ def pools(job: Job) -> None:
         me.say("all pools", kept.waiting_bytes, most, "bytes")
 
 
-def ends(job: Job) -> None:
+def ends(job: DoctorConfig) -> None:
     """The last rank fails in the middle of a run; its error must come out at once."""
     me, failed = Rank(job), []
 
@@ -173,7 +173,7 @@ def ends(job: Job) -> None:
             me.say("from an error to the end of its `with` block", seconds, 5.0, "s")
 
 
-def speed(job: Job) -> None:
+def speed(job: DoctorConfig) -> None:
     """Step times in turns with FSDP2, over the ranks that have a device of their own."""
     me = Rank(job)
     config = StepConfig(
@@ -199,7 +199,7 @@ def speed(job: Job) -> None:
         me.say(f"{titles[ours]} over {titles[theirs]}", over["median"], unit="x")
 
 
-class Part(NamedTuple):
+class ReportPart(NamedTuple):
     """A part of the report.
 
     Args:
@@ -233,11 +233,11 @@ def ended_right(ended: Sequence[Ended]) -> list[Check]:
 
 # What is worth most comes first, since time may end before the last of them.
 PARTS = {
-    "alone": Part(alone, 1, 80),
-    "ways": Part(ways, 2, 110),
-    "delays": Part(delays, 2, 110),
-    "levels": Part(levels, 4, 120),
-    "pools": Part(pools, 2, 60),
-    "ends": Part(ends, 2, 110, 2 * ENDS_S, ended_right),
-    "speed": Part(speed, 1, 80),
+    "alone": ReportPart(alone, 1, 80),
+    "ways": ReportPart(ways, 2, 110),
+    "delays": ReportPart(delays, 2, 110),
+    "levels": ReportPart(levels, 4, 120),
+    "pools": ReportPart(pools, 2, 60),
+    "ends": ReportPart(ends, 2, 110, 2 * ENDS_S, ended_right),
+    "speed": ReportPart(speed, 1, 80),
 }

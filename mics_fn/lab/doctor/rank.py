@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import mics_fn as mf
-from mics_fn.lab.bench.turns import Turns
+from mics_fn.lab.bench.turns import BenchTurns
 from mics_fn.lab.doctor.training import STEADY, Seam, Training, distance, reference, train
 
 
 @dataclass(frozen=True)
-class Job:
+class DoctorConfig:
     """What a rank of a part is told.
 
     Args:
@@ -27,7 +27,7 @@ class Job:
 
     device: str
     training: Training
-    turns: Turns = field(default_factory=Turns)
+    turns: BenchTurns = field(default_factory=BenchTurns)
     folder: str = ""
     timeout_s: float = 60.0
 
@@ -56,7 +56,7 @@ class Check(NamedTuple):
 class Rank:
     """One rank of a part: its device, and where it puts what it finds."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: DoctorConfig) -> None:
         self.job, self.training = job, job.training
         self.device = mf.init_distributed(device=job.device, timeout_s=job.timeout_s)
         self.seam = Seam(self.device)

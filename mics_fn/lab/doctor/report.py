@@ -28,7 +28,7 @@ from mics_fn import _device, _torch
 from mics_fn._version import __version__
 from mics_fn.errors import human_bytes, name_ranks
 from mics_fn.groups import nccl_problems
-from mics_fn.lab.doctor.rank import Check, Job, Rank
+from mics_fn.lab.doctor.rank import Check, DoctorConfig, Rank
 from mics_fn.lab.ranks.bounded import Ended
 from mics_fn.lab.report import table
 
@@ -256,7 +256,7 @@ BACKENDS = ("gloo", "nccl", "xccl", "mpi", "ucc")
 UUID_DIGITS = 8  # enough to tell the devices of a machine apart
 
 
-def environment(job: Job) -> dict[str, Any]:
+def environment(job: DoctorConfig) -> dict[str, Any]:
     """The facts by name, as text; the devices are a list.
 
     Args:
@@ -308,7 +308,7 @@ def _device_text(device: torch.device) -> str:
     return f"{properties.name}, {human_bytes(_device.total_memory(device))}, UUID {uuid}"
 
 
-def loopback(job: Job) -> None:
+def loopback(job: DoctorConfig) -> None:
     """Two ranks of gloo: their store, and a sum."""
     began = time.monotonic()
     me = Rank(job)

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, time, dim))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and a two-layer MLP, each on a normed copy of the stream and added to it."""
 
     def __init__(self, config: GPTConfig):
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.dim)
         self.positions = nn.Embedding(config.context, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.num_blocks))
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.apply(_init)

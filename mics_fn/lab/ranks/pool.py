@@ -54,7 +54,7 @@ class Reply(NamedTuple):
     num_groups: int  # process groups alive on that rank; torch names new groups after it
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where one rank stands: what `serve` needs to know to join the others."""
 
     rank: int
@@ -81,7 +81,7 @@ def call_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def serve(place: Place, conn: Connection, first: Call | None) -> None:
+def serve(place: RankPlace, conn: Connection, first: Call | None) -> None:
     """Join the default group, answer `first` if given, then calls from `conn` until it ends."""
     _settle(place)
     stacks = open(place.folder / f"stacks{place.rank}", "w")  # noqa: SIM115  lives with the process
@@ -97,7 +97,7 @@ def serve(place: Place, conn: Connection, first: Call | None) -> None:
     os._exit(0)
 
 
-def _settle(place: Place) -> None:
+def _settle(place: RankPlace) -> None:
     """Signals, threads, garbage and environment of a rank."""
     gc.freeze()  # else each collection would look through, and copy, all that the parent has
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -132,7 +132,7 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _join_group(place: Place) -> RankFailure | None:
+def _join_group(place: RankPlace) -> RankFailure | None:
     """Make the default group; why it failed is then the answer to every call."""
     try:
         dist.init_process_group(
@@ -296,7 +296,7 @@ class RankPool:
             for rank in range(self.n):
                 ours, theirs = context.Pipe()
                 self._conns.append(ours)
-                place = Place(rank, self.n, folder, self.timeout_s, in_main)
+                place = RankPlace(rank, self.n, folder, self.timeout_s, in_main)
                 job = (place, theirs, first)
                 proc = context.Process(target=serve, args=job, name=f"rank {rank}")
                 with warnings.catch_warnings():
