@@ -31,7 +31,7 @@ FAULTS = (*ENDS_SOON, "stop", *STORE, "nan", "flip", "wrong_call", *HARMLESS)
 PLACES = {
     "start": ("start: init_distributed", "start: make_groups"),
     "build": ("build: Trainer", "build: shard", "comparison"),
-    "step": ("step", "fetch", "reduction", "over 'replicas'", "norm", "opt_step", "commit"),
+    "step": ("step", "fetch", "reduction", "over 'replicas'", "step totals", "opt_step", "commit"),
     "save": ("save", "save: write", "save: commit"),
     "load": ("load",),
 }
@@ -122,7 +122,6 @@ def _operation(draw: random.Random, fault: str, n: int, p: int) -> str:
     found = PLACES[draw.choice(places)]
     missing = [PLACES["start"][0]] if fault in STORE else []  # there is no store yet
     missing += ["over 'replicas'"] if p == n else []
-    missing += ["norm"] if p == 1 else []
     return draw.choice([name for name in found if name not in missing])
 
 
