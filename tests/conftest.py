@@ -42,25 +42,22 @@ hypothesis.settings.load_profile("mics_fn")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n)`: the session's pool of n ranks, forked when first used."""
-    pools: dict[int, RankPool] = {}
 
     def pool(n: int) -> RankPool:
-        if n not in pools:
-            pools[n] = RankPool(n)
-        return pools[n]
+        if n not in _pools:
+            _pools[n] = RankPool(n)
+        return _pools[n]
 
-    _pools.append(pools)
     yield pool
     _close_pools()
 
 
-_pools: list[dict[int, RankPool]] = []
+_pools: dict[int, RankPool] = {}  # by their numbers of ranks
 
 
 def _close_pools() -> None:
-    for pools in _pools:
-        while pools:
-            pools.popitem()[1].close()
+    while _pools:
+        _pools.popitem()[1].close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -179,18 +179,23 @@ def shared_in_groups(hostids: list[str]) -> str:
     with (
         machine(Fake("cuda", "G"), NCCL_HOSTID=hostids[dist.get_rank()]),
         mock.patch("socket.gethostname", return_value="here"),
-        pytest.raises((GroupsError, PeerFailed)) as caught,  # its own error, or the other rank's
+        pytest.raises((GroupsError, PeerFailed)) as caught,
     ):
         make_groups(backend="nccl", timeout_s=20)
-    return str(caught.value)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_groups_refuse_ranks_on_one_device(ranks: Pools) -> None:
     """Also where the user starts torch.distributed. (Here torch has no NCCL, which comes later.)"""
     text = SHARED.replace("init_distributed", "make_groups")
-    assert ranks(2).run(shared_in_groups, ["", ""]) == [text] * 2
-    for found in ranks(2).run(shared_in_groups, ["a", "b"]):
-        assert "cannot make" in found
+    assert ranks(2).run(shared_in_groups, ["", ""]) == [f"GroupsError: {text}"] * 2
+    found = ranks(2).run(shared_in_groups, ["a", "b"])
+    own = [f"GroupsError: make_groups: rank {rank} cannot make" for rank in range(2)]
+    fails = [said.startswith(own[rank]) for rank, said in enumerate(found)]
+    assert any(fails), found
+    for rank, said in enumerate(found):  # its own error, or that of the rank that left before it
+        other = f"PeerFailed: rank {1 - rank} left its groups: {own[1 - rank]}"
+        assert fails[rank] or said.startswith(other), found
 
 
 def test_a_device_without_a_uuid_is_known_by_what_the_process_sees() -> None:
