@@ -187,8 +187,6 @@ _GRACE_S = 5.0  # for ranks to hear of a failure of another one
 _REACT_S = 4.5  # for ranks to react to an interrupt
 _OUTPUT_S = 2.0  # for what was printed to come after the answer
 
-Request = Callable[[int], Any]  # sends something to a rank; returns ipyparallel's AsyncResult
-
 
 @dataclass
 class Outcome:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mics_fn import checks, spans
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import OffloadError, PlanError, message
-from mics_fn.offload import scratch as kept
+from mics_fn.offload import scratch as scratch_module
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
 from mics_fn.offload.scratch import PAGE, UNIT, Scratch, layout, padded
 from mics_fn.offload.stored import Stored
@@ -126,13 +126,13 @@ def _streamed(
     if first is None:
         return
     device = next((x.device for x in first.likes()), torch.device("cpu"))
-    memory = kept.take(host_bytes, device)
+    memory = scratch_module.take(host_bytes, device)
     work = _Stream(memory, threads, timeout_s)
     try:
         yield from work.run(chain([first], source))
     finally:
         work.end()
-    kept.give(memory, device)  # no thread has it any more
+    scratch_module.give(memory, device)  # no thread has it any more
 
 
 def block_bytes(host_bytes: int) -> int:

@@ -17,14 +17,13 @@ from mics_fn import tree
 from mics_fn.checks import matches
 from mics_fn.optim.optimizers import LionState, TorchState
 from mics_fn.optim.state import TrainState
-from mics_fn.shards import bucket as layout
-from mics_fn.shards import bucket as ranges
+from mics_fn.shards import bucket as bucket_module
 from mics_fn.shards import is_leaf, pack
 from mics_fn.shards.bucket import ALIGN_BYTES, LeafSpec, plan_buckets
 from mics_fn.shards.leaf import Nothing
 
 SGD = mf.optim.sgd(0.1)
-BUCKET = layout.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
+BUCKET = bucket_module.Bucket(3, torch.float64, 2, ((2, 3), (4,)), (0, 6), 12, False)
 
 
 def train_state():
@@ -284,14 +283,16 @@ def test_buckets_hold_every_element_once(leaves, parts, bucket_bytes):
             assert sum(bucket.numels) * bucket.dtype.itemsize <= bucket_bytes
         covered = [0] * bucket.numel
         for chunk in range(parts):
-            for offset, piece in zip(bucket.offsets, ranges.pieces(bucket, chunk), strict=True):
+            for offset, piece in zip(
+                bucket.offsets, bucket_module.pieces(bucket, chunk), strict=True
+            ):
                 for i in range(piece.length):
                     covered[chunk * bucket.chunk + piece.start + i] += 1
                     assert (
                         chunk * bucket.chunk + piece.start == offset + piece.origin
                         or not piece.length
                     )
-        for start, length in ranges.gaps(bucket):
+        for start, length in bucket_module.gaps(bucket):
             for i in range(start, start + length):
                 covered[i] += 1
         assert covered == [1] * bucket.numel, "pieces and padding tile the buffer"
@@ -311,7 +312,7 @@ def test_packing_is_undone_by_splitting(leaves, parts, batched):
     assert all(
         torch.equal(a, b) for a, b in zip(pack.split_full(bucket, packed), full, strict=True)
     )
-    for start, length in ranges.gaps(bucket):
+    for start, length in bucket_module.gaps(bucket):
         assert not packed[..., start : start + length].any()
     for chunk, part in enumerate(packed.split(bucket.chunk, -1)):
         own = part.clone()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import PeerFailed
-from mics_fn.groups import life as telling
+from mics_fn.groups import life as life_module
 from mics_fn.groups import uncaught
 from mics_fn.groups.life import Life
 from mics_fn.groups.peers import PARKED, Failure, Journal, Near, Peer, Process
@@ -215,17 +215,17 @@ def raised(life: Life, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch) -> None:
     lost, other = (Life((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
-    monkeypatch.setattr(telling, "OPEN", {lost, other})
+    monkeypatch.setattr(life_module, "OPEN", {lost, other})
     for life in (lost, other):
         raised(life, {}, monkeypatch)
-    telling.withdraw_all(other)
+    life_module.withdraw_all(other)
     assert other.failed is None
     assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
     lost = Life((0, 1), 0, retract=lambda: False)
-    monkeypatch.setattr(telling, "OPEN", {lost})
+    monkeypatch.setattr(life_module, "OPEN", {lost})
     raised(lost, {}, monkeypatch)
     with pytest.raises(PeerFailed, match="rank 0 failed"):
-        telling.withdraw_all(lost)
+        life_module.withdraw_all(lost)
 
 
 def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(

@@ -18,7 +18,7 @@ from mics_fn.groups.communicator import Comm, Life, Traffic
 from mics_fn.inspection import Event, Timeline
 from mics_fn.lab.bench import bytes as bench_bytes
 from mics_fn.lab.bench import links
-from mics_fn.lab.bench import turns as process_memory
+from mics_fn.lab.bench import turns as turns_module
 from mics_fn.lab.bench.bytes import RankBytes, leaving_share
 from mics_fn.lab.bench.links import Counters, Rate, read_counters, read_rates, sent_bytes
 from mics_fn.lab.bench.stage import PEERS
@@ -513,11 +513,11 @@ def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if before is not None:
         assert peak_growth(lambda: torch.ones(8_000_000), CPU) >= 30e6  # type: ignore[operator]
         assert (peak_bytes(CPU) or 0) >= before + 30e6
-    monkeypatch.setattr(process_memory, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(turns_module, "STATUS", tmp_path / "status")
     assert memory_bytes(CPU) is None
     (tmp_path / "status").write_text("VmHWM:\t    50 kB\nVmRSS:\t    40 kB\n")
     assert (memory_bytes(CPU), peak_bytes(CPU)) == (40 * 1024, 50 * 1024)
-    monkeypatch.setattr(process_memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    monkeypatch.setattr(turns_module, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
     assert reset_peak(CPU) is None
     done: list[int] = []
     assert peak_growth(lambda: done.append(1), CPU) is None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
-from mics_fn.lab.demo import command as before
+from mics_fn.lab.demo import command as command_module
 from mics_fn.lab.demo import command as demo
 from mics_fn.lab.demo import run as demo_run
 from mics_fn.lab.models import gpt
@@ -247,9 +247,9 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_the_run(
     def refuse(**options: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(before.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(command_module.tempfile, "TemporaryFile", refuse)
     with pytest.raises(PlanError) as caught:
-        before.folder_for(tmp_path, overwrite=False)
+        command_module.folder_for(tmp_path, overwrite=False)
     assert str(caught.value) == (
         f"--out {tmp_path}: Read-only file system\n"
         "  fix: pass --out with a folder that you may write to"
@@ -261,29 +261,29 @@ def test_nothing_is_overwritten_without_a_word(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("mics_fn_demo", "mics_fn_demo-2", "mics_fn_demo-3"):
-        folder = before.folder_for(None, overwrite=False)
+        folder = command_module.folder_for(None, overwrite=False)
         assert str(folder) == name
         (folder / "results.json").write_text("kept")
     with pytest.raises(PlanError) as caught:
-        before.folder_for(Path("mics_fn_demo"), overwrite=False)
+        command_module.folder_for(Path("mics_fn_demo"), overwrite=False)
     assert str(caught.value) == (
         "--out mics_fn_demo: it has the results of an earlier run\n  results.json\n"
         "  fix: pass another --out, or --overwrite to replace them"
     )
-    assert str(before.folder_for(None, overwrite=True)) == "mics_fn_demo"
-    assert before.folder_for(Path("mics_fn_demo-3"), overwrite=True).is_dir()
+    assert str(command_module.folder_for(None, overwrite=True)) == "mics_fn_demo"
+    assert command_module.folder_for(Path("mics_fn_demo-3"), overwrite=True).is_dir()
     assert {path.read_text() for path in tmp_path.glob("*/results.json")} == {"kept"}
 
 
 def test_the_estimate_of_memory_is_below_what_a_run_takes() -> None:
     """Parameters of the real model, exactly; and one step more than fits is refused."""
     config = demo_run.DemoConfig(2, 2, 2, 2, 1, 1, "cpu", model=gpt.GPTConfig(dim=64))
-    parts = before.needed_bytes(config)
+    parts = command_module.needed_bytes(config)
     real = 2 * 4 * gpt.num_params(config.model) * (1 + 3 / 2)
     assert 0.9 * real < parts["parameters and their states"] <= real
-    before.check_memory(config, [], sum(parts.values()))
+    command_module.check_memory(config, [], sum(parts.values()))
     with pytest.raises(PlanError, match="the defaults: 2 ranks need at least .*, and this machine"):
-        before.check_memory(config, [], sum(parts.values()) - 1)
+        command_module.check_memory(config, [], sum(parts.values()) - 1)
 
 
 def test_a_missing_extra_is_one_line_and_the_rest_works(

@@ -20,7 +20,7 @@ from sockets import HAS_LIST, listening
 
 import mics_fn as mf
 from mics_fn.notebook import cells, magic
-from mics_fn.notebook import cluster as starting
+from mics_fn.notebook import cluster as cluster_module
 from mics_fn.notebook.magic import ranks_in
 
 ROOT = Path(__file__).parents[2]
@@ -313,7 +313,7 @@ def test_a_cluster_listens_on_loopback_alone(cluster):
 def test_there_is_a_rank_for_each_accelerator(monkeypatch, available, count, ranks):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-    assert starting._ranks_here() == ranks
+    assert cluster_module._ranks_here() == ranks
 
 
 def test_a_cluster_that_was_stopped_says_so(cluster):  # the last one that uses it

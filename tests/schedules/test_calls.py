@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from mics_fn.errors import CollectiveTimeoutError, DesyncError
 from mics_fn.schedules import Calls, Channel
-from mics_fn.schedules import calls as habit
+from mics_fn.schedules import calls as calls_module
 from mics_fn.schedules.calls import Habit
 
 N = 3
@@ -101,7 +101,7 @@ def test_a_guess_is_what_followed_the_longest_match_of_the_past(text):
 
 
 def test_a_habit_forgets_and_goes_on(monkeypatch):
-    monkeypatch.setattr(habit, "_MOST", 16)
+    monkeypatch.setattr(calls_module, "_MOST", 16)
     known, wrong = Habit(), 0
     for _ in range(40):
         for entry in "abcab":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.deferred import live as fetching
+from mics_fn.deferred import live as live_module
 from mics_fn.errors import OffloadError
 from mics_fn.offload import Scratch, is_stored
 from mics_fn.shards import is_leaf
@@ -170,10 +170,10 @@ def read_once(layout: Layout) -> None:
         shards = mf.shard(values(), groups, where=f"params=disk:{folder}", **how)
         held = {x.bucket for x in shards.values() if x.data.numel()}  # each is a leaf's
         read = []
-        real = fetching.copied_with_zeros
+        real = live_module.copied_with_zeros
         with (
             mock.patch.object(
-                fetching, "copied_with_zeros", lambda *a, **k: read.append(1) or real(*a, **k)
+                live_module, "copied_with_zeros", lambda *a, **k: read.append(1) or real(*a, **k)
             ),
             mf.defer(shards, groups, mf.on_demand(live_bytes=0)) as full,
         ):

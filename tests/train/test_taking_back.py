@@ -22,7 +22,7 @@ from mics_fn import optim, tree
 from mics_fn.errors import LeafError, MicsError, OptimizerError, TreeError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
-from mics_fn.train import given as options
+from mics_fn.train import given as given_module
 from mics_fn.train.carried import carried, take_back
 from mics_fn.train.loop import Epochs
 from mics_fn.train.plain import as_plain, from_plain
@@ -159,9 +159,11 @@ def test_what_may_differ() -> None:
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = mf.make_groups(1)
     trainer = run(groups)
-    usual = options.versions()
+    usual = given_module.versions()
     for version, kind in (("2.99.0", "warning"), ("7.0.0", "error")):
-        monkeypatch.setattr(options, "versions", lambda v=version: {**usual, "version of torch": v})
+        monkeypatch.setattr(
+            given_module, "versions", lambda v=version: {**usual, "version of torch": v}
+        )
         state, extra = carried(trainer)
         monkeypatch.undo()
         if kind == "error":
