@@ -1,4 +1,4 @@
-"""Mistakes that are planted in a copy of the package, each of which a test of its wing has to catch.
+"""Mistakes that are planted in a copy of the package; a test of their wing has to catch each.
 
 A wing lists its own in `tests/<wing>/planted.py`. Whoever removes or rewrites tests of a wing runs
 `python tests/support/planting.py shards` before and after: all have to be caught. It takes minutes,
