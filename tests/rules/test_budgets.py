@@ -92,7 +92,7 @@ def test_the_package_is_within_its_budget(name: str):
 def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
     """Files and functions of the package that each flow runs, its threads included.
 
-    Of several runs the one with the fewest: what a rank runs while it waits depends on the others.
+    Of several runs the one with the fewest, because a rank that waits for others runs more.
     """
     root = f"{Path(mf.__file__).parent}"
     seen: set[tuple[str, str, int]] = set()
@@ -102,9 +102,9 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
         if event == "call" and code.co_filename.startswith(root):
             seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
-    def counted(flow: Callable[[int], Any]) -> tuple[int, int]:
+    def counted(flow: Callable[[int], Any], runs: int = 20) -> tuple[int, int]:
         found: list[tuple[int, int]] = []
-        for number in range(5):
+        for number in range(runs):
             seen.clear()
             threading.setprofile(watch)
             sys.setprofile(watch)
@@ -139,9 +139,9 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
         "opt_step with both hops": counted(step),
         "Trainer.step": counted(lambda _: trainer.step(batch)),
         "checkpoint.save": counted(
-            lambda number: mf.checkpoint.save(folder, trainer.state, groups, step=number)
+            lambda number: mf.checkpoint.save(folder, trainer.state, groups, step=number), 5
         ),
-        "make_groups": counted(lambda _: made.append(mf.make_groups(2, device="cpu"))),
+        "make_groups": counted(lambda _: made.append(mf.make_groups(2, device="cpu")), 5),
     }
     for each in made:
         each.close()
@@ -149,8 +149,9 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
 
 
 def test_a_flow_runs_few_files_and_functions(ranks: Callable, tmp_path: Path):
-    for found in ranks(4).run(flows_of_rank, f"{tmp_path}"):
-        for name, numbers in found.items():
-            print(f"{name}: {numbers} of {FLOWS[name]}")
-            assert numbers[0] <= FLOWS[name][0], f"{name}: files"
-            assert numbers[1] <= FLOWS[name][1], f"{name}: functions"
+    found = ranks(4).run(flows_of_rank, f"{tmp_path}")
+    for name, budget in FLOWS.items():
+        numbers = tuple(max(each[name][k] for each in found) for k in range(2))
+        print(f"{name}: {numbers} of {budget}")
+        assert numbers[0] <= budget[0], f"{name}: files"
+        assert numbers[1] <= budget[1], f"{name}: functions"
