@@ -31,15 +31,10 @@ Ranks and groups:
   `groups` - the namespace of who takes part
   `groups.plan_groups` - which ranks form which group, for any world, without processes
   `groups.Topology` - how ranks are wired: sizes, slowest link first
-  `groups.Plan` - all groups of a world, as arithmetic
   `groups.StopRequest` - a signal, such as SIGTERM, ends all ranks after the same step - bytes
-  `groups.Hierarchy` - a partition group as verbs need it: the route of a gather, and its memory
-  `groups.Route` - the levels that data crosses, and this rank's place on them
-  `groups.Comm` - one communicator of `Groups.communicators`: its name, its ranks, and its ledger
   `collectives` - the namespace of collectives of one's own, on these communicators
   `collectives.all_gather` - the tensor of each rank of a communicator - its tensor, size - 1 times
   `collectives.start` - any collective, with the waits and errors of those here - what it sends
-  `collectives.Pending` - a collective under way; `wait()` gives its result
   `collectives.Codec` - float values as 8 or 4 bits with a scale per block; has a text
   `placement` - the namespace of where parameters, gradients and states live
   `placement.place` - cuts parameters and gradients over fewer ranks: "zero2", "hpz", or your own
@@ -54,15 +49,12 @@ Models as shards:
   `shards.map` - an elementwise function of all trained leaves
   `shards.cut` - full values that all ranks have to shards - nothing; with check= 8 bytes per leaf
   `shards.Sharded` - a leaf: this rank's piece of a trained tensor
-  `shards.Fixed` - a leaf that is not trained: frozen, or not float
-  `shards.Tied` - a leaf that is the same tensor as an earlier one
 
 Full parameters:
   `gather` - shards to full tensors; its gradient is hop 1 - (p-1)/p M, and as much for the gradient
   `unshard` - gathers to plain tensors of their own memory - (p-1)/p M
   `defer` - full parameters that are fetched at the op that uses them - (p-1)/p M per fetch of all
   `shards.start_gather` - a gather under way while the program goes on - (p-1)/p M
-  `shards.PendingTree` - a tree under way; `wait()` gives it - what was started
 
 Schedules of fetches:
   `on_demand` - a policy: fetch what an op needs, then ahead - about 100 bytes per unforeseen fetch
@@ -73,8 +65,6 @@ Schedules of fetches:
   `schedules.Schedule` - fetches, uses, drops and reductions in order, as a value with a text
   `schedules.Action` - one of them
   `schedules.plan` - adds fetches and drops to a record, for a budget
-  `schedules.first_difference` - where the schedules of ranks first differ, in words
-  `schedules.OnDemand` - a policy and what it remembers
 
 Gradients:
   `GradSum` - gradients of a step, reduced while backward runs - hop 1 per pass, hop 2 in the last
@@ -88,13 +78,11 @@ Steps:
   `TrainState` - step, parameters, optimizer state and buffers as one value
   `init_state` - the state before the first step - with groups= 32 bytes, to compare options
   `opt_step` - state and gradients to the next state - what a transform in it sends, 40 bytes once
-  `optim.guarded_step` - a guard's verdict, then the step; states elsewhere come meanwhile - of both
   `move` - the same state elsewhere: on the device, in host memory, in files
   `optim` - the namespace of what is done with gradients
   `optim.same_step` - a state whose ranks are at one step, if need be from a replica - 8 bytes
   `optim.same_replicas` - a state whose replicas hold the same bits - 8 bytes per run of leaves
   `optim.Transform` - an optimizer as pure functions
-  `optim.Optimizer` - what can be made one: an object with `init` and `update`
   `optim.sgd` - stochastic gradient descent
   `optim.adam` - Adam with an L2 penalty
   `optim.adamw` - Adam with decoupled weight decay
@@ -108,39 +96,18 @@ Steps:
   `optim.global_norm` - L2 norm of a whole tree, each element once - 8 bytes
   `optim.leaf_norms` - L2 norm of each leaf - 8 bytes per leaf, in one all-gather
   `optim.inner` - inner product of two trees - 8 bytes
-  `optim.Rate` - a learning rate: a number, a tensor, or a function of the step
   `optim.warmup_cosine` - such a function: a linear warmup, then half a cosine
   `optim.Guard` - before the update: unscale, refuse a step, clip - `judge` at most 16 bytes
-  `optim.Verdict` - what a guard found, and the guard of the next step
   `optim.norm_spike` - a watch for gradients far above those before
-  `optim.LossScale` - what a loss is multiplied by; `adjust` gives that of the next step
-  `optim.no_scale` - a scale of 1 that never changes
   `optim.static_scale` - a scale that stays
   `optim.dynamic_scale` - a scale that falls at overflows and grows again, for float16
 
 Where leaves live:
   `where` - places of parameters, gradients and states, as a value with a text
   `offload` - the namespace of places, and of tensors in files or kept as codes
-  `offload.Where` - such a value: places by field and by path, and the host memory in between
-  `offload.Place` - the device, host memory, or a folder of files
-  `offload.Places` - those of one leaf
-  `offload.Scratch` - a file for tensors, which ends with the run
-  `offload.Stored` - a tensor in such a file: an op on it reads the file
-  `offload.store` - a tensor, copied to a file
-  `offload.empty` - one in a file whose values are not set yet
-  `offload.read` - the values of a stored tensor, in memory
-  `offload.is_stored` - whether a tensor lies in a file
-  `offload.Coded` - a float32 tensor kept as codes: an op on it decodes what it needs
-  `offload.coded` - a tensor as codes
-  `offload.is_coded` - whether a tensor is kept as codes
-  `offload.renewed` - stored tensors as new values, to be overwritten; the old ones are void
-  `offload.stream` - blocks through a fixed amount of host memory, read ahead and written behind
-  `offload.Block` - what travels together
-  `offload.cuts` - where long tensors are cut into blocks
 
 Training loops:
   `Trainer` - a short loop around the verbs - a step: gathers by schedule, hop 1s, one hop 2
-  `StepMetrics` - what a step reports
   `Checkpoints` - saves a `Trainer` every so many steps; a new one goes on - as `start_save`
   `sampler` - torch's `DistributedSampler` over the ranks of groups - small messages
   `replicas` - the namespace of when replicas become one
@@ -148,20 +115,15 @@ Training loops:
   `replicas.local_sgd` - parameters averaged every H steps - a run with it: hop 2 every H steps
   `replicas.diloco` - an outer optimizer every H steps - a run with it: hop 2 every H steps
   `replicas.reduced_by` - hop 2 by a function of one's own in every step - what that sends
-  `replicas.ReplicaSync` - such a policy - `init` 8 bytes per leaf; `after` as the policy says
-  `replicas.SyncState` - what it carries from step to step
 
 Checkpoints:
   `checkpoint` - the namespace of states on disk
   `checkpoint.save` - writes a state as a step, all ranks together - small messages
   `checkpoint.start_save` - copies a state, and writes it while training goes on - small messages
-  `checkpoint.PendingSave` - a save under way; `wait()` gives its folder
   `checkpoint.load` - a state for any number of ranks, bit for bit - small messages
-  `checkpoint.Loaded` - what was loaded: state, step and extra
   `checkpoint.steps` - the committed steps of a folder
   `checkpoint.latest` - the newest of them
   `checkpoint.verify` - compares every value of a step with its checksum
-  `checkpoint.Verified` - what was compared
   `checkpoint.save_pretrained` - a directory that transformers loads - (p-1)/p M in one replica
   `checkpoint.save_dcp` - one that torch.distributed.checkpoint loads - (p-1)/p M in one replica
   `checkpoint.load_dcp` - shards from such a directory, without trust - digests
@@ -171,54 +133,21 @@ Looking inside:
   `set` - the same tree or state with one leaf replaced - small messages and a digest
   `summary` - what a tree or state holds, leaf by leaf
   `inspection` - the namespace of what people at a prompt ask
-  `inspection.Summary` - a summary as a value, which prints as a table
   `inspection.watch` - a block in which all that happens on this rank is written down
-  `inspection.Watched` - what happened: its `timeline()` and its `memory()`; `Trainer.last_step`
-  `inspection.Timeline` - what waited for what: events in order, as a chart and as a picture
-  `inspection.Event` - one of them: a fetch, a hop, a wait, an update
-  `inspection.StepMemory` - the most bytes that each kind of data took
   `tree` - the namespace of pytrees
   `tree.node` - makes a dataclass a pytree node, for optree and torch
 
 Notebooks:
   `notebook` - the namespace of cells that run on ranks
   `notebook.start` - ranks that the cells of a notebook drive - the start of ranks, small messages
-  `notebook.Cluster` - those ranks: runs cells, functions, and goes on after a fault
 
 Faults on purpose:
   `testing` - the namespace of faults, for tests of jobs
   `testing.inject` - a fault on one rank, at one step, in one operation
-  `testing.Injection` - such a fault, and whether it has happened
-  `testing.InjectedError` - what the faults "raise" and "torn" raise
 
 Errors:
   `MicsError` - base of every error here
-  `errors` - the namespace of all errors
-  `errors.PlanError` - an argument out of its range, or sizes that do not fit together
-  `errors.TreeError` - a tree that does not match another
-  `errors.LeafError` - a leaf of the wrong kind
-  `errors.DesyncError` - ranks that should agree do not
-  `errors.TornStepError` - ranks that hold states of different steps
-  `errors.LostStateError` - a write of the state was cut short, or no replica holds all of it
-  `errors.DonatedError` - a value used after it was given away
-  `errors.GroupsError` - groups used before they exist or after they closed
-  `errors.CollectiveError` - a collective that failed
-  `errors.CollectiveTimeoutError` - a collective that did not finish in time
-  `errors.PeerFailed` - which rank failed without which a wait cannot end, and how
-  `errors.NonFiniteError` - a gradient that is not finite, of a step that was not taken
-  `errors.CellError` - a cell of a notebook that failed on some ranks
-  `errors.OptimizerError` - an optimizer that cannot work on shards
-  `errors.CheckpointError` - a checkpoint that cannot be saved or loaded; base of those that follow
-  `errors.CheckpointNotFound` - there is no committed checkpoint
-  `errors.CheckpointExists` - a committed checkpoint would be overwritten
-  `errors.CheckpointWriteError` - a checkpoint could not be written
-  `errors.CheckpointFormatError` - a checkpoint that is damaged, or of another version
-  `errors.CheckpointSecurityError` - a checkpoint that leads out of its folder
-  `errors.CheckpointCorrupt` - values that are not those that were saved
-  `errors.CheckpointMismatch` - a checkpoint that does not fit the state
-  `errors.OffloadError` - a scratch file that cannot be made, read or written, or was changed
-  `errors.PeerOffloadError` - such an error of another rank, with its file and leaf
-  `errors.FileError` - a file that is damaged, or asks for more than to be read
+  `errors` - the namespace of all of them, which are listed on its page
 """
 
 from mics_fn import (
@@ -255,7 +184,7 @@ from mics_fn.shards import (
     sync_replicas,
     unshard,
 )
-from mics_fn.train import Checkpoints, StepMetrics, Trainer, replicas, sampler
+from mics_fn.train import Checkpoints, Trainer, replicas, sampler
 
 __all__ = [
     "Checkpoints",
@@ -263,7 +192,6 @@ __all__ = [
     "Groups",
     "MicsError",
     "Precision",
-    "StepMetrics",
     "TrainState",
     "Trainer",
     "bucket_sizes",

@@ -1,5 +1,20 @@
 """The errors of this library, one type for each kind, and the form that their texts share.
 
+  `MicsError` - the base of all
+  `PlanError` - an argument out of its range, or sizes that do not fit together
+  `LeafError` - a tree that does not match another, or a leaf of the wrong kind
+  `DonatedError` - a value used after it was given away
+  `DesyncError` - ranks that should agree do not
+  `LostStateError` - a `DesyncError`: a state is that of no step
+  `GroupsError` - groups used before they exist or after they closed
+  `CollectiveError` - a collective that failed, or did not finish in time
+  `PeerFailed` - which rank failed without which a wait cannot end, and how
+  `NonFiniteError` - a gradient that is not finite, of a step that was not taken
+  `FileError` - a file that cannot be read or written, is damaged, or does not fit
+  `PeerFileError` - a `FileError` of another rank; a `PeerFailed`, too
+  `CheckpointNotFound` - a `FileError`: there is no committed checkpoint
+  `CellError` - a cell of a notebook that failed on some ranks
+
 A text says what failed and where (the path in the tree), on which ranks, what was expected and what
 was found, and how to mend it. All types derive from `MicsError`.
 """
@@ -30,15 +45,11 @@ def _unpickled(kind: type[BaseException], args: tuple, fields: dict[str, Any]) -
 
 
 class PlanError(MicsError, ValueError):
-    """An argument out of its range, or sizes that do not fit together."""
-
-
-class TreeError(MicsError, ValueError):
-    """A pytree that does not match the one it is used with."""
+    """An argument out of its range, sizes that do not fit, or an optimizer of no use for shards."""
 
 
 class LeafError(MicsError, ValueError):
-    """A leaf of the wrong kind: its type, dtype, device or layout."""
+    """A tree that does not match another, or a leaf of the wrong type, dtype, device or layout."""
 
     # This is not a TypeError, because torch takes a TypeError from a tensor's operator to mean "not
     # implemented": Python would then try another operator, `w = w + 1` for `w += 1`.
@@ -57,11 +68,7 @@ class GroupsError(MicsError, RuntimeError):
 
 
 class CollectiveError(MicsError, RuntimeError):
-    """A collective that failed; its result does not exist."""
-
-
-class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A collective that did not finish within `timeout_s`."""
+    """A collective that failed, or did not finish within `timeout_s`; its result does not exist."""
 
 
 class PeerFailed(MicsError, RuntimeError):
@@ -116,10 +123,6 @@ class CellError(MicsError, RuntimeError):
         return self._trace or [str(self)]
 
 
-class OptimizerError(MicsError, ValueError):
-    """An optimizer that cannot work on flat shards, or that is used wrongly."""
-
-
 class NonFiniteError(MicsError, FloatingPointError):
     """A gradient that is not finite, of a step that was not taken.
 
@@ -134,42 +137,32 @@ class NonFiniteError(MicsError, FloatingPointError):
         self.leaf, self.ranks = leaf, tuple(ranks)
 
 
-class FileError(MicsError, ValueError):
-    """A file that is damaged, or that asks for more than to be read.
+class FileError(MicsError):
+    """A file, scratch file or checkpoint that cannot be read or written, or that does not fit.
+
+    What was committed before an error of a save has not changed.
 
     Args:
-      text: the whole text.
-      path: the file.
-      leaf: the tensor that is meant; "" for the whole file.
-    """
-
-    def __init__(self, text: str, path: str = "", leaf: str = "") -> None:
-        super().__init__(text)
-        self.path, self.leaf = path, leaf
-
-
-class OffloadError(MicsError, OSError):
-    """A scratch file that cannot be made, read or written, or that others have changed.
-
-    Args:
-      text: the whole text.
+      text: the whole text; of a checkpoint the same on all ranks.
       path: the file or folder.
       leaf: the leaf that is meant; "" for the whole file.
+      damaged: of a checkpoint, whether it is not what was saved, or leads out of its folder, so
+        that an older step may be whole; None where that is not known.
     """
 
-    def __init__(self, text: str, path: str = "", leaf: str = "") -> None:
+    def __init__(
+        self, text: str, path: str = "", leaf: str = "", *, damaged: bool | None = None
+    ) -> None:
         super().__init__(text)
-        self.path, self.leaf = path, leaf
+        self.path, self.leaf, self.damaged = path, leaf, damaged
 
 
-class PeerOffloadError(OffloadError, PeerFailed):
-    """The `OffloadError` of another rank: all ranks raise it, and it names the same file and leaf.
-
-    It is a `PeerFailed` too, so what goes on without a lost rank goes on without this one.
+class PeerFileError(FileError, PeerFailed):
+    """The `FileError` of another rank, which all ranks raise: it names the same file and leaf.
 
     Args:
       peer: the rank, and what it was at.
-      path, leaf: as for `OffloadError`.
+      path, leaf: as for `FileError`.
     """
 
     def __init__(self, peer: PeerFailed, path: str, leaf: str) -> None:
@@ -178,54 +171,12 @@ class PeerOffloadError(OffloadError, PeerFailed):
         self.operation, self.remote_traceback = peer.operation, peer.remote_traceback
 
 
-class CheckpointError(MicsError):
-    """A checkpoint that cannot be saved or loaded.
-
-    Args:
-      text: the whole text, the same on all ranks.
-      path: the file or folder.
-      leaf: the leaf that is meant; "" for the whole file.
-    """
-
-    def __init__(self, text: str, path: str = "", leaf: str = "") -> None:
-        super().__init__(text)
-        self.path, self.leaf = path, leaf
-
-
-class CheckpointNotFound(CheckpointError, FileNotFoundError):
+class CheckpointNotFound(FileError, FileNotFoundError):
     """There is no committed checkpoint, or none of the step that was asked for."""
 
 
-class CheckpointExists(CheckpointError, FileExistsError):
-    """A committed checkpoint would be overwritten, or another job saves to the same place."""
-
-
-class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint could not be written; nothing that was committed before has changed."""
-
-
-class CheckpointFormatError(CheckpointError, ValueError):
-    """A checkpoint that is damaged, or that this version cannot read."""
-
-
-class CheckpointSecurityError(CheckpointFormatError):
-    """A checkpoint that names a file which is not opened: outside of it, or no regular file."""
-
-
-class CheckpointCorrupt(CheckpointFormatError):
-    """Values that are not those that were saved, by their checksum; or a checksum is missing."""
-
-
-class CheckpointMismatch(CheckpointError, ValueError):
-    """A checkpoint that does not fit the state that it is loaded into."""
-
-
-class TornStepError(DesyncError):
-    """Ranks hold states of different steps, which must not be mixed."""
-
-
-class LostStateError(TornStepError):
-    """A state that is used after a write of it was cut short, so that it is that of no step.
+class LostStateError(DesyncError):
+    """A state that is of no step: a write of it was cut short, or ranks hold different steps.
 
     Or no replica holds some part of the newest state, as ranks were lost or are behind: then all
     ranks raise it, their groups are good, and they can go on from a state that was saved.

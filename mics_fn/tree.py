@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import optree
 
 from mics_fn import _torch
-from mics_fn.errors import TreeError, message
+from mics_fn.errors import LeafError, message
 
 NAMESPACE = "mics_fn"
 
@@ -44,7 +44,7 @@ def node(cls: T) -> T:
       The same class.
 
     Raises:
-      TreeError: it is not a dataclass.
+      LeafError: it is not a dataclass.
 
     Example:
       >>> @node
@@ -58,7 +58,7 @@ def node(cls: T) -> T:
     """
     if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
         text = f"tree.node: {getattr(cls, '__name__', cls)!r:.60} is not a dataclass"
-        raise TreeError(message(text, fix="write @tree.node above @dataclass(frozen=True)"))
+        raise LeafError(message(text, fix="write @tree.node above @dataclass(frozen=True)"))
     fields = dataclasses.fields(cls)
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -182,7 +182,7 @@ def _add_paths(found: list[str], spec: optree.PyTreeSpec, prefix: str) -> None:
 
 
 def refuse_equal_paths(verb: str, tree: Tree, root: str, is_leaf: IsLeaf | None = None) -> None:
-    """Raise TreeError if two leaves have the same path, as those of `{"a.b": x, "a": {"b": y}}`."""
+    """Raise LeafError if two leaves have the same path, as those of `{"a.b": x, "a": {"b": y}}`."""
     found = paths(tree, root, is_leaf)
     if len(set(found)) == len(found):
         return
@@ -191,7 +191,7 @@ def refuse_equal_paths(verb: str, tree: Tree, root: str, is_leaf: IsLeaf | None 
     same = [place.codify(root) for place, path in zip(places, found, strict=True) if path == first]
     text = f"{verb}: {len(same)} leaves have the path {first}"
     fix = "rename keys, so that no two leaves have the same keys and indexes joined by dots"
-    raise TreeError(message(text, [" and ".join(same)], fix))
+    raise LeafError(message(text, [" and ".join(same)], fix))
 
 
 def spread(
@@ -215,14 +215,14 @@ def spread(
       A list, one value per leaf.
 
     Raises:
-      TreeError: `prefix` is not a prefix of `tree`, or holds something that is not a value.
+      LeafError: `prefix` is not a prefix of `tree`, or holds something that is not a value.
     """
     leaves, _ = flatten(tree, is_leaf)
     if is_value(prefix):
         return [prefix] * len(leaves)
     if isinstance(prefix, type):
         text = f"{what} is the class {prefix.__name__}"
-        raise TreeError(message(text, fix=f"pass {what} for all leaves, as a value"))
+        raise LeafError(message(text, fix=f"pass {what} for all leaves, as a value"))
     if callable(prefix):
         values = [prefix(path) for path in paths(tree, is_leaf=is_leaf)]
     else:
@@ -231,13 +231,13 @@ def spread(
         except ValueError as error:
             text, lines = f"{what}: not a prefix of the tree it goes with", str(error).splitlines()
             fix = "give one value, a function of the path, or a tree that stops early"
-            raise TreeError(message(text, lines[:1], fix)) from None
+            raise LeafError(message(text, lines[:1], fix)) from None
         values, _ = flatten(full, is_value)
     for path, value in zip(paths(tree, what, is_leaf), values, strict=True):
         if not is_value(value):
             text = f"{path}: got {type(value).__name__}, which is no {what}"
             fix = f"pass {what} for all leaves, a function from the path of a leaf, or a tree"
-            raise TreeError(message(text, fix=fix))
+            raise LeafError(message(text, fix=fix))
     return values
 
 

@@ -80,13 +80,7 @@ from mics_fn.checkpoint.manifest import (
 from mics_fn.checkpoint.manifest import NAME as MANIFEST
 from mics_fn.collectives import collect_bytes
 from mics_fn.errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointExists,
-    CheckpointFormatError,
     CheckpointNotFound,
-    CheckpointSecurityError,
-    CheckpointWriteError,
     FileError,
     first_line,
     message,
@@ -179,10 +173,10 @@ def slice_name(name: str, part: Slice) -> str:
 
 
 def check_writable() -> None:
-    """Raise CheckpointWriteError if safetensors, which writes files, is not installed."""
+    """Raise FileError if safetensors, which writes files, is not installed."""
     if importlib.util.find_spec("safetensors") is None:
         text = "Checkpoints: saving needs the package safetensors"
-        raise CheckpointWriteError(message(text, fix=_EXTRA), "")
+        raise FileError(message(text, fix=_EXTRA), "")
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -193,13 +187,13 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
       tensors: dense tensors on the CPU, by the names that they get.
 
     Raises:
-      CheckpointWriteError: it cannot be written, or safetensors is not installed.
+      FileError: it cannot be written, or safetensors is not installed.
     """
     try:
         import safetensors
     except ImportError as error:
         text = f"save: {path} needs the package safetensors"
-        raise CheckpointWriteError(message(text, fix=_EXTRA), str(path)) from error
+        raise FileError(message(text, fix=_EXTRA), str(path)) from error
     needed = sum(x.numel() * x.itemsize for x in tensors.values())
     try:
         header, size = _written(safetensors, path, tensors)
@@ -244,12 +238,12 @@ def _written(library: Any, path: Path, tensors: Mapping[str, Tensor]) -> tuple[b
         return head + filled.ljust(len(text)), os.fstat(file.fileno()).st_size
 
 
-def cannot_write(path: Path, error: Exception, what: str = "") -> CheckpointWriteError:
+def cannot_write(path: Path, error: Exception, what: str = "") -> FileError:
     """The error of a file that cannot be written."""
     first = first_line(error)
     lines = [f"{what}: {first}" if what else first]
     fix = "make room or give the right to write there, and save again; older steps are as they were"
-    return CheckpointWriteError(message(f"save: {path} cannot be written", lines, fix), str(path))
+    return FileError(message(f"save: {path} cannot be written", lines, fix), str(path))
 
 
 class PartFile:
@@ -261,7 +255,7 @@ class PartFile:
       record: what the manifest says of it.
 
     Raises:
-      CheckpointFormatError: it is not the file that was saved.
+      FileError: it is not the file that was saved.
     """
 
     def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
@@ -303,7 +297,7 @@ class PartFile:
           out: 1D, dense, on the CPU.
 
         Raises:
-          CheckpointCorrupt: values or checksums are not those that were saved. Then `out` may have
+          FileError: values or checksums are not those that were saved. Then `out` may have
             been written to.
         """
         entry, sums = self._entries.get(name), self._sums.get(name)
@@ -368,26 +362,37 @@ class PartFile:
         self.read(name, 0, out)
         return out.view(entry.shape)
 
-    def _corrupt(self, how: str, leaf: str = "") -> CheckpointCorrupt:
+    def _corrupt(self, how: str, leaf: str = "") -> FileError:
         lines = [f"{leaf}: {how}" if leaf else how]
         text = f"load: {self.path} is damaged"
-        return CheckpointCorrupt(message(text, lines, _OLDER), str(self.path), leaf)
+        return FileError(message(text, lines, _OLDER), str(self.path), leaf, damaged=True)
 
 
-def as_load_error(error: Exception, path: Path) -> CheckpointError:
-    """An error of reading a file, as one of checkpoints: the same reason, and the same leaf.
+@contextmanager
+def load_errors(path: Path) -> Iterator[None]:
+    """Raise errors of reading a file as those of checkpoints, which say whether it is damaged."""
+    try:
+        yield
+    except (OSError, FileError) as error:
+        if isinstance(error, FileError) and error.damaged is not None:
+            raise
+        raise as_load_error(error, path) from error
 
-    Only what shows that the file is not as it was saved is a CheckpointFormatError, on which `load`
-    may go back to an older step. If the system could not read it, nothing is known of the file.
+
+def as_load_error(error: Exception, path: Path) -> FileError:
+    """Return an error of reading a file as one of checkpoints, with its reason and its leaf.
+
+    A file is damaged only if the error shows that it is not as it was saved. If the system could
+    not read it, nothing is known of the file, and `load` does not go back to an older step.
     """
     found = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, FileError):  # its own fix is that of weights, and its path is this one
         found = [line.strip() for line in found if not line.startswith("  fix: ")]
-    reason = error if isinstance(error, OSError) else error.__cause__
+    reason = error.__cause__ if isinstance(error, FileError) else error
     unknown = isinstance(reason, OSError) and reason.errno not in _EVIDENCE
-    kind, fix = (CheckpointError, _AGAIN) if unknown else (CheckpointFormatError, _OLDER)
+    fix = _AGAIN if unknown else _OLDER
     text = message(f"load: {path} cannot be read", [line[:500] for line in found], fix)
-    return kind(text, str(path), getattr(error, "leaf", ""))
+    return FileError(text, str(path), getattr(error, "leaf", ""), damaged=not unknown)
 
 
 # Which steps of a folder count, by the names of their folders.
@@ -427,7 +432,7 @@ def attempts_in(folder: Path) -> list[Attempt]:
     """All folders in a folder that have the name of a step, whether they count or not.
 
     Raises:
-      CheckpointError: the folder is there, but cannot be read.
+      FileError: the folder is there, but cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -435,7 +440,7 @@ def attempts_in(folder: Path) -> list[Attempt]:
         return []
     except OSError as error:
         what, fix = f"checkpoint: {folder} cannot be read", "get the right to read it, or try again"
-        raise CheckpointError(message(what, [str(error)], fix), str(folder)) from error
+        raise FileError(message(what, [str(error)], fix), str(folder)) from error
     return [x for x in (Attempt.of(folder / name) for name in names) if x is not None]
 
 
@@ -557,9 +562,9 @@ class Folder:
         """Make the folder that writers write a step into.
 
         Raises:
-          CheckpointExists: the step is committed already, or there are newer ones, or another job
+          FileError: the step is committed already, or there are newer ones, or another job
             saves here.
-          CheckpointWriteError: the folder cannot be made.
+          FileError: the folder cannot be made.
         """
         try:
             make_folder(self.path)
@@ -569,7 +574,7 @@ class Folder:
             if newer and overwrite == "never":
                 what = f"save: step {step} would follow step {max(newer)} in {self.path}"
                 fix = "save a later step, elsewhere, or with overwrite='newer', which replaces them"
-                raise CheckpointExists(message(what, fix=fix), str(self.path))
+                raise FileError(message(what, fix=fix), str(self.path))
             path = self._final(step)
             if commit == "rename":
                 path = self.path / f".tmp-{path.name}-{uuid.uuid4().hex[:12]}"
@@ -579,10 +584,11 @@ class Folder:
                 write_file(path / BY_FILE, b"")
                 sync_folder(path)
             return path
+        except FileError:
+            self.unlock()
+            raise
         except OSError as error:
             self.unlock()
-            if isinstance(error, CheckpointExists):
-                raise
             raise cannot_write(self.path, error) from error
 
     def _final(self, step: int) -> Path:
@@ -706,7 +712,7 @@ class Folder:
                 return  # a file system without locks
             what = f"save: another job saves to {self.path}: {owner}"
             fix = "give each job a folder of its own"
-            raise CheckpointExists(message(what, fix=fix), str(self.path)) from None
+            raise FileError(message(what, fix=fix), str(self.path)) from None
         _LOCKS.add(self._lock)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"host {socket.gethostname()}, process {os.getpid()}".encode(), 0)
@@ -899,8 +905,8 @@ def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
       step: which one it should be.
 
     Raises:
-      CheckpointFormatError: it is missing, damaged, or of another step.
-      CheckpointError: the system cannot read it.
+      FileError: it is missing, damaged, or of another step.
+      FileError: the system cannot read it.
     """
     if os.path.islink(path):
         raise _not_opened(path, "it is a symbolic link")
@@ -908,7 +914,7 @@ def manifest_in(path: Path, step: int) -> tuple[Manifest, str]:
     manifest, digest = read_manifest(data, str(path / MANIFEST)), digest_of(data)
     if manifest.step != step:
         text = f"load: {path} holds step {manifest.step}"
-        raise CheckpointFormatError(message(text, fix="keep the names of folders"), str(path))
+        raise FileError(message(text, fix="keep the names of folders"), str(path), damaged=True)
     if manifest.commit == "file" and _content(path, COMMITTED) != digest.encode():
         raise as_load_error(ValueError("it is not that of the manifest"), path / COMMITTED)
     first = manifest.commit == "file"
@@ -921,34 +927,30 @@ def check_files(path: Path, names: Iterable[str]) -> None:
     """Refuse files of a step that are not regular files in its folder.
 
     Raises:
-      CheckpointSecurityError: one of them is a symbolic link, or something else.
-      CheckpointFormatError: one of them is not there.
-      CheckpointError: the system cannot tell.
+      FileError: one of them is a symbolic link, or something else.
+      FileError: one of them is not there.
+      FileError: the system cannot tell.
     """
     for name in names:
-        try:
+        with load_errors(path / name):
             regular = stat.S_ISREG(os.lstat(path / name).st_mode)
-        except OSError as error:
-            raise as_load_error(error, path / name) from error
         if not regular:
             raise _not_opened(path / name, "it is not a regular file")
 
 
-def _not_opened(path: Path, why: str) -> CheckpointSecurityError:
+def _not_opened(path: Path, why: str) -> FileError:
     fix = "load only checkpoints that you know, or copy the file itself"
     text = message(f"load: {path} is not opened: {why}", fix=fix)
-    return CheckpointSecurityError(text, str(path))
+    return FileError(text, str(path), damaged=True)
 
 
 def _content(path: Path, name: str) -> bytes:
     """A small file of a step, whole."""
     check_files(path, [name])
-    try:
+    with load_errors(path / name):
         file = File("load", path / name, _MANIFEST_LIMITS)
         try:
             file.require_small(file.size)
             return bytes(file.read(0, file.size))
         finally:
             file.close()
-    except (OSError, FileError) as error:
-        raise as_load_error(error, path / name) from error

@@ -36,9 +36,7 @@ from mics_fn.errors import (
     GroupsError,
     LeafError,
     MicsError,
-    OptimizerError,
     PlanError,
-    TreeError,
     message,
 )
 from mics_fn.groups import Groups
@@ -108,7 +106,7 @@ def saved_leaves(
       dtype: the dtype of floating-point tensors in the file; None for that of the shards.
 
     Raises:
-      TreeError: these are not shards by name, none is left, or two get the same name.
+      LeafError: these are not shards by name, none is left, or two get the same name.
       PlanError, DonatedError: as `gather`.
     """
     if not isinstance(params, Mapping) or not all(
@@ -116,7 +114,7 @@ def saved_leaves(
         for key, value in params.items()
     ):
         fix = "pass a dict such as state.params of init_model or load_shards"
-        raise TreeError(message(f"{verb}: params are not shards by name", fix=fix))
+        raise LeafError(message(f"{verb}: params are not shards by name", fix=fix))
     fix = "pass a function such as lambda name: f'model.{name}'"
     checks.function(verb, "names", names, "from a parameter's name to that in the file", fix)
     if dtype is not None:
@@ -135,13 +133,13 @@ def saved_leaves(
         checks.instance(verb, "names(...)", name, str, "a str or None")
         if key_of.setdefault(name, key) != key:
             what = f"{verb}: params.{key_of[name]} and params.{key} would both be {name!r}"
-            raise TreeError(message(what, fix="let names= give each its own name, or None"))
+            raise LeafError(message(what, fix="let names= give each its own name, or None"))
         if own in found:
             found[own] = found[own]._replace(also=(*found[own].also, name))
         else:
             found[own] = saved(verb, name, own, params[own], dtype)
     if not found:
-        raise TreeError(message(f"{verb}: there is no leaf to write", fix="pass parameters"))
+        raise LeafError(message(f"{verb}: there is no leaf to write", fix="pass parameters"))
     return sorted(found.values(), key=lambda leaf: leaf.bucket)
 
 
@@ -274,13 +272,13 @@ def optimizer_leaves(
       params: the parameters that are written; others are left out.
 
     Raises:
-      OptimizerError: it is not, or does not contain, one optimizer made by `from_torch`.
+      PlanError: it is not, or does not contain, one optimizer made by `from_torch`.
     """
     found = list(_torch_states(opt))
     if len(found) != 1:
         what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
         fix = "use adamw, adam, sgd or from_torch, alone or in a chain; or pass state.params"
-        raise OptimizerError(message(what, fix=fix))
+        raise PlanError(message(what, fix=fix))
     values: dict[str, Any] = {}
     leaves: list[Saved] = []
     moments = {name: by_leaf(moment) for name, moment in found[0].moments.items()}
@@ -372,7 +370,7 @@ def load_dcp(
       FileError: a file is damaged, is missing, holds something else, does not match `.metadata`, or
         asks for more than the limits; it names the file and the leaf.
       OSError: there is no `.metadata`, or it cannot be opened.
-      TreeError, DesyncError, LeafError, PlanError, OffloadError: as `load_shards`.
+      LeafError, DesyncError, PlanError, FileError: as `load_shards`.
 
     Example:
       >>> import tempfile
@@ -436,9 +434,9 @@ def save_dcp(
     Memory: as `save_pretrained`.
 
     Raises:
-      OptimizerError: the optimizer is not one of torch's.
-      FileError, TreeError, GroupsError, PlanError, LeafError, DonatedError, DesyncError,
-      CollectiveTimeoutError: as `save_pretrained`.
+      PlanError: the optimizer is not one of torch's.
+      FileError, LeafError, GroupsError, PlanError, DonatedError, DesyncError,
+      CollectiveError: as `save_pretrained`.
 
     Example:
       >>> import tempfile
@@ -601,11 +599,11 @@ def save_pretrained(
     Raises:
       FileError: something is at the path, or a file cannot be written, as on a full disk; all ranks
         raise it, and nothing is left there.
-      TreeError: `params` are not shards by name, or two of them get the same name.
+      LeafError: `params` are not shards by name, or two of them get the same name.
       GroupsError, PlanError, LeafError, DonatedError: as `gather`.
       DesyncError: the ranks were given different arguments, or one of the errors before is raised
         on some of them only.
-      CollectiveTimeoutError: writing one round took longer than `timeout_s` of the groups.
+      CollectiveError: writing one round took longer than `timeout_s` of the groups.
       MicsError: the library safetensors is not installed.
 
     Example:

@@ -27,15 +27,13 @@ from mics_fn.checkpoint.directory import (
     PartFile,
     as_load_error,
     check_files,
+    load_errors,
     manifest_in,
     slice_name,
 )
 from mics_fn.checkpoint.manifest import Manifest, SavedTensor, covering, decoded, kind_of, within
 from mics_fn.checkpoint.saving import EXTRA, folder_to_read, together
 from mics_fn.errors import (
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointMismatch,
     FileError,
     human_bytes,
     message,
@@ -82,7 +80,7 @@ class Sources:
     # Does it fit?
 
     def check(self, target: Contents, replicas: Replicas) -> None:
-        """Raise CheckpointMismatch unless everything in the target is here, and nothing else."""
+        """Raise FileError unless everything in the target is here, and nothing else."""
         target, _ = as_saved(target, self.tensors)
         wrong, cells, writers = [], target.cells_of_homes(), self.manifest.writers
         sizes = [[each.partition_size, each.num_replicas] for each in target.homes]
@@ -118,7 +116,7 @@ class Sources:
                 fix = (
                     f"load it on {p * r} ranks with make_groups({p}), or save it equal on all ranks"
                 )
-            raise CheckpointMismatch(message(text, [*wrong[:_SHOWN], *more], fix), str(self.path))
+            raise FileError(message(text, [*wrong[:_SHOWN], *more], fix), str(self.path))
 
     def _differences(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
         found = self.named(name)
@@ -212,12 +210,8 @@ class Wanted(NamedTuple):
             out = x.as_strided((count,), (1,), x.storage_offset() + self.low)
         else:
             out = torch.empty(count, dtype=x.dtype)
-        try:
+        with load_errors(part.path):
             part.read(self.name, self.start, out)
-        except FileError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise as_load_error(error, part.path) from error
         if is_apart(x):
             set_part(x, self.low, out)
         elif not direct and x.is_contiguous():
@@ -238,12 +232,8 @@ class _opened:
     def __enter__(self) -> PartFile:
         path, name, record = self._facts
         check_files(path, [name])
-        try:
+        with load_errors(path / name):
             self._part = PartFile(path, name, record)
-        except (OSError, FileError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise as_load_error(error, path / name) from error
         return self._part
 
     def __exit__(self, *error: Any) -> None:
@@ -256,12 +246,9 @@ def _extra_in(part: PartFile) -> Any:
     if EXTRA not in names:
         return None
     try:
-        tensors = {name: part.whole(name) for name in names if name != EXTRA}
-        return decoded(bytes(part.whole(EXTRA).tolist()).decode(), tensors)
-    except CheckpointError:
-        raise
-    except FileError as error:
-        raise as_load_error(error, part.path) from error
+        with load_errors(part.path):
+            tensors = {name: part.whole(name) for name in names if name != EXTRA}
+            return decoded(bytes(part.whole(EXTRA).tolist()).decode(), tensors)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
         raise as_load_error(ValueError(f"{EXTRA}: {error}"), part.path) from error
 
@@ -320,11 +307,11 @@ def load(
 
     Raises:
       CheckpointNotFound: there is no such step.
-      CheckpointFormatError, CheckpointCorrupt, CheckpointSecurityError: it is damaged; on all
+      FileError: it is damaged; on all
         ranks, with the file and the leaf.
-      CheckpointError: the system cannot read a file; or a save of this process to the folder, which
+      FileError: the system cannot read a file; or a save of this process to the folder, which
         was under way, failed or did not end in time; on all ranks.
-      CheckpointMismatch: it does not fit `like`; all differences are named.
+      FileError: it does not fit `like`; all differences are named.
       LeafError: a value is not finite, and `like` keeps its leaf as codes.
       DesyncError: ranks load other states.
       PlanError: an argument is not what it should be.
@@ -350,7 +337,7 @@ def load(
         spans.passing("load")
     like = reclaimed(like)  # of what a write that was cut short has left, only the memory
     home = main_home("load", groups, homes_by_bucket("load", like, groups))
-    folder, refused = Folder(path), dict[int, CheckpointError]()
+    folder, refused = Folder(path), dict[int, FileError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
     given = copy_of(like, into=lambda x: x) if donate else like
     with Writing() as writing:
@@ -365,8 +352,8 @@ def load(
             try:
                 how = replicas, writing if donate else None
                 found = _load(Path(place), number, given, groups, home, *how)
-            except CheckpointFormatError as error:
-                if on_corrupt == "raise" or step is not None:
+            except FileError as error:
+                if on_corrupt == "raise" or step is not None or not error.damaged:
                     raise
                 refused[number] = error
                 folder.refuse(Path(place))
@@ -378,7 +365,7 @@ def load(
                 return found
 
 
-def _chosen(folder: Folder, step: int | None, refused: Mapping[int, CheckpointError]) -> list[Any]:
+def _chosen(folder: Folder, step: int | None, refused: Mapping[int, FileError]) -> list[Any]:
     """The step to load, and its folder; raises the first error if no step is left."""
     if refused:
         older = [each for each in folder.committed() if each < min(refused)]
@@ -407,7 +394,7 @@ def _load(
         words.mine = digest
     if len(set(words.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
-        raise CheckpointFormatError(message(text, fix="load from a folder that ranks share"))
+        raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
     with together(home), torch.no_grad():
         state = copy_of(like, into=None if writing is None else lambda x: x)
         if writing is not None:
@@ -478,7 +465,7 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
       under way is waited for.
 
     Raises:
-      CheckpointError: the folder cannot be read.
+      FileError: the folder cannot be read.
       PlanError: `path` is not a path.
 
     Example:
@@ -500,7 +487,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
       process is writing, or whose save failed, is not committed.
 
     Raises:
-      CheckpointError: the folder cannot be read.
+      FileError: the folder cannot be read.
       PlanError: `path` is not a path.
 
     Example:
@@ -552,7 +539,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     Raises:
       CheckpointNotFound: there is no such step.
       PlanError: `path` is not a path, or `step` not an int.
-      CheckpointFormatError, CheckpointCorrupt, CheckpointSecurityError: something is not as it was
+      FileError: something is not as it was
         saved, or a checksum is missing; the text names file and leaf.
 
     Example:
@@ -577,7 +564,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
 
 def _check_file(place: Path, manifest: Manifest, number: int) -> None:
     writer = manifest.writers[number]
-    try:
+    with load_errors(place / writer.file):
         part = PartFile(place, writer.file, FileRecord(writer.nbytes, writer.header))
         try:
             for name, tensor in wanted_in(manifest, number).items():
@@ -586,10 +573,6 @@ def _check_file(place: Path, manifest: Manifest, number: int) -> None:
                 part.check(name)
         finally:
             part.close()
-    except (OSError, FileError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise as_load_error(error, place / writer.file) from error
 
 
 def wanted_in(manifest: Manifest, number: int) -> dict[str, SavedTensor]:

@@ -32,10 +32,8 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.errors import (
-    CheckpointFormatError,
-    CheckpointSecurityError,
+    FileError,
     LeafError,
-    TreeError,
     message,
 )
 from mics_fn.init import DTYPES, check_shape, is_text, strict_json
@@ -271,7 +269,7 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
         if isinstance(x, Tensor):
             if path in tensors:
                 text, fix = f"save: two tensors have the path {path}", "rename a key of one of them"
-                raise TreeError(message(text, fix=fix))
+                raise LeafError(message(text, fix=fix))
             tensors[path] = savable("save", path, x)
             as_bytes = in_file(x.dtype, 1)[0] != x.dtype
             return {_TENSOR: [path, dtype_name(x.dtype), *x.shape] if as_bytes else path}
@@ -448,11 +446,11 @@ def read_manifest(data: bytes, path: str) -> Manifest:
       path: for errors.
 
     Raises:
-      CheckpointFormatError: it is damaged, or of a version that is not known here.
+      FileError: it is damaged, or of a version that is not known here.
     """
 
-    def wrong(what: str, fix: str = _FETCH) -> CheckpointFormatError:
-        return CheckpointFormatError(message(f"{path} {what}", fix=fix), path)
+    def wrong(what: str, fix: str = _FETCH) -> FileError:
+        return FileError(message(f"{path} {what}", fix=fix), path, damaged=True)
 
     head, tail = data[: 13 + DIGEST_BYTES], b"{" + data[13 + DIGEST_BYTES :]
     want = b'{"sha256":"' + hashlib.sha256(tail).hexdigest().encode() + b'",'
@@ -471,7 +469,7 @@ def read_manifest(data: bytes, path: str) -> Manifest:
         return _parsed(body)
     except _LeadsOut as error:
         fix = "load only checkpoints that you know"
-        raise CheckpointSecurityError(message(f"{path} {error}", fix=fix), path) from None
+        raise FileError(message(f"{path} {error}", fix=fix), path, damaged=True) from None
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise wrong(f"does not fit together: {error}") from None
 

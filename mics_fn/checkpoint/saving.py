@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mics_fn import checks, errors, spans, tree
+from mics_fn import checks, spans, tree
 from mics_fn._version import __version__
 from mics_fn.checkpoint.contents import (
     Contents,
@@ -47,12 +47,12 @@ from mics_fn.checkpoint.directory import (
 from mics_fn.checkpoint.manifest import Manifest, SavedTensor, Writer, encoded, savable
 from mics_fn.collectives import agree, collect_bytes
 from mics_fn.errors import (
-    CheckpointError,
-    CheckpointWriteError,
+    CheckpointNotFound,
+    FileError,
+    LeafError,
+    LostStateError,
     MicsError,
     PlanError,
-    TornStepError,
-    TreeError,
     disagreement,
     message,
     name_ranks,
@@ -92,8 +92,8 @@ def together(home: Groups) -> Iterator[Words]:
     Communication: two small all-gathers over the partition group and over the replication group.
 
     Raises:
-      CheckpointError: the first error of any rank, on all of them, with its type and text. Other
-        errors come first; they come as they are on their rank, and as a CheckpointError on others.
+      FileError: the first error of any rank, on all of them, with its type and text. Other
+        errors come first; they come as they are on their rank, and as a FileError on others.
     """
     words, error = Words(), None
     try:
@@ -110,39 +110,30 @@ def together(home: Groups) -> Iterator[Words]:
     found = {rank: json.loads(text) for rank, text in collect_bytes(home, said).items()}
     failed = {rank: each["error"] for rank, each in sorted(found.items()) if each["error"]}
     if failed:
-        if error is not None and not isinstance(error, CheckpointError):
+        if error is not None and not isinstance(error, FileError):
             raise error
         raise retold(failed) from error
     words.all = {rank: each["words"] for rank, each in found.items()}
 
 
-def told(error: Exception | None) -> list[str] | None:
+def told(error: Exception | None) -> list[Any] | None:
     """An error as ranks send it."""
     if error is None:
         return None
     first = str(error) if isinstance(error, MicsError) else f"{type(error).__name__}: {error}"
     place = [getattr(error, "path", ""), getattr(error, "leaf", "")]
-    return [type(error).__name__, first, *map(str, place)]
+    return [type(error).__name__, first, *map(str, place), getattr(error, "damaged", None)]
 
 
-def retold(failed: Mapping[int, list[str]]) -> CheckpointError:
+def retold(failed: Mapping[int, list[Any]]) -> FileError:
     """The error that all ranks raise: the first one, with the ranks that had it."""
-    # Of two kinds all ranks must raise one, or some would try an older step without the others.
-    first = failed[min(failed, key=lambda rank: (_kind(failed[rank]) is not CheckpointError, rank))]
-    name, text, path, leaf = first
-    kind = _kind(first)
+    # Of two errors all ranks must raise one, or some would try an older step without the others.
+    name, text, path, leaf, damaged = failed[min(failed, key=lambda r: (bool(failed[r][4]), r))]
+    kind = CheckpointNotFound if name == "CheckpointNotFound" else FileError
     alike = [rank for rank, each in failed.items() if each[0] == name]
     head, *rest = text.split("\n")
     lines = [head, f"  on {name_ranks(alike)}", *rest]
-    return kind("\n".join(lines), path, leaf)
-
-
-def _kind(said: list[str]) -> type[CheckpointError]:
-    """The type that an error has on the other ranks."""
-    kind = getattr(errors, said[0], None)
-    if isinstance(kind, type) and issubclass(kind, CheckpointError):
-        return kind
-    return CheckpointError
+    return kind("\n".join(lines), path, leaf, damaged=damaged)
 
 
 # The start of a save: what all ranks compare before the first byte is written.
@@ -224,7 +215,7 @@ class Agreed:
 
 
 def _no_manifest(writers: list[Writer]) -> Manifest:
-    raise CheckpointError("save: it has ended")
+    raise FileError("save: it has ended")
 
 
 def agree_on(
@@ -243,9 +234,9 @@ def agree_on(
       settle: waits for the save before this one, whose error all ranks raise if one does.
 
     Raises:
-      CheckpointError: on all ranks, if it cannot begin.
+      FileError: on all ranks, if it cannot begin.
       DesyncError: ranks save other steps or other states.
-      TornStepError: their states have taken different numbers of steps.
+      LostStateError: their states have taken different numbers of steps.
     """
     home = main_home("save", groups, homes_by_bucket("save", state, groups))
     try:
@@ -255,7 +246,7 @@ def agree_on(
             found = contents_of("save", state, groups, options.replicas)
             if not (found.cut or found.plain):
                 fix = "pass a TrainState, or a tree with shards or tensors"
-                raise TreeError(message("save: the state has no tensor to save", fix=fix))
+                raise LeafError(message("save: the state has no tensor to save", fix=fix))
             if isinstance(extra, Exception):
                 raise extra
             text, tensors = encoded(extra, EXTRA)
@@ -352,7 +343,7 @@ def _compare(said: dict[int, list[str]]) -> None:
                 fix = (
                     "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
                 )
-                raise TornStepError(message(text, rank_lines(texts), fix))
+                raise LostStateError(message(text, rank_lines(texts), fix))
             raise disagreement(text, texts, fix)
 
 
@@ -424,7 +415,7 @@ class PendingSave:
           The folder of the step.
 
         Raises:
-          CheckpointError: it failed, with one text on all ranks. Nothing has changed on the disk.
+          FileError: it failed, with one text on all ranks. Nothing has changed on the disk.
         """
         self.finish()
         self._told = True
@@ -470,7 +461,7 @@ class PendingSave:
             text = f"{verb}: step {self.step} in {self._place} is still being saved by this process"
             fix = "wait() for the save, or make its groups with a longer timeout_s"
             lines = [f"waited for {self._timeout_s:g} s, the timeout_s of its groups"]
-            raise CheckpointError(message(text, lines, fix), self._place)
+            raise FileError(message(text, lines, fix), self._place)
         if raises:
             settle(Path(self._place))
         elif self._error is not None and not self._told:
@@ -553,15 +544,16 @@ class PendingSave:
         try:
             self._check_visible(writers)
             path = agreed.folder.commit(agreed.path, agreed.manifest(writers))
+        except FileError:
+            agreed.folder.abandon()
+            raise
         except OSError as error:
             agreed.folder.abandon()
-            if isinstance(error, CheckpointError):
-                raise
             raise cannot_write(agreed.path, error) from error
         options = agreed.options
         try:
             agreed.folder.prune(options.step, options.keep, options.keep_every)
-        except (OSError, CheckpointError) as error:  # the step is committed all the same
+        except (OSError, FileError) as error:  # the step is committed all the same
             LOG.warning("save: older steps in %s stay: %s", agreed.folder.path, error)
         LOG.info("saved step %d in %s", options.step, path)
         return path
@@ -574,7 +566,7 @@ class PendingSave:
                 who = name_ranks([self._agreed.home.ranks[position]])
                 text = f"save: {file} of {who} is not seen by rank {self._agreed.home.rank}"
                 fix = "save to a folder that all ranks share"
-                raise CheckpointWriteError(message(text, fix=fix), str(file))
+                raise FileError(message(text, fix=fix), str(file))
 
     def _missing(self) -> list[int]:
         """The ranks that have left no record."""
@@ -611,11 +603,11 @@ class PendingSave:
         if not poll(done, home.world_size, deadline, check):
             raise self._lost(what, f"nothing came within {home.timeout_s:g} s")
 
-    def _lost(self, what: str, why: str) -> CheckpointWriteError:
+    def _lost(self, what: str, why: str) -> FileError:
         path = self._agreed.folder.path
         fix = "look at latest(), which tells whether the step counts, and save again"
         text = f"save: step {self.step} in {path} ended without {what}"
-        return CheckpointWriteError(message(text, [why], fix), str(path))
+        return FileError(message(text, [why], fix), str(path))
 
     def _tidy(self) -> None:
         """Delete the messages that nobody reads any more: this rank's own reads are over."""
@@ -652,7 +644,7 @@ def folder_to_read(verb: str, path: str | os.PathLike[str], *, raises: bool = Fa
         else it is logged, and the next save or load raises it.
 
     Raises:
-      CheckpointError: the save did not end within the `timeout_s` of its groups, or failed.
+      FileError: the save did not end within the `timeout_s` of its groups, or failed.
     """
     pending = _UNDER_WAY.get(os.path.realpath(path))
     if pending is not None:
@@ -665,7 +657,7 @@ def _leave_saves() -> None:
     for each in _UNDER_WAY.values():
         if each._path is None and each._error is None:
             text = f"save: step {each.step} is saved by the process that this one was forked from"
-            each._error = CheckpointError(message(text, fix="wait() for it there"), each._place)
+            each._error = FileError(message(text, fix="wait() for it there"), each._place)
     _UNDER_WAY.clear()
 
 
@@ -685,8 +677,8 @@ def _nothing() -> FileRecord:
     return FileRecord(0, "")
 
 
-def _told(error: Any) -> list[str] | None:
-    return told(error if isinstance(error, Exception) else CheckpointError(f"save: {error!r}"))
+def _told(error: Any) -> list[Any] | None:
+    return told(error if isinstance(error, Exception) else FileError(f"save: {error!r}"))
 
 
 def _has_failed(life: Life) -> bool:
@@ -741,10 +733,10 @@ def save(
       memory that is kept for the next save.
 
     Raises:
-      CheckpointExists: the step would not be the newest, or another job saves there.
-      CheckpointWriteError: some rank cannot write; on all of them. Nothing has changed.
+      FileError: the step would not be the newest, or another job saves there.
+      FileError: some rank cannot write; on all of them. Nothing has changed.
       DesyncError: ranks save other steps or states.
-      PlanError, LeafError, TreeError: the state cannot be saved like this, or has no tensor.
+      PlanError, LeafError: the state cannot be saved like this, or has no tensor.
 
     Example:
       >>> import tempfile
@@ -804,7 +796,7 @@ def start_save(
       it to other parts of the files meanwhile, which so grow by what is saved until that ends.
 
     Raises:
-      CheckpointError: the save before this one failed, and nobody was told; and as for `save`.
+      FileError: the save before this one failed, and nobody was told; and as for `save`.
 
     Example:
       >>> import tempfile
@@ -845,8 +837,8 @@ def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[st
     Communication: two small all-gathers over the partition group and the replication group.
 
     Raises:
-      CheckpointWriteError: some rank cannot; on all of them.
-      LeafError: a tensor cannot be saved; on other ranks a CheckpointError.
+      FileError: some rank cannot; on all of them.
+      LeafError: a tensor cannot be saved; on other ranks a FileError.
     """
     folder = Folder(path).path
     with together(home):
@@ -860,14 +852,14 @@ def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[st
             why = getattr(error, "strerror", None) or f"{error}"
             text = f"Checkpoints: {folder} cannot be written"
             fix = "pass a folder that all ranks share and may write to"
-            raise CheckpointWriteError(message(text, [why], fix), str(folder)) from error
+            raise FileError(message(text, [why], fix), str(folder)) from error
 
 
 def _begun(verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options) -> Agreed:
     refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
     require_groups(verb, groups)
     if state is None:
-        raise TreeError(message(f"{verb}: state is None", fix="pass a TrainState or a tree"))
+        raise LeafError(message(f"{verb}: state is None", fix="pass a TrainState or a tree"))
     checks.path(verb, "path", path)
     if spans.observers:
         spans.passing("save", options.step)
@@ -884,7 +876,7 @@ def _written(agreed: Agreed, tensors: dict[str, Any]) -> FileRecord | BaseExcept
             return agreed.failed
         _check_room(agreed, tensors)
         return write_part(agreed.file, tensors) if tensors else FileRecord(0, "")
-    except CheckpointError as error:
+    except FileError as error:
         return error
     except OSError as error:
         return cannot_write(agreed.file, error)

@@ -357,7 +357,7 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
       A `Parts`. A block that sends nothing calls its `hear` or `part` now and then.
 
     Raises:
-      PeerOffloadError: a file of another rank failed; it names the same file and leaf. The groups
+      PeerFileError: a file of another rank failed; it names the same file and leaf. The groups
         can be used afterwards.
       DesyncError: the block raised something else on other ranks. A rank on which the block raised
         gets that error instead.

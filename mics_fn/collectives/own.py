@@ -95,7 +95,7 @@ def start(
         does not exist.
       GroupsError: `comm` is not a communicator of several ranks, or its groups are closed.
       CollectiveError: `issue` gave nothing to wait for; `wait` raises it.
-      DesyncError, CollectiveTimeoutError, PeerFailed: as every collective.
+      DesyncError, CollectiveError, PeerFailed: as every collective.
 
     Example:
       >>> import functools, torch.distributed as dist

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _device, _torch, interrupts, spans
-from mics_fn.errors import CollectiveError, CollectiveTimeoutError, first_line, message, name_ranks
+from mics_fn.errors import CollectiveError, first_line, message, name_ranks
 from mics_fn.groups import Comm, Life
 from mics_fn.schedules import Stuck, call_text, made
 from mics_fn.threads import Latch, start
@@ -80,9 +80,9 @@ class Collective:
         except RuntimeError as error:
             raise self._failed(error, wait=True) from error
 
-    def late(self) -> CollectiveTimeoutError:
+    def late(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
-        return CollectiveTimeoutError(
+        return CollectiveError(
             message(
                 f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
                 [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
@@ -351,7 +351,7 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
       pending: what has to get on before that is so.
 
     Raises:
-      CollectiveTimeoutError: there was no progress for the timeout of a collective in flight.
+      CollectiveError: there was no progress for the timeout of a collective in flight.
       GroupsError: its groups were closed or have failed, or another thread uses them.
       DesyncError: ranks wait for each other, or some of them left the schedule.
       PeerFailed: a rank has failed without which this cannot end.
@@ -489,11 +489,11 @@ class Task(Collective):
         if self._errors:
             raise self._errors[0]
 
-    def late(self) -> CollectiveTimeoutError:
+    def late(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
         self._stop.set()
         text = f"{self.op} did not finish in {self.comm.timeout_s:g} s"
-        return CollectiveTimeoutError(message(text, fix="look at the disk of this machine"))
+        return CollectiveError(message(text, fix="look at the disk of this machine"))
 
     def __del__(self) -> None:
         self._stop.set()

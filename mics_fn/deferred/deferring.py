@@ -27,7 +27,7 @@ from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
-from mics_fn.errors import LeafError, PlanError, TreeError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
@@ -410,7 +410,7 @@ def defer(
         the CPU, under `keep_all` a parameter that this rank holds in full is a plain tensor, which
         keeps its value after the run: there a write is an error at the end of the run.
       GroupsError: a deferred parameter is used after the end of its run; `into` with a hierarchy.
-      TreeError: `into` is in use by another run.
+      LeafError: `into` is in use by another run.
 
     Example:
       >>> groups = make_groups(1)
@@ -460,7 +460,7 @@ def bucket_sizes(
       or the placement keeps a copy.
 
     Raises:
-      TreeError, LeafError: there is no tree, or a leaf is not a shard.
+      LeafError: there is no tree, or a leaf is not a shard.
       PlanError: `partition_size` is not an int of at least 1, or comes with groups.
 
     Example:
@@ -473,7 +473,7 @@ def bucket_sizes(
     if groups is not None:
         return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
     if shards is None:
-        raise TreeError(message("bucket_sizes: shards is None", fix="pass a tree of shards"))
+        raise LeafError(message("bucket_sizes: shards is None", fix="pass a tree of shards"))
     leaves, _ = tree.flatten(shards, is_leaf)
     check_leaves("bucket_sizes", shards, leaves, "shards")
     return sizes_of(grouped(leaves, [None] * len(leaves)))
@@ -563,7 +563,7 @@ def record(
 
     Raises:
       PlanError: an argument is not what it should be.
-      TreeError: there is no tree.
+      LeafError: there is no tree.
 
     Any error of the loss on tensors without data is raised, too.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mics_fn import _device, checks
 from mics_fn.deferred.reduction import LetGo, PlacedSum, SumOfPasses, places_of
-from mics_fn.errors import LeafError, PlanError, TreeError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.offload import Where, where_of
 from mics_fn.schedules import Run
 from mics_fn.shards import (
@@ -284,7 +284,7 @@ class GradSum:
         refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._bound is not None:
             text = "defer: into= is in use by another run"
-            raise TreeError(message(text, fix="make a new GradSum for each step"))
+            raise LeafError(message(text, fix="make a new GradSum for each step"))
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
         how = (opened.uses, run, self.micro_steps, self.dtype, let_go)
         places = places_of(self._where, opened) if self._where.moves("grads") else {}
@@ -307,7 +307,7 @@ class GradSum:
           hop 2 as well.
 
         Raises:
-          TreeError: all passes are done, or no `defer(into=)` has named this value.
+          LeafError: all passes are done, or no `defer(into=)` has named this value.
           LeafError: the loss is not one number; or a block is recomputed by a backward of its own,
             unlike in the first step, so that a bucket's gradients come in several parts.
         """
@@ -315,7 +315,7 @@ class GradSum:
         bound = self._bound
         if bound is None or bound.reduction.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
-            raise TreeError(message(f"GradSum.backward: {self._done()}", fix=fix))
+            raise LeafError(message(f"GradSum.backward: {self._done()}", fix=fix))
         check_loss("GradSum.backward", loss)
         if loss.requires_grad and bound.variables:
             self._differentiate(bound, loss, retain_graph)
@@ -339,7 +339,7 @@ class GradSum:
             if "backward through the graph a second time" not in f"{error}":
                 raise
             text = "GradSum.backward: an earlier backward let go of what this loss needs"
-            raise TreeError(message(text, fix="pass retain_graph=True to that one")) from error
+            raise LeafError(message(text, fix="pass retain_graph=True to that one")) from error
         finally:
             self._running = False
 
@@ -352,7 +352,7 @@ class GradSum:
         if bound is None or not self._running:
             if all(grad is None for grad in grads):
                 return
-            raise TreeError(self.other_backward)
+            raise LeafError(self.other_backward)
         if self.void is not False:
             grads = [None if grad is None else self._emptied(grad) for grad in grads]
         if bound.reduction.has(index):
@@ -383,7 +383,7 @@ class GradSum:
         Communication: it waits for the reductions that `backward` started.
 
         Raises:
-          TreeError: fewer than `micro_steps` passes are done, or it was released.
+          LeafError: fewer than `micro_steps` passes are done, or it was released.
           LeafError: no parameter got a gradient in any pass on any rank.
         """
         bound = self._complete("grads")
@@ -407,7 +407,7 @@ class GradSum:
         """The same gradients for `opt_step`, which takes each bucket once its hop 2 is done.
 
         Raises:
-          TreeError, LeafError: as `grads`.
+          LeafError: as `grads`.
         """
         bound = self._complete("arrival")
         opened, reduction = bound.opened, bound.reduction
@@ -436,10 +436,10 @@ class GradSum:
         bound = self._bound
         if bound is None or bound.reduction.passes != self.micro_steps:
             fix = "call backward for each micro-step first"
-            raise TreeError(message(f"GradSum.{verb}: {self._done()}", fix=fix))
+            raise LeafError(message(f"GradSum.{verb}: {self._done()}", fix=fix))
         if self._released:
             text = f"GradSum.{verb}: its memory was given back"
-            raise TreeError(message(text, fix="call release() last"))
+            raise LeafError(message(text, fix="call release() last"))
         return bound
 
     def release(self) -> None:

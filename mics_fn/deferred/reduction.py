@@ -679,7 +679,7 @@ class PlacedSum(SumOfPasses):
       args: as for `SumOfPasses`.
 
     Raises:
-      OffloadError: a file cannot be made, or the disk has not so much room.
+      FileError: a file cannot be made, or the disk has not so much room.
     """
 
     def __init__(self, places: Mapping[int, tuple[Place, str]], host_bytes: int, *args: Any):

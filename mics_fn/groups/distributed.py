@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mics_fn import _device, _torch, checks, spans
 from mics_fn.errors import (
-    CollectiveTimeoutError,
+    CollectiveError,
     GroupsError,
     MicsError,
     PeerFailed,
@@ -183,7 +183,7 @@ def init_distributed(
         does not have its device, or several have the same; the text names the ranks and the fix.
       DesyncError: some ranks would use the CPU and others would not.
       PlanError: `timeout_s` is not a number above 0, or `cpu_groups` is not a bool.
-      CollectiveTimeoutError: some rank did not call it in time.
+      CollectiveError: some rank did not call it in time.
       PeerFailed: the process of a rank on this host has ended meanwhile.
 
     Example:
@@ -345,7 +345,7 @@ def _no_store(
     if missing:
         what = f"init_distributed: {name_ranks(missing)} did not connect with the others"
         fix = "look at their own output, and start the job again"
-        return CollectiveTimeoutError(message(f"{what} within {timeout_s:g} s", [first], fix))
+        return CollectiveError(message(f"{what} within {timeout_s:g} s", [first], fix))
     if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
         what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
         fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"
@@ -355,7 +355,7 @@ def _no_store(
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
     where = f"{what} at {launch.master_addr}:{launch.master_port}"
     late = isinstance(error, TimeoutError | StoreLost) or "timed out" in first
-    return (CollectiveTimeoutError if late else GroupsError)(message(where, [first], fix))
+    return (CollectiveError if late else GroupsError)(message(where, [first], fix))
 
 
 def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:

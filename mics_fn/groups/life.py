@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import CollectiveTimeoutError, GroupsError, MicsError, message
+from mics_fn.errors import CollectiveError, GroupsError, MicsError, message
 from mics_fn.groups.peers import (
     Failure,
     Idle,
@@ -345,7 +345,7 @@ class Life:
         failure = self.idle.behind(store, self.key)
         if failure is None:
             text = f"the device of rank {self.rank} waits for a collective for {self.timeout_s:g} s"
-            self.fail(CollectiveTimeoutError(text))
+            self.fail(CollectiveError(text))
             self._abort()
         return failure
 

@@ -86,7 +86,7 @@ class Again:
           ready: called once all ranks have met.
 
         Raises:
-          CollectiveTimeoutError, DesyncError, GroupsError, PeerFailed: as `make_groups`.
+          CollectiveError, DesyncError, GroupsError, PeerFailed: as `make_groups`.
         """
         like = self.like
         life, deadline = _alike(like.life), time.monotonic() + like.timeout_s
@@ -301,7 +301,7 @@ def make_groups(
       DesyncError: ranks disagree on an argument or on what they found; names ranks and values.
       GroupsError: torch.distributed is not initialised, some rank cannot create a group, or several
         ranks use one accelerator without gloo, and with the same NCCL_HOSTID or none.
-      CollectiveTimeoutError: some rank of the job did not call it in time.
+      CollectiveError: some rank of the job did not call it in time.
       PeerFailed: a rank of the job failed meanwhile, or the rank that holds the store.
 
     Example:

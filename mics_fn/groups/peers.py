@@ -52,10 +52,10 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import (
+    FileError,
     GroupsError,
-    OffloadError,
     PeerFailed,
-    PeerOffloadError,
+    PeerFileError,
     PlanError,
     message,
 )
@@ -176,7 +176,7 @@ class Failure:
     issued: dict[str, int] | None = None  # those of them that were issued
     final: bool = True  # whether it cannot be withdrawn
     because: int | None = None  # it gave up because of this rank; -1: of the store
-    stored: list[str] | None = None  # of an `OffloadError`: file, leaf, and more of its text
+    stored: list[str] | None = None  # of an `FileError`: file, leaf, and more of its text
 
     def lacks(self, stuck: Sequence[Stuck], missing: Sequence[int], *, made: bool) -> bool:
         """Whether this rank will never do a part of what another one waits for.
@@ -221,7 +221,7 @@ class Failure:
             leaf=self.leaf,
             remote_traceback=self.trace,
         )
-        return PeerOffloadError(found, path, leaf) if said else found
+        return PeerFileError(found, path, leaf) if said else found
 
 
 def without_a_word(rank: int, kind: str) -> Failure:
@@ -249,7 +249,7 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     if isinstance(error, PeerFailed):
         because = -1 if error.rank is None else error.rank
     stored = None
-    if isinstance(error, OffloadError):
+    if isinstance(error, FileError):
         said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
         stored = [error.path, error.leaf, *said]
     return Failure(rank, kind, first, trace=trace, because=because, stored=stored, **known)

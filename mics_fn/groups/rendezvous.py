@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from mics_fn import _torch
 from mics_fn.errors import (
-    CollectiveTimeoutError,
+    CollectiveError,
     DesyncError,
     GroupsError,
     MicsError,
@@ -54,7 +54,7 @@ from mics_fn.store import Store, later, poll
 
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
 _JUDGED = {kind.__name__: kind for kind in (DesyncError, GroupsError, PlanError)}
-_KINDS = _JUDGED | {"CollectiveTimeoutError": CollectiveTimeoutError}
+_KINDS = _JUDGED | {"CollectiveError": CollectiveError}
 
 Judge = Callable[[dict[int, Any]], Any]  # what each rank wrote -> what all get; raises a verdict
 
@@ -98,7 +98,7 @@ def meet(
 
     Raises:
       DesyncError, GroupsError, PlanError: what the judge raised, on every rank.
-      CollectiveTimeoutError: some rank did not call this in time.
+      CollectiveError: some rank did not call this in time.
     """
     deadline = time.monotonic() + timeout_s if deadline is None else deadline
     here = _enter(store, ranks, rank, verb)
@@ -294,7 +294,7 @@ def _absence(store: Store, here: Mapping[str, Any], ranks: Sequence[int]) -> dic
     who = f"{who} within {here['timeout_s']:g} s"
     fix = f"call {here['verb']} on all of these ranks, equally often and in the same order"
     text = message(f"{here['verb']}: {who}", [f"expected: {name_ranks(ranks)}"], fix)
-    return {"error": "CollectiveTimeoutError", "text": text, "absent": late}
+    return {"error": "CollectiveError", "text": text, "absent": late}
 
 
 # A process that takes the place of a rank that was lost, while the other ranks still hold

@@ -51,7 +51,7 @@ def reset(groups: Any) -> Any:
     Raises:
       GroupsError: a function from paths to groups is given, or a rank cannot connect.
       DesyncError: ranks reset other groups.
-      CollectiveTimeoutError: some rank did not call it within `timeout_s` of the groups.
+      CollectiveError: some rank did not call it within `timeout_s` of the groups.
       PeerFailed: the store of the job is lost; or ranks are lost again and again meanwhile.
 
     Example:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import checks
-from mics_fn.errors import FileError, TreeError, message
+from mics_fn.errors import FileError, LeafError, message
 from mics_fn.init.torch_files import (
     MAX_DIMS,
     NAMED_DTYPES,
@@ -455,7 +455,7 @@ def open_weights(verb: str, source: Source, limits: Limits) -> Iterator[Weights]
     Raises:
       FileError: the file is damaged, holds something else, or asks for more than the limits allow.
       WeightsNotFound: there is no such file.
-      TreeError: the mapping holds something else.
+      LeafError: the mapping holds something else.
       OSError: it cannot be opened.
     """
     with ExitStack() as closing:
@@ -566,7 +566,7 @@ def _of_tensors(verb: str, found: Mapping[str, Tensor]) -> Weights:
     if others:
         text = f"{verb}: the mapping does not hold tensors by name alone"
         wrong = [f"got {key!r}: {type(x).__name__}" for key, x in others[:1]]
-        raise TreeError(message(text, wrong, fix="pass the part that does"))
+        raise LeafError(message(text, wrong, fix="pass the part that does"))
     return {key: _of_tensor(value.detach()) for key, value in found.items()}
 
 

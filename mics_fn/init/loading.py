@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mics_fn import checks, tree
 from mics_fn._torch import compiles_itself
 from mics_fn.collectives import Parts, collect_all, in_parts, in_step
-from mics_fn.errors import LeafError, TreeError, disagreement, message, name_some
+from mics_fn.errors import LeafError, disagreement, message, name_some
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
 from mics_fn.init.tape import META, Recorded
@@ -273,7 +273,7 @@ class Chunks:
           hear: called before each chunk; raises to leave this work.
 
         Raises:
-          OffloadError: a file cannot be made or written.
+          FileError: a file cannot be made or written.
         """
         for chunk in self._found.values():
             hear()
@@ -307,7 +307,7 @@ class Filling:
     Memory: this rank's shards; of those that live in files, `host_bytes` or one bucket.
 
     Raises:
-      TreeError, LeafError, PlanError, DesyncError: as `shard`.
+      LeafError, PlanError, DesyncError: as `shard`.
     """
 
     def __init__(
@@ -385,8 +385,8 @@ class Filling:
         Communication: as `in_parts`.
 
         Raises:
-          OffloadError: a file cannot be made, read or written.
-          PeerOffloadError, DesyncError: the block raised on other ranks.
+          FileError: a file cannot be made, read or written.
+          PeerFileError, DesyncError: the block raised on other ranks.
         """
         with in_parts(self.verb, self.groups) as self._parts:
             yield
@@ -479,10 +479,10 @@ def load_shards(
     Raises:
       FileError: the file is damaged, is cut while it is read, holds something else than tensors, is
         not a regular file, or asks for more than the limits; it names the file and the leaf.
-      TreeError: the file does not match `like`.
+      LeafError: the file does not match `like`.
       OSError: there is no such file, which is a `FileNotFoundError` and a `FileError`; or it cannot
         be opened.
-      OffloadError: with `where=`, a scratch file cannot be made or written; a `PeerOffloadError`
+      FileError: with `where=`, a scratch file cannot be made or written; a `PeerFileError`
         with the same file and leaf on all other ranks.
       DesyncError: one of the others happened on some ranks only, or the ranks read different names,
         shapes or values.
@@ -589,7 +589,7 @@ def matched(
       missing: for which parameters there need not be anything to read, by their names.
 
     Raises:
-      TreeError: a tensor is missing, not expected, or of another shape or kind.
+      LeafError: a tensor is missing, not expected, or of another shape or kind.
     """
     same: dict[int, list[str]] = {}
     for name, owner in zip(params, owners_of(list(params.values())), strict=True):
@@ -616,7 +616,7 @@ def matched(
         makes = verb == "init_model"  # which can also make what a file lacks
         fix += "missing= says which are new" if makes else "strict=False takes a file with more"
         text = f"{verb}: the weights do not match the parameters"
-        raise TreeError(message(text, problems[:SHOWN] + more, fix=fix))
+        raise LeafError(message(text, problems[:SHOWN] + more, fix=fix))
     return sources
 
 

@@ -83,9 +83,9 @@ def init_model(
 
     Raises:
       DesyncError: the ranks gave different seeds, or made different trees or values.
-      LeafError, TreeError, PlanError: as `shard` and, with weights, `load_shards`.
+      LeafError, PlanError: as `shard` and, with weights, `load_shards`.
       FileError, OSError: with weights, as `load_shards`.
-      OffloadError: with `where=`, as `load_shards`.
+      FileError: with `where=`, as `load_shards`.
 
     Example:
       >>> groups = make_groups(1)

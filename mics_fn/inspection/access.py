@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import checksum, same_call, start_all_gather
-from mics_fn.errors import LeafError, PlanError, TreeError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups, Hierarchy, require_replicas
 from mics_fn.offload import is_coded, laid_like
 from mics_fn.optim import TrainState, by_leaf, replaced
@@ -71,10 +71,10 @@ class Leaves(NamedTuple):
         """The index of the leaf that a path means; for a tied leaf that of its owner.
 
         Raises:
-          TreeError: the path means no leaf, or several.
+          LeafError: the path means no leaf, or several.
         """
         if not isinstance(path, str):
-            raise TreeError(f"{self.verb}: the path is {type(path).__name__}, expected str")
+            raise LeafError(f"{self.verb}: the path is {type(path).__name__}, expected str")
         wanted = self._readings(path)
         hits = [i for i, own in enumerate(self.paths) if own in wanted]
         if len(hits) == 1:
@@ -83,11 +83,11 @@ class Leaves(NamedTuple):
             root = "state" if self.is_state else "params"
             full = [tree.join(root, self.paths[i] or "") for i in hits]
             lines, fix = [f"it may be {' or '.join(full)}"], "write it in full"
-            raise TreeError(message(f"{self.verb}: {path!r} names several leaves", lines, fix))
+            raise LeafError(message(f"{self.verb}: {path!r} names several leaves", lines, fix))
         near = self._near(path)
         lines = [f"nearest: {', '.join(near)}"] if near else []
         fix = "print(summary(...)) shows all paths"
-        raise TreeError(message(f"{self.verb}: no leaf {path!r} here", lines, fix))
+        raise LeafError(message(f"{self.verb}: no leaf {path!r} here", lines, fix))
 
     def _owner(self, at: int) -> int:
         if not isinstance(self.all[at], Tied):
@@ -144,7 +144,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
 
     Raises:
       LeafError: the call is inside torch.func.
-      TreeError, GroupsError: as `gather`, if `groups` does not fit.
+      LeafError, GroupsError: as `gather`, if `groups` does not fit.
     """
     if _torch.inside_torch_func() and not local:
         fix = "call it outside; gather is what has a derivative"
@@ -216,7 +216,7 @@ def get(shards: Tree, path: str, groups: Any) -> Any:
     Memory: the tensor, and p times its largest piece.
 
     Raises:
-      TreeError: no leaf has this path, or several have it; the nearest paths are named.
+      LeafError: no leaf has this path, or several have it; the nearest paths are named.
       LeafError: the call is inside torch.func; or the leaf is a tensor of an optimizer that keeps
         pieces in its own way, so that the full tensor is not known.
       PlanError: the groups are not those that the tree was sharded with.
@@ -271,7 +271,7 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
         negative in a second moment), or the leaf holds no data.
       DesyncError: the ranks give different values or paths, or another rank has such an error.
       GroupsError: a hierarchy was given, which does not reach the replicas.
-      TreeError, PlanError, DonatedError: as `get`.
+      LeafError, PlanError, DonatedError: as `get`.
 
     Example:
       >>> groups = make_groups(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mics_fn import checks
 from mics_fn.deferred import GradSum
-from mics_fn.errors import TreeError, human_bytes
+from mics_fn.errors import LeafError, human_bytes
 from mics_fn.groups import Groups
 from mics_fn.inspection.access import Leaves, leaves_of
 from mics_fn.offload import Coded, is_stored
@@ -168,7 +168,7 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       are the frozen parameters that an optimizer's tree only repeats.
 
     Raises:
-      TreeError: `rows` is not an int of at least 2, or there is neither a shard nor a tensor.
+      LeafError: `rows` is not an int of at least 2, or there is neither a shard nor a tensor.
       DonatedError: the value was given away earlier.
 
     Example:
@@ -188,14 +188,14 @@ def summary(shards: Tree, groups: Any = None, *, rows: int | None = 40) -> Summa
       w      (2, 3)  float32  trained       1  p=1     gather=int8[8]@rank, hop2=bf16  24 B  24 B
       2 leaves of 8 elements: 32 B here and 32 B of padding, 32 B in full
     """
-    checks.integer("summary", "rows", rows, 2, optional=True, kind=TreeError)
+    checks.integer("summary", "rows", rows, 2, optional=True, kind=LeafError)
     shards = shards.lying() if isinstance(shards, GradSum) else shards
     found = leaves_of("summary", shards, groups, local=True)
     listed = [_row(found, i) for i, path in enumerate(found.paths) if path is not None]
     shown = [row for row in listed if row is not None]
     if shards is None or (found.all and not shown and not any(map(is_leaf, found.all))):
         fix = "pass a tree of shards, or a TrainState such as trainer.state"
-        checks.refuse("summary", "shards", shards, "shards or tensors", fix, TreeError)
+        checks.refuse("summary", "shards", shards, "shards or tensors", fix, LeafError)
     return Summary(tuple(shown), _padding(found), rows)
 
 

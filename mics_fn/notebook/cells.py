@@ -23,7 +23,7 @@ from mics_fn.errors import GroupsError, name_ranks
 
 # What ranks printed and raised, as one text: equal parts once, others with the names of ranks.
 
-FOLLOWS = ("PeerFailed", "PeerOffloadError")  # errors of ranks that wait for another one
+FOLLOWS = ("PeerFailed", "PeerFileError")  # errors of ranks that wait for another one
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CELL_FILE = re.compile(r"/ipykernel_\d+/")  # in the file name that warnings give to a cell
 _BAR = re.compile(r"\d+%\|.*\| *\d")

@@ -23,7 +23,7 @@ from mics_fn import checks
 from mics_fn._torch import serve_store
 from mics_fn.errors import (
     CellError,
-    CollectiveTimeoutError,
+    CollectiveError,
     GroupsError,
     PlanError,
     message,
@@ -144,7 +144,7 @@ class Processes:
 
         Raises:
           GroupsError: a rank or a process ended.
-          CollectiveTimeoutError: time is up.
+          CollectiveError: time is up.
         """
         for rank, how in self.look().items():
             fix = "look at what it says, and start again"
@@ -158,7 +158,7 @@ class Processes:
                 raise GroupsError(message(text, self._printed(), "look at what it says"))
         if time.monotonic() > deadline:
             text = f"notebook.start: {what} took too long"
-            raise CollectiveTimeoutError(message(text, self._printed(), "pass timeout_s="))
+            raise CollectiveError(message(text, self._printed(), "pass timeout_s="))
         time.sleep(_LOOK_S)
 
     def _printed(self) -> list[str]:
@@ -337,7 +337,7 @@ class Cluster:
         Communication: the start of torch.distributed, and small messages.
 
         Raises:
-          GroupsError, CollectiveTimeoutError: they do not start.
+          GroupsError, CollectiveError: they do not start.
         """
         self._check_open()
         self._processes.kill()
@@ -533,7 +533,7 @@ def start(
     Raises:
       PlanError: the numbers do not fit together.
       GroupsError: ipyparallel is not installed, or a rank does not start.
-      CollectiveTimeoutError: it took too long.
+      CollectiveError: it took too long.
 
     Example:
       >>> with notebook.start(1, device="cpu") as cluster:

@@ -44,13 +44,13 @@ when no value refers to it, and the file is removed with the last of them. While
 Files are scratch: a run that dies goes on from a checkpoint, never from them. The file is locked,
 its first page says whose it is, and each 64 KiB has a checksum, kept in memory. So a file that
 somebody has cut off, replaced or written to, and a block that the disk has lost, is an
-`OffloadError` that names the file and the leaf. Room is taken before anything is written, so a full
+`FileError` that names the file and the leaf. Room is taken before anything is written, so a full
 disk is an error that leaves the old state as it was. What a killed run leaves is removed by the
 next scratch file in that folder, unless another machine has made it. Choose a disk of the node.
 
 Verbs leave leaves where they lie: what they give is in the files, on the host or on the device
 where their arguments were, but where a derivative is asked for. An error of a file in `opt_step`,
-`move`, `init_state` or a step of `Trainer` is told to all ranks, which raise `PeerOffloadError`,
+`move`, `init_state` or a step of `Trainer` is told to all ranks, which raise `PeerFileError`,
 with the same file and leaf. After one in a step all call `reset`: some may have taken that step.
 After one in `shard`, `load_shards`, `load_dcp` or `init_model` nothing is left on any rank, and the
 groups can be used.

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, checks
-from mics_fn.errors import OffloadError, message
+from mics_fn.errors import FileError, message
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
 from mics_fn.spans import LOG
 
@@ -429,7 +429,7 @@ class Scratch:
       host_bytes: host memory through which its tensors travel in a step; see `stream`.
 
     Raises:
-      OffloadError: the file cannot be made.
+      FileError: the file cannot be made.
 
     Example:
       >>> from tempfile import TemporaryDirectory
@@ -459,8 +459,6 @@ class Scratch:
             remove_leftovers(where)
             self._claim: Claim = claim(where, name, direct)
         except OSError as error:
-            if isinstance(error, OffloadError):
-                raise
             raise self._error(where, "cannot be made", error, _ROOM) from error
         self.path = self._claim.path
         self._end = weakref.finalize(self, _end, self._claim, os.getpid())
@@ -486,7 +484,7 @@ class Scratch:
         """This file, or a new one beside it if others have changed it."""
         try:
             self.check()
-        except OffloadError:
+        except FileError:
             return Scratch(self.path.parent, self._name, host_bytes=self.host_bytes)
         return self
 
@@ -502,7 +500,7 @@ class Scratch:
           leaf: what they are for, in error texts.
 
         Raises:
-          OffloadError: the disk has not so much room. What the file holds is as it was.
+          FileError: the disk has not so much room. What the file holds is as it was.
         """
         self._check_open(leaf)
         size = padded(nbytes)
@@ -524,7 +522,7 @@ class Scratch:
             self._space.give(*self._returned.popleft())
 
     def check(self, leaf: str = "") -> None:
-        """Raise OffloadError unless the file is the one that this process has written."""
+        """Raise FileError unless the file is the one that this process has written."""
         self._check_open(leaf)
         found = self._claim.changed(self._size)
         if found:
@@ -555,18 +553,14 @@ class Scratch:
         try:
             yield
         except OSError as error:
-            if isinstance(error, OffloadError):
-                raise
             fix = _AGAIN if verb == "read" else _MEND
             raise self._error(self.path, f"cannot be {verb}", error, fix, leaf) from error
 
     @staticmethod
-    def _error(
-        path: Path, what: str, error: OSError | None, fix: str, leaf: str = ""
-    ) -> OffloadError:
+    def _error(path: Path, what: str, error: OSError | None, fix: str, leaf: str = "") -> FileError:
         lines = [f"{leaf}: {error or 'it lies there'}" if leaf else f"{error or ''}"]
         text = message(f"offload: {path} {what}", filter(None, lines), fix)
-        return OffloadError(text, str(path), leaf)
+        return FileError(text, str(path), leaf)
 
 
 def _end(claimed: Claim, process: int) -> None:
@@ -616,7 +610,7 @@ class Extent:
         """Fill memory with bytes from `start` of this part on, and compare them with checksums.
 
         Raises:
-          OffloadError: they cannot be read, or are not those that were written.
+          FileError: they cannot be read, or are not those that were written.
         """
         scratch, leaf = self.scratch, leaf or self.leaf
         with scratch.named("read", leaf):
@@ -631,7 +625,7 @@ class Extent:
         """Compare bytes from `start` of this part on, which were read by other means.
 
         Raises:
-          OffloadError: they are not those that were written.
+          FileError: they are not those that were written.
         """
         with self.scratch.named("read", leaf or self.leaf):
             self._compare(start, memory)
@@ -669,7 +663,7 @@ class Extent:
         """Write memory from `start` of this part on.
 
         Raises:
-          OffloadError: it cannot be written, or is held.
+          FileError: it cannot be written, or is held.
         """
         scratch, leaf = self.scratch, leaf or self.leaf
         if self.is_held:

@@ -138,7 +138,7 @@ def read(value: Tensor) -> Tensor:
     Memory: that of the tensor.
 
     Raises:
-      OffloadError: the file cannot be read, or others have changed it.
+      FileError: the file cannot be read, or others have changed it.
       DonatedError: a step was given it, and has overwritten it.
 
     Example:
@@ -168,7 +168,7 @@ def copied_into(memory: Tensor, value: Stored) -> Iterator[None]:
     Memory: 4 MiB for each copy under way, of which one stays.
 
     Raises:
-      OffloadError: the file cannot be read, or others have changed it.
+      FileError: the file cannot be read, or others have changed it.
       DonatedError: a step was given it, and has overwritten it.
     """
     value.extent.scratch.check(value.leaf)
@@ -228,7 +228,7 @@ def empty(
       A `Stored`, which cannot be read before it is written.
 
     Raises:
-      OffloadError: the disk has not so much room.
+      FileError: the disk has not so much room.
 
     Example:
       >>> from tempfile import TemporaryDirectory
@@ -259,7 +259,7 @@ def store(tensor: Tensor, scratch: Scratch, leaf: str = "") -> Stored:
     Memory: 4 MiB.
 
     Raises:
-      OffloadError: the disk has not so much room, or cannot be written.
+      FileError: the disk has not so much room, or cannot be written.
       LeafError: a derivative is asked for, which ends at a file.
 
     Example:
@@ -299,7 +299,7 @@ def laid_like(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     Memory: for each part of a file as much as it takes, one after the other.
 
     Raises:
-      OffloadError: the disk has not so much room, or cannot be written.
+      FileError: the disk has not so much room, or cannot be written.
     """
     if needs_derivative(new):
         return list(new)
@@ -418,7 +418,7 @@ def mapped(x: Stored) -> Tensor:
     Memory: none that the system cannot take back.
 
     Raises:
-      OffloadError: others have changed the file, or its values.
+      FileError: others have changed the file, or its values.
       DonatedError: the tensor was given away.
     """
     x.check()

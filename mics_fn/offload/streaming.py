@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mics_fn import checks, spans
 from mics_fn.collectives import refuse_derivative
-from mics_fn.errors import OffloadError, PlanError, message
+from mics_fn.errors import FileError, PlanError, message
 from mics_fn.offload import scratch as scratch_module
 from mics_fn.offload.places import HOST_BYTES, LEAST_HOST_BYTES
 from mics_fn.offload.scratch import PAGE, UNIT, Scratch, layout, padded
@@ -96,7 +96,7 @@ def stream(
 
     Raises:
       PlanError: a block is larger than a fourth of `host_bytes`.
-      OffloadError: a file cannot be read or written within `timeout_s`, or others have changed it.
+      FileError: a file cannot be read or written within `timeout_s`, or others have changed it.
       DonatedError: a tensor was given away.
       LeafError: it runs inside torch.func.
 
@@ -283,7 +283,7 @@ class _Stream:
             if time.monotonic() > deadline:
                 files = ", ".join(sorted(f"{x.path}" for x in self._read | self._written))
                 text = f"offload: the disk took longer than {self._timeout_s:g} s: {files}"
-                raise OffloadError(message(text, fix="look at the disk"), files)
+                raise FileError(message(text, fix="look at the disk"), files)
         job.result()
 
     def end(self) -> None:

@@ -51,7 +51,7 @@ Rules:
 - `opt_step` with `sgd`, `adam`, `adamw`, `lion` or an optimizer of your own is differentiable, by a
   tensor `lr` too, as unrolled inner loops need it. Each rank gets the derivative by the rate
   through its own shards: add them up over the partition group. `from_torch` with other classes, and
-  `donate=True`, raise `OptimizerError` where a derivative is asked for. Outside `torch.func`,
+  `donate=True`, raise `PlanError` where a derivative is asked for. Outside `torch.func`,
   parameters that are leaves are constants unless their gradients were taken with
   `create_graph=True`. Under `torch.no_grad()` nothing is tracked, as in `Trainer`.
 

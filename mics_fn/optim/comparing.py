@@ -43,7 +43,7 @@ from mics_fn.collectives import (
 )
 from mics_fn.errors import (
     DesyncError,
-    TornStepError,
+    LostStateError,
     by_value,
     disagreement,
     message,
@@ -337,7 +337,7 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Memory: to heal, a second copy of the state on ranks that are behind.
 
     Raises:
-      TornStepError: on all ranks, if they are at different steps. With `heal` only if no rank has
+      LostStateError: on all ranks, if they are at different steps. With `heal` only if no rank has
         some part of the newest state, or if leaves live on several groups.
       PlanError: `state` is not a `TrainState`, or `heal` is not a bool.
 
@@ -380,7 +380,7 @@ def compare_once(state: Any, home: Any) -> None:
     Communication: 8 bytes for the step, and 32 for the options.
 
     Raises:
-      TornStepError: on all ranks, if they are at different steps.
+      LostStateError: on all ranks, if they are at different steps.
       DesyncError: on all ranks, if they have other options; see `same_options`.
     """
     if not isinstance(home, Groups) or home.world_size == 1 or {_SEEN, OPTIONS} <= home.agreed:
@@ -404,13 +404,13 @@ def _steps(step: int, home: Groups) -> dict[int, int]:
     return steps
 
 
-def _torn(verb: str, steps: dict[int, int], home: Groups) -> TornStepError:
+def _torn(verb: str, steps: dict[int, int], home: Groups) -> LostStateError:
     said = {rank: f"step {step}" if step >= 0 else "lost" for rank, step in steps.items()}
     lines = rank_lines(said)
     fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"
-    return TornStepError(message(f"{verb}: ranks are at different steps", lines, fix))
+    return LostStateError(message(f"{verb}: ranks are at different steps", lines, fix))
 
 
 def _lost(steps: dict[int, int], home: Groups) -> bool:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
-from mics_fn.errors import LeafError, NonFiniteError, OptimizerError, by_value, message, name_ranks
+from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim.columns import Late, StepRefused, has_to_come
 from mics_fn.optim.comparing import compare_once, require_state
@@ -566,7 +566,7 @@ class Guard:
       skipped: how many steps were refused so far, for whatever reason.
 
     Raises:
-      OptimizerError: a limit is not above 0; `scale`, `spike` or `on_nonfinite` is something else;
+      PlanError: a limit is not above 0; `scale`, `spike` or `on_nonfinite` is something else;
         or "ignore" with a dynamic scale, whose overflows are never taken.
 
     Example:
@@ -598,17 +598,17 @@ class Guard:
         if not isinstance(self.scale, LossScale):
             fix = "make one with no_scale, static_scale or dynamic_scale"
             text = f"Guard: scale={self.scale!r} is not a LossScale"
-            raise OptimizerError(message(text, fix=fix))
+            raise PlanError(message(text, fix=fix))
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
-            raise OptimizerError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
+            raise PlanError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
         if self.on_nonfinite is not None:
             words = "skip", "raise", "ignore"
-            checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words, kind=OptimizerError)
+            checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
         what = f"Guard: on_nonfinite={self.on_nonfinite!r}"
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
-            raise OptimizerError(message(f"{what} with a dynamic scale", fix=fix))
+            raise PlanError(message(f"{what} with a dynamic scale", fix=fix))
         if self.decides and (self.chosen or self.in_row):
             watch_origins()
 
@@ -820,7 +820,7 @@ def guarded_step(
     Raises:
       NonFiniteError: on all ranks, with `on_nonfinite="raise"`; the state is as it was.
       PlanError: `state` is not a `TrainState`, or `guard` not a `Guard`, or `donate` not a bool.
-      TreeError, LeafError, GroupsError, OptimizerError, DonatedError, TornStepError, OffloadError:
+      LeafError, GroupsError, PlanError, DonatedError, LostStateError, FileError:
         as `opt_step` and `Guard.judge`.
 
     Example:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mics_fn import _device, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.collectives import refuse_derivative
-from mics_fn.errors import OffloadError, PlanError, TreeError, message
+from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import device_of as groups_device
 from mics_fn.groups import errors_told
 from mics_fn.offload import (
@@ -216,7 +216,7 @@ def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str |
     if not places.moves("states"):
         return init(params)
     mover = Mover(places, "states", device_of(found.pieces))
-    with errors_told(OffloadError):
+    with errors_told(FileError):
         with making(mover.of_run):
             opt = init(params)
         return moved_states(opt, found, mover)  # those of optimizers of one's own
@@ -243,10 +243,10 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
       checkpoint is made of them.
 
     Raises:
-      OffloadError: a file cannot be made, or the disk has not so much room; see `opt_step`.
+      FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.
       PlanError: `where` has no such form, has a pattern that matches no leaf, or takes moments that
         are codes from the device; or `device` is not one on which this process can compute.
-      TreeError: `value` is neither a state nor a tree of shards.
+      LeafError: `value` is neither a state nor a tree of shards.
       LeafError: a derivative is asked for.
 
     Example:
@@ -261,9 +261,9 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     is_state = all(hasattr(value, name) for name in ("params", "opt", "transform"))
     if not is_state and not any(map(is_leaf, tree.flatten(value, is_leaf)[0])):
         fix = "make one with init_state, or with shard"
-        checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, TreeError)
+        checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
     computes = None if device is None else _computing("move", device)
-    with errors_told(OffloadError):
+    with errors_told(FileError):
         return _moved(value, where_of(where), computes)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import GroupsError, LeafError, OptimizerError, PlanError, TreeError, message
+from mics_fn.errors import GroupsError, LeafError, PlanError, message
 from mics_fn.groups import Comm, Groups, Home, fold_ranks
 from mics_fn.optim.columns import in_chunks, map_columns
 from mics_fn.optim.comparing import facts_from
@@ -62,7 +62,7 @@ def limited(
     Memory: a copy of the shards; with `donate` only of those that do not lie in whole chunks.
 
     Raises:
-      OptimizerError: `donate` where a derivative is asked for.
+      PlanError: `donate` where a derivative is asked for.
     """
 
     if not isinstance(factor, Tensor) and factor == 1.0 and max_value is None:
@@ -327,8 +327,8 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def check_limit(verb: str, name: str, value: float) -> None:
-    """Raise OptimizerError unless a limit is above 0; it may be infinite."""
-    checks.number(verb, name, value, above=0, finite=False, kind=OptimizerError)
+    """Raise PlanError unless a limit is above 0; it may be infinite."""
+    checks.number(verb, name, value, above=0, finite=False)
 
 
 def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
@@ -346,7 +346,7 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     Memory: a copy of the gradients' shards.
 
     Raises:
-      OptimizerError: `max_norm` is not above 0.
+      PlanError: `max_norm` is not above 0.
       GroupsError: `groups` are none.
       PlanError: as `global_norm`; raised here already unless `groups` is a function.
 
@@ -400,7 +400,7 @@ def clip_by_value(max_value: float) -> Transform:
     Memory: a copy of the gradients' shards.
 
     Raises:
-      OptimizerError: `max_value` is not above 0.
+      PlanError: `max_value` is not above 0.
 
     Example:
       >>> optimizer = optim.chain(clip_by_value(0.5), optim.sgd(0.1))
@@ -475,7 +475,7 @@ def inner(a: Tree, b: Tree, groups: Any) -> Tensor:
     Memory: two pieces at a time in float64; all of them where it is differentiated.
 
     Raises:
-      TreeError: the trees differ in structure, or are cut in different ways.
+      LeafError: the trees differ in structure, or are cut in different ways.
       LeafError: a leaf is not a shard.
       PlanError: the groups do not reach all ranks of the model.
 
@@ -566,7 +566,7 @@ def _roots(sums: Tensor) -> Tensor:
 
 
 def _check_same(a: Opened, b: Opened) -> None:
-    """Raise TreeError unless two trees have one structure and are cut in one way."""
+    """Raise LeafError unless two trees have one structure and are cut in one way."""
     where = ""
     if a.spec != b.spec:
         where = tree.first_mismatch(a.given, b.given, "b", is_leaf)
@@ -576,4 +576,4 @@ def _check_same(a: Opened, b: Opened) -> None:
             where = f"{path} is {y}, and lies elsewhere than that of a, {x}"
     if where:
         fix = "pass trees that were sharded together"
-        raise TreeError(message("inner: the trees differ", [where], fix))
+        raise LeafError(message("inner: the trees differ", [where], fix))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.adam import adam as _adam
 
 from mics_fn import _torch, checks
-from mics_fn.errors import OptimizerError, message
+from mics_fn.errors import PlanError, message
 from mics_fn.offload import read
 from mics_fn.optim.columns import Column, columns, updating
 from mics_fn.optim.comparing import facts_from
@@ -146,7 +146,7 @@ def from_torch(
     Memory: the state that the class keeps, for this rank's shards.
 
     Raises:
-      OptimizerError: the class is not, or not known to be, elementwise, or refuses the arguments.
+      PlanError: the class is not, or not known to be, elementwise, or refuses the arguments.
 
     Example:
       >>> optimizer = from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.9)
@@ -154,21 +154,21 @@ def from_torch(
     if lr is not None:
         check_rule("from_torch", lr, None)
     check_mask("from_torch", decay_mask)
-    checks.choice("from_torch", "elementwise", elementwise, True, False, kind=OptimizerError)
+    checks.choice("from_torch", "elementwise", elementwise, True, False)
     _check_class(cls, elementwise)
     known: Mapping[str, Parameter] = signature(cls).parameters
     if all(each.kind is not Parameter.VAR_KEYWORD for each in known.values()):
-        checks.options("from_torch", options, known, OptimizerError)
+        checks.options("from_torch", options, known, PlanError)
     for name, value in options.items():
         if isinstance(value, float):
-            checks.number("from_torch", name, value, kind=OptimizerError)
+            checks.number("from_torch", name, value)
         if name in known and cls.__module__.partition(".")[0] == "torch":
             _check_flag(name, value, known[name])
     return torch_rule("from_torch", cls, lr, decay_mask, options)
 
 
 def _check_class(cls: Any, elementwise: bool) -> None:
-    """Raise OptimizerError for a class that cannot step on flat pieces, or of which none knows."""
+    """Raise PlanError for a class that cannot step on flat pieces, or of which none knows."""
     fix = f"use an elementwise one: {', '.join(known.__name__ for known in ELEMENTWISE)}"
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         reason = "it is not a class of torch.optim.Optimizer"
@@ -184,7 +184,7 @@ def _check_class(cls: Any, elementwise: bool) -> None:
     else:
         return
     name = getattr(cls, "__name__", type(cls).__name__)
-    raise OptimizerError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
+    raise PlanError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
 
 
 def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> OptimizerNames:
@@ -199,27 +199,27 @@ def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> OptimizerNames:
     except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
         text, lines = f"{verb}: {cls.__name__} refuses its arguments", str(error).splitlines()[:1]
         fix = f"pass what torch.optim.{cls.__name__} takes"
-        raise OptimizerError(message(text, lines, fix)) from error
+        raise PlanError(message(text, lines, fix)) from error
     kept = {name: value for name, value in optimizer.state[param].items() if value is not None}
     for name, value in kept.items():
         if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
             text = f"{verb}: {cls.__name__} cannot be used: it keeps {name!r}, which is neither"
             text = f"{text} a tensor with the shape of the parameter nor one without dimensions"
-            raise OptimizerError(message(text, fix="let _init_group make it such a tensor"))
+            raise PlanError(message(text, fix="let _init_group make it such a tensor"))
     moments = tuple(name for name, value in kept.items() if value.ndim)
     scalars = tuple(name for name in kept if name not in moments)
     if unset := [name for name in scalars if name not in first]:
         text = f"{verb}: {cls.__name__} cannot be used: its first step makes {unset[0]!r}"
-        raise OptimizerError(message(text, fix="let _init_group make it"))
+        raise PlanError(message(text, fix="let _init_group make it"))
     return OptimizerNames(moments, scalars, tuple(name for name in kept if name not in first))
 
 
 def _check_flag(name: str, value: Any, known: Parameter) -> None:
-    """Raise OptimizerError for what is not a bool where torch expects one and does not look."""
+    """Raise PlanError for what is not a bool where torch expects one and does not look."""
     if isinstance(known.default, bool):
-        checks.choice("from_torch", name, value, True, False, kind=OptimizerError)
+        checks.choice("from_torch", name, value, True, False)
     elif known.default is None and bool in get_args(known.annotation):
-        checks.choice("from_torch", name, value, True, False, None, kind=OptimizerError)
+        checks.choice("from_torch", name, value, True, False, None)
 
 
 def torch_rule(
@@ -401,7 +401,7 @@ def _check_differentiable(cls: Any) -> None:
     if cls not in DIFFERENTIABLE:
         text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
         fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
-        raise OptimizerError(message(text, fix=fix))
+        raise PlanError(message(text, fix=fix))
 
 
 def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
@@ -445,16 +445,16 @@ def sgd(
     Memory: one more copy of the shards with momentum, else none.
 
     Raises:
-      OptimizerError: an option is out of its range, or of the wrong type.
+      PlanError: an option is out of its range, or of the wrong type.
 
     Example:
       >>> optimizer = sgd(0.1, momentum=0.9, nesterov=True)
     """
     check_rule("sgd", lr, decay_mask, momentum=momentum, weight_decay=weight_decay)
-    checks.choice("sgd", "nesterov", nesterov, True, False, kind=OptimizerError)
+    checks.choice("sgd", "nesterov", nesterov, True, False)
     if nesterov and not momentum:
         text = f"sgd: nesterov=True with momentum={momentum}"
-        raise OptimizerError(message(text, fix="pass momentum= above 0, such as 0.9"))
+        raise PlanError(message(text, fix="pass momentum= above 0, such as 0.9"))
     options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     return torch_rule("sgd", torch.optim.SGD, lr, decay_mask, {**options, "fused": True})
 
@@ -482,7 +482,7 @@ def adam(
     Memory: two more copies of the shards.
 
     Raises:
-      OptimizerError: an option is out of its range, or of the wrong type.
+      PlanError: an option is out of its range, or of the wrong type.
 
     Example:
       >>> optimizer = adam(1e-3)
@@ -515,7 +515,7 @@ def adamw(
     Memory: two more copies of the shards.
 
     Raises:
-      OptimizerError: an option is out of its range, or of the wrong type.
+      PlanError: an option is out of its range, or of the wrong type.
 
     Example:
       >>> optimizer = adamw(1e-3, decay_mask=lambda path: "bias" not in path)
@@ -554,7 +554,7 @@ def lion(
     Memory: one more copy of the shards.
 
     Raises:
-      OptimizerError: an option is out of its range, or of the wrong type.
+      PlanError: an option is out of its range, or of the wrong type.
 
     Example:
       >>> optimizer = lion(1e-4, weight_decay=0.1)
@@ -599,7 +599,7 @@ def warmup_cosine(
       A function from the step, counted from 0, to the rate, which optimizers take as `lr`.
 
     Raises:
-      OptimizerError: a number is out of its range, or the warmup leaves no step to fall in.
+      PlanError: a number is out of its range, or the warmup leaves no step to fall in.
 
     Example:
       >>> lr = warmup_cosine(1.0, 2, 6)
@@ -607,20 +607,20 @@ def warmup_cosine(
       [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     verb, fix = "warmup_cosine", "the order is peak, warmup_steps, total_steps, floor"
-    checks.number(verb, "peak", peak, least=0, fix=fix, kind=OptimizerError)
-    checks.number(verb, "floor", floor, least=0, most=peak, fix=fix, kind=OptimizerError)
+    checks.number(verb, "peak", peak, least=0, fix=fix)
+    checks.number(verb, "floor", floor, least=0, most=peak, fix=fix)
     for name, steps in (("warmup_steps", warmup_steps), ("total_steps", total_steps)):
-        checks.integer(verb, name, steps, 0, fix=fix, kind=OptimizerError)
+        checks.integer(verb, name, steps, 0, fix=fix)
     if total_steps <= warmup_steps:
         text = f"{verb}: warmup_steps={warmup_steps}, total_steps={total_steps}"
         lines = ["the rate would never fall: the warmup is a part of the whole"]
-        raise OptimizerError(message(text, lines, fix))
+        raise PlanError(message(text, lines, fix))
 
     def lr(step: int) -> float:
         fix = "pass the step, counted from 0"
         with suppress(TypeError):
             step = index(step)  # an integer of a tensor or of numpy is one, too
-        checks.integer(f"the rate of {verb}", "step", step, 0, fix=fix, kind=OptimizerError)
+        checks.integer(f"the rate of {verb}", "step", step, 0, fix=fix)
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))

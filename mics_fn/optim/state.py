@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.errors import LeafError, MicsError, OffloadError, OptimizerError, TreeError, message
+from mics_fn.errors import FileError, LeafError, MicsError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
@@ -39,12 +39,12 @@ def check_grads(want: Unpacked, got: Unpacked) -> bool:
     """Check that trees fit; whether parameters are leaves of autograd, and nothing else derives.
 
     Raises:
-      TreeError, LeafError: a gradient does not fit its parameter, by name.
+      LeafError: a gradient does not fit its parameter, by name.
     """
     if want.spec != got.spec:
         where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
         fix = "differentiate with respect to state.params"
-        raise TreeError(
+        raise LeafError(
             message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
         )
     if not _fits(want, got):
@@ -74,7 +74,7 @@ def _fits(want: Unpacked, got: Unpacked) -> bool:
     return fit and _facts(want) == _facts(got)
 
 
-def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:
+def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
     """The error for a gradient that does not fit its parameter."""
     what, fix = "does not match its parameter", "pass like=state.params to reduce_grads"
     lines = [f"expected {param}", f"got {grad if is_leaf(grad) else type(grad).__name__}"]
@@ -87,7 +87,7 @@ def _mismatch(path: str, param: Any, grad: Any) -> TreeError | LeafError:
         return LeafError(message(text, fix="move it to the parameter's device"))
     elif isinstance(grad, Sharded) and grad.shape == param.shape:
         lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
-    return TreeError(message(f"opt_step: {path} {what}", lines, fix=fix))
+    return LeafError(message(f"opt_step: {path} {what}", lines, fix=fix))
 
 
 def _place(leaf: Sharded) -> str:
@@ -120,7 +120,7 @@ class TrainState(Generic[P]):
 
     Raises:
       PlanError: `step` is not a number of steps, or `buffers` not a mapping.
-      OptimizerError: `transform` is not a `Transform`.
+      PlanError: `transform` is not a `Transform`.
 
     Example:
       >>> groups = make_groups(1)
@@ -144,9 +144,7 @@ class TrainState(Generic[P]):
         checks.instance("TrainState", "buffers", self.buffers, Mapping, "a dict of tensors", fix)
         if not isinstance(self.transform, Transform):
             fix = "pass an optimizer, such as adamw(1e-3)"
-            checks.refuse(
-                "TrainState", "transform", self.transform, "a Transform", fix, OptimizerError
-            )
+            checks.refuse("TrainState", "transform", self.transform, "a Transform", fix, PlanError)
 
     def __reduce__(self) -> tuple:
         return _from_pickle, (self.step, self.params, self.opt, self.buffers)
@@ -163,7 +161,7 @@ def _from_pickle(step: int, params: Tree, opt: Any, buffers: dict[str, Tensor]) 
 def _no_optimizer(*_: Any) -> Any:
     text = "opt_step: this state comes from a pickle, which has no optimizer"
     fix = "from dataclasses import replace; state = replace(state, transform=optimizer)"
-    raise OptimizerError(message(text, fix=fix))
+    raise PlanError(message(text, fix=fix))
 
 
 _NO_OPTIMIZER = Transform(_no_optimizer, _no_optimizer, _no_optimizer)
@@ -196,9 +194,9 @@ def init_state(
       takes memory here for one run of leaves at a time.
 
     Raises:
-      OffloadError: a file cannot be made, or the disk has not so much room; see `opt_step`.
-      OptimizerError: `optimizer` is neither of these, or keeps what `state=` has no codes for.
-      TreeError, LeafError, PlanError: `params` are not shards, or `buffers` not a mapping.
+      FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.
+      PlanError: `optimizer` is neither of these, or keeps what `state=` has no codes for.
+      LeafError, PlanError: `params` are not shards, or `buffers` not a mapping.
       DesyncError: ranks of `groups` have other options; on all of them, by name.
 
     Example:
@@ -207,7 +205,7 @@ def init_state(
       0
     """
     if params is None:
-        raise TreeError(message("init_state: params is None", fix="pass what shard gave"))
+        raise LeafError(message("init_state: params is None", fix="pass what shard gave"))
     transform = as_transform(optimizer)
     check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
     fix = "pass tensors by name, as dict(model.named_buffers())"
@@ -260,14 +258,14 @@ def opt_step(
     Memory: a second copy of the state; none with `donate`.
 
     Raises:
-      TreeError: `grads` does not match `state.params`, or still owes hop 1.
+      LeafError: `grads` does not match `state.params`, or still owes hop 1.
       DonatedError: `state` was donated before.
-      TornStepError: ranks are at different steps; on all of them, and nothing was written.
+      LostStateError: ranks are at different steps; on all of them, and nothing was written.
       DesyncError: ranks have different optimizers; on all of them, and nothing was written.
-      OffloadError: a file with states cannot be read or written. The other ranks raise it as
-        `PeerOffloadError`, in the next call that waits for this one, here or in a later step. As
+      FileError: a file with states cannot be read or written. The other ranks raise it as
+        `PeerFileError`, in the next call that waits for this one, here or in a later step. As
         they may have taken this one, these groups are finished: go on after `mf.reset(groups)`.
-      OptimizerError: a derivative is asked for with `donate`, or of an optimizer without one; or
+      PlanError: a derivative is asked for with `donate`, or of an optimizer without one; or
         `state` belongs to another optimizer, or the rate is not a number of at least 0.
       PlanError: `state` is not a `TrainState`, or `donate` is not a bool.
 
@@ -354,9 +352,9 @@ def _updated(
 
 def _told(state: TrainState, error: BaseException, home: Any, donate: bool) -> None:
     """See to it that nobody goes on with a step that some ranks may have taken and others not."""
-    if donate and type(error) is OffloadError and not _can_be_read(tree.flatten(state)[0]):
+    if donate and type(error) is FileError and not _can_be_read(tree.flatten(state)[0]):
         note_write()  # nothing was, but there is no state either
-    known = isinstance(error, MicsError) and not isinstance(error, OffloadError)
+    known = isinstance(error, MicsError) and not isinstance(error, FileError)
     if isinstance(home, Groups) and home.world_size > 1 and not known:
         home.life.finish(error)  # the others may have taken this step
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
-from mics_fn.errors import OptimizerError, TreeError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.optim.columns import Coming, Late, has_to_come, map_columns, settled
 from mics_fn.optim.comparing import chained
 from mics_fn.optim.flat import Unpacked, unpacked
@@ -86,8 +86,8 @@ def from_update(
     Memory: what `update` makes, and the state.
 
     Raises:
-      OptimizerError: an argument is not a function; in a step, `update` gives no pair.
-      TreeError: in a step, the updates do not fit the parameters.
+      PlanError: an argument is not a function; in a step, `update` gives no pair.
+      LeafError: in a step, the updates do not fit the parameters.
 
     Example:
       >>> def update(grads, mean, params):
@@ -102,20 +102,20 @@ def from_update(
     fix = "the order is from_update(init, update, facts)"
     for name, fn in (("init", init), ("update", update), ("facts", facts)):
         if not callable(fn) and (fn is not None or name != "facts"):
-            checks.refuse("from_update", name, fn, "a function", fix, OptimizerError)
+            checks.refuse("from_update", name, fn, "a function", fix, PlanError)
 
     def step(grads: Tree, state: Any, params: Tree, donate: bool) -> tuple[Tree, Any]:
         found = update(grads, state, params)
         if type(found) is not tuple or len(found) != 2:
             what = f"from_update: update gave {type(found).__name__}"
-            raise OptimizerError(message(what, fix="return (updates, state) from it"))
+            raise PlanError(message(what, fix="return (updates, state) from it"))
         updates, state = found
         updates, params = unpacked(updates), unpacked(params)
         where = _difference(updates, params)
         if where:
             fix = "return (updates, state) with updates as shards.map makes them from the gradients"
             what = "from_update: the updates that update gave do not fit the parameters"
-            raise TreeError(message(what, [where], fix))
+            raise LeafError(message(what, [where], fix))
         return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
 
     step.notes_writes = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -179,7 +179,7 @@ def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:
     """The learning rate of a step.
 
     Raises:
-      OptimizerError: a function gives no rate for it; nothing was written.
+      PlanError: a function gives no rate for it; nothing was written.
     """
     if not callable(lr):
         return lr
@@ -189,22 +189,22 @@ def rate_at(verb: str, lr: Rate, step: int) -> float | Tensor:
 
 
 def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
-    """Raise OptimizerError unless a rate is a number of at least 0, or a tensor with such a number.
+    """Raise PlanError unless a rate is a number of at least 0, or a tensor with such a number.
 
     The number in a tensor on an accelerator is not looked at, because the host would wait for it.
     """
     if not isinstance(lr, Tensor):
-        checks.number(verb, name, lr, least=0, fix=fix, kind=OptimizerError)
+        checks.number(verb, name, lr, least=0, fix=fix)
     elif lr.ndim or lr.is_complex():
         shape = tuple(lr.shape)
         text = f"{verb}: {name} is a tensor of shape {shape}, expected one with 0 dims"
-        raise OptimizerError(message(text, fix="pass a number, or torch.tensor(number)"))
+        raise PlanError(message(text, fix="pass a number, or torch.tensor(number)"))
     elif lr.is_meta or lr.dtype == torch.bool:
         what = "on meta" if lr.is_meta else "a tensor of torch.bool"
         text = f"{verb}: {name} is {what}, expected a number"
-        raise OptimizerError(message(text, fix="pass a number, or torch.tensor(number)"))
+        raise PlanError(message(text, fix="pass a number, or torch.tensor(number)"))
     elif _can_be_read(lr):
-        checks.number(verb, name, lr.item(), least=0, fix=fix, kind=OptimizerError)
+        checks.number(verb, name, lr.item(), least=0, fix=fix)
 
 
 def _can_be_read(value: Tensor) -> bool:
@@ -214,13 +214,13 @@ def _can_be_read(value: Tensor) -> bool:
 
 
 def check_own(fits: bool, kind: str, state: Any) -> None:
-    """Raise OptimizerError if the state of an optimizer is that of another one."""
+    """Raise PlanError if the state of an optimizer is that of another one."""
     if not fits:
         text = f"opt_step: the state of the optimizer is of type {type(state).__name__}, "
         fix = (
             "make it with init_state(params, optimizer), or load it with the optimizer of the save"
         )
-        raise OptimizerError(message(f"{text}and not that of {kind}", fix=fix))
+        raise PlanError(message(f"{text}and not that of {kind}", fix=fix))
 
 
 def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> None:
@@ -233,7 +233,7 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
       numbers: of at least 0, by name; and `betas`, a pair of numbers from 0 to below 1.
 
     Raises:
-      OptimizerError: an option is not what it should be.
+      PlanError: an option is not what it should be.
     """
     if not callable(lr) or isinstance(lr, type):
         fix = "pass a number such as 1e-3, a 0-dim tensor, or a function of the step"
@@ -241,21 +241,21 @@ def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> 
     check_mask(verb, decay_mask)
     for name, value in numbers.items():
         if name != "betas":
-            checks.number(verb, name, value, least=0, kind=OptimizerError)
+            checks.number(verb, name, value, least=0)
             continue
         if not isinstance(value, tuple | list) or len(value) != 2:
             fix = "pass a pair such as (0.9, 0.999)"
-            checks.refuse(verb, name, value, "two numbers from 0 to below 1", fix, OptimizerError)
+            checks.refuse(verb, name, value, "two numbers from 0 to below 1", fix, PlanError)
         for i, beta in enumerate(value):
-            checks.number(verb, f"betas[{i}]", beta, least=0, below=1, kind=OptimizerError)
+            checks.number(verb, f"betas[{i}]", beta, least=0, below=1)
 
 
 def check_mask(verb: str, decay_mask: Mask | None) -> None:
-    """Raise OptimizerError unless a mask is a function or None."""
+    """Raise PlanError unless a mask is a function or None."""
     if decay_mask is not None and not callable(decay_mask):
         expected = "a function from the path of a leaf to a bool"
         fix = "pass a function such as lambda path: 'bias' not in path"
-        checks.refuse(verb, "decay_mask", decay_mask, expected, fix, OptimizerError)
+        checks.refuse(verb, "decay_mask", decay_mask, expected, fix, PlanError)
 
 
 def decay_keys(verb: str, mask: Mask | None, params: Unpacked) -> list[bool] | None:
@@ -277,7 +277,7 @@ def as_transform(optimizer: Any) -> Transform:
         them. Such an object gets this rank's pieces as a dict from path to 1D tensor.
 
     Raises:
-      OptimizerError: it has no `init` and `update`.
+      PlanError: it has no `init` and `update`.
     """
     if isinstance(optimizer, Transform):
         return optimizer
@@ -301,7 +301,7 @@ def as_transform(optimizer: Any) -> Transform:
     return from_update(lambda params: optimizer.init(_plain(params)), update)
 
 
-def _no_optimizer(given: Any) -> OptimizerError:
+def _no_optimizer(given: Any) -> PlanError:
     """The error of what is not an optimizer; the mend depends on what it is."""
     name = getattr(given, "__name__", type(given).__name__)
     fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
@@ -313,7 +313,7 @@ def _no_optimizer(given: Any) -> OptimizerError:
         name, fix = f"the function {name}", f"call it: {name}(...)"
     elif isinstance(given, list | tuple):
         fix = "chain(a, b) makes one of several"
-    return OptimizerError(message(f"{name} is not an optimizer of init and update", fix=fix))
+    return PlanError(message(f"{name} is not an optimizer of init and update", fix=fix))
 
 
 def _plain(shards: Tree) -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ def chain(*transforms: Optimizer) -> Transform:
       One `Transform`, whose state is the tuple of their states.
 
     Raises:
-      OptimizerError: no transform was given, or one has no `init` and `update`.
+      PlanError: no transform was given, or one has no `init` and `update`.
 
     Example:
       >>> groups = make_groups(1)
@@ -341,7 +341,7 @@ def chain(*transforms: Optimizer) -> Transform:
     """
     parts = [as_transform(part) for part in transforms]
     if not parts:
-        raise OptimizerError("chain: needs at least one transform")
+        raise PlanError("chain: needs at least one transform")
 
     def init(params: Tree) -> tuple:
         return tuple(part.init(params) for part in parts)
@@ -409,7 +409,7 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
       that of `default` last.
 
     Raises:
-      OptimizerError: there is no pattern, or a transform has no `init` and `update`. When a state
+      PlanError: there is no pattern, or a transform has no `init` and `update`. When a state
         is made also if a pattern has no leaf, or if a leaf has neither a pattern nor a default.
 
     Example:
@@ -425,7 +425,7 @@ def by_path(transforms: Mapping[str, Any], *, default: Any = None) -> Transform:
     if not texts or not transforms:
         text = f"by_path: transforms={transforms!r:.60}"
         fix = "pass a dict from patterns to transforms, such as {'*embed*': optim.sgd(0.1)}"
-        raise OptimizerError(message(text, fix=fix))
+        raise PlanError(message(text, fix=fix))
     patterns = list(transforms)
     parts = [as_transform(each) for each in transforms.values()]
     if default is not None:
@@ -478,15 +478,13 @@ def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -
         if not mine and not with_default:
             lines = [f"patterns: {', '.join(map(repr, patterns))}"]
             text = f"by_path: {path} matches no pattern, and there is no default"
-            raise OptimizerError(
-                message(text, lines, "pass default=, or a pattern that matches it")
-            )
+            raise PlanError(message(text, lines, "pass default=, or a pattern that matches it"))
         found.append(mine[-1] if mine else len(patterns))
     for i, pattern in enumerate(patterns):
         if i not in found:
-            check_matched("by_path", [pattern], paths, leaf="trained leaf", kind=OptimizerError)
+            check_matched("by_path", [pattern], paths, leaf="trained leaf")
             text = f"by_path: {pattern!r} has only leaves that a later pattern matches, too"
-            raise OptimizerError(message(text, fix="write the pattern of more leaves first"))
+            raise PlanError(message(text, fix="write the pattern of more leaves first"))
     return found
 
 

@@ -32,7 +32,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from mics_fn.errors import CollectiveTimeoutError, message, name_ranks
+from mics_fn.errors import CollectiveError, message, name_ranks
 from mics_fn.schedules.messages import JobMessages, Stuck
 from mics_fn.store import poll
 
@@ -187,7 +187,7 @@ class Calls:
 
         Raises:
           DesyncError: other ranks make another call.
-          CollectiveTimeoutError: some rank made no call in time, nor looked.
+          CollectiveError: some rank made no call in time, nor looked.
         """
         if self._store is None:
             return
@@ -257,7 +257,7 @@ class Calls:
             what = f"call {number} over '{self._name}' has no answer in {self._timeout_s:g} s"
             lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
-            error = CollectiveTimeoutError(message(what, lines, fix))
+            error = CollectiveError(message(what, lines, fix))
             raise self._job.late(error, [Stuck(self.key, number + 1, ranks, text)])
 
     def read(self) -> None:

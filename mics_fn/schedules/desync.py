@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mics_fn.errors import CollectiveTimeoutError, DesyncError, message, name_ranks
+from mics_fn.errors import CollectiveError, DesyncError, message, name_ranks
 from mics_fn.schedules.messages import (
     Departures,
     JobMessages,
@@ -208,7 +208,7 @@ class Channel:
 
         Raises:
           DesyncError: other ranks left it at another step, or not at all.
-          CollectiveTimeoutError: some rank neither left it nor noticed in time that it should.
+          CollectiveError: some rank neither left it nor noticed in time that it should.
         """
         self.announce_leave(number, step, text)
         self.await_leave(number, text)
@@ -237,7 +237,7 @@ class Channel:
             who = name_ranks(late())
             what = f"defer: {who} did not leave the schedule in {self._timeout_s:g} s"
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
-            raise self.job.late(CollectiveTimeoutError(message(what, lines, fix)))
+            raise self.job.late(CollectiveError(message(what, lines, fix)))
         if len(set(found.values())) > 1:
             self.refuse({rank: text for rank, (_, text) in found.items()})
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import SHORT_NAMES
-from mics_fn.errors import DonatedError, LeafError, LostStateError, TreeError, message
+from mics_fn.errors import DonatedError, LeafError, LostStateError, message
 from mics_fn.offload import is_coded, read
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
@@ -472,7 +472,7 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
         if isinstance(leaf, Tied):
             if (leaf.bucket, leaf.slot) not in at:
                 fix = "keep tied leaves in one tree"
-                raise TreeError(
+                raise LeafError(
                     message(f"{leaf!r} is tied to a leaf that is not in this tree", fix=fix)
                 )
             found.append(at[leaf.bucket, leaf.slot])

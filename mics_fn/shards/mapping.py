@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mics_fn import checks, tree
 from mics_fn.collectives import needs_derivative
-from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.errors import LeafError, message
 from mics_fn.groups import Hierarchy
 from mics_fn.offload import laid_like
 from mics_fn.shards.bucket import Bucket
@@ -47,7 +47,7 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     Raises:
       LeafError: a leaf of `shards` is not a shard, or `fn` gave something else than a tensor like
         the piece.
-      TreeError: `shards` is None, or a tree of `rest` has another structure, or leaves that are cut
+      LeafError: `shards` is None, or a tree of `rest` has another structure, or leaves that are cut
         in another way.
 
     Example:
@@ -89,19 +89,19 @@ def _matched(shards: Tree, leaves: Sequence[Any], other: Tree, number: int) -> l
     paths = tree.paths(shards, "", is_leaf)
     if tree.paths(other, "", is_leaf) != paths:
         where = tree.first_mismatch(shards, other, root, is_leaf)
-        raise TreeError(message("map: trees differ", [where], "pass trees of one structure"))
+        raise LeafError(message("map: trees differ", [where], "pass trees of one structure"))
     found: list[Any] = []
     for path, leaf, value in zip(paths, leaves, given, strict=True):
         if isinstance(value, Sharded) and isinstance(leaf, Sharded):
             if (value.bucket, value.slot) != (leaf.bucket, leaf.slot):
                 text = f"map: {tree.join(root, path)} is {value}, which is cut in another way"
-                raise TreeError(message(text, fix="pass trees that were sharded together"))
+                raise LeafError(message(text, fix="pass trees that were sharded together"))
             value = value.data
         elif isinstance(leaf, Sharded) and isinstance(value, Tensor) and value.numel() == 1:
             value = _for_parts(value, leaf.bucket.parts)
         elif isinstance(leaf, Sharded) and not _is_number(value):
             text = f"map: {tree.join(root, path)} is {_kind(value)}"
-            raise TreeError(message(text, fix="pass shards, or one number per leaf"))
+            raise LeafError(message(text, fix="pass shards, or one number per leaf"))
         found.append(value)
     return found
 

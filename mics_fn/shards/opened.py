@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import Wire, agree, checksum, collect_all
-from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, disagreement, message
+from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement, message
 from mics_fn.groups import Comm, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf, mark_reduced, owner_index
@@ -55,7 +55,7 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
 
     Raises:
       GroupsError: there are no groups, or they come first.
-      TreeError: there is no tree.
+      LeafError: there is no tree.
       LeafError: it is called inside `torch.func.functionalize`, whose tensors cannot be sent.
     """
     require_groups(verb, groups)
@@ -70,9 +70,9 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
 
 
 def refuse_none(verb: str, tree: Tree, root: str) -> None:
-    """Raise TreeError if a verb is called with None, which is a tree without leaves, for a tree."""
+    """Raise LeafError if a verb is called with None, which is a tree without leaves, for a tree."""
     if tree is None:
-        raise TreeError(message(f"{verb}: {root} is None", fix="pass a tree of tensors or shards"))
+        raise LeafError(message(f"{verb}: {root} is None", fix="pass a tree of tensors or shards"))
 
 
 def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:

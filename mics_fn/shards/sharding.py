@@ -85,7 +85,7 @@ class Laying:
           names: paths of the leaves, for errors.
 
         Raises:
-          OffloadError: a file cannot be made or written.
+          FileError: a file cannot be made or written.
           LeafError: a value is not finite, and is to be kept as codes.
         """
         chunk = home.hierarchy.route.chunk
@@ -286,11 +286,11 @@ def shard(
       LeafError: a leaf is not a dense tensor, is on another device than its groups, overlaps with
         another one in memory, or was computed under autograd: only `gather` has a derivative.
       DesyncError: ranks disagree on the tree, or hold different values.
-      TreeError: `groups` is not a prefix of `params`, or two leaves have the same path.
+      LeafError: `groups` is not a prefix of `params`, or two leaves have the same path.
       PlanError: a tied leaf lives on two groups, an option has no effect or is not what it should
         be, blocks of codes of one leaf do not fit into each other, or a pattern matches no leaf.
         Where the groups are a part of the job's ranks, that is only warned of for `precision`.
-      OffloadError: with `where`, a file cannot be made or written; a `PeerOffloadError` with the
+      FileError: with `where`, a file cannot be made or written; a `PeerFileError` with the
         same file and leaf on all other ranks.
 
     Example:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import check_replicas, needs_derivative
-from mics_fn.errors import DonatedError, LeafError, TreeError, message
+from mics_fn.errors import DonatedError, LeafError, message
 from mics_fn.groups import Groups
 from mics_fn.offload import laid_like
 from mics_fn.shards.bucket import pieces
@@ -275,7 +275,7 @@ def reduce_grads(grads: Tree, groups: Any, *, like: Tree | None = None) -> Tree:
     Memory: as for `scatter_grads`, and a copy of the shards in hop 2.
 
     Raises:
-      TreeError: the structure or a shape differs from `like`.
+      LeafError: the structure or a shape differs from `like`.
       LeafError: there is a gradient for an integer leaf, or its dtype or device differs from the
         leaf's.
 
@@ -386,7 +386,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
         if done and len(done) < len(use.members):
             text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
             text += " are not"
-            raise TreeError(message(text, fix="reduce a bucket's gradients together"))
+            raise LeafError(message(text, fix="reduce a bucket's gradients together"))
         for i in done:
             out[i] = given[i]
         if not done and use.far:
@@ -415,7 +415,7 @@ def _up_to(opened: Opened, grads: Tree) -> list[Any]:
         return opened.spec.flatten_up_to(grads)
     except ValueError:
         where = tree.first_mismatch(opened.given, grads, "grads", is_leaf) or "structure"
-        raise TreeError(
+        raise LeafError(
             message(
                 f"{opened.verb}: the gradients' tree differs from the parameters'",
                 [f"first difference: {where}"],
@@ -447,7 +447,7 @@ def _fits(grad: Any, slot: Sharded) -> bool:
 
 
 def _check_grad(what: str, slot: Any, grad: Any) -> None:
-    """Raise LeafError or TreeError unless a value can be the gradient of a leaf.
+    """Raise LeafError or LeafError unless a value can be the gradient of a leaf.
 
     Args:
       what: the verb and the path, for errors.
@@ -462,7 +462,7 @@ def _check_grad(what: str, slot: Any, grad: Any) -> None:
         raise LeafError(message(text, fix="only float leaves have gradients: give None there"))
     if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
         text = f"{what}: shape {tuple(grad.shape)}, expected {slot.shape}"
-        raise TreeError(message(text, fix="pass the gradient of the full parameter"))
+        raise LeafError(message(text, fix="pass the gradient of the full parameter"))
     allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
     if grad.dtype not in allowed:
         names = " or ".join(map(dtype_name, allowed))
@@ -572,7 +572,7 @@ def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
     Memory: this rank's shards.
 
     Raises:
-      TreeError: structures or shapes differ.
+      LeafError: structures or shapes differ.
       LeafError: a value is not a tensor, or its dtype or device differs from the shard's.
       DesyncError: with `check`, on all ranks: they hold different values.
 
@@ -630,7 +630,7 @@ def _checked(opened: Opened, full: Tree) -> list[Any]:
     except ValueError:
         where = tree.first_mismatch(opened.given, full, "full", is_leaf) or "structure"
         text, fix = "cut: the tree differs from like=", "pass full values of the tree that like= is"
-        raise TreeError(message(text, [f"first difference: {where}"], fix)) from None
+        raise LeafError(message(text, [f"first difference: {where}"], fix)) from None
     paths = tree.paths(opened.given, "full", is_leaf)
     for i, leaf in enumerate(opened.leaves):
         if isinstance(leaf, Tied):
@@ -641,24 +641,24 @@ def _checked(opened: Opened, full: Tree) -> list[Any]:
 
 
 def _check_tied(paths: Sequence[str], given: Sequence[Any], i: int, owner: int) -> None:
-    """Raise TreeError if a tied leaf has a value of its own."""
+    """Raise LeafError if a tied leaf has a value of its own."""
     x, first = given[i], given[owner]
     if x is None or x is first or same_tensor(x, first):
         return
     both = isinstance(x, Tensor) and isinstance(first, Tensor)
     if not both or _torch.is_wrapped(x) or _torch.is_wrapped(first) or not torch.equal(x, first):
         text = f"cut: {paths[i]} is tied to {paths[owner]}, and has a value of its own"
-        raise TreeError(message(text, fix="pass the same tensor for both, or None for this one"))
+        raise LeafError(message(text, fix="pass the same tensor for both, or None for this one"))
 
 
 def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None:
-    """Raise LeafError or TreeError unless a value can be cut into this leaf."""
+    """Raise LeafError or LeafError unless a value can be cut into this leaf."""
     if not isinstance(value, Tensor):
         text = f"cut: {path} is {value if is_leaf(value) else type(value).__name__}"
         raise LeafError(message(text, fix="pass the full tensor"))
     if tuple(value.shape) != leaf.shape:
         text = f"cut: {path}: shape {tuple(value.shape)}, expected {leaf.shape}"
-        raise TreeError(message(text, fix="pass the full tensor"))
+        raise LeafError(message(text, fix="pass the full tensor"))
     allowed = dict.fromkeys((leaf.dtype, leaf.bucket.compute if leaf.bucket else leaf.dtype))
     if value.dtype not in allowed:
         names = " or ".join(dtype_name(dtype) for dtype in allowed)

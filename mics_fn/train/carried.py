@@ -30,11 +30,11 @@ from mics_fn import checks, tree
 from mics_fn.checkpoint import PendingSave, check_folder, check_writable, load, save, start_save
 from mics_fn.collectives import collect_bytes, finish_readers, same_call
 from mics_fn.errors import (
-    CheckpointError,
     CheckpointNotFound,
+    FileError,
+    LeafError,
     MicsError,
-    OptimizerError,
-    TreeError,
+    PlanError,
     message,
 )
 from mics_fn.interrupts import Commit
@@ -144,9 +144,9 @@ def take_back(
     Memory: none.
 
     Raises:
-      TreeError: `state` or `extra` does not fit this trainer; the first thing that does not is
+      LeafError: `state` or `extra` does not fit this trainer; the first thing that does not is
         named.
-      OptimizerError: the options of the trainer are not those of the saved run.
+      PlanError: the options of the trainer are not those of the saved run.
       DesyncError: ranks were given different steps, or another rank raises.
     """
     taken, error = None, None
@@ -156,7 +156,7 @@ def take_back(
         error = wrong
     except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
         why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
-        error = TreeError(message("take_back: this is not what was saved", [why], _ASK))
+        error = LeafError(message("take_back: this is not what was saved", [why], _ASK))
     about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
     same_call("take_back", [trainer.member.home], about, error)
     if error is not None or taken is None:
@@ -182,7 +182,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     """What is to be assigned, if all of it fits."""
     if other_options not in ("raise", "warn"):
         text = f"take_back: other_options={other_options!r}"
-        raise OptimizerError(f"{text}, expected 'raise' or 'warn'")
+        raise PlanError(f"{text}, expected 'raise' or 'warn'")
     _check_extra(extra)
     strict, home = other_options == "raise", trainer.member.home
     saved, now = dict(extra["options"]), dict(lasting_options(trainer))
@@ -234,18 +234,18 @@ def _written(own: Tree, given: Tree) -> Tree:
 
 
 def _check_extra(extra: Any) -> None:
-    """Raise TreeError unless these are the parts of an `extra`."""
+    """Raise LeafError unless these are the parts of an `extra`."""
     if not isinstance(extra, Mapping):
-        raise TreeError(message(f"take_back: extra is {type(extra).__name__}", fix=_ASK))
+        raise LeafError(message(f"take_back: extra is {type(extra).__name__}", fix=_ASK))
     if extra.get("format") != FORMAT:
         text = f"take_back: extra has format {extra.get('format')!r}, expected {FORMAT}"
-        raise TreeError(message(text, fix="use the version of mics_fn that saved it"))
+        raise LeafError(message(text, fix="use the version of mics_fn that saved it"))
     for name, kind in _KINDS.items():
         if name not in extra:
-            raise TreeError(message(f"take_back: extra.{name} is missing", fix=_ASK))
+            raise LeafError(message(f"take_back: extra.{name} is missing", fix=_ASK))
         if not isinstance(extra[name], kind):
             text = f"take_back: extra.{name} is {type(extra[name]).__name__}"
-            raise TreeError(message(text, fix=_ASK))
+            raise LeafError(message(text, fix=_ASK))
 
 
 def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:
@@ -259,13 +259,13 @@ def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: b
         text += f" in what changes numbers: {', '.join(grave)}" if grave else " in versions"
         if grave and strict:
             fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
-            raise OptimizerError(message(text, lines, fix))
+            raise PlanError(message(text, lines, fix))
         warnings.warn(message(text, lines), stacklevel=4)
     return not any(name.startswith("guard scale ") for name in grave)
 
 
 def _check_like(want: Tree, got: Tree, root: str) -> None:
-    """Raise TreeError unless two trees have the same structure and leaves of the same kinds."""
+    """Raise LeafError unless two trees have the same structure and leaves of the same kinds."""
     line = ""
     if tree.flatten(want)[1] != tree.flatten(got)[1]:
         line = tree.first_mismatch(want, got, root)
@@ -277,7 +277,7 @@ def _check_like(want: Tree, got: Tree, root: str) -> None:
         line = next(found, "")
     if line:
         fix = "load it like what `carried` gives of this trainer"
-        raise TreeError(message("take_back: it does not fit this trainer", [line], fix))
+        raise LeafError(message("take_back: it does not fit this trainer", [line], fix))
 
 
 def _kind(leaf: Any) -> str:
@@ -292,7 +292,7 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     """The guard with what the saved one had found; a scale of another kind keeps its own numbers.
 
     Raises:
-      TreeError: these are not the numbers of a guard.
+      LeafError: these are not the numbers of a guard.
     """
     own, _ = guard_numbers(guard)
     scale: Any = saved.get("scale")
@@ -303,7 +303,7 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     found = [] if found is None else found
     good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
     if not good or not isinstance(found, list) or not all(type(x) is float for x in found):
-        raise TreeError(message("take_back: extra.guard is not of a guard", fix=_ASK))
+        raise LeafError(message("take_back: extra.guard is not of a guard", fix=_ASK))
     window = guard.spike.window if guard.spike is not None else 1
     return with_numbers(guard, list(scale if same_scale else own), found[-window:])
 
@@ -325,7 +325,7 @@ class Checkpoints:
       keep: how many of the newest steps are kept, at least 2; None keeps all.
       keep_every: steps that are a multiple of it are kept, too.
       resume: whether a new `Trainer` goes on from the newest committed step, if there is one. If it
-        does not, the first save raises CheckpointExists where it would replace steps of another
+        does not, the first save raises FileError where it would replace steps of another
         run; steps are replaced only by a run that went on from this folder, or was put back by
         `take_back`.
       background: whether training goes on while files are written; each step that is saved then
@@ -341,7 +341,7 @@ class Checkpoints:
 
     Raises:
       PlanError: an argument is not what it should be.
-      CheckpointError: what writes files is not installed; or, when a `Trainer` is made with it, the
+      FileError: what writes files is not installed; or, when a `Trainer` is made with it, the
         folder cannot be written. A save would find either much later.
 
     Example:
@@ -400,7 +400,7 @@ class Checkpoints:
         Communication: that of `checkpoint.save`.
 
         Raises:
-          CheckpointError: it cannot be saved. A save before this one that failed is only logged.
+          FileError: it cannot be saved. A save before this one that failed is only logged.
         """
         self._forget(self._ended())
         self._begin_save(trainer, background=False)
@@ -414,7 +414,7 @@ class Checkpoints:
           Whether there was one.
 
         Raises:
-          CheckpointWriteError: some rank cannot write to the folder; on all of them.
+          FileError: some rank cannot write to the folder; on all of them.
           LeafError: a buffer cannot be saved.
         """
         self._forget(self._ended())
@@ -466,7 +466,7 @@ class Checkpoints:
         """Called by `Trainer` after each step: save it if it is due, and hear of saves that failed.
 
         Raises:
-          CheckpointError: a save has failed, on all ranks after the same step. The step is done,
+          FileError: a save has failed, on all ranks after the same step. The step is done,
             a save that is due has begun all the same, and training may go on.
         """
         pending, step = self._pending, trainer.ahead.step
@@ -477,7 +477,7 @@ class Checkpoints:
             error = self._ended() or error
             try:
                 self._begin_save(trainer, background=self.background)
-            except CheckpointError as wrong:
+            except FileError as wrong:
                 raise wrong from error
         if error is not None:
             raise error
@@ -486,7 +486,7 @@ class Checkpoints:
         """Called when a `fit` has ended: wait for a save under way.
 
         Raises:
-          CheckpointError: it failed.
+          FileError: it failed.
         """
         error = self._ended()
         if error is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
 from mics_fn.collectives import SHORT_NAMES, Wire, collect_all
-from mics_fn.errors import GroupsError, LeafError, PlanError, TreeError, message, name_some
+from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
 from mics_fn.offload import where_of
@@ -207,7 +207,7 @@ def check_model(
 
     Raises:
       PlanError: the model, the loss or an option is something else.
-      OptimizerError: the optimizer is none.
+      PlanError: the optimizer is none.
       GroupsError: there are no groups.
     """
     fix = "the order is Trainer(model, optimizer, groups, loss=...)"
@@ -332,7 +332,7 @@ def as_shards(
     Communication: as for `shard`; none if shards are given.
 
     Raises:
-      TreeError: names, shapes or ties of the parameters differ from those of the model.
+      LeafError: names, shapes or ties of the parameters differ from those of the model.
       LeafError: a parameter has no value, or another dtype or device than the model or its groups;
         or none is trained.
       PlanError: shards were made for other groups or another precision, or an option has no effect.
@@ -413,13 +413,13 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     text = "Trainer: params= are not those of the model"
     if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
         found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", is_leaf)
-        raise TreeError(message(text, [found], _SAME))
+        raise LeafError(message(text, [found], _SAME))
     for name, value in own.items():
         shape, want = getattr(given[name], "shape", None), tuple(value.shape)
         if shape is None or tuple(shape) != want:
             got = type(given[name]).__name__ if shape is None else tuple(shape)
             lines = [f"params.{name}: expected {want}, got {got}"]
-            raise TreeError(message(text, lines, _SAME))
+            raise LeafError(message(text, lines, _SAME))
         if given[name].dtype.is_floating_point != value.dtype.is_floating_point:
             dtypes = [dtype_name(x.dtype) for x in (value, given[name])]
             lines = [f"params.{name}: expected {dtypes[0]}, got {dtypes[1]}"]
@@ -429,7 +429,7 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
         if owner != got[name]:
             words = [f"tied to {to!r}" if to != name else "not tied" for to in (owner, got[name])]
             lines = [f"params.{name}: expected {words[0]}, got {words[1]}"]
-            raise TreeError(message(text, lines, _SAME))
+            raise LeafError(message(text, lines, _SAME))
 
 
 def _owners(values: Mapping[str, Any]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from mics_fn import checks
 from mics_fn.collectives import same_call
-from mics_fn.errors import CheckpointError, GroupsError, LeafError, MicsError, TreeError, message
+from mics_fn.errors import FileError, GroupsError, LeafError, MicsError, message
 from mics_fn.groups import Groups, StopRequest, Telling
 from mics_fn.shards import require_groups
 from mics_fn.train.metrics import StepMetrics
@@ -81,7 +81,7 @@ def sampler(
       PlanError: `seed` is not an int from 0 to 2**63 - 1, or another option is not a bool.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
       LeafError: the dataset has no length.
-      TreeError: there is not one sample for each rank.
+      LeafError: there is not one sample for each rank.
       DesyncError: ranks differ in the length of the dataset or in an argument.
 
     Example:
@@ -107,7 +107,7 @@ def sampler(
         error = LeafError(message(f"sampler: {type(dataset).__name__} has no length", fix=fix))
     elif size == 0 or (drop_last and size < ranks):
         text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
-        error = TreeError(message(text, fix="give each rank at least one sample"))
+        error = LeafError(message(text, fix="give each rank at least one sample"))
     about = f"{size} samples, shuffle={shuffle}, seed={seed}, drop_last={drop_last}"
     same_call("sampler", [groups], about, error)
     if error is not None:
@@ -187,13 +187,13 @@ class Position:
         """The position that `plain` gave in this form.
 
         Raises:
-          TreeError: this is not a position.
+          LeafError: this is not a position.
         """
         names, numbers = {f.name for f in fields(cls)}, ("epoch", "ranks", "batches", "samples")
         good = isinstance(saved, dict) and set(saved) == names
         if not good or not all(type(saved[name]) is int and saved[name] >= 0 for name in numbers):
             text = f"{path}: this is not the position in a pass"
-            raise TreeError(message(text, fix="take what `carried` gave"))
+            raise LeafError(message(text, fix="take what `carried` gave"))
         start = Randoms.from_plain(saved["start"], f"{path}.start")
         if saved["loader"] is not None:  # what cannot be read is found before anything changes
             from_plain(saved["loader"]["state"])
@@ -235,7 +235,7 @@ class Resume:
         many samples as were used, and random states stay as they are.
 
         Raises:
-          TreeError: the loader is not like the one of the position.
+          LeafError: the loader is not like the one of the position.
         """
         if not self.exact:
             return self._behind_samples(loader, device, ranks)
@@ -268,7 +268,7 @@ class Resume:
                 "pass a loader like the saved one; Checkpoints(other_options='warn') takes this one"
             )
             if self.strict:
-                raise TreeError(message(text, lines, fix))
+                raise LeafError(message(text, lines, fix))
             warnings.warn(message(text, lines), stacklevel=5)
         return generators_of(loader)
 
@@ -296,7 +296,7 @@ def _skip(batches: Iterator[Any], used: int) -> Any:
         return next(batches)
     except StopIteration:
         text = f"Trainer.fit: a pass ended before what {used} batches of the saved run had used"
-        raise TreeError(message(text, fix="pass a loader of the same data")) from None
+        raise LeafError(message(text, fix="pass a loader of the same data")) from None
 
 
 def has_state(loader: Any) -> bool:
@@ -311,7 +311,7 @@ def _load_state(loader: Any, state: Any) -> None:
     except Exception as error:
         text = f"Trainer.fit: {type(loader).__name__} refused the state that it had saved"
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise TreeError(message(text, [why], "pass the same kind of loader")) from error
+        raise LeafError(message(text, [why], "pass the same kind of loader")) from error
 
 
 def parts_of(loader: Any) -> tuple[Any, ...]:
@@ -442,7 +442,7 @@ class Epochs:
         Communication: that of `same_call` at the first batch of a run that goes on; else none.
 
         Raises:
-          TreeError: a pass gave no batch, or the loader does not fit the position that the run
+          LeafError: a pass gave no batch, or the loader does not fit the position that the run
             should go on from.
         """
         if self._resume is not None and not self._resume.suits(loader):
@@ -537,13 +537,13 @@ class Epochs:
         self._resume, self._at, self._samples = resume, None, None
 
 
-def _no_batch(loader: Any) -> TreeError:
+def _no_batch(loader: Any) -> LeafError:
     """The error of a pass without a batch."""
     text, fix = "Trainer.fit: the loader gave no batch", "give it at least one sample per rank"
     if isinstance(loader, Iterator):
         text += f" in this pass: {type(loader).__name__} can be gone through only once"
         fix = "pass a list, a DataLoader, or another object that can be gone through again"
-    return TreeError(message(text, fix=fix))
+    return LeafError(message(text, fix=fix))
 
 
 def _nothing() -> None:
@@ -660,7 +660,7 @@ def train_for(
                 batch = next(batches)
                 try:
                     metrics.append(trainer.step(batch))
-                except CheckpointError:  # an earlier save failed; this one may be the last chance
+                except FileError:  # an earlier save failed; this one may be the last chance
                     if stop is not None and stop.due():
                         trainer.checkpoint.save(trainer)
                     raise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device
-from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.errors import LeafError, message
 from mics_fn.optim import Guard
 
 _SIMPLE = (bool, int, float, str, type(None))
@@ -103,7 +103,7 @@ class Randoms(NamedTuple):
             numpy.random.set_state(self.numpy)
 
     def check_device(self, device: torch.device) -> None:
-        """Raise TreeError if the state is not one of this device's generator; warn of another type.
+        """Raise LeafError if the state is not one of this device's generator; warn of another type.
 
         Nothing is changed.
         """
@@ -116,7 +116,7 @@ class Randoms(NamedTuple):
             old, new = own.get_state(), self.device
             if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
                 text = f"take_back: extra.random has no state of a generator on {device}"
-                raise TreeError(message(text, fix="take what `carried` gave"))
+                raise LeafError(message(text, fix="take what `carried` gave"))
 
     def plain(self) -> dict[str, Any]:
         """The states in the form in which they are saved: about 15 kB of tensors.
@@ -134,7 +134,7 @@ class Randoms(NamedTuple):
         """The states that `plain` gave, once new generators have accepted them.
 
         Raises:
-          TreeError: these are not states of generators.
+          LeafError: these are not states of generators.
         """
         try:
             torch.Generator().set_state(saved["cpu"])
@@ -153,7 +153,7 @@ class Randoms(NamedTuple):
         except Exception as error:  # whatever a file may hold
             text = f"{path}: these are not states of random generators"
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise TreeError(message(text, [why], "take what `carried` gave")) from None
+            raise LeafError(message(text, [why], "take what `carried` gave")) from None
 
 
 def _plain_numpy(state: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from mics_fn import checks, spans
 from mics_fn.collectives import SHORT_NAMES, mean_over_ranks
 from mics_fn.deferred import check_loss
-from mics_fn.errors import LeafError, TreeError, message
+from mics_fn.errors import LeafError, message
 from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import (
@@ -48,17 +48,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device.
 
     Raises:
-      TreeError: it is None, or what gives batches; or it holds no sample, whose mean would be NaN.
-      TreeError: it holds an object that cannot be opened and has no `.to` of its own.
+      LeafError: it is None, or what gives batches; or it holds no sample, whose mean would be NaN.
+      LeafError: it holds an object that cannot be opened and has no `.to` of its own.
     """
     if batch is None:
         fix = "return a batch from what makes them, such as the collate_fn of a DataLoader"
-        raise TreeError(message("Trainer: the batch is None", fix=fix))
+        raise LeafError(message("Trainer: the batch is None", fix=fix))
     _refuse_makers(batch)
     rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
     if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
         fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
-        raise TreeError(message("Trainer: the batch has no sample", fix=fix))
+        raise LeafError(message("Trainer: the batch has no sample", fix=fix))
 
     def moved(x: Any, path: str) -> Any:
         if isinstance(x, Tensor):
@@ -67,21 +67,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return x
         if not callable(getattr(x, "to", None)):
             text = f"Trainer: {path} is {type(x).__name__}, which cannot be moved to {device}"
-            raise TreeError(message(text, fix=f"give it a method to(device), or use {_KINDS}"))
+            raise LeafError(message(text, fix=f"give it a method to(device), or use {_KINDS}"))
         return x.to(device)
 
     return map_contents(moved, batch, "batch")
 
 
 def _refuse_makers(batch: Any) -> None:
-    """Raise TreeError for what gives batches in the place of a batch."""
+    """Raise LeafError for what gives batches in the place of a batch."""
     if isinstance(batch, DataLoader | Iterator):
         text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
         fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
-        raise TreeError(message(text, fix=fix))
+        raise LeafError(message(text, fix=fix))
     if isinstance(batch, type | partial) or isroutine(batch):
         text = "Trainer: the batch is a function"
-        raise TreeError(message(text, fix="pass what it returns"))
+        raise LeafError(message(text, fix="pass what it returns"))
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
@@ -91,7 +91,7 @@ def cut(batch: Any, parts: int) -> list[Any]:
     Anything else that holds no tensor goes to each micro-batch.
 
     Raises:
-      TreeError: a tensor's dim 0 is not a multiple of `parts`, or an object cannot be opened.
+      LeafError: a tensor's dim 0 is not a multiple of `parts`, or an object cannot be opened.
     """
     if parts == 1:
         return [batch]
@@ -104,10 +104,10 @@ def cut(batch: Any, parts: int) -> list[Any]:
     def check(x: Any, path: str) -> Any:
         if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % parts):
             text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
-            raise TreeError(message(text, fix="make dim 0 a multiple of accumulate"))
+            raise LeafError(message(text, fix="make dim 0 a multiple of accumulate"))
         if not isinstance(x, (Tensor, *PLAIN)) and not texts(x):
             text = f"Trainer.step: {path} is {type(x).__name__}, which cannot be cut in {parts}"
-            raise TreeError(message(text, fix=f"use {_KINDS}, or accumulate=1"))
+            raise LeafError(message(text, fix=f"use {_KINDS}, or accumulate=1"))
         return x
 
     def part(x: Any, i: int) -> Any:
@@ -357,9 +357,9 @@ class FunctionProgram:
         yield
 
     def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
-        """Raise TreeError: the parameters of a function have no names of a module."""
+        """Raise LeafError: the parameters of a function have no names of a module."""
         text = "Trainer.state_dict: a loss_fn has no module whose names these could be"
-        raise TreeError(message(text, fix="use trainer.params(), which has the form of params="))
+        raise LeafError(message(text, fix="use trainer.params(), which has the form of params="))
 
     def take(self) -> tuple[None, Values]:
         """Parameters and buffers, of which a function has none of its own."""
@@ -484,7 +484,7 @@ def program_of(
     """The program of a model with its loss, or of a loss function.
 
     Raises:
-      TreeError: a loss function comes without `params`, or with another `loss`.
+      LeafError: a loss function comes without `params`, or with another `loss`.
     """
     if spans.observers:
         spans.passing("build: Trainer")
@@ -493,7 +493,7 @@ def program_of(
     if params is None or loss is not None:
         text = "needs params=" if params is None else "takes no loss="
         fix = "pass the pytree that it is called with; it gives the loss itself"
-        raise TreeError(message(f"Trainer: a loss_fn {text}", fix=fix))
+        raise LeafError(message(f"Trainer: a loss_fn {text}", fix=fix))
     return FunctionProgram(model, precision)
 
 
@@ -501,7 +501,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """The result of the model for a batch, or the `.loss` of that result.
 
     Raises:
-      TreeError: the model does not take the parts of the batch as its arguments.
+      LeafError: the model does not take the parts of the batch as its arguments.
       LeafError: the result is not one number, and has none as its `.loss`.
     """
     named = isinstance(batch, Mapping)
@@ -515,7 +515,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
         given = ", ".join([*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)])
         text = f"Trainer: the {model.__class__.__name__} cannot be called with this batch, as "
         text, fix = f"{text}model({given})", _NAMED if named else _PASS_LOSS
-        raise TreeError(message(text, [f"its forward takes {why}"], fix)) from error
+        raise LeafError(message(text, [f"its forward takes {why}"], fix)) from error
     loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss

@@ -16,7 +16,7 @@ import torch
 
 from mics_fn import checks, tree
 from mics_fn.collectives import check_same
-from mics_fn.errors import GroupsError, PlanError, TreeError, message
+from mics_fn.errors import GroupsError, LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.optim import (
     Optimizer,
@@ -162,7 +162,7 @@ class ReplicaSync:
         Communication: what `reduce` sends; none without it.
 
         Raises:
-          TreeError: `reduce` gave something else than two values, or gradients of another tree.
+          LeafError: `reduce` gave something else than two values, or gradients of another tree.
           LeafError: a derivative is asked for.
         """
         if self.reduce is None:
@@ -175,7 +175,7 @@ class ReplicaSync:
             if not isinstance(found, tuple) or len(found) != 2 or not _is_like(found[0], grads):
                 text = f"{self.name}: it gave no gradients like those that it was given"
                 fix = "return a tree of shards, as shards.map gives; with init= also the next state"
-                raise TreeError(message(text, fix=fix))
+                raise LeafError(message(text, fix=fix))
             mean, outer = found
             return (fresh(mean) if keeps else mean), replace(state, outer=outer)
 
@@ -207,7 +207,7 @@ class ReplicaSync:
 
         Raises:
           PlanError: `groups` are those of the steps, which contain no other replica.
-          TreeError: `state` belongs to another tree or policy.
+          LeafError: `state` belongs to another tree or policy.
           LeafError: replicas go apart, and this is called inside torch.func, or a parameter
             requires a gradient: a merge has no derivative.
           CollectiveError, PeerFailed: the merge failed; `params` and `state` are as they were.
@@ -353,7 +353,7 @@ def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
 
     Raises:
       PlanError: `every` is not an int of at least 1.
-      OptimizerError: `outer` is not an optimizer.
+      PlanError: `outer` is not an optimizer.
 
     Example:
       >>> groups = make_groups(1)
@@ -465,11 +465,11 @@ def _check_every(verb: str, every: Any) -> None:
 
 
 def _check_anchor(params: Tree, kept: Any) -> None:
-    """Raise TreeError unless the state of `diloco` belongs to this tree."""
+    """Raise LeafError unless the state of `diloco` belongs to this tree."""
     where = "it was made by another policy"
     if isinstance(kept, TrainState):
         if tree.flatten(kept.params)[1] == tree.flatten(params)[1]:
             return
         where = tree.first_mismatch(kept.params, params, "params", is_leaf) or where
     fix = "pass what init and after of this policy gave for this tree"
-    raise TreeError(message("ReplicaSync.after: the state does not fit", [where], fix=fix))
+    raise LeafError(message("ReplicaSync.after: the state does not fit", [where], fix=fix))

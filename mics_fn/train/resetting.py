@@ -34,10 +34,9 @@ from mics_fn import checks, tree
 from mics_fn.collectives import collect_bytes
 from mics_fn.errors import (
     CollectiveError,
+    FileError,
     LostStateError,
-    OffloadError,
     PeerFailed,
-    TornStepError,
     message,
     name_ranks,
     rank_lines,
@@ -122,7 +121,7 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
       heal: whether ranks may take what they lack.
 
     Raises:
-      LostStateError, TornStepError, DesyncError: on all ranks; see `Trainer.reset`.
+      LostStateError, DesyncError: on all ranks; see `Trainer.reset`.
     """
     member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
     home = member.home
@@ -178,7 +177,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
         member.lost = False
     if lost:
-        with errors_told(OffloadError):  # leaves may lie in files
+        with errors_told(FileError):  # leaves may lie in files
             compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
         compared.finish("raise")
 
@@ -258,14 +257,14 @@ def _place(said: Said) -> str:
     return "came back without it" if said.back else f"is at step {said.step}{merges}"
 
 
-def torn(found: Mapping[int, Said]) -> TornStepError:
+def torn(found: Mapping[int, Said]) -> LostStateError:
     """The error of ranks that are at different steps."""
     texts = {
         rank: "lost" if said.lost else f"step {said.step}, in {said.calls} calls"
         for rank, said in found.items()
     }
     fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return TornStepError(
+    return LostStateError(
         message("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
     )
 
@@ -283,7 +282,7 @@ def renew(trainer: Any, *, heal: bool) -> None:
       heal: whether a rank that is behind takes what it lacks from a replica.
 
     Raises:
-      LostStateError, TornStepError: see `Trainer.reset`.
+      LostStateError: see `Trainer.reset`.
     """
     checks.flag("Trainer.reset", "heal", heal)
     member, params = trainer.member, trainer.state.params
@@ -335,7 +334,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
       heal: whether a rank that is behind takes what it lacks from a replica.
 
     Raises:
-      TornStepError: see `Trainer.reset`.
+      LostStateError: see `Trainer.reset`.
     """
     home, found = trainer.member.home, told_by_all(trainer)
     if trainer.replica_sync.apart:

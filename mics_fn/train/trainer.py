@@ -118,7 +118,7 @@ class Exporting:
         Memory: the full parameters and the buffers, on the device.
 
         Raises:
-          TreeError: this `Trainer` has a loss function instead of a module.
+          LeafError: this `Trainer` has a loss function instead of a module.
           LeafError: the module saves something that has no value here.
 
         Example:
@@ -195,7 +195,7 @@ class Trainer(Exporting):
       shards. Placements keep more.
 
     Raises:
-      TreeError: names, shapes or ties of `params` differ from those of the model.
+      LeafError: names, shapes or ties of `params` differ from those of the model.
       LeafError: a parameter or buffer has no value, is on another device than the groups, or
         overlaps with another one in memory.
       PlanError: shards were made for other groups or another precision, or an option is of no use.
@@ -303,13 +303,13 @@ class Trainer(Exporting):
           mean of the buffers. The first one compares `state.step` between ranks.
 
         Raises:
-          TreeError: dim 0 of a tensor is not a multiple of `accumulate`, or an object that has to
+          LeafError: dim 0 of a tensor is not a multiple of `accumulate`, or an object that has to
             be cut or moved cannot be opened.
           LeafError: the loss gave no parameter a gradient on any rank; or it is called inside
             torch.func, where a step has no derivative.
-          TornStepError: in the first call, if ranks hold states of different steps.
+          LostStateError: in the first call, if ranks hold states of different steps.
           DesyncError: replicas have drifted apart; the step was not taken.
-          OffloadError: of a file; a `PeerOffloadError` on other ranks, here or in the next step.
+          FileError: of a file; a `PeerFileError` on other ranks, here or in the next step.
           LostStateError: a step before this one was cut short while it was written.
           PeerFailed: another rank failed in this step; or this one came back, and is to call
             `reset`.
@@ -371,10 +371,10 @@ class Trainer(Exporting):
           LostStateError: on all ranks, if no replica holds some part of the state of a lost rank:
             all that had it were lost, or replicas are apart, or leaves live on several groups. The
             new groups are good: put a saved `state` in its place, and go on.
-          TornStepError: on all ranks, if they are at different steps, and `heal` is false or no
+          LostStateError: on all ranks, if they are at different steps, and `heal` is false or no
             replica that steps together with the others has all of the newest state.
           DesyncError: a rank came back with other options, another model or other frozen leaves.
-          CollectiveTimeoutError: some rank did not call it in time.
+          CollectiveError: some rank did not call it in time.
           PeerFailed: the store of the job is lost.
         """
         renew(self, heal=heal)
@@ -408,7 +408,7 @@ class Trainer(Exporting):
         Communication: that of the steps.
 
         Raises:
-          PlanError, TreeError: an argument is of no use, or the loader is empty.
+          PlanError, LeafError: an argument is of no use, or the loader is empty.
         """
         check_fit(loader, steps, log_every, progress, stop)
         bar = ProgressBar(steps, log_every, shown=progress and self.member.home.position == 0)

@@ -18,7 +18,7 @@ from mutating import BYTES, Watch
 
 import mics_fn as mf
 from mics_fn import checkpoint, tree
-from mics_fn.errors import CheckpointCorrupt, CheckpointError, CheckpointFormatError
+from mics_fn.errors import FileError
 from mics_fn.lab.ranks import pool
 
 Pools = Callable[[int], pool.RankPool]
@@ -156,7 +156,7 @@ def campaign(kept: Path, folder: Path, first: int, count: int) -> Counter[str]:
                 try:
                     verb(folder, step=2)
                     error = None
-                except CheckpointError as raised:
+                except FileError as raised:
                     error = raised
                 watch.on = False
                 assert error is not None, (seed, happening.__name__, path)
@@ -195,7 +195,7 @@ def flips(kept: Path, folder: Path, part: str, stride: int) -> int:
         data[at] ^= 1 << at % 8
         path.write_bytes(data)
         for verb in (checkpoint.verify, lambda f: load_at(f, groups, None)):
-            with pytest.raises(CheckpointFormatError) as raised:
+            with pytest.raises(FileError) as raised:
                 verb(folder)
             assert str(path) in str(raised.value)
             if part != "MANIFEST.json":
@@ -224,10 +224,10 @@ def damage_values(file: Path) -> None:
 def go_back(layout: Layout, folder: str, donate: bool) -> tuple[int, str]:
     """Load with a way back; and what is raised without one."""
     groups = groups_of(layout)
-    with pytest.raises(CheckpointCorrupt) as raised:
+    with pytest.raises(FileError) as raised:
         load_at(folder, groups, None)
     step = load_at(folder, groups, None, on_corrupt="previous", donate=donate)
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(FileError):
         load_at(folder, groups, 3, on_corrupt="previous")
     return step, str(raised.value)
 
@@ -250,7 +250,7 @@ def test_all_ranks_go_back_if_one_of_them_sees_damage(
 
 def none_left(layout: Layout, folder: str) -> str:
     groups = groups_of(layout)
-    with pytest.raises(CheckpointFormatError) as raised:
+    with pytest.raises(FileError) as raised:
         load_at(folder, groups, None, on_corrupt="previous")
     return f"{type(raised.value)} {raised.value}"
 
@@ -280,7 +280,7 @@ def with_another_error(layout: Layout, folder: str) -> str:
         loading.Sources.fill = fill
     try:
         load_at(folder, groups, None, on_corrupt="previous")
-    except (CheckpointError, MemoryError) as error:
+    except (FileError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         loading.Sources.fill = plain
@@ -291,5 +291,5 @@ def test_an_error_of_the_program_is_no_reason_to_go_back(ranks: Pools, tmp_path:
     ranks(4).run(save_steps, LAYOUT, str(tmp_path), "rename")
     damage_values(tmp_path / "step-00000002" / "rank-00000.safetensors")
     texts = ranks(4).run(with_another_error, LAYOUT, str(tmp_path))
-    assert [text.partition(":")[0] for text in texts] == ["CheckpointError"] * 3 + ["MemoryError"]
+    assert [text.partition(":")[0] for text in texts] == ["FileError"] * 3 + ["MemoryError"]
     assert all("no memory" in text for text in texts)

@@ -25,7 +25,7 @@ from mics_fn import checkpoint, optim, spans, tree
 from mics_fn.checkpoint import saving
 from mics_fn.checkpoint.contents import Snapshot
 from mics_fn.checkpoint.directory import Folder
-from mics_fn.errors import CheckpointError, CheckpointExists, CheckpointWriteError
+from mics_fn.errors import FileError
 from mics_fn.lab.ranks.pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -73,7 +73,7 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
     started = time.monotonic()
     try:
         call()
-    except (CheckpointError, KeyboardInterrupt) as error:
+    except (FileError, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", 0.0
 
@@ -135,7 +135,7 @@ def test_a_full_disk_is_the_same_error_on_all_ranks(tmp_path: Path, count: int) 
         assert len({(kind, text) for kind, text, *_ in ranks}) == 1, size
         kind, text, *_ = ranks[0]
         failed += bool(kind)
-        assert kind in ("", "CheckpointWriteError"), text
+        assert kind in ("", "FileError"), text
         assert not kind or str(tmp_path) in text
         assert max(seconds for _, _, seconds, *_ in ranks) < SOON_S
         assert all(newest for *_, newest, _ in ranks), size
@@ -186,7 +186,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
         pytest.skip("only root mounts")
     kinds, text, newest = found[0]
     assert all(each == found[0] for each in found)
-    assert kinds[-1] == "CheckpointWriteError"
+    assert kinds[-1] == "FileError"
     assert newest == len(kinds) >= 2
     assert "bytes" in text
 
@@ -218,7 +218,7 @@ def test_without_the_right_to_write_all_ranks_say_so(tmp_path: Path) -> None:
     found = values(run_job(4, write_as_nobody, str(tmp_path / "jobs")))
     assert all(each == found[0] for each in found)
     for kind, text in found[0]:
-        assert kind == "CheckpointWriteError"
+        assert kind == "FileError"
         assert "Permission denied" in text
         assert "rank 0" in text
 
@@ -269,7 +269,7 @@ def test_each_operation_may_fail(
         if failing.did <= first:
             break
         failed += bool(kind)
-        assert kind in ("", "CheckpointWriteError"), (first, text)
+        assert kind in ("", "FileError"), (first, text)
         assert not kind or ("Input/output error" in text and str(folder) in text)
         if times == 1:  # a disk that is gone for good keeps what was the last to be there
             assert checkpoint.latest(folder) == (2 if kind else 3), first
@@ -306,7 +306,7 @@ def test_one_rank_that_cannot_write_fails_the_save_of_all(ranks: Pools, tmp_path
     found = ranks(4).run(fail_to_sync, LAYOUT, str(tmp_path))
     for i, each in enumerate(zip(*found, strict=True)):
         assert {(kind, text) for kind, text, _ in each} == {each[0][:2]}
-        assert each[0][0] == "CheckpointWriteError"
+        assert each[0][0] == "FileError"
         assert f"on rank {i // 2}" in each[0][1]
         assert max(seconds for *_, seconds in each) < SOON_S
     assert left_in(tmp_path) == 0
@@ -350,7 +350,7 @@ def test_all_ranks_hear_of_a_failed_save_after_the_same_step(ranks: Pools, tmp_p
     step, first, second = found[0]
     assert step >= 1
     for kind, text in (first, second):
-        assert kind == "CheckpointWriteError"
+        assert kind == "FileError"
         assert "on rank 2" in text
         assert "Input/output error" in text
 
@@ -458,7 +458,7 @@ def test_ctrl_c_in_a_save(tmp_path: Path, who: list[int]) -> None:
     found = values(run_job(4, interrupted, str(tmp_path), who, "save: write"))
     for rank, (kind, text, seconds) in enumerate(found):
         assert seconds < SOON_S
-        assert kind == ("KeyboardInterrupt" if rank in who else "CheckpointError"), text
+        assert kind == ("KeyboardInterrupt" if rank in who else "FileError"), text
         assert rank in who or "KeyboardInterrupt" in text
     assert 2 not in checkpoint.steps(tmp_path)
 
@@ -533,7 +533,7 @@ def test_a_rank_that_is_killed_in_a_save_is_named(
             assert each.status == -signal.SIGKILL
             continue
         kind, text, seconds = each.value
-        assert kind == "CheckpointWriteError"
+        assert kind == "FileError"
         assert f"rank {who} is gone" in text
         assert seconds < HEARTBEAT_S + 1
     assert checkpoint.latest(tmp_path) == 1
@@ -556,7 +556,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     try:
         assert os.read(read, 1) == b"x"
         for apart in (False, True):
-            with pytest.raises(CheckpointExists) as raised:
+            with pytest.raises(FileError) as raised:
                 save_at(tmp_path, 1, groups, apart=apart)
             assert f"host {socket.gethostname()}, process {pid}" in str(raised.value)
     finally:
@@ -571,9 +571,9 @@ def test_a_step_that_is_not_the_newest_is_refused(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     save_at(tmp_path, 5, groups)
     for step in (4, 5):
-        with pytest.raises(CheckpointExists, match="step 5"):
+        with pytest.raises(FileError, match="step 5"):
             save_at(tmp_path, step, groups)
-    with pytest.raises(CheckpointWriteError, match="File exists"):
+    with pytest.raises(FileError, match="File exists"):
         save_at(tmp_path / "step-00000005" / "MANIFEST.json", 1, groups)
     assert checkpoint.steps(tmp_path) == [5]
 

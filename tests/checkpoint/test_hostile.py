@@ -20,12 +20,8 @@ from mutating import Watch, replace_in_json
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointMismatch,
     CheckpointNotFound,
-    CheckpointSecurityError,
+    FileError,
 )
 from mics_fn.lab.ranks import pool
 
@@ -159,111 +155,110 @@ def device(path: Path) -> None:
         pytest.skip("only root makes devices")
 
 
-Bad = tuple[Callable[[Path], Any], type[CheckpointError], str]
-FORMAT, SECURITY, CORRUPT = CheckpointFormatError, CheckpointSecurityError, CheckpointCorrupt
+Bad = tuple[Callable[[Path], Any], type[FileError], str]
 MANIFEST = "MANIFEST.json"
 CASES: dict[str, Bad] = {
-    "no JSON": (raw(b"{nope"), FORMAT, "is not a manifest"),
-    "another object": (raw(b'{"format":"other"}'), FORMAT, "is not a manifest: format 'other'"),
-    "a list": (raw(b"{[]"), FORMAT, "is not a manifest"),
-    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FORMAT, "is not a manifest"),
+    "no JSON": (raw(b"{nope"), FileError, "is not a manifest"),
+    "another object": (raw(b'{"format":"other"}'), FileError, "is not a manifest: format 'other'"),
+    "a list": (raw(b"{[]"), FileError, "is not a manifest"),
+    "deep nesting": (raw(b'{"a":' + b"[" * 10**6), FileError, "is not a manifest"),
     "deep values": (
         in_text(b'epoch":3', b'epoch":' + b"[" * 900 + b"]" * 900),
-        CheckpointError,
+        FileError,
         "",
     ),
-    "no text": (raw(b"{\xff\xfe"), FORMAT, "is not a manifest"),
+    "no text": (raw(b"{\xff\xfe"), FileError, "is not a manifest"),
     "more than 64 MB": (
         lambda folder: os.truncate(folder / STEP / MANIFEST, 65 * 2**20),
-        FORMAT,
+        FileError,
         "limits",
     ),
-    "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), FORMAT, "is damaged"),
-    "unknown version": (put("version", [2, 0]), FORMAT, "has version 2, known here is 1"),
-    "NaN": (in_text(b'epoch":3', b'epoch":NaN'), FORMAT, "NaN is not a number"),
-    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), FORMAT, "'step' is there twice"),
-    "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FORMAT, "is not a manifest"),
-    "another step": (put("step", 7), FORMAT, "holds step 7"),
-    "negative step": (put("step", -1), FORMAT, "does not fit together"),
-    "out of the folder": (put("writers", 0, 0, "../x"), SECURITY, "'../x', which is not opened"),
-    "absolute": (put("writers", 0, 0, "/etc/passwd"), SECURITY, "which is not opened"),
-    "nul": (put("writers", 0, 0, "a\0b"), SECURITY, "which is not opened"),
-    "half a character": (put("writers", 0, 0, "\ud800"), SECURITY, "which is not opened"),
-    "the folder": (put("writers", 0, 0, "."), SECURITY, "which is not opened"),
-    "long name": (put("writers", 0, 0, "x" * 5000), FORMAT, "does not fit together"),
-    "the manifest as a file": (put("writers", 0, 0, MANIFEST), CORRUPT, "and had"),
+    "empty": (lambda folder: os.truncate(folder / STEP / MANIFEST, 0), FileError, "is damaged"),
+    "unknown version": (put("version", [2, 0]), FileError, "has version 2, known here is 1"),
+    "NaN": (in_text(b'epoch":3', b'epoch":NaN'), FileError, "NaN is not a number"),
+    "twice": (in_text(b'"step":1', b'"step":1,"step":1'), FileError, "'step' is there twice"),
+    "huge number": (in_text(b'"step":1', b'"step":' + b"9" * 5000), FileError, "is not a manifest"),
+    "another step": (put("step", 7), FileError, "holds step 7"),
+    "negative step": (put("step", -1), FileError, "does not fit together"),
+    "out of the folder": (put("writers", 0, 0, "../x"), FileError, "'../x', which is not opened"),
+    "absolute": (put("writers", 0, 0, "/etc/passwd"), FileError, "which is not opened"),
+    "nul": (put("writers", 0, 0, "a\0b"), FileError, "which is not opened"),
+    "half a character": (put("writers", 0, 0, "\ud800"), FileError, "which is not opened"),
+    "the folder": (put("writers", 0, 0, "."), FileError, "which is not opened"),
+    "long name": (put("writers", 0, 0, "x" * 5000), FileError, "does not fit together"),
+    "the manifest as a file": (put("writers", 0, 0, MANIFEST), FileError, "and had"),
     "a link": (
         instead(PART, lambda path: path.symlink_to("/etc/passwd")),
-        SECURITY,
+        FileError,
         "is not opened: it is not a regular file",
     ),
-    "a FIFO": (instead(PART, os.mkfifo), SECURITY, "is not a regular file"),
-    "a device": (instead(PART, device), SECURITY, "is not a regular file"),
-    "a folder": (instead(PART, os.mkdir), SECURITY, "is not a regular file"),
+    "a FIFO": (instead(PART, os.mkfifo), FileError, "is not a regular file"),
+    "a device": (instead(PART, device), FileError, "is not a regular file"),
+    "a folder": (instead(PART, os.mkdir), FileError, "is not a regular file"),
     "a link as manifest": (
         instead(MANIFEST, lambda path: path.symlink_to("/etc/passwd")),
-        SECURITY,
+        FileError,
         "is not opened",
     ),
-    "a FIFO as manifest": (instead(MANIFEST, os.mkfifo), SECURITY, "is not opened"),
+    "a FIFO as manifest": (instead(MANIFEST, os.mkfifo), FileError, "is not opened"),
     "a link as folder": (
         lambda folder: [(folder / STEP).rename(folder / "x"), (folder / STEP).symlink_to("x")],
-        SECURITY,
+        FileError,
         "it is a symbolic link",
     ),
-    "cell out of range": (put("writers", 0, 3, 0, [5, 0]), FORMAT, "cells of 1 times 1 ranks"),
-    "negative cell": (put("writers", 0, 3, 0, [-1, 0]), FORMAT, "does not fit together"),
-    "no cells": (put("writers", 0, 3, []), FORMAT, "has not a cell"),
-    "no writers": (put("writers", []), FORMAT, "cells of 1 times 1 ranks"),
+    "cell out of range": (put("writers", 0, 3, 0, [5, 0]), FileError, "cells of 1 times 1 ranks"),
+    "negative cell": (put("writers", 0, 3, 0, [-1, 0]), FileError, "does not fit together"),
+    "no cells": (put("writers", 0, 3, []), FileError, "has not a cell"),
+    "no writers": (put("writers", []), FileError, "cells of 1 times 1 ranks"),
     "twice a file": (
         lambda folder: change_manifest(folder, lambda b: b["writers"].append(b["writers"][0])),
-        FORMAT,
+        FileError,
         "a file is there twice",
     ),
-    "huge homes": (put("homes", 0, [2**40, 2**20]), FORMAT, "cells of"),
-    "no lines": (put("lines", []), FORMAT, "does not fit together"),
-    "huge line": (put("lines", -1, [2**60, 2**60, 1, 0]), FORMAT, "the last line"),
-    "huge cells": (put("lines", 0, 1, 2**50), FORMAT, "does not fit together"),
-    "line of nobody": (put("lines", 0, 3, 9), FORMAT, "is of unknown groups"),
-    "no parts": (put("lines", 0, 1, 0), FORMAT, "does not fit together"),
-    "many sizes": (put("tensors", 0, 2, [2**61] * 100_000), FORMAT, "at most 64 sizes"),
-    "overflow": (put("tensors", 0, 2, [2**40, 2**40]), FORMAT, "overflows"),
-    "negative size": (put("tensors", 0, 2, [-6]), FORMAT, "sizes"),
-    "beyond its line": (put("tensors", 0, 4, 2**50), FORMAT, "does not lie on its line"),
-    "dtype of a module": (put("tensors", 0, 1, "_dynamo"), FORMAT, "is of '_dynamo'"),
-    "unreadable dtype": (put("tensors", 0, 1, "quint8"), FORMAT, "is of 'quint8'"),
-    "half a character in a name": (put("tensors", 0, 0, "\ud800"), FORMAT, "does not fit"),
+    "huge homes": (put("homes", 0, [2**40, 2**20]), FileError, "cells of"),
+    "no lines": (put("lines", []), FileError, "does not fit together"),
+    "huge line": (put("lines", -1, [2**60, 2**60, 1, 0]), FileError, "the last line"),
+    "huge cells": (put("lines", 0, 1, 2**50), FileError, "does not fit together"),
+    "line of nobody": (put("lines", 0, 3, 9), FileError, "is of unknown groups"),
+    "no parts": (put("lines", 0, 1, 0), FileError, "does not fit together"),
+    "many sizes": (put("tensors", 0, 2, [2**61] * 100_000), FileError, "at most 64 sizes"),
+    "overflow": (put("tensors", 0, 2, [2**40, 2**40]), FileError, "overflows"),
+    "negative size": (put("tensors", 0, 2, [-6]), FileError, "sizes"),
+    "beyond its line": (put("tensors", 0, 4, 2**50), FileError, "does not lie on its line"),
+    "dtype of a module": (put("tensors", 0, 1, "_dynamo"), FileError, "is of '_dynamo'"),
+    "unreadable dtype": (put("tensors", 0, 1, "quint8"), FileError, "is of 'quint8'"),
+    "half a character in a name": (put("tensors", 0, 0, "\ud800"), FileError, "does not fit"),
     "a tensor in the numbers": (
         put("values", "epoch", {"$tensor": "x"}),
-        FORMAT,
+        FileError,
         "does not fit together",
     ),
-    "replicas": (put("replicas", "other"), FORMAT, "replicas 'other'"),
-    "another name": (put("tensors", 0, 0, "w.v"), CheckpointError, "w.v"),
-    "negative bytes": (put("writers", 0, 1, -1), FORMAT, "does not fit together"),
-    "huge bytes": (put("writers", 0, 1, 2**61), CORRUPT, "and had"),
-    "checksum missing": (sums(NAME, None), CORRUPT, f"{NAME}: its checksums are missing"),
-    "checksum empty": (sums(NAME, ""), CORRUPT, f"{NAME}: its checksums are missing"),
-    "checksum long": (sums(NAME, "0" * 16), CORRUPT, f"{NAME}: its checksums are missing"),
-    "checksum wrong": (sums(NAME, "0" * 8), CORRUPT, "are not those that were saved"),
+    "replicas": (put("replicas", "other"), FileError, "replicas 'other'"),
+    "another name": (put("tensors", 0, 0, "w.v"), FileError, "w.v"),
+    "negative bytes": (put("writers", 0, 1, -1), FileError, "does not fit together"),
+    "huge bytes": (put("writers", 0, 1, 2**61), FileError, "and had"),
+    "checksum missing": (sums(NAME, None), FileError, f"{NAME}: its checksums are missing"),
+    "checksum empty": (sums(NAME, ""), FileError, f"{NAME}: its checksums are missing"),
+    "checksum long": (sums(NAME, "0" * 16), FileError, f"{NAME}: its checksums are missing"),
+    "checksum wrong": (sums(NAME, "0" * 8), FileError, "are not those that were saved"),
     "no checksums": (
         in_part(lambda header: header.pop("__metadata__") and None),
-        CORRUPT,
+        FileError,
         "its checksums are missing",
     ),
-    "short slice": (in_part(short), CORRUPT, NAME),
-    "overlap": (in_part(lambda h: h[NAME].update(data_offsets=[0, 24])), FORMAT, ""),
-    "huge shape": (in_part(lambda h: h[NAME].update(shape=[2**50])), FORMAT, "does not fit"),
-    "other dtype": (in_part(lambda h: h[NAME].update(dtype="I32")), CORRUPT, NAME),
-    "unknown dtype": (in_part(lambda h: h[NAME].update(dtype="C64")), FORMAT, "no dtype"),
-    "more bytes": (in_part(lambda h: None, b"x" * 9), FORMAT, "9 bytes follow"),
-    "a list as header": (in_part(lambda h: [1]), FORMAT, "its header is a list"),
-    "extra is no JSON": (extra(b"{nope"), FORMAT, "$extra"),
-    "extra without its tensor": (extra(b'{"$tensor":"no"}'), FORMAT, "$extra"),
-    "extra of wrong types": (extra(b'{"$tuple":3}'), FORMAT, "$extra"),
-    "extra of a list": (extra(b'{"$tensor":[]}'), FORMAT, "$extra"),
-    "extra is no text": (extra(b"\xff\xff"), FORMAT, "$extra"),
-    "deep extra": (extra(b"[" * 10**5), FORMAT, "$extra"),
+    "short slice": (in_part(short), FileError, NAME),
+    "overlap": (in_part(lambda h: h[NAME].update(data_offsets=[0, 24])), FileError, ""),
+    "huge shape": (in_part(lambda h: h[NAME].update(shape=[2**50])), FileError, "does not fit"),
+    "other dtype": (in_part(lambda h: h[NAME].update(dtype="I32")), FileError, NAME),
+    "unknown dtype": (in_part(lambda h: h[NAME].update(dtype="C64")), FileError, "no dtype"),
+    "more bytes": (in_part(lambda h: None, b"x" * 9), FileError, "9 bytes follow"),
+    "a list as header": (in_part(lambda h: [1]), FileError, "its header is a list"),
+    "extra is no JSON": (extra(b"{nope"), FileError, "$extra"),
+    "extra without its tensor": (extra(b'{"$tensor":"no"}'), FileError, "$extra"),
+    "extra of wrong types": (extra(b'{"$tuple":3}'), FileError, "$extra"),
+    "extra of a list": (extra(b'{"$tensor":[]}'), FileError, "$extra"),
+    "extra is no text": (extra(b"\xff\xff"), FileError, "$extra"),
+    "deep extra": (extra(b"[" * 10**5), FileError, "$extra"),
 }
 # What `verify` does not see, as it compares files with checksums and knows no state.
 LOAD_ONLY = ["deep values", *(name for name in CASES if "extra" in name)]
@@ -333,7 +328,7 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
         for verb in verbs:
             try:
                 verb()
-            except CheckpointError as error:
+            except FileError as error:
                 refused += str(folder) in str(error)
             except Exception as error:
                 raise AssertionError(f"seed {seed}: {error!r}") from error
@@ -379,7 +374,7 @@ def test_a_step_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> Non
     for step in (1, 2):
         checkpoint.save(tmp_path, state(groups), groups, step=step)
     (tmp_path / "step-00000002" / MANIFEST).unlink()
-    with pytest.raises(CheckpointFormatError, match=MANIFEST):
+    with pytest.raises(FileError, match=MANIFEST):
         checkpoint.load(tmp_path, state(groups), groups)
     found = checkpoint.load(tmp_path, state(groups), groups, on_corrupt="previous")
     assert found.step == 1
@@ -408,5 +403,5 @@ def test_a_step_that_cannot_be_listed_is_never_removed(
 def test_another_state_is_a_mismatch(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     save(tmp_path, groups)
-    with pytest.raises(CheckpointMismatch, match="plain"):
+    with pytest.raises(FileError, match="plain"):
         checkpoint.load(tmp_path, state(groups) | {"plain": torch.ones(6)}, groups)

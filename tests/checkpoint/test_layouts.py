@@ -22,7 +22,7 @@ from mics_fn.checkpoint.contents import on_bytes
 from mics_fn.checkpoint.directory import manifest_in
 from mics_fn.checkpoint.loading import copy_of
 from mics_fn.checkpoint.manifest import SAVED, Line, SavedTensor, Slice, covering, within
-from mics_fn.errors import CheckpointMismatch, LeafError, MicsError
+from mics_fn.errors import FileError, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards.leaf import is_leaf
@@ -472,7 +472,7 @@ def differs(layout: Layout, folder: str, save: bool) -> str:
         checkpoint.save(folder, state, groups, step=1)
     try:
         found = checkpoint.load(folder, state, groups).state.buffers
-    except CheckpointMismatch as error:
+    except FileError as error:
         return f"{error}"
     assert torch.equal(found["own"], own)
     assert torch.equal(found["mean"], torch.ones(2))

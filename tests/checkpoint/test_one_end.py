@@ -19,7 +19,7 @@ from cases import Layout, groups_of
 import mics_fn as mf
 from mics_fn import checkpoint, spans
 from mics_fn.checkpoint import saving
-from mics_fn.errors import CheckpointError, CheckpointWriteError, TornStepError
+from mics_fn.errors import FileError, LostStateError
 from mics_fn.lab.ranks.pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -37,7 +37,7 @@ def test_a_file_system_that_does_not_tell_its_room_is_a_typed_error(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
     monkeypatch.setattr(os, "statvfs", gone)
-    with pytest.raises(CheckpointWriteError, match="Stale file handle"):
+    with pytest.raises(FileError, match="Stale file handle"):
         checkpoint.save(tmp_path, state_at(1), mf.make_groups(1), step=1)
 
 
@@ -49,7 +49,7 @@ def test_a_folder_that_cannot_be_read_is_a_typed_error(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     monkeypatch.setattr(os, "listdir", refused)
-    with pytest.raises(CheckpointError, match="Permission denied"):
+    with pytest.raises(FileError, match="Permission denied"):
         verb(tmp_path)
 
 
@@ -73,7 +73,7 @@ def fails_on_one_rank(layout: Layout, folder: str) -> list[Any]:
             pending: Any = begin(folder, state_at(1), groups, step=1)
             if begin is checkpoint.start_save:
                 pending.wait()
-        except CheckpointError as error:
+        except FileError as error:
             found.append(str(error))
     saving.on_bytes = plain
     found.append([] if groups.rank else sorted(os.listdir(folder)))
@@ -103,7 +103,7 @@ def torn(layout: Layout, folder: str) -> list[str]:
     shards = mf.shard({"w": torch.ones(6)}, groups)
     state = mf.init_state(shards, mf.optim.sgd(0.1))
     for each in (replace(state, step=4 + groups.rank), {"train": replace(state, step=groups.rank)}):
-        with pytest.raises(TornStepError) as caught:
+        with pytest.raises(LostStateError) as caught:
             checkpoint.save(folder, each, groups, step=5)
         found.append(str(caught.value))
     return [*found, *map(str, checkpoint.steps(folder))]
@@ -201,7 +201,7 @@ def read_after_failure(layout: Layout, folder: str) -> list[Any]:
         for name in ("latest", "steps", "verify", "load", "load"):
             try:
                 found.append(READERS[name](folder, groups))
-            except CheckpointWriteError as error:
+            except FileError as error:
                 found.append(str(error))
     finally:
         saving.write_part = plain
@@ -225,7 +225,7 @@ def test_a_wait_to_read_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
             tmp_path, state_at(1), mf.make_groups(1, timeout_s=0.2), step=1
         )
         for read in (checkpoint.latest, checkpoint.steps, checkpoint.verify):
-            with pytest.raises(CheckpointError, match=r"step 1 .* is still being saved") as caught:
+            with pytest.raises(FileError, match=r"step 1 .* is still being saved") as caught:
                 read(tmp_path)
             assert "waited for 0.2 s" in str(caught.value)
         pending.wait()
@@ -245,7 +245,7 @@ def test_a_fork_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> Non
             try:
                 started = time.monotonic()
                 assert checkpoint.latest(tmp_path) is None
-                with pytest.raises(CheckpointError, match="the process that this one was forked"):
+                with pytest.raises(FileError, match="the process that this one was forked"):
                     pending.wait()
                 status = 0 if time.monotonic() - started < 0.5 else 2
             finally:

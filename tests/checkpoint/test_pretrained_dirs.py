@@ -168,9 +168,9 @@ def test_names_can_be_changed_and_left_out(ranks: Ranks, tmp_path: Path):
         want = {f"model.{name}": x for name, x in tree().items() if name != "z"}
         same_bits(read_all(tmp_path / "a"), want)
         assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"model_type": "a"}
-        with pytest.raises(mf.errors.TreeError, match="would both be 'x'"):
+        with pytest.raises(mf.errors.LeafError, match="would both be 'x'"):
             save_pretrained(tmp_path / "b", shards, groups, names=lambda name: "x")
-        with pytest.raises(mf.errors.TreeError, match="there is no leaf to write"):
+        with pytest.raises(mf.errors.LeafError, match="there is no leaf to write"):
             save_pretrained(tmp_path / "b", shards, groups, names=lambda name: None)
     assert os.listdir(tmp_path) == ["a"]
 
@@ -385,7 +385,7 @@ def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path, monkeypatch: An
     path = tmp_path / "a"
     with mf.make_groups(1) as groups:
         shards = mf.shard(tree(), groups)
-        with pytest.raises(mf.errors.TreeError, match="params are not shards by name"):
+        with pytest.raises(mf.errors.LeafError, match="params are not shards by name"):
             save_pretrained(path, {"h": shards}, groups)
         with pytest.raises(mf.errors.PlanError, match="max_file_bytes=0, expected"):
             save_pretrained(path, shards, groups, max_file_bytes=0)

@@ -20,7 +20,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import checkpoint, offload, tree
 from mics_fn.checkpoint import contents
-from mics_fn.errors import CheckpointError, OffloadError, PlanError
+from mics_fn.errors import FileError, PlanError
 from mics_fn.offload import is_stored
 from mics_fn.optim.flat import by_leaf
 
@@ -114,7 +114,7 @@ def damaged(layout: Layout, folder: str) -> str:
                 other.seek(4096)
                 other.write(b"others")
         go.set()
-        with pytest.raises(CheckpointError, match="not those that were written there") as caught:
+        with pytest.raises(FileError, match="not those that were written there") as caught:
             pending.wait()
     assert checkpoint.latest(f"{folder}/saved") is None
     assert not any(offload.is_held(x.data) for x in shards.values())
@@ -133,7 +133,7 @@ def test_what_is_held_is_not_overwritten(tmp_path):
     hold, other = offload.Hold([x, torch.ones(2)]), offload.Hold([x])
     with pytest.raises(PlanError, match=r"w, shape.*is read by a save"):
         offload.renewed([x])
-    with pytest.raises(OffloadError, match=r"(?s)is read by a save.*w: it lies there"):
+    with pytest.raises(FileError, match=r"(?s)is read by a save.*w: it lies there"):
         list(offload.stream([offload.Block([x], [x])]))
     hold.release()
     assert offload.is_held(x)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import mics_fn as mf
 from mics_fn import checkpoint
 from mics_fn.checkpoint.manifest import BLOCK, block_sums, joined, sums_of
-from mics_fn.errors import CheckpointCorrupt
+from mics_fn.errors import FileError
 from mics_fn.init.torch_files import File
 
 
@@ -56,9 +56,9 @@ def test_damage_anywhere_in_what_is_read_at_once_is_found(tmp_path: Path) -> Non
         cases.append(plain[:at] + bytes([plain[at] ^ 16]) + plain[at + 1 :])
     for case in cases:
         file.write_bytes(case)
-        with pytest.raises(CheckpointCorrupt, match="its values are not those that were saved"):
+        with pytest.raises(FileError, match="its values are not those that were saved"):
             checkpoint.load(tmp_path, shards, groups)
-        with pytest.raises(CheckpointCorrupt, match="its values are not those that were saved"):
+        with pytest.raises(FileError, match="its values are not those that were saved"):
             checkpoint.verify(tmp_path)
     file.write_bytes(plain)
     found = checkpoint.load(tmp_path, mf.shard(mf.gather(shards, groups), groups), groups).state

@@ -31,7 +31,7 @@ from torch.func import functional_call
 import mics_fn as mf
 from mics_fn import _torch, tree
 from mics_fn.deferred.tensor import Deferred
-from mics_fn.errors import DonatedError, GroupsError, LeafError, TreeError
+from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.optim.columns import columns
 
 PAIR = Layout((2,), 2)
@@ -587,13 +587,13 @@ def ends(layout):
     with pytest.raises(mf.errors.PlanError, match="schedule='all' is neither a schedule"):
         mf.defer(shards, groups, "all")  # pyright: ignore
     total = mf.GradSum()
-    with pytest.raises(TreeError, match=r"0 of 1 passes are done\n  fix: defer"):
+    with pytest.raises(LeafError, match=r"0 of 1 passes are done\n  fix: defer"):
         total.backward(torch.ones(()))
     _, shards = make_stack(groups, 2)
     full = mf.defer(shards, groups, mf.on_demand(), into=total).params
-    with pytest.raises(TreeError, match="in use by another run"):
+    with pytest.raises(LeafError, match="in use by another run"):
         mf.defer(shards, groups, mf.on_demand(), into=total)
-    with pytest.raises(TreeError, match="0 of 1 passes are done"):
+    with pytest.raises(LeafError, match="0 of 1 passes are done"):
         total.grads()
     del model
 

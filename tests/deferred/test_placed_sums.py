@@ -145,7 +145,7 @@ def test_a_full_disk_is_an_error_before_anything_is_computed(tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(Scratch, "reserve", reserve)
-        with pytest.raises(mf.errors.OffloadError, match=r"  grads\.w"):
+        with pytest.raises(mf.errors.FileError, match=r"  grads\.w"):
             summed(state, groups, 0, mf.on_demand(), 1, where=where)
     total = summed(state, groups, 0, mf.on_demand(), 1, where=where)
     same_bits(total.grads(), summed(state, groups, 0, mf.on_demand(), 1).grads())
@@ -160,7 +160,7 @@ def test_a_file_that_others_have_written_to_is_an_error_by_name(tmp_path):
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xff" * (path.stat().st_size - 4096))
-    with pytest.raises(mf.errors.OffloadError, match=r"  grads\.w"):
+    with pytest.raises(mf.errors.FileError, match=r"  grads\.w"):
         total.grads()
 
 
@@ -172,7 +172,7 @@ def test_a_sum_that_was_released_is_refused(tmp_path, away):
     assert total.elsewhere is away
     total.release()
     for use in (total.grads, total.lying, lambda: mf.opt_step(state, total)):
-        with pytest.raises(mf.errors.TreeError, match="its memory was given back"):
+        with pytest.raises(mf.errors.LeafError, match="its memory was given back"):
             use()
 
 

@@ -22,13 +22,12 @@ def kinds_under(kind: type[errors.MicsError]) -> Iterator[type[errors.MicsError]
 def examples() -> Iterator[errors.MicsError]:
     """One of each public kind with its text alone, and those that have fields with all of them."""
     for kind in sorted(set(kinds_under(errors.MicsError)), key=lambda kind: kind.__name__):
-        if kind.__module__ == errors.__name__ and kind is not errors.PeerOffloadError:
+        if kind.__module__ == errors.__name__ and kind is not errors.PeerFileError:
             yield kind("what failed")
     yield LOST
-    yield errors.PeerOffloadError(LOST, "/scratch/1", "w")
+    yield errors.PeerFileError(LOST, "/scratch/1", "w")
     yield errors.NonFiniteError("not finite", "w", (1, 2))
-    yield errors.OffloadError("full", "/scratch/1", "w")
-    yield errors.CheckpointWriteError("full", "/steps/7", "w")
+    yield errors.FileError("full", "/steps/7", "w", damaged=False)
     yield RankError("1 of 2 ranks failed", FAILURES)
     yield RankTimeoutError("1 of 2 ranks was silent", FAILURES)
     yield LaunchError("a rank was killed", 137)

@@ -113,7 +113,7 @@ def test_spread_takes_a_value_a_prefix_or_a_function():
     assert spread("d") == ["d"] * 4
     assert spread({"dense": "d", "experts": {"w": "e", "b": "f"}}) == ["d", "d", "f", "e"]
     assert spread(lambda path: "e" if "experts" in path else "d") == ["d", "d", "e", "e"]
-    with pytest.raises(mf.errors.TreeError, match=r"x.dense.0: got int, which is no x"):
+    with pytest.raises(mf.errors.LeafError, match=r"x.dense.0: got int, which is no x"):
         spread({"dense": 1, "experts": "e"})
 
 
@@ -195,11 +195,11 @@ def test_a_path_is_what_torch_would_call_the_leaf_and_means_that_leaf_alone(shap
             "Trainer": lambda: mf.Trainer(torch.sum, SGD, groups, params=shards),
             "save": lambda: mf.checkpoint.save("never", params, groups, step=1),
         }.items():
-            with pytest.raises(mf.errors.TreeError, match=rf"^{verb}: \d leaves have the path "):
+            with pytest.raises(mf.errors.LeafError, match=rf"^{verb}: \d leaves have the path "):
                 call()
         return
     if len(dict(places)) < len(places):  # None has a place in shards
-        with pytest.raises(mf.errors.TreeError, match=r"^shard: \d leaves have the path "):
+        with pytest.raises(mf.errors.LeafError, match=r"^shard: \d leaves have the path "):
             mf.shard(params, groups)
         return
     assert all(x is found[path] for path, x in want)

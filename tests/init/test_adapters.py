@@ -98,7 +98,7 @@ class TiedHead(nn.Module):
 def test_what_is_missing_and_not_new_is_an_error(tmp_path: Path):
     saved(tmp_path / "old.pt")
     groups = mf.make_groups(1)
-    with pytest.raises(mf.errors.TreeError) as caught:
+    with pytest.raises(mf.errors.LeafError) as caught:
         mf.init_model(
             adapted,
             groups,
@@ -113,7 +113,7 @@ def test_what_is_missing_and_not_new_is_an_error(tmp_path: Path):
         "  fix: load what was saved for this model; names= can rename or ignore tensors, and "
         "missing= says which are new"
     )
-    with pytest.raises(mf.errors.TreeError, match=r"params.embed.weight is missing"):
+    with pytest.raises(mf.errors.LeafError, match=r"params.embed.weight is missing"):
         # It has two names, and only one of them may be missing.
         mf.init_model(TiedHead, groups, seed=0, weights={}, missing=lambda name: "head" in name)
     with pytest.raises(mf.errors.PlanError) as wrong:

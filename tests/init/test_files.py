@@ -330,7 +330,7 @@ def test_what_does_not_match_is_named(tmp_path):
     write_safetensors(path, tensors)
     like = {"a": torch.ones(3, 2), "c": torch.ones(4), "count": torch.ones(())}
     with mf.make_groups(1) as groups:
-        with pytest.raises(mf.errors.TreeError) as error:
+        with pytest.raises(mf.errors.LeafError) as error:
             mf.load_shards(path, groups, like=like)
         text = str(error.value)
         assert "params.a: expected shape (3, 2), got (2, 3)" in text
@@ -338,13 +338,13 @@ def test_what_does_not_match_is_named(tmp_path):
         assert "params.count: expected float32, got int64" in text
         assert "'b' is not expected" in text
         assert "fix: " in text
-        with pytest.raises(mf.errors.TreeError, match="'b' is not expected"):
+        with pytest.raises(mf.errors.LeafError, match="'b' is not expected"):
             mf.load_shards(path, groups, like={"a": tensors["a"], "count": tensors["count"]})
-        with pytest.raises(mf.errors.TreeError, match="and 6 more"):
+        with pytest.raises(mf.errors.LeafError, match="and 6 more"):
             mf.load_shards(path, groups, like={str(i): torch.ones(1) for i in range(8)})
         state = nn.BatchNorm1d(2).state_dict() | {"running_mean": torch.ones(3)}
         with pytest.raises(
-            mf.errors.TreeError, match=r"buffers.running_mean: expected shape \(2,\)"
+            mf.errors.LeafError, match=r"buffers.running_mean: expected shape \(2,\)"
         ):
             mf.init_model(lambda: nn.BatchNorm1d(2), groups, seed=0, weights=state)
 

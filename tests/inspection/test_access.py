@@ -488,20 +488,20 @@ def paths_of_trees():
         assert mf.get(shards, "params.params.0", groups) == 3.0
         assert mf.get(mf.shard(torch.tensor([4.0]), groups), "params", groups) == 4.0
         twice = mf.shard({"params": {"w": torch.ones(1)}, "w": torch.zeros(1)}, groups)
-        with pytest.raises(mf.errors.TreeError, match="'params.w' names several leaves") as error:
+        with pytest.raises(mf.errors.LeafError, match="'params.w' names several leaves") as error:
             mf.get(twice, "params.w", groups)
         assert "it may be params.params.w or params.w" in str(error.value)
         assert mf.get(twice, "params.params.w", groups) == 1
         assert mf.get(twice, "w", groups) == 0
         state = mf.init_state(twice, mf.optim.sgd(0.1))
-        with pytest.raises(mf.errors.TreeError, match="'params.w' names several leaves") as error:
+        with pytest.raises(mf.errors.LeafError, match="'params.w' names several leaves") as error:
             mf.get(state, "params.w", groups)
         assert "it may be state.params.params.w or state.params.w" in str(error.value)
         assert mf.get(state, "state.params.params.w", groups) == 1
         assert mf.get(state, "state.params.w", groups) == mf.get(state, "w", groups) == 0
         assert mf.get(mf.shard([None, torch.ones(1)], groups), "0", groups) is None
         for bad in (3, None):
-            with pytest.raises(mf.errors.TreeError, match="the path is"):
+            with pytest.raises(mf.errors.LeafError, match="the path is"):
                 mf.get(shards, bad, groups)  # pyright: ignore
         shape = mf.shard([torch.ones(2, 3, device="meta")], groups)
         assert mf.get(shape, "0", groups).is_meta
@@ -543,7 +543,7 @@ def unknown(path, put):
 def test_an_unknown_path_names_the_nearest(ranks, path):
     for verb in ("get", "set"):
         name, text = on_all_ranks(ranks, unknown, path, verb == "set")
-        assert name == "TreeError"
+        assert name == "LeafError"
         first, *lines, last = text.splitlines()
         assert first == f"{verb}: no leaf {path!r} here"
         assert last == "  fix: print(summary(...)) shows all paths"
@@ -881,7 +881,7 @@ def tables():
         (row,) = mf.summary(mf.shard([None, torch.ones(1)], groups)).rows
         assert row.path == "1"
         for bad in (1, 2.5):
-            with pytest.raises(mf.errors.TreeError, match="summary: rows="):
+            with pytest.raises(mf.errors.LeafError, match="summary: rows="):
                 mf.summary(shards, rows=bad)  # pyright: ignore
         return str(mf.summary(mf.shard([torch.ones(3), torch.ones(3)], groups), groups))
 

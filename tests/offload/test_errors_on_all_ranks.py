@@ -15,10 +15,9 @@ from mics_fn import optim, tree
 from mics_fn.collectives import collect
 from mics_fn.errors import (
     DonatedError,
+    FileError,
     LostStateError,
-    OffloadError,
     PeerFailed,
-    PeerOffloadError,
 )
 from mics_fn.offload import is_stored
 from mics_fn.optim.flat import by_leaf
@@ -90,17 +89,17 @@ def trial(verb: str, fault: str, folder: str) -> tuple[Any, ...]:
     except mf.MicsError as error:
         found = error
     assert time.monotonic() - started < LIMIT_S
-    assert isinstance(found, OffloadError), found
-    assert (type(found) is OffloadError) is bad
+    assert isinstance(found, FileError), found
+    assert (type(found) is FileError) is bad
     held = "torn"
     try:
         same_bits((state.params, by_leaf(state.opt)), before)
         held = "whole"
-    except (DonatedError, LostStateError, OffloadError) as error:
+    except (DonatedError, LostStateError, FileError) as error:
         held = type(error).__name__
     if bad or "donated" not in verb:
         lost = fault in ("cut off", "stale")
-        assert held in (["OffloadError", "LostStateError"] if lost and bad else ["whole"]) or (
+        assert held in (["FileError", "LostStateError"] if lost and bad else ["whole"]) or (
             "opt_step, " in verb and held in ("DonatedError", "LostStateError")
         ), held
     if not bad:
@@ -151,7 +150,7 @@ def trained(folder: str, fault: str, overlap: bool, guarded: bool) -> tuple[list
         try:
             with broken(fault if now else "", folder if now else "/proc/none"):
                 trainer.step(random(10 * step + groups.position, 8, 40))
-        except (OffloadError, PeerFailed) as error:
+        except (FileError, PeerFailed) as error:
             errors.append(type(error).__name__)
             with pytest.raises(mf.MicsError):  # nothing is torn without a word
                 trainer.step(random(0, 8, 40))
@@ -190,5 +189,5 @@ def check_trained(folder: str, fault: str, overlap: bool, guarded: bool) -> list
 )
 def test_a_trainer_goes_on_with_its_replicas(ranks, tmp_path, fault, overlap, guarded):
     told, raised = ranks(2).run(check_trained, f"{tmp_path}", fault, overlap, guarded)
-    assert raised == ["OffloadError"]
-    assert told == [PeerOffloadError.__name__]
+    assert raised == ["FileError"]
+    assert told == ["PeerFileError"]

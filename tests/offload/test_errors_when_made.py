@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn.collectives import broadcast
-from mics_fn.errors import DesyncError, OffloadError, PeerFailed, PeerOffloadError
+from mics_fn.errors import DesyncError, FileError, PeerFailed, PeerFileError
 from mics_fn.offload import scratch as scratch_module
 
 LIMIT_S = 30.0
@@ -81,7 +81,7 @@ def trial(layout: Layout, verb: str, fault: str, folder: str) -> tuple[Any, ...]
     except mf.MicsError as error:
         found = error
     assert time.monotonic() - started < LIMIT_S
-    assert type(found) is (OffloadError if bad else PeerOffloadError), found
+    assert type(found) is (FileError if bad else PeerFileError), found
     if not bad:
         assert isinstance(found, PeerFailed)
         assert (found.rank, found.kind) == (1, "raised")
@@ -129,7 +129,7 @@ def slow(layout: Layout, folder: str) -> int:
         mock.patch.object(
             scratch_module, "write_all", scratch_module.write_all if bad else written
         ),
-        pytest.raises(OffloadError),
+        pytest.raises(FileError),
     ):
         mf.shard(values, groups, bucket_bytes=50_000, where=f"params=disk:{folder}")
     return len(writes)

@@ -21,7 +21,7 @@ from children import FORK, in_child
 from torch import Tensor
 
 from mics_fn import checkpoint, make_groups, testing
-from mics_fn.errors import CheckpointNotFound, OffloadError, PlanError
+from mics_fn.errors import CheckpointNotFound, FileError, PlanError
 from mics_fn.offload import (
     Block,
     Scratch,
@@ -181,7 +181,7 @@ def test_a_full_disk(tmp_path: Path, direct: bool | None):
     with small_disk(tmp_path / "small", 3 * MIB) as folder:
         scratch = Scratch(folder, direct=direct)
         kept = kept_in(scratch)  # 1.5 MB
-        with pytest.raises(OffloadError, match=r"(?s)no room for .*more.*w: .*No space left") as e:
+        with pytest.raises(FileError, match=r"(?s)no room for .*more.*w: .*No space left") as e:
             [empty(scratch, (400_000,), torch.float32, leaf="w") for _ in range(2)]
         assert (e.value.path, e.value.leaf) == (str(scratch.path), "w")
         assert intact(kept)
@@ -194,7 +194,7 @@ def test_a_full_disk(tmp_path: Path, direct: bool | None):
         assert intact(new, 1.0)
         assert torch.equal(rest, torch.ones(150_000))
         del rest, scratch, new
-    with pytest.raises(OffloadError, match="cannot be made"):
+    with pytest.raises(FileError, match="cannot be made"):
         Scratch("/proc/none")
     with pytest.raises(PlanError, match="folder"):
         Scratch("")
@@ -204,7 +204,7 @@ def test_a_file_that_may_not_grow(scratch: Scratch):
     kept = kept_in(scratch)
     with (
         testing.inject(None, 0, "offload: read w3", "disk_full"),
-        pytest.raises(OffloadError, match=r"(?s)cannot be written.*new \d+: .*File too large"),
+        pytest.raises(FileError, match=r"(?s)cannot be written.*new \d+: .*File too large"),
     ):
         step(kept, [empty(scratch, x.shape, x.dtype, leaf=f"new {i}") for i, x in enumerate(kept)])
     assert intact(kept)
@@ -233,7 +233,7 @@ def test_a_broken_disk(scratch: Scratch, monkeypatch: pytest.MonkeyPatch, name: 
     new = [empty(scratch, x.shape, x.dtype, leaf=f"new{i}") for i, x in enumerate(kept)]
     with monkeypatch.context() as patch:
         failing(patch, name, after)
-        with pytest.raises(OffloadError, match=r"(?s)(w|new)\d+: \[Errno 5\].*fix: ") as caught:
+        with pytest.raises(FileError, match=r"(?s)(w|new)\d+: \[Errno 5\].*fix: ") as caught:
             step(kept, new)
     assert caught.value.path == str(scratch.path)
     assert threading.active_count() == before
@@ -246,11 +246,11 @@ def test_what_was_written_in_part_is_not_read(scratch: Scratch, monkeypatch: pyt
     (kept,) = renewed([store(torch.zeros(4 * UNIT), scratch, "w")])
     with monkeypatch.context() as patch:
         failing(patch, "write_all", 0)
-        with pytest.raises(OffloadError):
+        with pytest.raises(FileError):
             list(stream([Block([kept[UNIT : 2 * UNIT]], [kept[UNIT : 2 * UNIT]])], 2 * MIB))
     assert torch.equal(kept[:UNIT], torch.zeros(UNIT))
     for part in (kept, kept[UNIT : UNIT + 5]):
-        with pytest.raises(OffloadError, match="never written, or not to the end"):
+        with pytest.raises(FileError, match="never written, or not to the end"):
             read(part)
 
 
@@ -291,7 +291,7 @@ def test_a_changed_file(scratch: Scratch, change: str):
     assert intact(kept, 1.0)
     CHANGES[change](scratch.path, kept, old)
     for use in (lambda: intact(kept, 1.0), lambda: list(stream([Block([x]) for x in kept], MIB))):
-        with pytest.raises(OffloadError, match=r"(?s)(w3: |w0: ).*load a checkpoint") as caught:
+        with pytest.raises(FileError, match=r"(?s)(w3: |w0: ).*load a checkpoint") as caught:
             use()
         assert caught.value.path == str(scratch.path)
         assert caught.value.leaf in ("w0", "w3")
@@ -302,7 +302,7 @@ def test_a_short_read(scratch: Scratch, monkeypatch: pytest.MonkeyPatch):
     kept = kept_in(scratch)
     monkeypatch.setattr(Scratch, "check", lambda *_: None)
     os.truncate(scratch.path, kept[3].extent.offset + 5000)  # pyright: ignore
-    with pytest.raises(OffloadError, match=r"w3: \d+ of \d+ bytes at \d+ could be read"):
+    with pytest.raises(FileError, match=r"w3: \d+ of \d+ bytes at \d+ could be read"):
         list(stream([Block([x]) for x in kept], MIB))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.errors import DonatedError, LeafError, OffloadError
+from mics_fn.errors import DonatedError, FileError, LeafError
 from mics_fn.offload import Scratch, Stored, empty, is_stored, read, renewed, store
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
@@ -175,7 +175,7 @@ def test_giving_a_part_away_leaves_the_other_parts(n: int, calls: list[tuple[boo
 
 def test_what_was_never_written_raises(scratch: Scratch):
     made = empty(scratch, (3,), torch.float32, leaf="w")
-    with pytest.raises(OffloadError, match=r"(?s)w: it was never written"):
+    with pytest.raises(FileError, match=r"(?s)w: it was never written"):
         read(made)
 
 
@@ -219,6 +219,6 @@ def test_a_closed_file(scratch: Scratch):
     scratch.close()
     assert not scratch.path.exists()
     for use in (lambda: kept + 1, lambda: store(torch.ones(3), scratch)):
-        with pytest.raises(OffloadError, match="was closed"):
+        with pytest.raises(FileError, match="was closed"):
             use()
     assert "Stored(shape=(3,)" in repr(kept)

@@ -168,11 +168,11 @@ def test_a_state_is_whole_or_known_to_be_lost(donate, at):
 def test_a_sum_that_is_not_complete_or_of_another_tree_is_refused():
     groups = mf.make_groups(1)
     state = mf.init_state(mf.shard(values(), groups), optim.sgd(0.1))
-    with pytest.raises(mf.errors.TreeError, match="0 of 2 passes are done"):
+    with pytest.raises(mf.errors.LeafError, match="0 of 2 passes are done"):
         mf.opt_step(state, mf.GradSum(micro_steps=2))
     other = mf.shard({"w": torch.ones(3)}, groups)
     total = mf.GradSum()
     with mf.defer(other, groups, mf.keep_all(), into=total) as full:
         total.backward(full["w"].sum())
-    with pytest.raises(mf.errors.TreeError, match="differs from the parameters"):
+    with pytest.raises(mf.errors.LeafError, match="differs from the parameters"):
         mf.opt_step(state, total)

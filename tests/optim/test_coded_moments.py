@@ -13,7 +13,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import optim, spans, tree
 from mics_fn.collectives import Codec
-from mics_fn.errors import LeafError, OptimizerError, PlanError
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import Coded, coded, is_coded, read
 from mics_fn.optim.flat import by_leaf
 from mics_fn.train.carried import carried, take_back
@@ -394,18 +394,18 @@ def test_what_cannot_be_kept_as_codes_is_refused_by_name(tmp_path):
             mf.Precision.parse(text)
     with pytest.raises(PlanError, match=r"state=int8\[256\] for a, whose shards are"):
         mf.shard(values(0), groups, precision="param=bf16, state=int8")
-    with pytest.raises(OptimizerError, match="there are no codes for 'prev'"):
+    with pytest.raises(PlanError, match="there are no codes for 'prev'"):
         state_of(groups, optim.from_torch(torch.optim.Rprop))
     own = optim.from_update(
         lambda params: mf.shards.map(torch.zeros_like, params), lambda g, s, p: (g, s)
     )
-    with pytest.raises(OptimizerError, match=r"opt.a is not kept as the codes"):
+    with pytest.raises(PlanError, match=r"opt.a is not kept as the codes"):
         state_of(groups, own)
     with pytest.raises(PlanError, match="is to go to disk, and is kept as codes"):
         mf.move(state_of(groups), f"states=disk:{tmp_path}")
     state, grads = state_of(groups), mf.shard(values(5), groups, precision="state=int8")
     live = tree.map_leaves(lambda x: x.clone().requires_grad_(), grads)
-    with pytest.raises(OptimizerError, match="moments are kept as codes"):
+    with pytest.raises(PlanError, match="moments are kept as codes"):
         mf.opt_step(state, live)
 
 

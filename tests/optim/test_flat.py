@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.errors import DonatedError, TreeError
+from mics_fn.errors import DonatedError, LeafError
 from mics_fn.optim.flat import FlatShards, by_leaf, zeros
 
 STEPS = 3
@@ -150,7 +150,7 @@ def test_a_tree_by_runs_is_the_tree_by_leaf():
     assert tree.flatten(rebuilt.by_leaf())[1] == spec
     again = mf.opt_step(mf.init_state(shards, mf.optim.lion(0.1)), shards).opt.mean
     assert tree.flatten(again)[1] == same, "structures compare"
-    with pytest.raises(TreeError, match="fix: take the leaves first: unshard"):
+    with pytest.raises(LeafError, match="fix: take the leaves first: unshard"):
         mf.unshard(flat, groups)["a"]
     assert not isinstance(by_leaf({"m": flat})["m"], FlatShards)
 
@@ -161,7 +161,7 @@ def test_a_state_of_other_parameters_is_refused():
     optimizer = mf.optim.adamw(0.1)
     state = mf.init_state(two, optimizer)
     mixed = mf.TrainState(0, three, state.opt, {}, optimizer)
-    with pytest.raises(TreeError, match="the state is of another tree"):
+    with pytest.raises(LeafError, match="the state is of another tree"):
         mf.opt_step(mixed, three)
 
 

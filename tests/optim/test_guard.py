@@ -595,7 +595,7 @@ def test_an_empty_tree_is_judged():
     ],
 )
 def test_a_guard_that_can_not_work_is_refused(make, said):
-    with pytest.raises(mf.errors.OptimizerError) as caught:
+    with pytest.raises(mf.errors.PlanError) as caught:
         make()
     assert said in str(caught.value)
 

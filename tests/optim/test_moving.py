@@ -173,7 +173,7 @@ def test_an_error_of_the_disk_names_file_and_leaf_and_tears_nothing(tmp_path, do
         old(self, start, memory, leaf)
 
     monkeypatch.setattr(Extent, "write", write)
-    with pytest.raises(mf.errors.OffloadError, match=r"scratch cannot be written(.|\n)*states\."):
+    with pytest.raises(mf.errors.FileError, match=r"scratch cannot be written(.|\n)*states\."):
         mf.opt_step(state, mf.reduce_grads(values(5), groups), donate=donate)
     monkeypatch.undo()
     if donate:

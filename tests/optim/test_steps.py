@@ -71,12 +71,12 @@ def torn(layout: Layout, donate: bool, behind: list[int]) -> tuple[str, str]:
     with new_groups(layout) as groups:
         mine = old if rank in behind else state
         kept = tensors(mine)
-        with pytest.raises(mf.errors.TornStepError) as caught:
+        with pytest.raises(mf.errors.LostStateError) as caught:
             stepped(mine, groups, donate)
         same_bits(tensors(mine), kept)
         try:
             mine = mf.optim.same_step(mine, groups, heal=True)
-        except mf.errors.TornStepError as error:
+        except mf.errors.LostStateError as error:
             return str(caught.value), str(error)
         assert mine.step == 3
         same_bits(tensors(mine), wanted)
@@ -106,7 +106,7 @@ def torn_by(change: Callable[[Any, mf.Groups], Any]) -> str:
     with new_groups(LAYOUTS[0]) as groups:
         old = started(groups)
         state = stepped(old, groups)
-    with new_groups(LAYOUTS[0]) as groups, pytest.raises(mf.errors.TornStepError) as caught:
+    with new_groups(LAYOUTS[0]) as groups, pytest.raises(mf.errors.LostStateError) as caught:
         stepped(old if dist.get_rank() else state, groups, change=change)
     return str(caught.value)
 
@@ -130,7 +130,7 @@ def put_in_place(layout: Layout) -> str:
         trainer = mf.Trainer(torch.nn.Linear(2, 2), mf.optim.sgd(0.1), groups)
         if dist.get_rank() == 1:
             trainer.state = mf.TrainState(7, *tree_of(trainer.state))
-        with pytest.raises(mf.errors.TornStepError) as caught:
+        with pytest.raises(mf.errors.LostStateError) as caught:
             trainer.step(torch.ones(2, 2))
         return str(caught.value)
 

@@ -52,62 +52,62 @@ class Eighths(nn.Linear):
 TABLE = r"""
 # Optimizers
 >>> optim.lion(-1)
-OptimizerError: lion: lr=-1, expected a finite number of at least 0
+PlanError: lion: lr=-1, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.adamw(-1)
-OptimizerError: adamw: lr=-1, expected a finite number of at least 0
+PlanError: adamw: lr=-1, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd("0.1")
-OptimizerError: sgd: lr='0.1', expected a finite number of at least 0
+PlanError: sgd: lr='0.1', expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd(None)
-OptimizerError: sgd: lr=None, expected a finite number of at least 0
+PlanError: sgd: lr=None, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.adam(True)
-OptimizerError: adam: lr=True, expected a finite number of at least 0
+PlanError: adam: lr=True, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.adamw(nan)
-OptimizerError: adamw: lr=nan, expected a finite number of at least 0
+PlanError: adamw: lr=nan, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.lion(torch.ones(2))
-OptimizerError: lion: lr is a tensor of shape (2,), expected one with 0 dims
+PlanError: lion: lr is a tensor of shape (2,), expected one with 0 dims
   fix: pass a number, or torch.tensor(number)
 >>> optim.lion(torch.tensor(-1.0))
-OptimizerError: lion: lr=-1.0, expected a finite number of at least 0
+PlanError: lion: lr=-1.0, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd(torch.tensor(nan))
-OptimizerError: sgd: lr=nan, expected a finite number of at least 0
+PlanError: sgd: lr=nan, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.adamw(torch.tensor(math.inf))
-OptimizerError: adamw: lr=inf, expected a finite number of at least 0
+PlanError: adamw: lr=inf, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd(torch.tensor(0.1, device="meta"))
-OptimizerError: sgd: lr is on meta, expected a number
+PlanError: sgd: lr is on meta, expected a number
   fix: pass a number, or torch.tensor(number)
 >>> optim.sgd(torch.tensor(True))
-OptimizerError: sgd: lr is a tensor of torch.bool, expected a number
+PlanError: sgd: lr is a tensor of torch.bool, expected a number
   fix: pass a number, or torch.tensor(number)
 >>> optim.lion(float)
-OptimizerError: lion: lr is the class float, expected a finite number of at least 0
+PlanError: lion: lr is the class float, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd(0.1, momentum=-1)
-OptimizerError: sgd: momentum=-1, expected a finite number of at least 0
+PlanError: sgd: momentum=-1, expected a finite number of at least 0
 >>> optim.sgd(0.1, nesterov=True)
-OptimizerError: sgd: nesterov=True with momentum=0.0
+PlanError: sgd: nesterov=True with momentum=0.0
   fix: pass momentum= above 0, such as 0.9
 >>> optim.sgd(0.1, momentum=0.9, nesterov="no")
-OptimizerError: sgd: nesterov='no', expected True or False
+PlanError: sgd: nesterov='no', expected True or False
 >>> optim.adam(0.1, betas=0.9)
-OptimizerError: adam: betas=0.9, expected two numbers from 0 to below 1
+PlanError: adam: betas=0.9, expected two numbers from 0 to below 1
   fix: pass a pair such as (0.9, 0.999)
 >>> optim.adam(0.1, betas=(0.9, 1.0))
-OptimizerError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
+PlanError: adam: betas[1]=1.0, expected a finite number of at least 0 and below 1
 >>> optim.adamw(0.1, eps=nan)
-OptimizerError: adamw: eps=nan, expected a finite number of at least 0
+PlanError: adamw: eps=nan, expected a finite number of at least 0
 >>> optim.lion(0.1, weight_decay=None)
-OptimizerError: lion: weight_decay=None, expected a finite number of at least 0
+PlanError: lion: weight_decay=None, expected a finite number of at least 0
 >>> optim.lion(0.1, decay_mask="bias")
-OptimizerError: lion: decay_mask='bias', expected a function from the path of a leaf to a bool
+PlanError: lion: decay_mask='bias', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' not in path
 >>> mf.opt_step(state(optim.adamw(0.1, decay_mask=lambda path: "no")), shards())
 PlanError: adamw: decay_mask('b')='no', expected True or False
@@ -116,64 +116,64 @@ PlanError: adamw: decay_mask('b')='no', expected True or False
 PlanError: lion: decay_mask('b') is of type Tensor, expected True or False
   fix: let the function return a bool
 >>> mf.opt_step(state(optim.lion(lambda step: nan)), shards())
-OptimizerError: lion: lr(0)=nan, expected a finite number of at least 0
+PlanError: lion: lr(0)=nan, expected a finite number of at least 0
   fix: let the function of the step give a rate for every step
 >>> mf.opt_step(state(optim.sgd(lambda step: torch.tensor(nan))), shards())
-OptimizerError: sgd: lr(0)=nan, expected a finite number of at least 0
+PlanError: sgd: lr(0)=nan, expected a finite number of at least 0
   fix: let the function of the step give a rate for every step
 >>> optim.warmup_cosine(1.0, 100, 10)
-OptimizerError: warmup_cosine: warmup_steps=100, total_steps=10
+PlanError: warmup_cosine: warmup_steps=100, total_steps=10
   the rate would never fall: the warmup is a part of the whole
   fix: the order is peak, warmup_steps, total_steps, floor
 >>> optim.warmup_cosine(1.0, 10, 10)
-OptimizerError: warmup_cosine: warmup_steps=10, total_steps=10
+PlanError: warmup_cosine: warmup_steps=10, total_steps=10
   the rate would never fall: the warmup is a part of the whole
   fix: the order is peak, warmup_steps, total_steps, floor
 >>> optim.warmup_cosine(1.0, 1, 10)(-5)
-OptimizerError: the rate of warmup_cosine: step=-5, expected an int of at least 0
+PlanError: the rate of warmup_cosine: step=-5, expected an int of at least 0
   fix: pass the step, counted from 0
 >>> optim.warmup_cosine(1.0, 1, 10)("a")
-OptimizerError: the rate of warmup_cosine: step='a', expected an int of at least 0
+PlanError: the rate of warmup_cosine: step='a', expected an int of at least 0
   fix: pass the step, counted from 0
 >>> optim.warmup_cosine(-1.0, 1, 10)
-OptimizerError: warmup_cosine: peak=-1.0, expected a finite number of at least 0
+PlanError: warmup_cosine: peak=-1.0, expected a finite number of at least 0
   fix: the order is peak, warmup_steps, total_steps, floor
 >>> optim.warmup_cosine(1.0, 1.5, 10)
-OptimizerError: warmup_cosine: warmup_steps=1.5, expected an int of at least 0
+PlanError: warmup_cosine: warmup_steps=1.5, expected an int of at least 0
   fix: the order is peak, warmup_steps, total_steps, floor
 >>> optim.warmup_cosine(1.0, 1, 10, 2.0)
-OptimizerError: warmup_cosine: floor=2.0, expected a finite number of at least 0 and of at most 1
+PlanError: warmup_cosine: floor=2.0, expected a finite number of at least 0 and of at most 1
   fix: the order is peak, warmup_steps, total_steps, floor
 >>> optim.from_torch(torch.optim.RMSprop, lr=-1)
-OptimizerError: from_torch: lr=-1, expected a finite number of at least 0
+PlanError: from_torch: lr=-1, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.from_torch(torch.optim.RMSprop, lr=0.1, momentun=0.9)
-OptimizerError: from_torch: there is no option momentun=
+PlanError: from_torch: there is no option momentun=
   fix: did you mean momentum=?
 >>> optim.from_torch(torch.optim.RMSprop, lr=0.1, alpha=nan)
-OptimizerError: from_torch: alpha=nan, expected a finite number
+PlanError: from_torch: alpha=nan, expected a finite number
 >>> optim.from_torch(torch.optim.Adam, lr=0.1, amsgrad="no")
-OptimizerError: from_torch: amsgrad='no', expected True or False
+PlanError: from_torch: amsgrad='no', expected True or False
 >>> optim.from_torch(torch.optim.Adam, lr=0.1, capturable=None)
-OptimizerError: from_torch: capturable=None, expected True or False
+PlanError: from_torch: capturable=None, expected True or False
 >>> optim.from_torch(torch.optim.Adam, lr=0.1, foreach="no")
-OptimizerError: from_torch: foreach='no', expected True, False or None
+PlanError: from_torch: foreach='no', expected True, False or None
 >>> optim.from_torch(torch.optim.Adam, decay_mask="bias")
-OptimizerError: from_torch: decay_mask='bias', expected a function from the path of a leaf to a bool
+PlanError: from_torch: decay_mask='bias', expected a function from the path of a leaf to a bool
   fix: pass a function such as lambda path: 'bias' not in path
 >>> optim.from_torch(None, lr=0.1)
-OptimizerError: from_torch: NoneType cannot be used: it is not a class of torch.optim.Optimizer
+PlanError: from_torch: NoneType cannot be used: it is not a class of torch.optim.Optimizer
   fix: use an elementwise one: SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
 >>> optim.chain([optim.sgd(0.1)])
-OptimizerError: list is not an optimizer of init and update
+PlanError: list is not an optimizer of init and update
   fix: chain(a, b) makes one of several
 >>> optim.chain(torch.optim.SGD)
-OptimizerError: the class SGD is not an optimizer of init and update
+PlanError: the class SGD is not an optimizer of init and update
   fix: pass from_torch(SGD, lr=...), or an instance
 >>> optim.clip_by_value(None)
-OptimizerError: clip_by_value: max_value=None, expected a number above 0
+PlanError: clip_by_value: max_value=None, expected a number above 0
 >>> optim.clip_by_global_norm(nan, groups)
-OptimizerError: clip_by_global_norm: max_norm=nan, expected a number above 0
+PlanError: clip_by_global_norm: max_norm=nan, expected a number above 0
 >>> optim.clip_by_global_norm(1.0, None)
 GroupsError: clip_by_global_norm: groups is None
   fix: make groups first: groups = mics_fn.make_groups(partition_size)
@@ -181,15 +181,15 @@ GroupsError: clip_by_global_norm: groups is None
 GroupsError: clip_by_global_norm: groups=5, expected Groups
   fix: pass what make_groups gave, or a tree of such
 >>> optim.Guard(max_norm="1")
-OptimizerError: Guard: max_norm='1', expected a number above 0
+PlanError: Guard: max_norm='1', expected a number above 0
 >>> optim.Guard(scale=2.0)
-OptimizerError: Guard: scale=2.0 is not a LossScale
+PlanError: Guard: scale=2.0 is not a LossScale
   fix: make one with no_scale, static_scale or dynamic_scale
 >>> optim.Guard(spike=True)
-OptimizerError: Guard: spike=True is not a watch
+PlanError: Guard: spike=True is not a watch
   fix: make one with norm_spike
 >>> optim.Guard(on_nonfinite="stop")
-OptimizerError: Guard: on_nonfinite='stop', expected 'skip', 'raise' or 'ignore'
+PlanError: Guard: on_nonfinite='stop', expected 'skip', 'raise' or 'ignore'
 >>> optim.static_scale(None)
 PlanError: static_scale: scale=None, expected a finite number above 0
   fix: 1 scales nothing; powers of two round nothing
@@ -226,27 +226,27 @@ PlanError: norm_spike: warmup=200, expected at most window=100
 >>> optim.norm_spike(action="warn")
 PlanError: norm_spike: action='warn', expected 'skip' or 'report'
 >>> optim.global_norm(None, groups)
-TreeError: global_norm: tree is None
+LeafError: global_norm: tree is None
   fix: pass a tree of tensors or shards
 
 # States
 >>> mf.init_state(None, optim.sgd(0.1))
-TreeError: init_state: params is None
+LeafError: init_state: params is None
   fix: pass what shard gave
 >>> mf.init_state({"w": x}, optim.sgd(0.1))
 LeafError: init_state: params.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.init_state(shards(), None)
-OptimizerError: NoneType is not an optimizer of init and update
+PlanError: NoneType is not an optimizer of init and update
   fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
 >>> mf.init_state(shards(), torch.optim.SGD)
-OptimizerError: the class SGD is not an optimizer of init and update
+PlanError: the class SGD is not an optimizer of init and update
   fix: pass from_torch(SGD, lr=...), or an instance
 >>> mf.init_state(shards(), torch.optim.SGD([x], 0.1))
-OptimizerError: SGD is not an optimizer of init and update
+PlanError: SGD is not an optimizer of init and update
   fix: pass from_torch(torch.optim.SGD, lr=...), which makes one for shards
 >>> mf.init_state(shards(), optim.sgd)
-OptimizerError: the function sgd is not an optimizer of init and update
+PlanError: the function sgd is not an optimizer of init and update
   fix: call it: sgd(...)
 >>> mf.init_state(shards(), optim.sgd(0.1), buffers=5)
 PlanError: init_state: buffers=5, expected a dict of tensors
@@ -258,7 +258,7 @@ PlanError: init_state: buffers.a=5, expected a tensor
 PlanError: TrainState: step='a', expected an int of at least 0
   fix: make it with init_state, or change one with replace of dataclasses
 >>> mf.TrainState(0, shards(), (), {}, None)
-OptimizerError: TrainState: transform=None, expected a Transform
+PlanError: TrainState: transform=None, expected a Transform
   fix: pass an optimizer, such as adamw(1e-3)
 >>> mf.TrainState(0, shards(), (), None, optim.sgd(0.1))
 PlanError: TrainState: buffers=None, expected a dict of tensors
@@ -277,16 +277,16 @@ PlanError: guarded_step: state is of type dict, expected a TrainState
 >>> optim.guarded_step(state(), shards(), optim.Guard(), groups, donate="no")
 PlanError: guarded_step: donate='no', expected True or False
 >>> mf.opt_step(replace(state(), transform=optim.lion(0.1)), shards())
-OptimizerError: opt_step: the state of the optimizer is of type TorchState, and not that of lion
+PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of lion
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(optim.lion(0.1)), transform=optim.adam(0.1)), shards())
-OptimizerError: opt_step: the state of the optimizer is of type LionState, and not that of torch.optim.Adam with these options
+PlanError: opt_step: the state of the optimizer is of type LionState, and not that of torch.optim.Adam with these options
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(optim.sgd(0.1)), transform=optim.adam(0.1)), shards())
-OptimizerError: opt_step: the state of the optimizer is of type TorchState, and not that of torch.optim.Adam with these options
+PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of torch.optim.Adam with these options
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
-OptimizerError: opt_step: the state of the optimizer is of type TorchState, and not that of a chain of 2
+PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of a chain of 2
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> optim.same_step(None, groups)
 PlanError: same_step: state=None, expected a TrainState
@@ -298,7 +298,7 @@ PlanError: same_replicas: on_drift='fix', expected 'raise' or 'heal'
 
 # Shards
 >>> mf.shard(None, groups)
-TreeError: shard: params is None
+LeafError: shard: params is None
   fix: pass a tree of tensors or shards
 >>> mf.shard({"w": x}, None)
 GroupsError: shard: groups is None
@@ -311,7 +311,7 @@ PlanError: shard: frozen cannot be called as frozen(path)
   it takes (): too many positional arguments
   fix: pass a function such as lambda path: 'bias' in path
 >>> mf.shard({"w": x}, 5)
-TreeError: groups.w: got int, which is no groups
+LeafError: groups.w: got int, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> mf.shard(groups, {"w": x})
 GroupsError: shard: params is of type Groups
@@ -355,7 +355,7 @@ PlanError: Precision: overrides=5, expected pairs
 PlanError: Precision.parse: text=None, expected a text
   fix: write it as in 'param=f32, compute=bf16'
 >>> mf.gather(None, groups)
-TreeError: gather: shards is None
+LeafError: gather: shards is None
   fix: pass a tree of tensors or shards
 >>> mf.gather(groups, shards())
 GroupsError: gather: shards is of type Groups
@@ -367,19 +367,19 @@ LeafError: gather: shards.step is int, not a shard
 LeafError: unshard: shards.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.reduce_grads(None, groups)
-TreeError: reduce_grads: grads is None
+LeafError: reduce_grads: grads is None
   fix: pass a tree of tensors or shards
 >>> mf.scatter_grads({"w": x}, groups, like={"w": x})
 LeafError: scatter_grads: like.w is Tensor, not a shard
   fix: make shards with shard(params, groups)
 >>> mf.opt_step(two, mf.scatter_grads({"b": x, "w": x + 1}, groups))
-TreeError: opt_step: grads.b does not match its parameter
+LeafError: opt_step: grads.b does not match its parameter
   it lies at 0 of bucket 0 (16 x float32), the parameter at 0 of bucket 0 (8 x float32)
   fix: pass like=state.params to reduce_grads
 >>> mf.sync_replicas(shards(), groups, donate="no")
 PlanError: sync_replicas: donate='no', expected True or False
 >>> mf.bucket_sizes(None)
-TreeError: bucket_sizes: shards is None
+LeafError: bucket_sizes: shards is None
   fix: pass a tree of shards
 
 # Schedules
@@ -468,7 +468,7 @@ PlanError: record: loss_fn=None, expected a function that gives a loss
 LeafError: record: the loss has shape (2,), expected one number
   fix: take the mean() over its samples
 >>> mf.record(lambda full, x: full["w"].sum(), None, x)
-TreeError: record: shards is None
+LeafError: record: shards is None
   fix: pass a tree of tensors or shards
 >>> mf.record(lambda full, x: full["w"].sum(), shards(), x, mark_backward="yes")
 PlanError: record: mark_backward='yes', expected True or False
@@ -492,7 +492,7 @@ LeafError: GradSum.backward: the loss has shape (2,), expected one number
 LeafError: GradSum.backward: the loss is float, expected one number
   fix: return the tensor, without item() or float()
 >>> summed(lambda full: full["w"].sum().backward())
-TreeError: defer(into=): another backward went through it than that of its GradSum
+LeafError: defer(into=): another backward went through it than that of its GradSum
   fix: call total.backward(loss), not loss.backward()
 
 # Groups
@@ -684,13 +684,13 @@ PlanError: Trainer: model is of type Transform, expected an nn.Module or a funct
 GroupsError: Trainer: groups is of type Transform, expected groups
   fix: the order is Trainer(model, optimizer, groups, loss=...)
 >>> trainer(nn.Linear(2, 1), 0.1)
-OptimizerError: float is not an optimizer of init and update
+PlanError: float is not an optimizer of init and update
   fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
 >>> trainer(nn.Linear(2, 1), optim.sgd(0.1), None)
 GroupsError: Trainer: groups=None, expected groups
   fix: the order is Trainer(model, optimizer, groups, loss=...)
 >>> trainer(nn.Linear(2, 1), optim.sgd(0.1), 5)
-TreeError: groups.bias: got int, which is no groups
+LeafError: groups.bias: got int, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> trainer(frozen)
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
@@ -792,37 +792,37 @@ PlanError: Trainer: bucket_bytes='x', expected a number of bytes of at least 1
 PlanError: Trainer: checkpoint='folder', expected a Checkpoints
   fix: pass Checkpoints(folder)
 >>> trainer().step(x[:0])
-TreeError: Trainer: the batch has no sample
+LeafError: Trainer: the batch has no sample
   fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
 >>> trainer().step(None)
-TreeError: Trainer: the batch is None
+LeafError: Trainer: the batch is None
   fix: return a batch from what makes them, such as the collate_fn of a DataLoader
 >>> trainer(accumulate=2).step(None)
-TreeError: Trainer: the batch is None
+LeafError: Trainer: the batch is None
   fix: return a batch from what makes them, such as the collate_fn of a DataLoader
 >>> trainer().eval(None)
-TreeError: Trainer: the batch is None
+LeafError: Trainer: the batch is None
   fix: return a batch from what makes them, such as the collate_fn of a DataLoader
 >>> trainer().fit([None], 1, progress=False)
-TreeError: Trainer: the batch is None
+LeafError: Trainer: the batch is None
   fix: return a batch from what makes them, such as the collate_fn of a DataLoader
 >>> trainer().step([])
-TreeError: Trainer: the batch has no sample
+LeafError: Trainer: the batch has no sample
   fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
 >>> trainer().eval(x[:0])
-TreeError: Trainer: the batch has no sample
+LeafError: Trainer: the batch has no sample
   fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
 >>> trainer().step(DataLoader([1.0]))
-TreeError: Trainer: the batch is a DataLoader, which gives batches
+LeafError: Trainer: the batch is a DataLoader, which gives batches
   fix: pass it to trainer.fit(loader, steps), or pass one of its batches
 >>> trainer().step(iter([x]))
-TreeError: Trainer: the batch is a list_iterator, which gives batches
+LeafError: Trainer: the batch is a list_iterator, which gives batches
   fix: pass it to trainer.fit(loader, steps), or pass one of its batches
 >>> trainer().eval(x for _ in range(2))
-TreeError: Trainer: the batch is a generator, which gives batches
+LeafError: Trainer: the batch is a generator, which gives batches
   fix: pass it to trainer.fit(loader, steps), or pass one of its batches
 >>> trainer().step(lambda position: x)
-TreeError: Trainer: the batch is a function
+LeafError: Trainer: the batch is a function
   fix: pass what it returns
 >>> trainer(loss=lambda model: model(x).sum())
 PlanError: Trainer: loss cannot be called as loss(model, batch)
@@ -871,10 +871,10 @@ PlanError: Trainer.fit: progress='no', expected True or False
 PlanError: Trainer.fit: stop=True, expected a StopRequest
   fix: with StopRequest(groups) as stop: trainer.fit(loader, steps, stop=stop)
 >>> trainer().fit([], 1, progress=False)
-TreeError: Trainer.fit: the loader gave no batch
+LeafError: Trainer.fit: the loader gave no batch
   fix: give it at least one sample per rank
 >>> trainer().fit((x for _ in range(2)), 3, progress=False)
-TreeError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
+LeafError: Trainer.fit: the loader gave no batch in this pass: generator can be gone through only once
   fix: pass a list, a DataLoader, or another object that can be gone through again
 >>> mf.sampler(groups, range(4))
 GroupsError: sampler: groups is range
@@ -900,14 +900,14 @@ PlanError: Checkpoints: resume='no', expected True or False
 >>> mf.Checkpoints("a", on_corrupt="skip")
 PlanError: Checkpoints: on_corrupt='skip', expected 'raise' or 'previous'
 >>> trainer(checkpoint=mf.Checkpoints("/proc/nope"))
-CheckpointWriteError: Checkpoints: /proc/nope cannot be written
+FileError: Checkpoints: /proc/nope cannot be written
   No such file or directory
   fix: pass a folder that all ranks share and may write to
 >>> replicas.local_sgd(None)
 PlanError: local_sgd: every=None, expected an int of at least 1
   fix: give the steps from one merge to the next
 >>> replicas.diloco(2, 5)
-OptimizerError: int is not an optimizer of init and update
+PlanError: int is not an optimizer of init and update
   fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
 >>> replicas.local_sgd(2).after(shards(), state(), groups)
 PlanError: ReplicaSync.after: state is of type TrainState, expected a SyncState
@@ -915,15 +915,15 @@ PlanError: ReplicaSync.after: state is of type TrainState, expected a SyncState
 
 # The first day
 >>> trainer(loss=None).step((x, y))
-TreeError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
+LeafError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
   its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
   fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=None, precision="compute=bf16").eval((x, y))
-TreeError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
+LeafError: Trainer: the Linear cannot be called with this batch, as model(Tensor, Tensor)
   its forward takes (input: torch.Tensor) -> torch.Tensor: too many positional arguments
   fix: pass loss=, such as lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(loss=None).step({"x": x, "y": y})
-TreeError: Trainer: the Linear cannot be called with this batch, as model(x=, y=)
+LeafError: Trainer: the Linear cannot be called with this batch, as model(x=, y=)
   its forward takes (input: torch.Tensor) -> torch.Tensor: missing a required argument: 'input'
   fix: name the arguments of forward in the batch, or pass loss=: it is given (model, batch)
 >>> trainer(loss=None).step(x)
@@ -981,10 +981,10 @@ LeafError: Trainer: the loss is float, expected one number
 LeafError: Trainer: the loss is SimpleNamespace, expected one number
   fix: return its .loss
 >>> trainer(loss=lambda model, x: mse(model, x).backward()).step(x)
-TreeError: Trainer: the loss called backward(), which Trainer does once the loss is returned
+LeafError: Trainer: the loss called backward(), which Trainer does once the loss is returned
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
 >>> trainer(loss=lambda model, x: mse(model, x).backward(), live_bytes=0).step(x)
-TreeError: Trainer: the loss called backward(), which Trainer does once the loss is returned
+LeafError: Trainer: the loss called backward(), which Trainer does once the loss is returned
   fix: return the loss, and leave out backward(), zero_grad() and the optimizer's step()
 >>> mf.shard(nn.Linear(2, 1), groups)
 LeafError: shard: params is Linear, expected torch.Tensor
@@ -1023,13 +1023,13 @@ PlanError: save: path='', expected a str or os.PathLike that is not empty
 >>> checkpoint.save(state(), "a", groups, step=1)
 PlanError: save: path is of type TrainState, expected a str or os.PathLike that is not empty
 >>> checkpoint.save("a", None, groups, step=1)
-TreeError: save: state is None
+LeafError: save: state is None
   fix: pass a TrainState or a tree
 >>> checkpoint.save("a", 5, groups, step=2)
-TreeError: save: the state has no tensor to save
+LeafError: save: the state has no tensor to save
   fix: pass a TrainState, or a tree with shards or tensors
 >>> checkpoint.save("a", {"w": "a"}, groups, step=2)
-TreeError: save: the state has no tensor to save
+LeafError: save: the state has no tensor to save
   fix: pass a TrainState, or a tree with shards or tensors
 >>> checkpoint.save("a", state(), None, step=1)
 GroupsError: save: groups is None
@@ -1091,40 +1091,40 @@ PlanError: map: fn=None, expected a function of pieces
 PlanError: map: fn is of type dict, expected a function of pieces
   fix: the order is map(fn, shards, *rest)
 >>> mf.shards.map(torch.neg, None)
-TreeError: map: shards is None
+LeafError: map: shards is None
   fix: pass a tree of tensors or shards
 >>> mf.shards.cut({"b": x, "w": x}, groups, like=shards(), check="no")
 PlanError: cut: check='no', expected True or False
 >>> optim.from_update(None, max)
-OptimizerError: from_update: init=None, expected a function
+PlanError: from_update: init=None, expected a function
   fix: the order is from_update(init, update, facts)
 >>> optim.from_update(max, optim.sgd(0.1))
-OptimizerError: from_update: update is of type Transform, expected a function
+PlanError: from_update: update is of type Transform, expected a function
   fix: the order is from_update(init, update, facts)
 >>> optim.from_update(max, max, {"lr": 0.1})
-OptimizerError: from_update: facts is of type dict, expected a function
+PlanError: from_update: facts is of type dict, expected a function
   fix: the order is from_update(init, update, facts)
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: g)), shards())
-OptimizerError: from_update: update gave dict
+PlanError: from_update: update gave dict
   fix: return (updates, state) from it
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: (None, s))), shards())
-TreeError: from_update: the updates that update gave do not fit the parameters
+LeafError: from_update: the updates that update gave do not fit the parameters
   updates.b is missing
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"w": x}, s))), shards())
-TreeError: from_update: the updates that update gave do not fit the parameters
+LeafError: from_update: the updates that update gave do not fit the parameters
   updates.b is missing
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())
-TreeError: from_update: the updates that update gave do not fit the parameters
+LeafError: from_update: the updates that update gave do not fit the parameters
   updates.b: expected a piece of 3 elements, got 2
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": 5}, s))), shards())
-TreeError: from_update: the updates that update gave do not fit the parameters
+LeafError: from_update: the updates that update gave do not fit the parameters
   1 of 2 updates are tensors
   fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> optim.by_path({5: optim.sgd(0.1)})
-OptimizerError: by_path: transforms={5: Transform(...
+PlanError: by_path: transforms={5: Transform(...
   fix: pass a dict from patterns to transforms, such as {'*embed*': optim.sgd(0.1)}
 >>> mf.collectives.all_gather(comm, x, name=5)
 PlanError: all_gather: name=5, expected a text
@@ -1149,13 +1149,13 @@ PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of 
 
 # Places
 >>> mf.move(None, "states=host")
-TreeError: move: value=None, expected a TrainState or a tree of shards
+LeafError: move: value=None, expected a TrainState or a tree of shards
   fix: make one with init_state, or with shard
 >>> mf.move(5, "states=host")
-TreeError: move: value=5, expected a TrainState or a tree of shards
+LeafError: move: value=5, expected a TrainState or a tree of shards
   fix: make one with init_state, or with shard
 >>> mf.move({"w": x}, "params=host")
-TreeError: move: value is of type dict, expected a TrainState or a tree of shards
+LeafError: move: value is of type dict, expected a TrainState or a tree of shards
   fix: make one with init_state, or with shard
 >>> mf.move(state(), "states=host", device=5)
 PlanError: move: device=5, expected the name of a device
@@ -1182,9 +1182,9 @@ PlanError: Timeline.picture: path='nofolder/x.png', expected a file in a folder 
 PlanError: Timeline.picture: path='x.nope', expected the name of an image
   fix: let it end in one of ..., .png, ...
 >>> mf.get(shards(), None, groups)
-TreeError: get: the path is NoneType, expected str
+LeafError: get: the path is NoneType, expected str
 >>> mf.get(shards(), groups, "w")
-TreeError: groups.b: got str, which is no groups
+LeafError: groups.b: got str, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> mf.set(shards(), "w", "1", groups)
 LeafError: set: w: the value is str
@@ -1217,13 +1217,13 @@ PlanError: notebook.start: device=5, expected the name of a device
 PlanError: notebook.start: device='gpu', which torch does not know
   fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
 >>> mf.summary(None)
-TreeError: summary: shards=None, expected shards or tensors
+LeafError: summary: shards=None, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
 >>> mf.summary(nn.Linear(2, 1))
-TreeError: summary: shards is of type Linear, expected shards or tensors
+LeafError: summary: shards is of type Linear, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
 >>> mf.summary(shards(), rows=1)
-TreeError: summary: rows=1, expected None or an int of at least 2
+LeafError: summary: rows=1, expected None or an int of at least 2
 >>> injected(rank=-1)
 PlanError: inject: rank=-1, expected None or an int of at least 0
   fix: None means every rank
@@ -1242,7 +1242,7 @@ PlanError: inject: fault='explode'
 >>> injected(seconds=nan)
 PlanError: inject: seconds=nan, expected a finite number of at least 0
 >>> tree.node(None)
-TreeError: tree.node: None is not a dataclass
+LeafError: tree.node: None is not a dataclass
   fix: write @tree.node above @dataclass(frozen=True)
 """
 

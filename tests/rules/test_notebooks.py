@@ -90,7 +90,7 @@ EXPECTED = {
         "went on from step 20; losses equal: True",
         "parameters equal, to the bit: True",
         "mean loss of the last 10 steps within 10 %: True",
-        "CheckpointCorrupt names the file: True  the leaf: True",
+        "FileError names the file: True  the leaf: True",
         "goes back to step 50",
     ],
     "6_a_model_from_transformers.ipynb": [

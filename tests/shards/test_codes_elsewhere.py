@@ -15,7 +15,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.deferred import live as live_module
-from mics_fn.errors import OffloadError
+from mics_fn.errors import FileError
 from mics_fn.offload import Scratch, is_stored
 from mics_fn.shards import is_leaf
 
@@ -201,10 +201,10 @@ def broken(layout: Layout) -> None:
             values(), groups, precision="gather=int8[64]", where=f"params=disk:{folder}"
         )
         fails = groups.position == 1
-        check = mock.Mock(side_effect=OffloadError("it is broken", folder, "a"))
+        check = mock.Mock(side_effect=FileError("it is broken", folder, "a"))
         with (
             mock.patch.object(Scratch, "check", check if fails else Scratch.check),
-            pytest.raises(OffloadError if fails else mf.MicsError),
+            pytest.raises(FileError if fails else mf.MicsError),
             mf.defer(shards, groups, mf.on_demand(live_bytes=0)) as full,
         ):
             loss_of(full)

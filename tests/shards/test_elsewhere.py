@@ -17,7 +17,7 @@ from torch import Tensor
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import broadcast
-from mics_fn.errors import LeafError, OffloadError, PeerOffloadError
+from mics_fn.errors import FileError, LeafError, PeerFileError
 from mics_fn.offload import Where, is_stored
 from mics_fn.shards import is_leaf
 
@@ -207,7 +207,7 @@ def changed_file(layout: Layout) -> None:
             with open(f"{folder}/{file}", "r+b") as other:
                 other.seek(8192)
                 other.write(b"other values")
-        kind = OffloadError if groups.position == 1 else mf.MicsError
+        kind = FileError if groups.position == 1 else mf.MicsError
         with (
             pytest.raises(kind) as caught,
             torch.no_grad(),
@@ -230,7 +230,7 @@ def no_room(layout: Layout) -> None:
         if groups.position == 1:
             folder = f"{folder}/file"
             open(folder, "w").close()
-        kind = OffloadError if groups.position == 1 else PeerOffloadError
+        kind = FileError if groups.position == 1 else PeerFileError
         for make in (
             lambda: mf.shard({"w": torch.ones(40)}, groups, where=f"params=disk:{folder}"),
             lambda: mf.load_shards({"w": torch.ones(40)}, groups, where=f"params=disk:{folder}"),

@@ -272,7 +272,7 @@ def test_gradients_of_the_wrong_kind():
             "  fix: only float leaves have gradients: give None there",
         ),
         (
-            mf.errors.TreeError,
+            mf.errors.LeafError,
             {"n": None, "w": good.T},
             "reduce_grads: grads.w: shape (3, 2), expected (2, 3)\n"
             "  fix: pass the gradient of the full parameter",
@@ -290,7 +290,7 @@ def test_gradients_of_the_wrong_kind():
             "  fix: give a full tensor, or None where there is no gradient",
         ),
         (
-            mf.errors.TreeError,
+            mf.errors.LeafError,
             [good],
             "reduce_grads: the gradients' tree differs from the parameters'\n"
             "  first difference: grads.n is missing\n"
@@ -354,9 +354,9 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         "gather: shards.w is Tensor, not a shard\n  fix: make shards with shard(params, groups)",
         lambda: mf.gather({"w": torch.zeros(2)}, groups),
     )
-    with pytest.raises(mf.errors.TreeError, match="groups: not a prefix of the tree it goes with"):
+    with pytest.raises(mf.errors.LeafError, match="groups: not a prefix of the tree it goes with"):
         mf.shard({"w": torch.zeros(2)}, {"v": groups})
-    with pytest.raises(mf.errors.TreeError, match=r"groups.w: got int, which is no groups"):
+    with pytest.raises(mf.errors.LeafError, match=r"groups.w: got int, which is no groups"):
         mf.shard({"w": torch.zeros(2)}, {"w": 3})
     expect(
         mf.errors.PlanError,
@@ -438,7 +438,7 @@ def test_a_tied_leaf_without_its_owner():
     nested = mf.gather({"deep": [shards]}, groups)["deep"][0]
     assert nested["a"] is nested["b"]
     with pytest.raises(
-        mf.errors.TreeError,
+        mf.errors.LeafError,
         match=r"Tied\(shape=\(3,\), float32\) is tied to a leaf that is not in this tree",
     ):
         mf.gather({"b": shards["b"]}, groups)

@@ -203,7 +203,7 @@ def _key(trial: Trial) -> tuple[int, int, int]:
 
 def _kind(told: Any) -> str:
     """The kind of a `PeerFailed`; `NO_ANSWER` if the store did not answer in time at the start."""
-    late = told.error == "CollectiveTimeoutError" and "answer within" in told.text
+    late = told.error == "CollectiveError" and "answer within" in told.text
     return told.kind or (NO_ANSWER if late else "")
 
 
@@ -250,7 +250,7 @@ def _goes_on(told: Told, trial: Trial, twin: dict[int, dict[int, str]]) -> bool:
     """Whether a rank has the right state after `reset`, or says that no replica has one."""
     if told.error:
         torn = trial.operation in ("opt_step", "commit") and trial.partition_size == trial.ranks
-        return torn and told.error == "TornStepError"
+        return torn and told.error == "LostStateError"
     return told.digests.get(STEPS) == twin.get(told.rank, {}).get(STEPS)
 
 

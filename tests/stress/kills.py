@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import mics_fn as mf
-from mics_fn.errors import CheckpointError
+from mics_fn.errors import FileError
 from mics_fn.lab.report import table
 from tests.stress.fault_trials import end, fork, free_port, host_store
 from tests.stress.kill_ranks import KEPT, SAVING, Job, Rank
@@ -211,7 +211,7 @@ class Chain:
             self._note("lost", f"{newest} is the newest; {text}")
         try:
             mf.checkpoint.verify(self.folder)
-        except CheckpointError as error:
+        except FileError as error:
             self._note("unloadable", f"{error}; {text}")
         # What the last save was to remove, what it had begun, what the one before it had left.
         if len(os.listdir(self.folder)) > 2 * KEPT + 4:

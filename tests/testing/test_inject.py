@@ -24,6 +24,7 @@ import mics_fn as mf
 from mics_fn import spans, testing, tree
 from mics_fn.errors import DesyncError, GroupsError, PlanError
 from mics_fn.testing.injector import EXIT_CODE, FAULTS, LINK
+from mics_fn.train import StepMetrics
 
 LIMIT_S = 30.0
 CLONE_NEWNET = 0x40000000
@@ -40,7 +41,7 @@ def made(groups: mf.Groups) -> mf.Trainer:
     return mf.Trainer(model, mf.optim.adamw(1e-2), groups, loss=loss, bucket_bytes=64, guard=guard)
 
 
-def fit(trainer: mf.Trainer, steps: int = 3) -> list[mf.StepMetrics]:
+def fit(trainer: mf.Trainer, steps: int = 3) -> list[StepMetrics]:
     return [trainer.step(torch.ones(2, 4)) for _ in range(steps)]
 
 

@@ -205,14 +205,14 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_what_can_not_be_opened_is_refused_where_it_matters(name):
     batch = {"x": torch.ones(4, 2), "rest": [UNKNOWN[name]]}
-    with pytest.raises(mf.errors.TreeError, match=rf"batch.rest.0 is {name}, which cannot be cut"):
+    with pytest.raises(mf.errors.LeafError, match=rf"batch.rest.0 is {name}, which cannot be cut"):
         cut(batch, 2)
     assert cut(batch, 1) == [batch]
     assert to_device(batch, torch.device("cpu")) is batch
     if name in ("ndarray", "PackedSequence"):
         return
     with pytest.raises(
-        mf.errors.TreeError, match=rf"batch\.rest\.0 is {name}, which cannot be moved to meta"
+        mf.errors.LeafError, match=rf"batch\.rest\.0 is {name}, which cannot be moved to meta"
     ):
         to_device(batch, torch.device("meta"))
 
@@ -227,7 +227,7 @@ def test_an_object_may_move_itself():
 
 def test_paths_name_what_is_wrong():
     batch = {"a": Plain([torch.ones(4), Pair(torch.ones(3), 1)])}
-    with pytest.raises(mf.errors.TreeError, match=r"batch.a.x.1.left has shape \(3,\)"):
+    with pytest.raises(mf.errors.LeafError, match=r"batch.a.x.1.left has shape \(3,\)"):
         cut(batch, 2)
     seen = []
     map_contents(lambda x, path: seen.append(path), UserDict(a=Slotted((1,))), "b")

@@ -18,6 +18,7 @@ from mics_fn import optim, tree
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike
 from mics_fn.shards import Fixed, Sharded, is_leaf
+from mics_fn.train import StepMetrics
 from mics_fn.train.carried import carried, take_back
 from mics_fn.train.plain import guard_numbers
 
@@ -156,11 +157,11 @@ def loaded(trainer: mf.Trainer, found: tuple[list[Any], str, list[Tensor]]) -> t
     return spec.unflatten(leaves), json.loads(text, object_hook=put)
 
 
-def fit(trainer: mf.Trainer, loader: Any, steps: int) -> list[mf.StepMetrics]:
+def fit(trainer: mf.Trainer, loader: Any, steps: int) -> list[StepMetrics]:
     """`fit`, with this rank's own losses: how a mean over ranks is rounded depends on `steps`."""
     found, plain = [], trainer.step
 
-    def step(batch: Any) -> mf.StepMetrics:
+    def step(batch: Any) -> StepMetrics:
         found.append(replace(plain(batch), seconds=0.0))
         return found[-1]
 

@@ -151,8 +151,8 @@ def bad(kind):
 BAD = {
     "length": ("DesyncError", "sampler: ranks differ in what they ask for"),
     "seed": ("DesyncError", "sampler: ranks differ in what they ask for"),
-    "empty": ("TreeError", "sampler: 0 samples for 4 ranks, drop_last=False"),
-    "few": ("TreeError", "sampler: 3 samples for 4 ranks, drop_last=True"),
+    "empty": ("LeafError", "sampler: 0 samples for 4 ranks, drop_last=False"),
+    "few": ("LeafError", "sampler: 3 samples for 4 ranks, drop_last=True"),
     "endless": ("LeafError", "sampler: Endless has no length"),
     "none": ("GroupsError", "sampler: groups is None"),
     "tree": ("GroupsError", "sampler: groups is dict"),
@@ -174,7 +174,7 @@ def test_an_empty_dataset_on_one_rank_is_an_error_on_all(ranks):
     assert found[2].message.startswith(text)
     for other in (found[0], found[1], found[3]):
         assert other.type_name == "DesyncError"
-        assert f"rank 2: TreeError: {text}" in other.message
+        assert f"rank 2: LeafError: {text}" in other.message
 
 
 # Passes

@@ -148,7 +148,7 @@ def test_what_has_no_state_dict_is_refused_by_name():
     groups = mf.make_groups(1)
     params = {"w": torch.ones(2)}
     trainer = mf.Trainer(lambda p, x: p["w"].sum(), mf.optim.sgd(0.1), groups, params=params)
-    with pytest.raises(mf.errors.TreeError) as caught:
+    with pytest.raises(mf.errors.LeafError) as caught:
         trainer.state_dict()
     assert str(caught.value) == (
         "Trainer.state_dict: a loss_fn has no module whose names these could be\n"

@@ -9,7 +9,7 @@ from cases import Layout, groups_of, same_bits
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.errors import LeafError, PlanError, TreeError
+from mics_fn.errors import LeafError, PlanError
 
 LAYOUTS = [Layout((1,), 1), Layout((2,), 2)]
 
@@ -47,12 +47,12 @@ def wrong(layout: Layout) -> None:
     full = {k: p.detach() for k, p in Net().named_parameters(remove_duplicate=False)}
     names = "params= are not those of the model\n  "
     cases: list[tuple[type, str, Any]] = [
-        (TreeError, names + r"params.a.weight is missing", {"params": others["lacks"]}),
-        (TreeError, names + r"params.d is not expected", {"params": others["more"]}),
-        (TreeError, names + r"params.a.bias is missing", {"params": [*shards.values()]}),
-        (TreeError, names + r"params.a.weight: expected \(4, 3\), got \(5, 3\)",
+        (LeafError, names + r"params.a.weight is missing", {"params": others["lacks"]}),
+        (LeafError, names + r"params.d is not expected", {"params": others["more"]}),
+        (LeafError, names + r"params.a.bias is missing", {"params": [*shards.values()]}),
+        (LeafError, names + r"params.a.weight: expected \(4, 3\), got \(5, 3\)",
          {"params": of_wide}),
-        (TreeError, names + r"params.c.weight: expected tied to 'a.weight', got not tied",
+        (LeafError, names + r"params.c.weight: expected tied to 'a.weight', got not tied",
          {"params": of_untied}),
         (LeafError, names + r"params.b.bias: expected float32, got int64",
          {"params": counts}),
@@ -62,9 +62,9 @@ def wrong(layout: Layout) -> None:
          "  expected float32/float32/float32/float32\n  got float32/bfloat16/float32/float32",
          {"params": half, "precision": "output=f32"}),
         (LeafError, r"params.a.bias is on meta, without a value", {}),
-        (TreeError, names + r"params.c.weight: expected tied to 'a.weight', got not tied",
+        (LeafError, names + r"params.c.weight: expected tied to 'a.weight', got not tied",
          {"params": {k: x.clone() for k, x in full.items()}}),
-        (TreeError, names + r"params.seen is not expected",
+        (LeafError, names + r"params.seen is not expected",
          {"params": dict(Net().state_dict())}),
     ]  # fmt: skip
     for kind, text, options in cases:
@@ -82,9 +82,9 @@ def wrong(layout: Layout) -> None:
     with pytest.raises(LeafError, match=r"params.w is on meta"):
         trainer(lambda params, x: x, groups, params={"w": torch.ones(2, device="meta")})
     for text, options in (("needs params=", {}), ("takes no loss=", {"params": full, "loss": max})):
-        with pytest.raises(TreeError, match=f"a loss_fn {text}"):
+        with pytest.raises(LeafError, match=f"a loss_fn {text}"):
             trainer(lambda params, x: x, groups, **options)
-    with pytest.raises(TreeError, match="shard: params is None"):
+    with pytest.raises(LeafError, match="shard: params is None"):
         mf.shard(None, groups)
     with pytest.raises(PlanError, match="shard: source_rank=0 has no effect"):
         mf.shard(full, groups, source_rank=0)

@@ -137,10 +137,10 @@ def refused_options() -> None:
         assert "\n  fix: " in str(caught.value)
     for wrong in (None, 3, {"w": torch.ones(5, 4)}):
         trainer = trainer_of(groups, hop2=lambda grads, groups, wrong=wrong: wrong)
-        with pytest.raises(mf.errors.TreeError, match="it gave no gradients like those"):
+        with pytest.raises(mf.errors.LeafError, match="it gave no gradients like those"):
             trainer.step(batch(0, groups))
     sync = mf.replicas.reduced_by(lambda grads, state, groups: grads, init=begin)
-    with pytest.raises(mf.errors.TreeError, match="with init= also the next state"):
+    with pytest.raises(mf.errors.LeafError, match="with init= also the next state"):
         trainer_of(groups, replica_sync=sync).step(batch(0, groups))
 
 

@@ -209,7 +209,7 @@ def test_other_generators_of_numpy_cannot_be_saved() -> None:
 
 def test_a_missing_package_is_told_before_a_step_is_taken(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(mf.errors.CheckpointError) as raised:
+    with pytest.raises(mf.errors.FileError) as raised:
         mf.Checkpoints(tmp_path / "run")
     assert str(raised.value) == (
         "Checkpoints: saving needs the package safetensors\n"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import mics_fn as mf
 from mics_fn import checkpoint, optim
 from mics_fn.checkpoint import saving
-from mics_fn.errors import CheckpointError, CheckpointExists, LeafError, MicsError
+from mics_fn.errors import FileError, LeafError, MicsError
 from mics_fn.groups import StopRequest
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.train.carried import carried, take_back
@@ -61,7 +61,7 @@ def without_resuming(layout: Layout, folder: str) -> tuple[str, list[int]]:
     groups = groups_of(layout)
     made(groups, folder, every=2, keep=None).fit(batches(), 6, progress=False)
     other = made(groups, folder, every=2, resume=False)
-    with pytest.raises(CheckpointExists) as raised:
+    with pytest.raises(FileError) as raised:
         other.fit(batches(), 2, progress=False)
     steps = checkpoint.steps(folder)
     new = made(groups, f"{folder}/new", every=2, resume=False)
@@ -98,7 +98,7 @@ def test_a_save_that_is_due_begins_before_the_error_of_the_last_one(tmp_path: Pa
     with broken_disk():
         trainer.step(next(data))
         wait_for(trainer)
-    with pytest.raises(CheckpointError, match="Input/output error"):
+    with pytest.raises(FileError, match="Input/output error"):
         trainer.step(next(data))
     trainer.checkpoint.close()
     assert checkpoint.steps(tmp_path) == [2]
@@ -128,7 +128,7 @@ def test_a_request_to_stop_saves_though_the_last_save_failed(tmp_path: Path) -> 
             yield batch
 
     plain = saving.write_part
-    failed = pytest.raises(CheckpointError, match="Input/output error")
+    failed = pytest.raises(FileError, match="Input/output error")
     with StopRequest(groups) as stop, broken_disk(), failed:
         trainer.fit(data(), 9, progress=False, stop=stop)
     assert trainer.state.step == 4
@@ -186,7 +186,7 @@ def with_an_odd_loader(layout: Layout, folder: str) -> str:
     trainer = made(groups, folder, every=1, background=False)
     try:
         trainer.fit(Odd(groups.rank == 1), 1, progress=False)
-    except (CheckpointError, LeafError) as error:
+    except (FileError, LeafError) as error:
         groups.partition.check_open()
         return f"{type(error).__name__}: {error}"
     return "none"
@@ -196,7 +196,7 @@ def test_a_loader_that_cannot_be_saved_on_one_rank_is_an_error_of_all(
     ranks: Pools, tmp_path: Path
 ) -> None:
     found = ranks(2).run(with_an_odd_loader, TWO, str(tmp_path))
-    assert [text.partition(":")[0] for text in found] == ["CheckpointError", "LeafError"]
+    assert [text.partition(":")[0] for text in found] == ["FileError", "LeafError"]
     assert "on rank 1" in found[0]
     assert "state_dict() of Odd" in found[0]
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import mics_fn as mf
 from mics_fn import optim, tree
-from mics_fn.errors import LeafError, MicsError, OptimizerError, TreeError
+from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, dynamic_scale, norm_spike, static_scale
 from mics_fn.train import given as given_module
@@ -91,7 +91,7 @@ def test_what_is_no_extra(name: str) -> None:
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    unchanged(trainer, lambda: take_back(trainer, state, extra), TreeError, text)
+    unchanged(trainer, lambda: take_back(trainer, state, extra), LeafError, text)
 
 
 def test_every_part_is_needed() -> None:
@@ -100,8 +100,8 @@ def test_every_part_is_needed() -> None:
     state, extra = carried(trainer)
     for name in extra:
         part = {key: value for key, value in extra.items() if key != name}
-        unchanged(trainer, lambda part=part: take_back(trainer, state, part), TreeError, name)
-    unchanged(trainer, lambda: take_back(trainer, state, []), TreeError, "extra is list")  # pyright: ignore
+        unchanged(trainer, lambda part=part: take_back(trainer, state, part), LeafError, name)
+    unchanged(trainer, lambda: take_back(trainer, state, []), LeafError, "extra is list")  # pyright: ignore
 
 
 def test_a_state_of_another_model() -> None:
@@ -109,12 +109,12 @@ def test_a_state_of_another_model() -> None:
     trainer = run(groups)
     state, extra = carried(trainer)
     other = {"train": state["train"], "sync": 3}
-    unchanged(trainer, lambda: take_back(trainer, other, extra), TreeError, "state.sync.step")
+    unchanged(trainer, lambda: take_back(trainer, other, extra), LeafError, "state.sync.step")
     odd = tree.map_leaves(lambda x: x.double() if isinstance(x, Tensor) else x, state)
     texts = ("take_back: it does not fit this trainer", "torch.float64", "expected a tensor of")
-    unchanged(trainer, lambda: take_back(trainer, odd, extra), TreeError, *texts)
+    unchanged(trainer, lambda: take_back(trainer, odd, extra), LeafError, *texts)
     foreign = carried(run(groups, optimizer=optim.lion(1e-3)))[0]
-    unchanged(trainer, lambda: take_back(trainer, foreign, extra), TreeError, "does not fit")
+    unchanged(trainer, lambda: take_back(trainer, foreign, extra), LeafError, "does not fit")
 
 
 OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -135,14 +135,14 @@ def test_other_options(name: str) -> None:
     first, other = run(groups), made(groups, **given())
     found = loaded(other, saved(first))
     head = "this Trainer differs from the saved one in what changes numbers: "
-    unchanged(other, lambda: take_back(other, *found), OptimizerError, head, text)
+    unchanged(other, lambda: take_back(other, *found), PlanError, head, text)
     with pytest.warns(UserWarning, match="differs from the saved one") as caught:
         take_back(other, *found, other_options="warn")
     assert text in str(caught[0].message)
     assert fit(other, DataLoader(Rows(1), 4, shuffle=True), 2)[-1].step == 5
     if name == "guard":
         assert other.guard.scale.value == 8.0
-    with pytest.raises(OptimizerError, match="other_options='maybe', expected 'raise' or 'warn'"):
+    with pytest.raises(PlanError, match="other_options='maybe', expected 'raise' or 'warn'"):
         take_back(other, *found, other_options="maybe")  # pyright: ignore
 
 
@@ -168,7 +168,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         if kind == "error":
             text = "version of torch: saved 7.0.0, now"
-            unchanged(trainer, partial(take_back, trainer, state, extra), OptimizerError, text)
+            unchanged(trainer, partial(take_back, trainer, state, extra), PlanError, text)
         else:
             with pytest.warns(UserWarning, match="differs from the saved one in versions"):
                 take_back(trainer, state, extra)
@@ -193,9 +193,9 @@ def one_bad_rank(what: str) -> tuple[str, str]:
 
 def test_one_bad_rank_is_an_error_on_all(ranks: Pools) -> None:
     (first, text), (second, own) = ranks(2).run(one_bad_rank, "format")
-    assert (first, second) == ("DesyncError", "TreeError")
+    assert (first, second) == ("DesyncError", "LeafError")
     assert "take_back: it failed on other ranks" in text
-    assert "rank 1: TreeError: take_back: extra has format 7" in text
+    assert "rank 1: LeafError: take_back: extra has format 7" in text
     assert "format 7, expected 1" in own
     for kind, text in ranks(2).run(one_bad_rank, "step"):
         assert kind == "DesyncError"
@@ -211,7 +211,7 @@ def test_another_loader_is_refused_or_skipped() -> None:
     lines = "batches per pass: saved 4, now 3"
     for _ in range(2):  # an error does not make the next `fit` begin anew
         other = gone_on(epochs)
-        with pytest.raises(TreeError, match=lines):
+        with pytest.raises(LeafError, match=lines):
             next(other.batches(DataLoader(data, 4)))
         assert next(other.batches(DataLoader(data, 3))).tolist() == [6, 7, 8]
     other = gone_on(epochs, strict=False)
@@ -220,7 +220,7 @@ def test_another_loader_is_refused_or_skipped() -> None:
     endless = gone_on(epochs, strict=False)
     with (
         pytest.warns(UserWarning, match="batches per pass: saved 4, now 1"),
-        pytest.raises(TreeError, match="a pass ended before what 2 batches"),
+        pytest.raises(LeafError, match="a pass ended before what 2 batches"),
     ):
         next(endless.batches(DataLoader(Numbers(3), 3)))
 
@@ -278,7 +278,7 @@ def test_another_order_of_samples_is_refused(name: str) -> None:
             if not (exact and name == "without a sampler"):  # that has no epochs
                 next(gone_on(epochs, exact=exact).batches(now()))
             continue
-        with pytest.raises(TreeError, match=text) as caught:
+        with pytest.raises(LeafError, match=text) as caught:
             next(gone_on(epochs, exact=exact).batches(now()))
         assert "other_options='warn'" in str(caught.value)
         with pytest.warns(UserWarning, match=text):
@@ -348,5 +348,5 @@ def test_the_state_of_a_loader_that_cannot_be_saved(state: Any, text: str) -> No
     loader.state = {}
     other = made(trainer.groups)
     take_back(other, *loaded(other, saved(trainer)))
-    with pytest.raises(TreeError, match="Holding refused the state that it had saved"):
+    with pytest.raises(LeafError, match="Holding refused the state that it had saved"):
         fit(other, loader, 1)

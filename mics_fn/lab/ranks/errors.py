@@ -7,8 +7,8 @@ from typing import NamedTuple
 from mics_fn.errors import MicsError, message, name_ranks
 
 MAX_LINES = 60  # of one rank's traceback; a recursion error has thousands
-FAILED = ("PeerFailed", "PeerOffloadError")  # errors that name another rank
-FOLLOWS = (*FAILED, "CollectiveTimeoutError")  # errors of ranks that wait for another one
+FAILED = ("PeerFailed", "PeerFileError")  # errors that name another rank
+FOLLOWS = (*FAILED, "CollectiveError")  # errors of ranks that wait for another one
 
 
 class RankFailure(NamedTuple):

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from mics_fn.checkpoint import steps, verify
-from mics_fn.errors import CheckpointError
+from mics_fn.errors import FileError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         CheckpointNotFound: there is no such step, or none at all.
-        CheckpointError: the step is not as it was saved.
+        FileError: the step is not as it was saved.
     """
     found = steps(args.folder) if args.all else []
     if not found:
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     for step in found:
         try:
             print(verify(args.folder, step), flush=True)
-        except CheckpointError as error:
+        except FileError as error:
             damaged.append(step)
             print(f"step {step}: {error}", file=sys.stderr, flush=True)
     print(f"{len(found) - len(damaged)} of {len(found)} steps are as they were saved")
