@@ -71,6 +71,8 @@ for what is read. Directories of others are written by `exported`, as [Note: all
 `carried` in the wing `train`. To change the format, raise `MINOR` in `manifest`, or `MAJOR` if
 older versions would read it wrongly; files in `tests/checkpoint/golden` and `golden_runs` of all
 versions have to load for ever.
+
+`load` returns a `Loaded` of state, step and extra, and `verify` a `Verified` of what it compared.
 """
 
 from mics_fn.checkpoint.directory import check_writable

@@ -71,6 +71,9 @@ agree; `table.py` draws the table as text and as HTML. `watching.py` collects wh
 leaf to the table, add a field to `SummaryRow`, its column to `_HEAD`, and its value to `_row`. To
 add a verb about a leaf, take `leaves_of` and `Leaves.agreed`, so that ranks which differ raise
 instead of hanging.
+
+`summary` returns a `Summary`, which prints as a table. `watch` gives a `Watched`: its `timeline()`
+lists each `Event`, its `memory()` is a `StepMemory`.
 """
 
 from mics_fn.inspection.access import get, set

@@ -101,7 +101,7 @@ and say in `stored.py` what reading from it means.
 """
 
 from mics_fn.offload.apart import AT_REST, Coded, as_codes, coded, is_apart, is_coded
-from mics_fn.offload.places import DEVICE, HOST_BYTES, Place, Places, Where, where, where_of
+from mics_fn.offload.places import DEVICE, HOST_BYTES, Place, Where, where, where_of
 from mics_fn.offload.scratch import Scratch, aligned, read_all, write_all
 from mics_fn.offload.stored import (
     Hold,
@@ -129,7 +129,6 @@ __all__ = [
     "Coded",
     "Hold",
     "Place",
-    "Places",
     "Scratch",
     "Stored",
     "Where",

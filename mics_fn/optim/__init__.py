@@ -91,6 +91,9 @@ Otherwise write a function that returns `from_step(init, step)`, as `lion` does:
 moments with `zeros(params)`, `step` asks `columns` for columns and writes to them in place.
 Objects with `init` and `update` of other libraries can be used as they are. Add it to the twins in
 `tests/optim`, which hold it to a slow program written out by hand.
+
+A `Rate` is a number, a tensor, or a function of the step. The scales of a `Guard` are values of
+type `LossScale`: `no_scale`, `static_scale`, `dynamic_scale`; `adjust` gives that of the next step.
 """
 
 from mics_fn.optim.columns import Late, StepRefused, fresh, map_columns

@@ -55,6 +55,8 @@ one), `desync.py` (the channel between ranks), `calls.py` (the order of calls) a
 (errors of other ranks, ranks that wait for each other, and those that have closed their groups).
 To add a policy, write a function from a record and sizes to a schedule; the wing `deferred` moves
 the data, and asks a `Run` what to fetch and drop.
+
+Where the schedules of ranks first differ, `first_difference` says in words.
 """
 
 from mics_fn.schedules.calls import Calls, call_text, issued, made

@@ -65,6 +65,8 @@ leaves by bucket, and end it with `build` or `rebuild`. If it moves data, add it
 transpose of that to the tables in `linear`. `tests/rules/test_derivatives.py` asks of every public
 verb for its derivative, or for the reason why it has none. To add a property of the layout, give
 `Bucket` a field, and name it in `agree_on` in `sharding`, so that ranks compare it.
+
+`start_gather` and `start_scatter_grads` return a `PendingTree`, whose `wait()` gives the tree.
 """
 
 from mics_fn.collectives import needs_derivative, refuse_derivative

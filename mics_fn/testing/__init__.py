@@ -19,6 +19,9 @@ processes.
 
 To add a fault, write a function of a `Moment` in `injector.py` and add it to `FAULTS`, with a test
 in `tests/testing`.
+
+`inject` gives an `Injection`, which knows whether it has happened. The faults "raise" and "torn"
+raise `InjectedError`.
 """
 
 from mics_fn.testing.injector import InjectedError, Injection, inject

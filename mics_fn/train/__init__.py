@@ -100,6 +100,8 @@ saving and going on.
 To add a way of merging, write a function in `replicas` that returns a `ReplicaSync` with a `begin`
 and a `merge`. To add an option of the step, build it as a value of a lower wing first, so that
 loops written by hand have it too.
+
+A step returns its `StepMetrics`.
 """
 
 from mics_fn.train import replicas

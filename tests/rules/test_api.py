@@ -33,9 +33,19 @@ def table() -> dict[str, str]:
     return {name: " ".join(text.split(" - ")[1:]) for name, text in rows}
 
 
+def errors_listed() -> list[str]:
+    """The names on the page of errors."""
+    return re.findall(r"^  `(\w+)` - .*$", mics_fn.errors.__doc__ or "", flags=re.MULTILINE)
+
+
+def listed() -> list[str]:
+    """The public names, and the namespaces."""
+    return [*table(), *(f"errors.{name}" for name in errors_listed())]
+
+
 def public_names() -> dict[str, object]:
-    """What the table lists, namespaces aside."""
-    found = {name: reduce(getattr, name.split("."), mics_fn) for name in table()}
+    """What the table and the page of errors list, namespaces aside."""
+    found = {name: reduce(getattr, name.split("."), mics_fn) for name in listed()}
     return {name: x for name, x in found.items() if not isinstance(x, ModuleType)}
 
 
@@ -67,8 +77,14 @@ def test_the_table_lists_names_that_namespaces_show():
         space, _, inner = name.rpartition(".")
         if space and inner not in shown(getattr(mics_fn, space)):
             wrong.append(name)
-    errors = shown(mics_fn.errors) - {name.rpartition(".")[2] for name in table()}
-    refuse([*wrong, *(name for name in errors if name.endswith("Error"))])
+    refuse(wrong)
+
+
+def test_the_page_of_errors_lists_all_of_them():
+    kinds = inspect.getmembers(mics_fn.errors, inspect.isclass)
+    own = {name for name, kind in kinds if issubclass(kind, mics_fn.MicsError)}
+    assert set(errors_listed()) == own
+    assert len(own) <= 14
 
 
 def shown(module: ModuleType) -> set[str]:

@@ -797,7 +797,6 @@ def test_a_step_is_differentiated(ranks, layout):
 
 STEPS = "test_a_step_is_differentiated"
 READS = "gives no tensor that was made of tensors"
-FILES = "see tests/offload/test_derivatives_of_files.py"
 ELSEWHERE = {
     "opt_step": STEPS,
     "adam": STEPS,
@@ -823,12 +822,10 @@ ELSEWHERE = {
     "save_dcp": "gives nothing; it refuses torch.func, see tests/checkpoint",
     "save_pretrained": "gives nothing; it refuses torch.func, see tests/checkpoint",
     "warmup_cosine": "a number of a number",
-    "no_scale": "multiplies by a constant",
     "static_scale": "multiplies by a constant",
     "dynamic_scale": "multiplies by a constant",
     "record": READS,
     "plan": READS,
-    "first_difference": READS,
     "bucket_sizes": READS,
     "summary": READS,
     "watch": READS,
@@ -840,16 +837,7 @@ ELSEWHERE = {
     "init_distributed": READS,
     "plan_groups": READS,
     "inject": "changes nothing, or what it was asked to",
-    "move": FILES,
-    "store": FILES,
-    "stream": FILES,
-    "read": FILES,
-    "empty": "makes tensors without values",
-    "renewed": "gives the same values in the places of others",
-    "is_stored": READS,
-    "coded": "see tests/optim/test_coded_moments.py",
-    "is_coded": READS,
-    "cuts": READS,
+    "move": "see tests/offload/test_derivatives_of_files.py",
     "where": READS,
 }
 METHODS_ELSEWHERE = {

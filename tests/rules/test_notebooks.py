@@ -16,6 +16,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from test_api import listed
 
 import mics_fn
 
@@ -193,15 +194,15 @@ def test_it_is_small_and_has_a_sentence_above_each_cell(name: str):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_uses_public_names_alone(name: str):
-    listed = set(re.findall(r"^  `([\w.]+)` - ", mics_fn.__doc__ or "", flags=re.MULTILINE))
+    known = set(listed())
     notebook = nbformat.read(FOLDER / name, as_version=4)
     used = set[str]()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             code = re.sub(r"^%%ranks.*$", "", cell.source, count=1, flags=re.MULTILINE)
             used |= set(names_in(ast.parse(code)))
-    spaces = {known.partition(".")[0] for known in listed if "." in known}
-    assert {each for each in used if each not in listed or each in spaces} == set()
+    spaces = {each.partition(".")[0] for each in known if "." in each}
+    assert {each for each in used if each not in known or each in spaces} == set()
 
 
 def names_in(code: ast.Module) -> Iterator[str]:
