@@ -176,4 +176,4 @@ def test_a_rank_that_alone_needs_a_bucket_later_is_named(ranks, layout):
         assert text.startswith("defer: ranks use parameters in different orders")
         assert f"rank {layout.world_size - 1}: use 6 of run 2 is of bucket 5" in text
         assert "keep_all()" in text
-        assert seconds < 6, "and not 30"
+        assert seconds < 15, "and not 30"

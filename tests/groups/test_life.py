@@ -48,7 +48,7 @@ def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks: Pools) -> No
     before = ranks(3).run(_torch.num_process_groups)
     first, *others = ranks(3).run(leave_by_an_error)
     assert first[0] == "'mine'"
-    assert first[1] < 2, "to make groups, and at most half a second to end them"
+    assert first[1] < 10, "to make groups and to end them, which waits for nobody for 30"
     for text, seconds, _ in others:
         assert text == (
             "rank 0 left its groups: KeyError: 'mine'\n"
@@ -56,7 +56,7 @@ def test_a_rank_that_raises_ends_at_once_and_the_others_soon(ranks: Pools) -> No
             "  this rank waits for all-gather over 'partition' (comparison, 4 bytes)\n"
             "  fix: look at its own error, then call groups = mf.reset(groups) on all ranks"
         )
-        assert seconds < 5
+        assert seconds < 10
     assert [left for *_, left in (first, *others)] == before
 
 

@@ -76,7 +76,7 @@ def test_failed_groups_say_why_and_what_to_call(ranks: Pools, others: bool) -> N
         assert re.search(f"rank 0: ({late})", text)
         assert "groups = mics_fn.reset(groups), or trainer.reset(), on all ranks" in text
     assert len(texts) == 2
-    assert seconds < 0.1
+    assert seconds < 1, "two calls that waited would take 3"
     assert good
     assert also
 
@@ -127,6 +127,17 @@ def keys() -> int:
     return _torch.default_store().num_keys()
 
 
+def settled(most: tuple[int, int] | None) -> tuple[int, int, int]:
+    """Threads, descriptors and keys, once other threads have freed old groups."""
+    time.sleep(0.3)
+    end = time.monotonic() + 20
+    while most is not None and any(a > b for a, b in zip(held(), most, strict=True)):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    return (*held(), keys())
+
+
 def cycles(count: int) -> tuple[list[Any], float]:
     """Resets with a gather under way on one rank; threads, descriptors and keys between them."""
     groups, found, slowest = mf.make_groups(timeout_s=20), [], 0.0
@@ -140,8 +151,7 @@ def cycles(count: int) -> tuple[list[Any], float]:
         slowest = max(slowest, time.perf_counter() - started)
         if k in (2, count - 1):
             works(groups)
-            time.sleep(0.3)  # old groups are freed and their keys deleted by then
-            found.append((*held(), keys()))
+            found.append(settled(most=found[0][:2] if found else None))
     groups.close()
     return found, slowest
 
@@ -153,7 +163,7 @@ def test_cycles_leave_nothing(ranks: Pools) -> None:
         assert late[2] <= early[2] + 12, (
             "words that ranks are telling just now; 12 a cycle stay not"
         )
-        assert slowest < 2
+        assert slowest < 10, "and not 20"
 
 
 @pytest.mark.thorough
@@ -163,7 +173,7 @@ def test_many_cycles_leave_nothing(ranks: Pools, n: int) -> None:
         assert late[0] <= early[0]
         assert late[1] <= early[1]
         assert late[2] <= early[2] + 2 * n
-        assert slowest < 2
+        assert slowest < 10, "and not 20"
 
 
 def close_alone(many: bool) -> list[str] | None:

@@ -402,7 +402,7 @@ def interrupted(layout):
 def test_an_interrupt_is_heard_at_once(ranks):
     waited = ranks(2).run(interrupted, Layout((2,), 2))[0]
     assert waited is not None
-    assert waited < 1.5  # sent after 0.5 s; the peer comes when it was heard
+    assert waited < 10, "sent after 0.5 s; the peer would wait for 30"
 
 
 def start_and_finish(layout):

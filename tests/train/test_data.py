@@ -363,4 +363,4 @@ def test_an_error_of_fit_outside_of_a_step_is_told(ranks, how, text):
     for told, seconds in (first, last):
         assert told.startswith("rank 1 failed: ")
         assert text in told
-        assert seconds < 4
+        assert seconds < 10, "and not 20"

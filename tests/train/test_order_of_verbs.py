@@ -252,4 +252,4 @@ def test_all_ranks_raise_before_anything_wrong_is_moved(ranks, layout, name):
     assert f"rank {ODD}: " in text or f"rank {ODD}, " in text, text
     assert text.count("rank") > 2
     began, ended = (max(times) for times in zip(*(times for _, *times in found), strict=True))
-    assert ended - began < 1.5, text
+    assert ended - began < 10, text  # and not 30

@@ -104,7 +104,7 @@ def go_on(p: int, faults: int, options: dict[str, Any]) -> tuple[list[str], floa
 def check_go_on(found: list[Any]) -> None:
     for texts, slowest in found:
         assert all("of one rank alone" in text for text in texts)
-        assert slowest < 1
+        assert slowest < 10, "at once, and not at the limit of 20"
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
