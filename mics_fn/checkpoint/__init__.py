@@ -69,8 +69,7 @@ for what is read. Directories of others are written by `exported`, as [Note: all
 `directory` says, and read by `init`. To add another format to write, take `saved_leaves`,
 `in_files` and `rounds` inside of `new_directory`. To add what is kept with a `Trainer`, add it to
 `carried` in the wing `train`. To change the format, raise `MINOR` in `manifest`, or `MAJOR` if
-older versions would read it wrongly; files in `tests/checkpoint/golden` and `golden_runs` of all
-versions have to load for ever.
+older versions would read it wrongly.
 
 `load` returns a `Loaded` of state, step and extra, and `verify` a `Verified` of what it compared.
 """

@@ -30,7 +30,7 @@ from mics_fn.checkpoint.manifest import (
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
-from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, read, set_part
+from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, set_part
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import (
     Bucket,
@@ -202,7 +202,8 @@ def names_of_codes(name: str, codec: Codec, image: str = "") -> tuple[str, str]:
 
 def codec_of(leaf: Any) -> Any:
     """The codes that a leaf of a bucket is kept as; None for values."""
-    return leaf.bucket.codes if is_coded(leaf.data) else None
+    codec = leaf.bucket.codes
+    return codec if codec is not None and is_coded(leaf.data) else None
 
 
 class _Reader:
@@ -581,4 +582,6 @@ def _view(memory: Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 
 def _dense(x: Any) -> Tensor:
-    return mapped(x) if is_stored(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()
+    if _torch.is_wrapper(x) and is_stored(x):
+        return mapped(x)
+    return x.detach().resolve_conj().resolve_neg().contiguous()

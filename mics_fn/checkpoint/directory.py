@@ -30,9 +30,6 @@ from then on, whatever is killed afterwards and whatever cannot be removed.
 Replaced steps are removed as soon as two others count. Until then the newest of them stays, so that
 there are two whole steps at every instant, if there were two before; `load(step=)` finds it.
 
-A folder of version 1.0 may hold a step that was written again under a shorter number, such as
-`step-00000120.2`. It replaces only the step of the same number.
-
 [Note: all or nothing] The ranks write into a temporary directory beside the target. Every file is
 synced before the ranks compare whether all went well; then the first rank writes what makes the
 rest readable, syncs the directory, and renames it. So whoever sees the target sees all of it, after
@@ -92,7 +89,7 @@ from mics_fn.shards import dtype_name
 from mics_fn.spans import LOG
 from mics_fn.threads import beside
 
-# Files and folders of which the disk has told that it has them.
+# Durable files and folders: each write is followed by fsync.
 
 _BEHIND = 19  # how nice a thread is that only writes
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -143,7 +140,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def step_back() -> None:
-    """Give this thread a low priority, so that those that compute come first, if the system can."""
+    """Lower the priority of this thread below those that compute, if the system can."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
 
@@ -399,8 +396,7 @@ def as_load_error(error: Exception, path: Path) -> FileError:
 
 BY_FILE, COMMITTED = "BY_FILE", "COMMITTED"
 MAX_STEP = 10**16 - 1
-_STEP = re.compile(r"step-(\d{8,16})(?:\.(\d{1,15}))?")
-_DIGITS = 6  # of a branch, at least
+_STEP = re.compile(r"step-(\d{8,16})(?:\.(\d{6,15}))?")
 
 
 class Attempt(NamedTuple):
@@ -409,13 +405,11 @@ class Attempt(NamedTuple):
     Args:
       step: its number.
       number: of its branch; the first branch is 1, and is not named.
-      is_branch: whether the name says that this is a branch: it replaces later steps, too.
       path: the folder.
     """
 
     step: int
     number: int
-    is_branch: bool
     path: Path
 
     @classmethod
@@ -424,8 +418,7 @@ class Attempt(NamedTuple):
         found = _STEP.fullmatch(path.name)
         if found is None:
             return None
-        number = found[2] or "1"
-        return cls(int(found[1]), int(number), len(number) >= _DIGITS, path)
+        return cls(int(found[1]), int(found[2] or 1), path)
 
 
 def attempts_in(folder: Path) -> list[Attempt]:
@@ -447,10 +440,10 @@ def attempts_in(folder: Path) -> list[Attempt]:
 def next_name(attempts: Iterable[Attempt], step: int) -> str:
     """The name of the folder of a step that is saved now; see [Note: branches]."""
     found = list(attempts)
-    branch = max((each.number for each in found if each.is_branch), default=1)
-    if any(each.step >= step and each.number >= branch for each in found):
-        branch = max(each.number for each in found) + 1
-    return f"step-{step:08d}" + (f".{branch:0{_DIGITS}d}" if branch > 1 else "")
+    branch = max((each.number for each in found), default=1)
+    if any(each.step >= step and each.number == branch for each in found):
+        branch += 1
+    return f"step-{step:08d}" + (f".{branch:06d}" if branch > 1 else "")
 
 
 def divided(attempts: Iterable[Attempt]) -> tuple[dict[int, Path], list[Attempt]]:
@@ -471,7 +464,7 @@ def divided(attempts: Iterable[Attempt]) -> tuple[dict[int, Path], list[Attempt]
         else:
             older.append(newest)
         replaced += older
-        branch = max(branch, newest.number if newest.is_branch else 0)
+        branch = max(branch, newest.number)
     return counting, replaced
 
 
@@ -741,7 +734,7 @@ def _empty(path: Path) -> None:
 
 
 def _leave_locks() -> None:
-    """Close the locks in a forked process, or they would last as long as that does."""
+    """Close the locks in a forked process, which would keep them for its life."""
     for number in _LOCKS:
         os.close(number)
     _LOCKS.clear()
@@ -759,7 +752,7 @@ def _is_refused(path: Path) -> bool:
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    """What tells a folder from another one that later has its name."""
+    """Identify a folder, also if another one later has its name."""
     try:
         found = os.stat(path)
     except OSError:

@@ -344,11 +344,11 @@ def load(
         if donate:
             writing.covers(like, "like", "checkpoint.load")
         while True:
-            with together(home) as words:
+            with together(home) as exchange:
                 folder_to_read("load", path, raises=True)
                 if home.position == 0:
-                    words.mine = _chosen(folder, step, refused)
-            number, place = words.all[home.ranks[0]]
+                    exchange.mine = _chosen(folder, step, refused)
+            number, place = exchange.all[home.ranks[0]]
             try:
                 how = replicas, writing if donate else None
                 found = _load(Path(place), number, given, groups, home, *how)
@@ -386,13 +386,13 @@ def _load(
     writing: Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
-    with together(home) as words:
+    with together(home) as exchange:
         manifest, digest = manifest_in(path, step)
         target = contents_of("load", like, groups, replicas)
         sources = Sources(path, manifest, home)
         sources.check(target, replicas)
-        words.mine = digest
-    if len(set(words.all.values())) > 1:
+        exchange.mine = digest
+    if len(set(exchange.all.values())) > 1:
         text = f"load: ranks see different files in {path}"
         raise FileError(message(text, fix="load from a folder that ranks share"), damaged=True)
     with together(home), torch.no_grad():

@@ -71,8 +71,8 @@ from mics_fn.tree import Tree
 _ROUND = 512
 
 
-class Words:
-    """What a rank says at the end of a block, and what all of them said."""
+class Exchange:
+    """Values that ranks exchange at the end of a block: `mine`, and those of all by rank."""
 
     def __init__(self) -> None:
         self.mine: Any = None
@@ -80,14 +80,14 @@ class Words:
 
 
 @contextmanager
-def together(home: Groups) -> Iterator[Words]:
+def together(home: Groups) -> Iterator[Exchange]:
     """A block of work that sends nothing; if it raises on some ranks, all raise that error.
 
     Args:
       home: groups whose ranks do it.
 
     Yields:
-      `Words`, to which the block may give something that all ranks get.
+      `Exchange`, to which the block may give something that all ranks get.
 
     Communication: two small all-gathers over the partition group and over the replication group.
 
@@ -95,29 +95,29 @@ def together(home: Groups) -> Iterator[Words]:
       FileError: the first error of any rank, on all of them, with its type and text. Other
         errors come first; they come as they are on their rank, and as a FileError on others.
     """
-    words, error = Words(), None
+    exchange, error = Exchange(), None
     try:
-        yield words
+        yield exchange
     except Exception as found:
         error = found
     if home.world_size == 1:
         if error is not None:
             raise error
-        words.all = {home.rank: words.mine}
+        exchange.all = {home.rank: exchange.mine}
         return
-    said = json.dumps({"error": told(error), "words": words.mine}).encode()
+    said = json.dumps({"error": encoded_error(error), "value": exchange.mine}).encode()
     said = said.ljust(-(-len(said) // _ROUND) * _ROUND)
     found = {rank: json.loads(text) for rank, text in collect_bytes(home, said).items()}
     failed = {rank: each["error"] for rank, each in sorted(found.items()) if each["error"]}
     if failed:
         if error is not None and not isinstance(error, FileError):
             raise error
-        raise retold(failed) from error
-    words.all = {rank: each["words"] for rank, each in found.items()}
+        raise decoded_error(failed) from error
+    exchange.all = {rank: each["value"] for rank, each in found.items()}
 
 
-def told(error: Exception | None) -> list[Any] | None:
-    """An error as ranks send it."""
+def encoded_error(error: Exception | None) -> list[Any] | None:
+    """Encode an error for the other ranks."""
     if error is None:
         return None
     first = str(error) if isinstance(error, MicsError) else f"{type(error).__name__}: {error}"
@@ -125,8 +125,8 @@ def told(error: Exception | None) -> list[Any] | None:
     return [type(error).__name__, first, *map(str, place), getattr(error, "damaged", None)]
 
 
-def retold(failed: Mapping[int, list[Any]]) -> FileError:
-    """The error that all ranks raise: the first one, with the ranks that had it."""
+def decoded_error(failed: Mapping[int, list[Any]]) -> FileError:
+    """Decode the error that all ranks raise: the first one, with the ranks it occurred on."""
     # Of two errors all ranks must raise one, or some would try an older step without the others.
     name, text, path, leaf, damaged = failed[min(failed, key=lambda r: (bool(failed[r][4]), r))]
     kind = CheckpointNotFound if name == "CheckpointNotFound" else FileError
@@ -165,12 +165,12 @@ class Options:
                 raise PlanError(f"save: {name}={value!r}, expected an int of at least {least}")
         if self.step > MAX_STEP:
             raise PlanError(f"save: step={self.step}, expected at most {MAX_STEP}")
-        words = {
+        choices = {
             "overwrite": (self.overwrite, ("never", "newer")),
             "replicas": (self.replicas, ("equal", "apart")),
             "commit": (self.commit, ("rename", "file")),
         }
-        for name, (value, known) in words.items():
+        for name, (value, known) in choices.items():
             if value not in known:
                 raise PlanError(f"save: {name}={value!r}, expected {known[0]!r} or {known[1]!r}")
 
@@ -240,7 +240,7 @@ def agree_on(
     """
     home = main_home("save", groups, homes_by_bucket("save", state, groups))
     try:
-        with together(home) as words:
+        with together(home) as exchange:
             options.check()
             settle(folder.path)
             found = contents_of("save", state, groups, options.replicas)
@@ -258,16 +258,16 @@ def agree_on(
             path = None
             if home.position == 0:
                 path = str(folder.begin(options.step, options.overwrite, options.commit))
-            words.mine = [said, [tree.digest([each]).hex() for each in digests], path]
-        _compare({rank: each[0] for rank, each in words.all.items()})
+            exchange.mine = [said, [tree.digest([each]).hex() for each in digests], path]
+        _compare({rank: each[0] for rank, each in exchange.all.items()})
         agree(home, "save: the state", found.facts())
-        equal = [len({each[1][i] for each in words.all.values()}) == 1 for i in range(2)]
+        equal = [len({each[1][i] for each in exchange.all.values()}) == 1 for i in range(2)]
         own = {} if equal[0] else _differing(home, found, sums)
     except BaseException:
         if home.position == 0:
             folder.abandon()
         raise
-    first = words.all[home.ranks[0]]
+    first = exchange.all[home.ranks[0]]
     kept, path = {} if equal[1] and home.position else extras, Path(first[2])
     try:
         return _agreed(home, folder, path, options, found, own, kept, "same" if equal[1] else "own")
@@ -318,9 +318,9 @@ def _agreed(
 
 def _differing(home: Groups, found: Contents, sums: dict[str, str]) -> dict[str, Tensor]:
     """The tensors held in full that are not equal on all ranks."""
-    with together(home) as words:
-        words.mine = sums
-    own = {name for each in words.all.values() for name in sums if each[name] != sums[name]}
+    with together(home) as exchange:
+        exchange.mine = sums
+    own = {name for each in exchange.all.values() for name in sums if each[name] != sums[name]}
     return {name: x for name, x in found.plain.items() if name in own}
 
 
@@ -381,7 +381,7 @@ class PendingSave:
         self._timeout_s = agreed.home.timeout_s
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._told = not follows  # whether the program knows how it ended: it waits for itself
+        self._reported = not follows  # whether the program knows how it ended: it waits for itself
         self._stop = StopRequest(agreed.home, ()).__enter__() if follows else None
         self._life.endings.append(self.finish)
         self._place = os.path.realpath(agreed.folder.path)
@@ -418,28 +418,28 @@ class PendingSave:
           FileError: it failed, with one text on all ranks. Nothing has changed on the disk.
         """
         self.finish()
-        self._told = True
+        self._reported = True
         if self._error is not None:
             raise self._error
         return cast(Path, self._path)
 
     def settle(self) -> None:
-        """Wait for its end; raise its error if nobody was told.
+        """Wait for the save; raise its error if it was not reported.
 
         If its groups are closed, other ranks may have heard something else: then it is logged.
         """
         self.finish()
-        if not self._told and self._life.closed:
-            self._told = True
+        if not self._reported and self._life.closed:
+            self._reported = True
             if self._error is not None:
                 LOG.warning("step %d was not saved: %s", self.step, self._error)
-        elif not self._told:
+        elif not self._reported:
             self.wait()
 
     def finish(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the save."""
         self._join(math.inf)
-        if _UNDER_WAY.get(self._place) is self and (self._told or self._error is None):
+        if _UNDER_WAY.get(self._place) is self and (self._reported or self._error is None):
             del _UNDER_WAY[self._place]
         if self.finish in self._life.endings:
             self._life.endings.remove(self.finish)
@@ -464,7 +464,7 @@ class PendingSave:
             raise FileError(message(text, lines, fix), self._place)
         if raises:
             settle(Path(self._place))
-        elif self._error is not None and not self._told:
+        elif self._error is not None and not self._reported:
             LOG.warning("%s: step %d was not saved: %s", verb, self.step, self._error)
 
     # On the thread.
@@ -472,8 +472,12 @@ class PendingSave:
     def _run(self) -> None:
         if self._stop is not None:
             step_back()
+        outcome: FileRecord | BaseException
         try:
-            outcome = _outcome_of(self._write)
+            outcome = self._write()
+        except BaseException as error:  # which the other ranks are told
+            outcome = error
+        try:
             self._path = self._end_alone(outcome) if self._alone else self._end(outcome)
         except BaseException as error:
             self._error = error
@@ -499,10 +503,10 @@ class PendingSave:
         return [name, outcome.nbytes, outcome.header, agreed.cells]
 
     def _end(self, outcome: FileRecord | BaseException) -> Path:
-        """Leave this rank's record, and wait for the word of the rank that commits."""
+        """Publish this rank's record, and wait for the result of the rank that commits."""
         home, store = self._agreed.home, self._store
         failed = isinstance(outcome, BaseException)
-        mine = {"error": _told(outcome)} if failed else {"record": self._record(outcome)}
+        mine = {"error": _encoded_outcome(outcome)} if failed else {"record": self._record(outcome)}
         store.set(f"{self._key}/{home.position}", json.dumps(mine))
         store.add(f"{self._key}/written", 1)
         if self._agreed.is_first:
@@ -515,7 +519,7 @@ class PendingSave:
         self._await(lambda: store.check(end), what, lambda: [first], 2 * _GRACE_S)
         said = json.loads(store.get(f"{self._key}/end"))
         if "failed" in said:
-            raise retold({int(rank): error for rank, error in said["failed"].items()})
+            raise decoded_error({int(rank): error for rank, error in said["failed"].items()})
         return Path(said["path"])
 
     def _judged(self) -> dict[str, Any]:
@@ -534,7 +538,7 @@ class PendingSave:
             return {"path": str(self._committed([each["record"] for each in found]))}
         except BaseException as error:  # also of a program that ends this thread
             self._agreed.folder.abandon()
-            return {"failed": {home.rank: _told(error)}}
+            return {"failed": {home.rank: _encoded_outcome(error)}}
 
     def _committed(self, records: list[list[Any]]) -> Path:
         agreed = self._agreed
@@ -569,7 +573,7 @@ class PendingSave:
                 raise FileError(message(text, fix=fix), str(file))
 
     def _missing(self) -> list[int]:
-        """The ranks that have left no record."""
+        """Find the ranks that have published no record."""
         ranks = enumerate(self._agreed.home.ranks)
         return [rank for i, rank in ranks if not self._store.check([f"{self._key}/{i}"])]
 
@@ -610,7 +614,7 @@ class PendingSave:
         return FileError(message(text, [why], fix), str(path))
 
     def _tidy(self) -> None:
-        """Delete the messages that nobody reads any more: this rank's own reads are over."""
+        """Delete messages of this save that no rank reads any more."""
         for name in ("written", *range(self._agreed.home.world_size)):
             later(self._store, "delete_key", f"{self._key}/{name}")
         # All ranks have read the end of the save before this one, or they had not begun this one.
@@ -625,7 +629,7 @@ _UNDER_WAY: dict[str, PendingSave] = {}  # the last save of this process, by fol
 
 
 def settle(path: Path) -> None:
-    """Wait for the end of the last save to a folder; raise its error if nobody was told."""
+    """Wait for the pending save to a folder; raise its error if it was not reported."""
     place = os.path.realpath(path)
     before = _UNDER_WAY.get(place)
     if before is not None:
@@ -653,7 +657,7 @@ def folder_to_read(verb: str, path: str | os.PathLike[str], *, raises: bool = Fa
 
 
 def _leave_saves() -> None:
-    """Forget the saves of the process that this one was forked from, which has their threads."""
+    """Drop pending saves in a forked process: their threads run in its parent."""
     for each in _UNDER_WAY.values():
         if each._path is None and each._error is None:
             text = f"save: step {each.step} is saved by the process that this one was forked from"
@@ -665,20 +669,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_saves)
 
 
-def _outcome_of(write: Callable[[], FileRecord | BaseException]) -> FileRecord | BaseException:
-    """Call `write`; any error becomes its result, so that the other ranks are told of it."""
-    try:
-        return write()
-    except BaseException as error:
-        return error
-
-
 def _nothing() -> FileRecord:
     return FileRecord(0, "")
 
 
-def _told(error: Any) -> list[Any] | None:
-    return told(error if isinstance(error, Exception) else FileError(f"save: {error!r}"))
+def _encoded_outcome(error: Any) -> list[Any] | None:
+    return encoded_error(error if isinstance(error, Exception) else FileError(f"save: {error!r}"))
 
 
 def _has_failed(life: Life) -> bool:
@@ -814,9 +810,9 @@ def start_save(
     except BaseException as error:
         failed = error
 
-    def write() -> FileRecord | BaseException:
+    def write() -> FileRecord:
         if copied is None:
-            return cast(BaseException, failed)
+            raise cast(BaseException, failed)
         with copied as tensors:
             return _written(agreed, tensors)
 
@@ -867,27 +863,20 @@ def _begun(verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: 
     return agree_on(folder, state, groups, extra, options, settle)
 
 
-def _written(agreed: Agreed, tensors: dict[str, Any]) -> FileRecord | BaseException:
-    """Write this rank's file; returns its record, or the error."""
-    try:
-        if spans.observers:
-            spans.passing("save: write", agreed.options.step)
-        if agreed.failed is not None:
-            return agreed.failed
-        _check_room(agreed, tensors)
-        return write_part(agreed.file, tensors) if tensors else FileRecord(0, "")
-    except FileError as error:
-        return error
-    except OSError as error:
-        return cannot_write(agreed.file, error)
-    except Exception as error:
-        return error
-
-
-def _check_room(agreed: Agreed, tensors: dict[str, Any]) -> None:
+def _written(agreed: Agreed, tensors: dict[str, Any]) -> FileRecord:
+    """Write this rank's file; returns its record."""
+    if spans.observers:
+        spans.passing("save: write", agreed.options.step)
+    if agreed.failed is not None:
+        raise agreed.failed
     needed = sum(x.numel() * x.itemsize for x in tensors.values())
-    facts = os.statvfs(agreed.path)
-    free = facts.f_bavail * facts.f_frsize
-    if needed > free:
-        error = OSError(f"{free} bytes are free")
-        raise cannot_write(agreed.file, error, f"{needed} bytes are needed")
+    try:
+        facts = os.statvfs(agreed.path)
+        free = facts.f_bavail * facts.f_frsize
+        if needed > free:
+            raise OSError(f"{needed} bytes are needed, {free} bytes are free")
+        return write_part(agreed.file, tensors) if tensors else FileRecord(0, "")
+    except OSError as error:
+        if isinstance(error, FileError):
+            raise
+        raise cannot_write(agreed.file, error) from error

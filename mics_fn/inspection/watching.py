@@ -61,8 +61,8 @@ class StepMemory(NamedTuple):
         return "\n".join(f"{name:<24}{nbytes:>10}" for name, nbytes in rows)
 
 
-class Told(NamedTuple):
-    """What samples of memory say.
+class MemoryUse(NamedTuple):
+    """Peaks of memory by kind, and a curve over time.
 
     Args:
       most: the most of each kind.
@@ -73,8 +73,8 @@ class Told(NamedTuple):
     curve: tuple[tuple[float, dict[str, int]], ...]
 
 
-def memory_of(samples: Sequence[Sample]) -> Told:
-    """The most of each kind, and how much there was when."""
+def memory_of(samples: Sequence[Sample]) -> MemoryUse:
+    """Compute the peak of each kind, and the curve over time."""
     held: dict[tuple[str, Hashable], int] = {}
     now, most, curve = Counter[str](), Counter[str](), []
     for at, kind, key, nbytes in samples:
@@ -83,7 +83,7 @@ def memory_of(samples: Sequence[Sample]) -> Told:
         most[kind] = max(most[kind], now[kind])
         curve.append((at, {name: now[name] for name in _IN_STEP.values()}))
     fields = {field: most[kind] for field, kind in (_STATE | _IN_STEP).items()}
-    return Told(StepMemory(**fields, total=sum(fields.values())), tuple(curve))
+    return MemoryUse(StepMemory(**fields, total=sum(fields.values())), tuple(curve))
 
 
 # `Timeline`: what happened in a step and when, as a value, a chart of text, and a picture.
@@ -246,7 +246,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-class _Seen(NamedTuple):
+class _EndedSpan(NamedTuple):
     """A span that has ended: on a device the marks at its ends, else times in seconds."""
 
     span: Span
@@ -264,7 +264,7 @@ class Watched:
     def __init__(self, name: str = "") -> None:
         self._name, self._began = name, time.monotonic()
         self._ended: float | None = None
-        self._seen: list[_Seen] = []
+        self._seen: list[_EndedSpan] = []
         self._samples: list[tuple[float, str, Hashable, int]] = []
         self._marks: dict[torch.device, tuple[float, torch.Event]] = {}
 
@@ -285,7 +285,7 @@ class Watched:
         """The most bytes that each kind of data took on this rank in the block."""
         return memory_of(self._samples).most
 
-    def _event(self, seen: _Seen) -> Event:
+    def _event(self, seen: _EndedSpan) -> Event:
         span = seen.span
         wait = span.kind == "wait"
         about = spans.title(span.about)
@@ -327,7 +327,7 @@ NOT_WATCHED: Watched = _NotWatched()
 
 
 class _Watcher:
-    """Writes down what it is told, for a block and for each step in it."""
+    """Records spans and memory, for a block and for each step in it."""
 
     def __init__(self, whole: Watched) -> None:
         self._open = [whole]
@@ -344,7 +344,7 @@ class _Watcher:
             self._open.remove(begun)
             span.result = begun
         elif not span.parts:
-            seen = _Seen(span, begun, self._now(span))
+            seen = _EndedSpan(span, begun, self._now(span))
             for each in self._open:
                 each._seen.append(seen)
 

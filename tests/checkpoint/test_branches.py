@@ -291,21 +291,19 @@ def test_a_lock_lasts_until_the_save_ends_whoever_reads_its_file(tmp_path: Path)
     os.waitpid(child, 0)
 
 
-def test_folders_of_version_1_0_mean_what_they_meant() -> None:
-    names = ["step-00000110", "step-00000120", "step-00000120.2", "step-00000130"]
-    found = [Attempt.of(Path(name)) for name in [*names, "step-1", "other"]]
+def test_a_branch_replaces_all_steps_from_its_own_on() -> None:
+    names = ["step-00000110", "step-00000120", "step-00000130", "step-1", "step-00000120.2"]
+    found = [Attempt.of(Path(name)) for name in names]
     attempts = [each for each in found if each is not None]
-    steps, replaced = divided(attempts)
-    assert {step: path.name for step, path in steps.items()} == {
-        110: "step-00000110",
-        120: "step-00000120.2",
-        130: "step-00000130",
-    }
-    assert [each.path.name for each in replaced] == ["step-00000120"]
+    assert len(attempts) == 3  # the last two names are none of a step
+    assert list(divided(attempts)[0]) == [110, 120, 130]
     assert next_name(attempts, 140) == "step-00000140"
-    name = next_name(attempts, 105)  # above the numbers of all that it replaces
-    assert name == "step-00000105.000003"
+    name = next_name(attempts, 120)
+    assert name == "step-00000120.000002"
     later = Attempt.of(Path(name))
     assert later is not None
-    assert list(divided([*attempts, later])[0]) == [105]
-    assert next_name([*attempts, later], 106) == "step-00000106.000003"
+    steps, replaced = divided([*attempts, later])
+    assert {step: path.name for step, path in steps.items()} == {110: "step-00000110", 120: name}
+    assert [each.path.name for each in replaced] == ["step-00000120", "step-00000130"]
+    assert next_name([*attempts, later], 121) == "step-00000121.000002"
+    assert next_name([*attempts, later], 120) == "step-00000120.000003"

@@ -341,7 +341,7 @@ def rewrite_at_random(folder: Path, first: int, count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [150, pytest.param(6000, marks=[pytest.mark.thorough, pytest.mark.limit(500)])]
+    "count", [150, pytest.param(1200, marks=[pytest.mark.thorough, pytest.mark.limit(500)])]
 )
 def test_any_value_at_any_place_is_refused_or_read(tmp_path: Path, count: int) -> None:
     (refused,) = pool.run_ranks(rewrite_at_random, 1, tmp_path, count, count, timeout_s=450.0)

@@ -166,8 +166,8 @@ def test_any_layout_loads_what_any_other_saved(
 @pytest.mark.parametrize("kind", list(TREES))
 @pytest.mark.parametrize("target", [x for x in LAYOUTS if x.world_size <= 8])
 def test_all_pairs_of_layouts(ranks: Pools, tmp_path: Path, target: Layout, kind: str) -> None:
-    half = list(TREES).index(kind) % 2  # so each pair comes with half of the trees
-    for i, source in list(enumerate(LAYOUTS))[half::2]:
+    first = list(TREES).index(kind) % 4  # so each pair has a quarter of the trees
+    for i, source in list(enumerate(LAYOUTS))[first::4]:
         folder = str(tmp_path / str(i))
         found = ranks(source.world_size).run(saved, source, kind, torch.float32, folder)
         got = ranks(target.world_size).run(
@@ -342,7 +342,7 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
     return "comes back"
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout((2,), 2)], ids=str)
 def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
     for ends in ranks(layout.world_size).run(saves_all_dtypes, layout, str(tmp_path)):
         assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))
@@ -388,7 +388,7 @@ def is_exported(where: str, save: Any, params: Any, x: Tensor, groups: mf.Groups
     return "comes back"
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout((2,), 2)], ids=str)
 def test_every_dtype_that_is_exported_can_be_loaded(ranks, tmp_path, layout: Layout) -> None:
     for ends in ranks(layout.world_size).run(exports_all_dtypes, layout, str(tmp_path)):
         back = {case for case, end in ends.items() if end == {"comes back"}}
@@ -447,7 +447,7 @@ def trains_with_all_buffers(layout: Layout, folder: str) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout((2,), 1)], ids=str)
 def test_buffers_of_every_dtype_go_on(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
     for refused in ranks(layout.world_size).run(trains_with_all_buffers, layout, str(tmp_path)):
         wanted = list[torch.dtype]()

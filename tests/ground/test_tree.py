@@ -98,6 +98,17 @@ def test_structure_is_compared_not_values():
     )
 
 
+def test_the_first_difference_of_two_trees_is_named():
+    found = [tree.first_mismatch({"a": 1, "b": 2}, x, "t") for x in ({"a": 1}, {"a": 1, "b": 2})]
+    assert found == ["t.b is missing", ""]
+    assert tree.first_mismatch({"a": 1}, {"a": 1, "c": 2}, "t") == "t.c is not expected"
+
+
+def test_leaves_of_one_path_are_refused():
+    with pytest.raises(mf.errors.LeafError, match=r"verb: 2 leaves have the path t.a.b"):
+        tree.refuse_equal_paths("verb", {"a.b": 1, "a": {"b": 2}}, "t")
+
+
 def test_optree_and_torch_order_keys_differently_and_results_agree():
     """torch.func walks insertion order, optree sorts: the names must still fit the values."""
     groups = mf.make_groups(1)

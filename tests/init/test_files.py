@@ -152,6 +152,15 @@ def test_any_elements_of_a_tensor_are_read_alone(shape, kind, data):
         same_bits(found["x"].read(start, stop), x.reshape(-1)[start:stop])
 
 
+def test_any_elements_of_a_strided_tensor_in_a_file_are_read_alone(tmp_path):
+    x = random(0, 4, 3).t()
+    torch.save({"x": x}, tmp_path / "a.pt")
+    with open_weights("test", tmp_path / "a.pt", LIMITS) as found:
+        for start in range(13):
+            for stop in range(start, 13):
+                same_bits(found["x"].read(start, stop), x.reshape(-1)[start:stop])
+
+
 # Only this rank's part is read.
 
 

@@ -125,7 +125,7 @@ def campaign(kind: str, folder: Path, first: int, count: int) -> Counter[str]:
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize(
     "count",
-    [100, pytest.param(3400, marks=[pytest.mark.thorough, pytest.mark.limit(500)])],
+    [100, pytest.param(700, marks=[pytest.mark.thorough, pytest.mark.limit(500)])],
 )
 def test_mutated_files_are_refused_by_name_or_read_as_others_read_them(tmp_path, kind, count):
     (found,) = pool.run_ranks(campaign, 1, kind, tmp_path, 0, count, timeout_s=450.0)

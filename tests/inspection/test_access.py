@@ -90,7 +90,7 @@ def gets_tree(groups, params, bucket_bytes):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [*small_first(LAYOUTS, torch.float32), *((x, torch.bfloat16) for x in LEVELS)],
+    [(x, dtype) for x in LEVELS for dtype in (torch.float32, torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.covering
@@ -459,7 +459,7 @@ def reference(n):
 
 
 @pytest.mark.parametrize(
-    ("layout", "live_bytes"), [*small_first(LAYOUTS, None), *((x, 0) for x in LEVELS)], ids=str
+    ("layout", "live_bytes"), [(x, live) for x in LEVELS for live in (None, 0)], ids=str
 )
 @pytest.mark.covering
 def test_training_after_set_equals_a_single_process(ranks, layout, live_bytes):
@@ -557,6 +557,7 @@ def test_an_unknown_path_names_the_nearest(ranks, path):
 def bad_set(value, odd, path="w", p=2):
     groups = groups_of(FOUR)
     tensors = {"w": random(0, 4, 3), "n": torch.tensor([1, 2]), "b": random(1, 9)}
+    tensors["small"] = torch.tensor([1], dtype=torch.int8)
     shards = mf.shard(tensors, groups)
     before = mf.unshard(shards, groups)
     mine = value if odd is None or dist.get_rank() == odd else torch.zeros(4, 3)
@@ -587,12 +588,13 @@ WRONG = {
         "the value does not fit its dtype",
         ["expected float32", "got complex64"],
     ),
+    "wide": (300, "small", "the value does not fit its dtype", ["expected int8", "got int64"]),
     "range": (1e300, "w", "the value does not fit its dtype", ["expected float32", "got float64"]),
 }
 OTHER = {
-    "list": ([1.0], "w", "set: w: the value is list"),
-    "sparse": (torch.eye(3).to_sparse(), "w", "set: w: the value is torch.sparse_coo"),
-    "huge": (2**70, "w", f"set: w: {2**70} is out of range"),
+    "list": ([1.0], "the value is list"),
+    "sparse": (torch.eye(3).to_sparse(), "the value is torch.sparse_coo"),
+    "huge": (2**70, f"{2**70} is out of range"),
 }
 
 
@@ -608,9 +610,9 @@ def test_set_refuses_values_that_do_not_fit(ranks, kind):
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_set_refuses_what_is_no_value(ranks, kind):
-    value, path, text = OTHER[kind]
-    name, found = on_all_ranks(ranks, bad_set, value, None, path)
-    assert (name, found.splitlines()[0]) == ("LeafError", text)
+    value, text = OTHER[kind]
+    name, found = on_all_ranks(ranks, bad_set, value, None)
+    assert (name, found.splitlines()[0]) == ("LeafError", f"set: w: {text}")
 
 
 def test_ranks_that_give_different_values_are_named(ranks):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,23 +295,49 @@ def test_a_timeline_says_what_was_waited_for(ranks):
     assert any(f"{1e3 * longest.seconds:.2f}" in line for line in lines)
 
 
-def late_in_hops(layout: Layout) -> Timeline:
-    """The second rank is late for hop 1 of all buckets, and the second replica later for hop 2."""
+class WaitFiles:
+    """Makes a file such as `hop1-0` where a rank begins to wait for a hop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, span: spans.Span) -> None:
+        if span.kind == "wait":
+            (self.folder / f"{spans.title(span.about).partition(' ')[0]}-{dist.get_rank()}").touch()
+
+    def end(self, span: spans.Span, begun: Any) -> None:
+        pass
+
+    def holds(self, kind: str, key: Any, nbytes: int) -> None:
+        pass
+
+
+def late_in_hops(layout: Layout, folder: str) -> Timeline:
+    """Rank 1 computes once rank 0 waits for hop 1; replica 1 once both wait for hop 2."""
+    rank, files = dist.get_rank(), WaitFiles(Path(folder))
+    awaited = [[], ["hop1-0"], ["hop2-0", "hop2-1"], ["hop2-0", "hop2-1"]][rank]
 
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
         if steps == 2:
-            time.sleep([0.0, 0.8, 1.6, 1.6][dist.get_rank()])
+            deadline = time.monotonic() + 60
+            while not all((files.folder / name).exists() for name in awaited):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.2 if awaited else 0)
         return loss_of(model, x)
 
     trainer = trainer_of(groups_of(layout), loss=loss, live_bytes=None)
-    for steps in range(3):  # noqa: B007
+    for steps in range(3):
         with mf.inspection.watch():
+            if steps == 2:
+                spans.watchers.append(files)
             trainer.step(batch_of())
+    spans.watchers.remove(files)
     return trainer.last_step.timeline()
 
 
-def test_a_wait_for_hop_1_and_then_for_hop_2_is_two(ranks):
-    first, second, *_ = ranks(4).run(late_in_hops, TWO_REPLICAS)
+def test_a_wait_for_hop_1_and_then_for_hop_2_is_two(ranks, tmp_path):
+    first, second, *_ = ranks(4).run(late_in_hops, TWO_REPLICAS, str(tmp_path))
     assert min(first.waited_s()[kind] for kind in ("hop1", "hop2")) > 0.1
     assert second.waited_s()["hop2"] > 0.1
     assert any("wait hop2 3" in line for line in f"{first}".splitlines())

@@ -1,0 +1,133 @@
+"""Mistakes in checkpoints that would lose data or restore something else; `planting.py` checks."""
+
+_D = "checkpoint/directory.py"
+_C = "checkpoint/contents.py"
+
+PLANTED = [
+    (
+        "a cell begins one element late where copies do not divide a chunk",
+        "checkpoint/manifest.py",
+        "low = part * chunk + chunk * copy // self.copies",
+        "low = part * chunk - -chunk * copy // self.copies",
+        "checkpoint/test_layouts.py -k cells_cover",
+    ),
+    (
+        "a load reads the first elements of a slice in place of those that it wants",
+        "checkpoint/loading.py",
+        "start = low - part.start\n",
+        "start = low - origin\n",
+        "checkpoint/test_layouts.py -k any_layout",
+    ),
+    (
+        "numbers of a state are not restored",
+        "checkpoint/loading.py",
+        "out = [values.get(name, leaf) for",
+        "out = [leaf for",
+        "checkpoint/test_commit.py -k kill_at_any",
+    ),
+    (
+        "a step is renamed before the disk has the names in its folder",
+        _D,
+        "        sync_folder(path)\n        final = path\n",
+        "        final = path\n",
+        "checkpoint/test_commit.py -k the_disk_has_each",
+    ),
+    (
+        "a manifest is not waited for",
+        _D,
+        "            rest = rest[os.write(number, rest) :]\n        os.fsync(number)\n",
+        "            rest = rest[os.write(number, rest) :]\n",
+        "checkpoint/test_commit.py -k the_disk_has_each",
+    ),
+    (
+        "after a rollback only one whole step is kept",
+        _D,
+        "_LEAST = 2 ",
+        "_LEAST = 1 ",
+        "checkpoint/test_branches.py -k after_a_rollback",
+    ),
+    (
+        "a save removes a step that a load refused",
+        _D,
+        "        if not _is_refused(path):\n            return",
+        "        if path:\n            return",
+        "checkpoint/test_branches.py -k no_save_removes",
+    ),
+    (
+        "a lack of open files is taken for damage, and a good step is passed over",
+        _D,
+        "_EVIDENCE = (errno.ENOENT,",
+        "_EVIDENCE = (errno.EMFILE, errno.ENOENT,",
+        "checkpoint/test_branches.py -k no_reason_to_go_back",
+    ),
+    (
+        "a replaced step counts again",
+        _D,
+        "branch = max(branch, newest.number)",
+        "branch = 0",
+        "checkpoint/test_branches.py -k branch_replaces",
+    ),
+    (
+        "values are not compared with their checksums",
+        _D,
+        "        if not right:\n            raise self._corrupt(",
+        "        if right is None:\n            raise self._corrupt(",
+        "checkpoint/test_sums.py -k damage_anywhere",
+    ),
+    (
+        "the header of a file is not compared with the manifest",
+        _D,
+        "if hashlib.sha256(header).hexdigest() != record.header:",
+        "if not record.header:",
+        "checkpoint/test_damage.py -k flipped",
+    ),
+    (
+        "start_save does not copy what it writes later",
+        _C,
+        "_torch.foreach_copy(copies, [x for _, x in sources], non_blocking=pinned)",
+        "pass",
+        "checkpoint/test_snapshot.py -k a_copy",
+    ),
+    (
+        "the memory of a save is never used again",
+        _C,
+        "self.free.append((device.type, memory))",
+        "pass",
+        "checkpoint/test_snapshot.py -k memory_of_one",
+    ),
+    (
+        "each replica saves what the first one has",
+        _C,
+        "image = home.replicas.rank if self.apart else 0",
+        "image = 0",
+        "checkpoint/test_other_codes.py -k apart",
+    ),
+    (
+        "states of different steps are saved as one",
+        "checkpoint/saving.py",
+        "        _compare({rank: each[0] for rank, each in exchange.all.items()})\n",
+        "",
+        "checkpoint/test_one_end.py -k torn",
+    ),
+    (
+        "an export does not fill a file up to its limit",
+        "checkpoint/exported.py",
+        "if files[-1] and leaf.nbytes > room:",
+        "if files[-1] and leaf.nbytes >= room:",
+        "checkpoint/test_pretrained_dirs.py -k packed_up",
+    ),
+    (
+        "an export leaves out one of the names of a tied tensor",
+        "checkpoint/exported.py",
+        "also=(*found[own].also, name))",
+        "also=found[own].also)",
+        "checkpoint/test_dcp_dirs.py -k tied",
+    ),
+    (
+        "an export has its name before it is complete on the disk",
+        _D,
+        "                sync(self.folder)\n",
+        "",
+        "checkpoint/test_pretrained_dirs.py -k synced",
+    ),
+]

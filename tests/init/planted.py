@@ -1,0 +1,113 @@
+"""Mistakes in making and reading models that would give other values; `planting.py` checks."""
+
+_T = "init/tape.py"
+_F = "init/torch_files.py"
+_S = "init/files.py"
+
+PLANTED = [
+    (
+        "bytes of a safetensors file that belong to no tensor are accepted",
+        _S,
+        "        if begin != last:\n",
+        "        if begin < last:\n",
+        "init/test_strangers.py -k refused_by_name",
+    ),
+    (
+        "bytes of a tensor may not be as many as its shape needs",
+        _S,
+        "if end - begin != prod(shape) * kind.itemsize or not",
+        "if not",
+        "init/test_files.py -k damaged",
+    ),
+    (
+        "a file of an index may be a link that leads out of its folder",
+        _F,
+        "if os.path.realpath(place / name) != str(place.joinpath(*parts)):",
+        "if not parts:",
+        "init/test_strangers.py -k link",
+    ),
+    (
+        "a FIFO or a device is opened",
+        _F,
+        "if not stat.S_ISREG(facts.st_mode):",
+        "if stat.S_ISDIR(facts.st_mode):",
+        "init/test_strangers.py -k regular",
+    ),
+    (
+        "a range of a tensor is read from the beginning of its row",
+        _F,
+        "return part[start - first * inner : stop - first * inner]",
+        "return part[: stop - start]",
+        "init/test_files.py -k strided_tensor",
+    ),
+    (
+        "the writer of a file chooses the hashes of its names",
+        _F,
+        'return Other(f"{kind} {key!r}" if plain else kind)',
+        "return key",
+        "init/test_strangers.py -k hashes",
+    ),
+    (
+        "chunks that overlap overwrite one another",
+        _S,
+        "if seen[where].any():",
+        "if where is None:",
+        "checkpoint/test_dcp_dirs.py -k refused_by_name",
+    ),
+    (
+        "a write that keeps a part of a storage is taken for all of it",
+        _T,
+        "                elif replaced:\n",
+        "                elif replaced is not None:\n",
+        "init/test_recorder.py -k any_program",
+    ),
+    (
+        "a random op begins where the generator happens to be",
+        _T,
+        "op.generator.set_state(self._state(op.start))",
+        "self._state(op.start)",
+        "init/test_init.py -k one_rank_has",
+    ),
+    (
+        "a view of a part is taken for the whole storage",
+        _T,
+        "return expected * self.dtype.itemsize == nbytes",
+        "return True",
+        "init/test_recorder.py -k any_program",
+    ),
+    (
+        "memory that nothing sets is left as it was on each rank",
+        _T,
+        "                out.zero_()  #",
+        "                out.fill_(1)  #",
+        "init/test_init.py -k nothing_sets",
+    ),
+    (
+        "generators do not end as after a plain construction",
+        _T,
+        "strict=True):\n            generator.set_state(state)\n",
+        "strict=True):\n            generator.get_state()\n",
+        "init/test_init.py -k generators_of_others",
+    ),
+    (
+        "replicas that read other values are not compared",
+        "init/loading.py",
+        "            if odd:\n",
+        "            if len(odd) > len(home.ranks):\n",
+        "init/test_files.py -k differ_between",
+    ),
+    (
+        "each block of a piece overwrites the one before",
+        "init/loading.py",
+        "data[low - start : high - start].copy_(",
+        "data[: high - low].copy_(",
+        "init/test_files.py -k large_pieces",
+    ),
+    (
+        "a tensor of the file that no parameter takes is dropped without a word",
+        "init/loading.py",
+        "problems = wrong + absent + (extra if strict else [])",
+        "problems = wrong + absent",
+        "init/test_files.py -k does_not_match",
+    ),
+]
