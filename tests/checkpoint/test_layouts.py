@@ -310,11 +310,11 @@ def roles_of(x: Tensor, groups: mf.Groups) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def saves_all_dtypes(layout: Layout, folder: str) -> dict[str, set[str]]:
-    """Save and load each dtype in each form and role, and tell which were refused."""
+def saves_dtypes(layout: Layout, folder: str, part: int) -> dict[str, set[str]]:
+    """Save and load each dtype of a third in each form and role, and return what each ended in."""
     groups, ends = groups_of(layout), dict[str, set[str]]()
     warnings.simplefilter("ignore")  # torch warns of some dtypes
-    for dtype in ALL_DTYPES:
+    for dtype in ALL_DTYPES[part::3]:
         for form, x in forms_of(dtype).items():
             for role, (state, extra) in roles_of(x, groups).items():
                 end = comes_back(f"{folder}/{dtype}-{form}-{role}", state, extra, groups)
@@ -342,10 +342,10 @@ def comes_back(where: str, state: Any, extra: Any, groups: mf.Groups) -> str:
     return "comes back"
 
 
-@pytest.mark.parametrize("layout", [Layout((2,), 2)], ids=str)
-def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path, layout: Layout) -> None:
-    for ends in ranks(layout.world_size).run(saves_all_dtypes, layout, str(tmp_path)):
-        assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES))
+@pytest.mark.parametrize("part", range(3))
+def test_every_dtype_comes_back_or_is_refused(ranks: Pools, tmp_path: Path, part: int) -> None:
+    for ends in ranks(2).run(saves_dtypes, Layout((2,), 2), str(tmp_path), part):
+        assert {case.partition(" ")[0] for case in ends} == set(map(str, ALL_DTYPES[part::3]))
         for case, end in ends.items():
             dtype, _, role = case.partition(" ")
             if dtype.removeprefix("torch.") in SAVED:
