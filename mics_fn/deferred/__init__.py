@@ -49,8 +49,7 @@ Limits:
   are held in full until the pass ends, since they come in parts of which none is known to be the
   last. Run backward inside the `functional_call`, as `Trainer` does; outside of it the module would
   recompute with parameters of its own.
-- An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket
-  (`python -m mics_fn bench touch`).
+- An op on a deferred weight costs 20 us of host time, or 53 us if each op changes the bucket.
 
 Where to start reading: `deferring`, then [Note: deferred parameters] in `tensor` and [Note: join
 and fetch] in `deferring`. `live` fetches and drops, `reduction` does both hops, and `grad_sum`

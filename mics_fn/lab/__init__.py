@@ -11,8 +11,7 @@ library works, to measure it, and to test it.
 - `demo/` is `python -m mics_fn demo`: it trains the GPT sharded over ranks, trains it again in one
   process of plain torch, and compares the two.
 - `bench/` is `python -m mics_fn bench WHAT`: `step` and `opt` compare times with torch and FSDP2,
-  `touch` measures the host time of deferred weights, and `bytes` and `memory` compare traffic and
-  memory with formulas.
+  `bytes` traffic with formulas, `checkpoint` and `disk` with plain reading and writing.
 - `doctor/` is `python -m mics_fn doctor`: what this machine and its torch are, and whether two
   ranks reach each other. With `--gpu` it checks, in eight minutes at most: numbers against float64
   on the CPU, that the host never waits, real NCCL ranks (several on one GPU where there are too
@@ -37,11 +36,11 @@ Example:
     node   100 B
     rank   600 B
 
-Start reading at `demo/run.py`, which has both ways to train side by side, or at `bench/touch.py`,
-the shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass for its config,
-a function that measures as one rank and returns figures as plain data, and a function that renders
+Start reading at `demo/run.py`, which has both ways to train side by side, or at `bench/opt.py`, the
+shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass for its config, a
+function that measures as one rank and returns figures as plain data, and a function that renders
 them as text; then add a line to `BENCHES` in `bench/command.py`, with a function that makes the
-config from the flags. To add a peer of `bench step`, write a function from `Stage` to `Peer` and
-add it to `PEERS` in `bench/peers.py`. To add a part of the doctor, write a function of a `Job` that
-calls `Rank.say` with what it finds, and add it to `PARTS` in `doctor/parts.py`.
+config from the flags. To add a peer of `bench step`, write a function from `Stage` to `BenchPeer`
+and add it to `PEERS` in `bench/stage.py`. To add a part of the doctor, write a function of a `Job`
+that calls `Rank.say` with what it finds, and add it to `PARTS` in `doctor/parts.py`.
 """

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
+from storage_count import StorageCount
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,6 @@ from mics_fn import _torch, spans
 from mics_fn.groups import LEAST_RING
 from mics_fn.inspection.watching import NOT_WATCHED, Event, Timeline
 from mics_fn.lab.bench import stage
-from mics_fn.lab.bench.turns import StorageCount
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4

@@ -263,31 +263,6 @@ def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
     assert "used/formula" in printed
 
 
-def test_touch(forked_bench: Callable) -> None:
-    argv = ["touch", "--rounds", "3", "--steps", "2", "--layers", "4"]
-    figures, printed = forked_bench(*argv, *TINY)
-    assert figures["touches"] == 12
-    names = [peer["name"] for peer in figures["peers"]]
-    assert names == ["plain", "in one bucket", "a bucket each"]
-    for peer in figures["peers"]:
-        found = peer["microseconds_a_touch"]
-        assert found["least"] <= found["median"] <= found["most"]
-    assert "12 touches per step" in printed
-
-
-def test_codec(forked_bench: Callable) -> None:
-    argv = ["codec", "--rounds", "2", "--steps", "1", "--mib", "1", "--codec", "int8", "int4[64]"]
-    figures, printed = forked_bench(*argv)
-    ops = ("encode", "decode", "decode_mean")
-    names = [f"{codec} {op}" for codec in ("int8[256]", "int4[64]") for op in ops]
-    assert [op["name"] for op in figures["ops"]] == names
-    for op in figures["ops"]:
-        for key in ("gb_per_s", "gb_per_cpu_s", "over_copy", "over_plain"):
-            assert 0 < op[key]["least"] <= op[key]["median"] <= op[key]["most"]
-    assert "262144 float32 values" in printed
-    assert "int4[64] decode_mean" in printed
-
-
 def test_opt(forked_bench: Callable) -> None:
     argv = ["opt", "--rounds", "2", "--steps", "2", "--small-leaves", "9"]
     figures, printed = forked_bench(*argv, *TINY)
@@ -422,9 +397,6 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
             ["step", "--precision", "bf16; *norm*: f32"],
             "fsdp2 has one precision for all parameters",
         ),
-        (["memory", "--placement", "zero3,zero4"], "there is no placement zero4\n  fix: choose"),
-        (["memory", "--precision", "bf17"], "'bf17' is not a dtype"),
-        (["memory", "--ranks", "4", "--node-size", "3"], "3"),
         (["step", "--rates", "200mbits"], "200mbits is not a rate"),
         (["step", "--rates", "1gbit:0"], "1gbit:0 is not a rate"),
         (["step", "--rates", "1gbit,as-is"], "as-is cannot be combined"),

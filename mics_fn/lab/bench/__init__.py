@@ -9,8 +9,6 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   1 ms and less. The same over FSDP2 in a world of 1: 0.60 (0.52 to 0.79). Medians of six peers in
   three runs, in which `keep` and `zero3` do the same. `python -m mics_fn bench step --ranks 1
   --peers keep zero3 plain fsdp2`
-- A deferred weight at an op, host time: 20 us; 53 us if each op changes the bucket. `python -m
-  mics_fn bench touch`
 - `opt_step(donate=True)` over torch's fused AdamW, time per element: 1.00 (0.93 to 1.10) with 53
   leaves, 0.90 (0.84 to 1.02) with 2,000 leaves of 400 elements; the medians of three runs, and the
   least and the most of any round. `python -m mics_fn bench opt`
@@ -33,11 +31,6 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   and 1.11 GB, FSDP2 1.42 GB and 1.16 GB. Use over the formula, activations included: 0.96 to 0.98.
   `python -m mics_fn bench step --rss --ranks 4 --node-size 2 --partition-size 4 --dim 1024 --blocks
   8 --heads 16 --rounds 1 --steps 2 --peers least` (or `zero3`, `fsdp2`, `keep`, `fsdp2-keep`)
-- States of a rank between steps over the formula, every placement in f32 and bf16: 1.0000. The
-  most in a step over its formula: 1.00 to 1.08, at most 1.9 buckets away. `python -m mics_fn
-  bench memory --ranks 4 --node-size 2`
-- Peak of `init_model`, beside that of a whole model that is then cut: its shards, a bucket and
-  the largest parameter. `python -m mics_fn bench memory --init --ranks 4 --node-size 2`
 - Saving a state of 403 MB in one process, on a disk that other machines share, medians of three
   runs of 5 or 7 rounds (least to most of all rounds): 0.90 (0.48 to 1.21) of the speed of plain
   writing, 0.87 (0.81 to 1.03) of plain reading where the system has forgotten the file, and 0.45

@@ -11,30 +11,18 @@ from typing import Any, NamedTuple
 
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Topology, plan_groups, read_launch
-from mics_fn.lab.bench import coding
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
 from mics_fn.lab.bench.links import AS_IS, LINKS, read_rates
-from mics_fn.lab.bench.memory import (
-    StatesConfig,
-    check_rss,
-    measure_init,
-    measure_states,
-    render_init,
-    render_rss,
-    render_states,
-    run_rss,
-)
+from mics_fn.lab.bench.memory import check_rss, render_rss, run_rss
 from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
 from mics_fn.lab.bench.saves import add_save_flags, measure_saves, render_saves, saves_config_of
 from mics_fn.lab.bench.stage import (
     DEFAULT_PEERS,
     OVERLAP_PEERS,
     PEERS,
-    PLACES,
     StepConfig,
     check_peers,
-    check_places,
 )
 from mics_fn.lab.bench.step import (
     check_overlap,
@@ -43,7 +31,6 @@ from mics_fn.lab.bench.step import (
     render_overlap,
     render_step,
 )
-from mics_fn.lab.bench.touch import TouchConfig, measure_touch, render_touch
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models.gpt import GPTConfig
 from mics_fn.lab.report import add_count
@@ -59,9 +46,6 @@ def add_flags_of_ranks(parser: argparse.ArgumentParser, name: str) -> None:
     add_count(parser, "ranks", None, f"ranks to launch (default {DEFAULT_RANKS})")
     add_count(parser, "node-size", None, "ranks per node (default that of the job, or 2)")
     add_count(parser, "accumulate", 1, "micro-steps in a step")
-    if name == "memory":
-        _add_memory_flags(parser)
-        return
     add_count(parser, "sequences", 1, "samples per rank and micro-step")
     if name == "bytes":
         text = "ranks of a replica (default all sizes that fit)"
@@ -73,18 +57,6 @@ def add_flags_of_ranks(parser: argparse.ArgumentParser, name: str) -> None:
     else:
         add_count(parser, "partition-size", None, "ranks of a replica (default node size)")
         _add_step_flags(parser)
-
-
-def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = f"of {' '.join(PLACES)} (default all)"
-    lists: dict[str, Any] = {"nargs": "+", "type": _names}
-    add("--placement", default=[tuple(PLACES)], help=text, metavar="NAME", **lists)
-    default = " ".join(StatesConfig.precisions)
-    text = f"precisions, each a text such as compute=bf16 (default {default})"
-    add("--precision", default=StatesConfig.precisions, help=text, metavar="TEXT", nargs="+")
-    text = "measure instead while a model becomes shards over all ranks"
-    add("--init", action="store_true", help=text)
 
 
 def _add_step_flags(parser: argparse.ArgumentParser) -> None:
@@ -145,20 +117,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_count(one, "blocks", 4, "blocks of the GPT")
         add_count(one, "heads", 8, "attention heads of the GPT")
         add_count(one, "vocab", 1024, "tokens that it knows, at least 256", smallest=256)
-        # Few tokens make activations small beside the states.
-        context, warmup, steps = (4, 3, 2) if name == "memory" else (64, 2, 5)
-        add_count(one, "context", context, "tokens of a sample")
-        add_count(one, "warmup", warmup, "steps before measuring")
-        if name not in ("bytes", "memory"):
+        add_count(one, "context", 64, "tokens of a sample")
+        add_count(one, "warmup", 2, "steps before measuring")
+        if name != "bytes":
             add_count(one, "rounds", 5, "turns of each peer")
-        if name == "touch":
-            add_count(one, "steps", 50, "steps of a turn")
-            add_count(one, "layers", 64, "linear layers")
-        elif name == "opt":
+        if name == "opt":
             add_count(one, "steps", 10, "steps of a turn")
             add_count(one, "small-leaves", 2000, "leaves of the second tree")
         else:
-            add_count(one, "steps", steps, "steps of a turn")
+            add_count(one, "steps", 5, "steps of a turn")
             add_flags_of_ranks(one, name)
 
 
@@ -174,11 +141,9 @@ def main(args: argparse.Namespace) -> int:
     bench = BENCHES[args.bench]
     if args.bench == "step" and (args.rss or args.overlap):
         bench = RSS if args.rss else OVERLAP
-    if args.bench == "memory" and args.init:
-        bench = INIT
     if args.json is not None and not args.json.parent.is_dir():
         raise PlanError(f"--json {args.json}: there is no folder {args.json.parent}")
-    alone = args.bench in ("opt", "touch", *FLAGS_ALONE)
+    alone = args.bench in ("opt", *FLAGS_ALONE)
     ranks = 1 if alone else num_ranks(args.ranks, DEFAULT_RANKS)
     config = bench.config(args, ranks)
     figures = bench.run(config, ranks)
@@ -246,23 +211,6 @@ def _precisions(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(args.precision)
 
 
-def _states_config(args: argparse.Namespace, ranks: int) -> StatesConfig:
-    node_size = _node_size(args, ranks)
-    Topology.of(ranks, node_size)
-    placements = tuple(itertools.chain(*args.placement))
-    check_places(placements)
-    return StatesConfig(
-        node_size=node_size,
-        placements=placements,
-        precisions=_precisions(args),
-        steps=args.steps,
-        warmup=args.warmup,
-        accumulate=args.accumulate,
-        device=args.device,
-        model=_model(args),
-    )
-
-
 def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
     node_size = _node_size(args, ranks)
     topology = Topology.of(ranks, node_size)
@@ -281,11 +229,6 @@ def _bytes_config(args: argparse.Namespace, ranks: int) -> BytesConfig:
         precisions=_precisions(args),
         live_buckets=args.live_buckets,
     )
-
-
-def _touch_config(args: argparse.Namespace, ranks: int) -> TouchConfig:
-    turns = BenchTurns(args.rounds, args.steps, args.warmup)
-    return TouchConfig(turns=turns, layers=args.layers, device=args.device)
 
 
 def _opt_config(args: argparse.Namespace, ranks: int) -> OptConfig:
@@ -310,24 +253,11 @@ BENCHES = {
         _on_ranks(measure_opt),
         render_opt,
     ),
-    "touch": Bench(
-        "host time that an op takes longer on a deferred weight than on a plain one",
-        _touch_config,
-        _on_ranks(measure_touch),
-        render_touch,
-    ),
-    "codec": Bench(*coding.BENCH),
     "bytes": Bench(
         "bytes of a step at each level: counted, by formula, and those that leave a node",
         _bytes_config,
         _on_ranks(measure_bytes),
         render_bytes,
-    ),
-    "memory": Bench(
-        "memory of a rank under each placement, against the formulas",
-        _states_config,
-        _on_ranks(measure_states),
-        render_states,
     ),
     "checkpoint": Bench(
         "saving and loading, against plain writing and reading of the same bytes",
@@ -345,11 +275,9 @@ BENCHES = {
 
 # Benches that train no GPT, each with the flags that it adds.
 FLAGS_ALONE: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "codec": coding.add_codec_flags,
     "checkpoint": add_save_flags,
     "disk": add_disk_flags,
 }
 
 OVERLAP = Bench("what hop 2 hides", _step_config, _on_ranks(measure_overlap), render_overlap)
 RSS = Bench("the memory of a rank", _step_config, run_rss, render_rss)
-INIT = Bench("the making of a model", _states_config, _on_ranks(measure_init), render_init)

@@ -60,14 +60,6 @@ def cut_of(name: str, num_ranks: int, node_size: int) -> Cut:
     return Cut(*(sizes[letter] for letter in PLACES[name]))
 
 
-def check_places(names: Sequence[str]) -> None:
-    """Raise PlanError for names that are not those of placements."""
-    wrong = [name for name in names if name not in PLACES]
-    if wrong:
-        what = f"--placement {' '.join(names)}: there is no placement {' '.join(wrong)}"
-        raise PlanError(message(what, fix=f"choose from {' '.join(PLACES)}"))
-
-
 def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.Groups:
     """Groups of a placement, made by all ranks.
 

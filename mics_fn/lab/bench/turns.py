@@ -11,12 +11,6 @@ If the rates of links can be set, each round has a turn of every peer at every r
 
 On an accelerator this is the memory that torch allocated. On the CPU it is resident memory, which
 includes code and what the allocator keeps for later.
-
-[Note: counted storage] The memory of a process depends on its allocator, on its code and on timing.
-The memory of its tensors does not: each op is observed as torch runs it, in backward too, and the
-storage behind its results counts from then until its last tensor is gone. Memory that an op or a
-communication library takes and gives back inside is not observed. On a GPU torch's allocator
-counts, which includes that memory.
 """
 
 import contextlib
@@ -27,7 +21,6 @@ import os
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,94 +106,6 @@ def _status_bytes(name: str) -> int | None:
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     return None
-
-
-# The memory of tensors, counted tensor by tensor, which gives the same number in every run.
-
-
-class StorageCount(_torch.DispatchMode):
-    """Bytes of the tensors that this thread makes in a `with` block. See [Note: counted storage].
-
-    Example:
-        >>> with StorageCount() as count:
-        ...     a = torch.ones(4)
-        ...     b = a.view(2, 2) + 1
-        ...     del a
-        >>> count.now, count.peak
-        (16, 32)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _torch.PLAIN for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        self._see((args, kwargs), old=True)  # views of tensors from before take no memory
-        out = func(*args, **kwargs)
-        self._see(out)
-        return out
-
-    def _see(self, values: Any, old: bool = False) -> None:
-        for tensor in _torch.flatten(values)[0]:
-            if type(tensor) not in _torch.PLAIN or tensor.is_meta:
-                continue
-            key, storage = _torch.storage_id(tensor), tensor.untyped_storage()
-            if key not in self._sizes:
-                # A lazy clone has the memory of another tensor, which counts already.
-                shared = old or _torch.is_lazy_clone(tensor)
-                self._sizes[key] = 0 if shared else storage.nbytes()
-                self.now += self._sizes[key]
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, key).atexit = False
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-    def reset_peak(self) -> None:
-        """Set the peak to the bytes of now."""
-        self.peak = self.now
-
-
-class DeviceCount:
-    """The same for an accelerator, by torch's allocator, since the beginning of the `with` block.
-
-    Args:
-        device: the accelerator.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._before = device, 0
-
-    def __enter__(self) -> "DeviceCount":
-        self._before = reset_peak(self.device) or 0
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    @property
-    def now(self) -> int:
-        """Bytes beyond those at the beginning."""
-        _device.finish(self.device)
-        return (memory_bytes(self.device) or 0) - self._before
-
-    @property
-    def peak(self) -> int:
-        """The most bytes since `reset_peak`."""
-        return (peak_bytes(self.device) or 0) - self._before
-
-    def reset_peak(self) -> None:
-        """Set the peak to the bytes of now."""
-        reset_peak(self.device)
-
-
-def count_on(device: torch.device) -> Any:
-    """A `with` block that counts the memory of tensors on a device, as `now` and `peak`."""
-    return DeviceCount(device) if _device.is_async(device) else StorageCount()
 
 
 TIMEOUT_S = 3600.0  # as long as ranks wait while rank 0 measures alone
