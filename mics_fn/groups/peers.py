@@ -251,7 +251,7 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
     stored = None
     if isinstance(error, FileError):
         said = [line.strip().removeprefix("fix: ") for line in str(error).split("\n")[1:]]
-        stored = [error.path, error.leaf, *said]
+        stored = [f"{error.path}", f"{error.leaf}", *said]
     return Failure(rank, kind, first, trace=trace, because=because, stored=stored, **known)
 
 

@@ -658,10 +658,12 @@ def train_for(
         ):
             for _ in range(steps):
                 batch = next(batches)
+                before = trainer.ahead.step
                 try:
                     metrics.append(trainer.step(batch))
-                except FileError:  # an earlier save failed; this one may be the last chance
-                    if stop is not None and stop.due():
+                except FileError:
+                    # If the step is taken, an earlier save failed: this may be the last chance.
+                    if trainer.ahead.step > before and stop is not None and stop.due():
                         trainer.checkpoint.save(trainer)
                     raise
                 bar.update(metrics)

@@ -135,6 +135,22 @@ def test_a_request_to_stop_saves_though_the_last_save_failed(tmp_path: Path) -> 
     assert checkpoint.steps(tmp_path) == [4]
 
 
+def test_a_step_that_a_file_ends_is_not_saved_at_a_request_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = mf.make_groups(1)
+    trainer = made(groups, tmp_path, every=100)
+
+    def fails(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        raise FileError("offload: a scratch file cannot be read", "states", "w")
+
+    monkeypatch.setattr("mics_fn.train.trainer.one_step", fails)
+    with StopRequest(groups) as stop, pytest.raises(FileError, match="scratch file"):
+        trainer.fit(batches(), 9, progress=False, stop=stop)
+    assert checkpoint.steps(tmp_path) == []
+
+
 def fails_before_a_reset(layout: Layout, folder: str) -> tuple[list[int], list[str]]:
     groups = mf.make_groups(layout.partition_size, timeout_s=30)
     trainer, data, lines = made(groups, folder, every=4, keep=None), batches(), list[str]()
