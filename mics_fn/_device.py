@@ -60,7 +60,7 @@ def keep_stream(device: torch.device) -> Iterator[torch.Stream]:
 
 
 def follow(stream: torch.Stream, device: torch.device) -> None:
-    """Queue what comes next on `stream`, behind everything queued on the current stream."""
+    """Queue later work on `stream`, behind everything queued on the current stream."""
     current = current_stream(device)
     if stream != current:
         stream.wait_stream(current)

@@ -34,7 +34,7 @@ def profiling() -> bool:
 
 
 def enter(name: str) -> Any:
-    """Begin a range of this thread; `leave` ends it."""
+    """Open a profiler range of this thread; `leave` closes it."""
     return torch.autograd._record_function_with_args_enter(name)  # pyright: ignore
 
 
@@ -97,7 +97,7 @@ def leave_connection() -> None:
 
 
 def start_alone(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Start torch.distributed in a process whose peers have started theirs long ago.
+    """Initialize torch.distributed in a process that replaces a lost one.
 
     Its default group knows the ranks and the store, under the keys that the others use, but it is
     connected to nobody: groups are made from it, and it moves no data itself.
@@ -201,7 +201,7 @@ def never_destruct(group: Any) -> None:
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the members of a group on an accelerator now; returns when all have come."""
+    """Connect the members of a group on an accelerator now; block until all are connected."""
     dist.barrier(group, device_ids=[device.index])
 
 
@@ -225,7 +225,7 @@ def groups_named(name: str | None) -> list[dist.ProcessGroup]:
 
 
 def apart(store: Any, prefix: str) -> Any:
-    """The part of a store whose keys have a prefix, so that other users of it are not met."""
+    """Return a view of a store whose keys have a prefix of their own."""
     return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 

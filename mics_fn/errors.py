@@ -60,7 +60,7 @@ class DesyncError(MicsError, RuntimeError):
 
 
 class DonatedError(MicsError, RuntimeError):
-    """A value is used again whose buffers were given away."""
+    """A donated value is used again."""
 
 
 class GroupsError(MicsError, RuntimeError):
@@ -72,7 +72,7 @@ class CollectiveError(MicsError, RuntimeError):
 
 
 class PeerFailed(MicsError, RuntimeError):
-    """Another rank failed, and what this rank waits for cannot come any more.
+    """Another rank failed, so a wait of this rank cannot end.
 
     Args:
       text: the whole text.
@@ -229,7 +229,7 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def by_value(found: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Each value that ranks have, with those that have it; what most have comes first.
+    """Group ranks by their values, the most frequent value first.
 
     >>> by_value({0: "a", 1: "b", 2: "b"})
     [('b', [1, 2]), ('a', [0])]

@@ -159,14 +159,14 @@ _holding: Commit | None = None  # the one that holds signals now
 
 
 def held() -> Commit:
-    """A short block within which no signal interrupts; what came meanwhile is heard at its end."""
+    """Defer signals until the end of a short block."""
     commit = Commit()
     commit.hold()
     return commit
 
 
 def send_again(number: int) -> None:
-    """Let a signal that was held interrupt the main thread, in a moment; for a thread."""
+    """Send a deferred signal to the main thread again; called by other threads."""
     time.sleep(_MOMENT_S)
     if callable(getsignal(number)):  # what has no handler any more would end the process
         signal.pthread_kill(threading.main_thread().ident or 0, number)  # ends a sleep, too

@@ -134,7 +134,7 @@ HOP_2 = "replicas"  # the communicator of hop 2, also where it follows hop 1 in 
 
 
 class Watcher(Protocol):
-    """What is told of spans and of memory."""
+    """Observer of spans and of memory."""
 
     def begin(self, span: "Span") -> Any:
         """A span begins now; what this gives is given back at its end."""
@@ -145,7 +145,7 @@ class Watcher(Protocol):
         ...
 
     def holds(self, kind: str, key: Hashable, nbytes: int) -> None:
-        """So many bytes are held from now on for a purpose, by what has this key; 0 for none."""
+        """Record the bytes that a key holds for a purpose from now on; 0 for none."""
         ...
 
 

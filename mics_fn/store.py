@@ -19,7 +19,7 @@ class Store(Protocol):
 
 
 def later(store: Any, name: str, *args: Any) -> None:
-    """Ask for something whose end nobody waits for, where the store can do that.
+    """Queue a call without waiting for its result, if the store can.
 
     It may fail, as the store may be gone too; so an error that is shown later stays the first.
     """

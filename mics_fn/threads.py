@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def start(thread: threading.Thread) -> threading.Thread:
-    """Start a thread; `KeyboardInterrupt` comes before it has begun, or after."""
+    """Start a thread; `KeyboardInterrupt` is raised before its start or after."""
     with held():  # the two threads meet at an Event
         thread.start()
     return thread
@@ -52,7 +52,7 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Let all go on that wait."""
+        """Release all waiting threads."""
         if not self._set:
             self._set = True
             self._lock.release()

@@ -309,7 +309,7 @@ def homes_by_bucket(verb: str, state: Tree, groups: Any) -> dict[Bucket, Groups]
 
 
 def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
-    """The groups whose ranks save together.
+    """Return the groups whose ranks save one checkpoint.
 
     Raises:
       PlanError: leaves live on groups of different ranks.

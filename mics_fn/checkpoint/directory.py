@@ -158,7 +158,7 @@ _EVIDENCE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO
 
 
 class FileRecord(NamedTuple):
-    """What the manifest says of a file."""
+    """Record of a file in the manifest."""
 
     nbytes: int
     header: str
@@ -336,7 +336,7 @@ class PartFile:
             raise self._corrupt("its values are not those that were saved", name)
 
     def expect(self, name: str, tensor: SavedTensor) -> None:
-        """Raise unless the file has a tensor as the manifest says."""
+        """Raise unless the file has a tensor of the dtype and shape in the manifest."""
         entry = self._entries.get(name)
         wanted = in_file(tensor.dtype, tensor.numel)
         if entry is None or (entry.dtype, entry.numel) != wanted:
@@ -588,7 +588,7 @@ class Folder:
         return self.path / next_name(attempts_in(self.path), step)
 
     def commit(self, path: Path, manifest: Manifest) -> Path:
-        """Make a step count, whose files the disk has; see [Note: commit].
+        """Commit a step whose files are on disk; see [Note: commit].
 
         Raises:
           OSError: a file cannot be written.
@@ -826,7 +826,7 @@ class NewDirectory:
         return {rank: text for rank, (text, _) in found.items()}
 
     def begin(self) -> None:
-        """Make the temporary directory, and tell all ranks its name."""
+        """Make the temporary directory, and send its name to all ranks."""
 
         def make() -> str:
             if not self.is_first:

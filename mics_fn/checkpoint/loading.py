@@ -500,7 +500,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
 
 @dataclass(frozen=True)
 class Verified:
-    """A step whose files are as they were saved.
+    """Result of `verify`: a step whose files equal what was saved.
 
     Args:
       step: the number of the step.

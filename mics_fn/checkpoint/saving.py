@@ -317,7 +317,7 @@ def _agreed(
 
 
 def _differing(home: Groups, found: Contents, sums: dict[str, str]) -> dict[str, Tensor]:
-    """The tensors held in full that are not equal on all ranks."""
+    """Return the unsharded tensors that differ between ranks."""
     with together(home) as exchange:
         exchange.mine = sums
     own = {name for each in exchange.all.values() for name in sums if each[name] != sums[name]}
@@ -523,7 +523,7 @@ class PendingSave:
         return Path(said["path"])
 
     def _judged(self) -> dict[str, Any]:
-        """Commit once all files are written; what to tell the other ranks."""
+        """Commit once all files are written; return the outcome to send to the other ranks."""
         home, store = self._agreed.home, self._store
         try:
             n = home.world_size
@@ -773,7 +773,7 @@ def start_save(
     keep_every: int | None = None,
     commit: Commit = "rename",
 ) -> "PendingSave":
-    """Copy what a save writes, and write it while the program goes on.
+    """Copy the state, and write the copy in the background.
 
     The state may change, and may be donated, as soon as this returns. One save is under way at a
     time: the next one waits for it first. Leaving the groups, and the end of the process, wait too.

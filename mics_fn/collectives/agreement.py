@@ -84,7 +84,7 @@ def _difference(
 
 
 def told_outside(home: Home, error: E) -> E:
-    """An error that all ranks of `home` raise, told to the other ranks of the groups, if any."""
+    """Report an error that all ranks of `home` raise to the other ranks of the groups."""
     channel = home.hierarchy.channel
     if channel.job_size > home.partition_size * home.num_replicas:
         channel.job.refuse(str(error))
@@ -291,7 +291,7 @@ class Parts:
                 raise _Left
 
     def fail(self, error: Exception) -> None:
-        """Note the error of this rank, and have the others hear of it."""
+        """Record the error of this rank, and report it to the others."""
         if self.error is None:
             self.error = error
             for watch in self._watches:
@@ -309,11 +309,11 @@ class Parts:
 
 
 class _Left(MicsError):
-    """Another rank has failed; it does not leave `in_parts`."""
+    """Raised inside `in_parts` if another rank has failed."""
 
 
 class _Watch:
-    """Tells the ranks of one `Life` that this one has failed, and hears whether others have."""
+    """Report a failure of this rank to the ranks of one `Life`, and poll for theirs."""
 
     def __init__(self, parts: Parts, life: Life) -> None:
         self._parts, self._life = parts, life
@@ -390,7 +390,7 @@ def in_parts(what: str, groups: Sequence[Groups], *, sends: bool = False) -> Ite
 def _compared(
     what: str, homes: Sequence[Groups], error: Exception | None, *, left: bool
 ) -> Exception | None:
-    """The error of ranks that have none of their own, once all have said whether they have one."""
+    """Exchange errors between ranks; return the error that ranks without one raise."""
     found, lost = dict[int, Any](), list[Groups]()
     for home in homes:
         if home.partition_size * home.num_replicas > 1:

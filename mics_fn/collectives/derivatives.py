@@ -20,7 +20,7 @@ _RULES = threading.local()
 
 @contextmanager
 def inside_a_rule() -> Iterator[None]:
-    """A block whose results get their derivative from the rule of a verb around it."""
+    """Mark a block whose results get their derivative from the rule of a verb around it."""
     before, _RULES.inside = getattr(_RULES, "inside", False), True
     try:
         yield
@@ -29,7 +29,7 @@ def inside_a_rule() -> Iterator[None]:
 
 
 def needs_derivative(values: Iterable[Any]) -> bool:
-    """Whether what is computed from these values could be differentiated; only tensors count."""
+    """Return whether a result of these values could be differentiated; only tensors count."""
     if getattr(_RULES, "inside", False):
         return False
     if _torch.inside_torch_func() or _torch.inside_forward_ad():

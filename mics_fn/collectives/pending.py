@@ -249,7 +249,7 @@ class Pending:
         return spans.Span(kind, about, level=level, device=self._device, **facts)
 
     def _guard(self, step: Callable[[], Any]) -> Any:
-        """Run a step; if it fails, leave every queue, so that no other collective waits for it."""
+        """Run a step; on an error remove the collective from every queue."""
         try:
             return step()
         except StopIteration:
@@ -413,7 +413,7 @@ def reads(pending: Pending, comms: Sequence[Comm], chunk: Tensor) -> Pending:
 
 
 def finish_readers(written: Sequence[Tensor]) -> None:
-    """Wait for gathers that read what is to be written; see [Note: memory that is still sent]."""
+    """Wait for gathers that still read memory; see [Note: memory that is still sent]."""
     under_way = [
         (pending, storage)
         for pending, (storage, life) in _READERS.items()

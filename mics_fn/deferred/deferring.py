@@ -116,7 +116,7 @@ def _here(tangent: Tensor, device: torch.device) -> Tensor:
 
 
 def _standing_for(use: BucketUse, piece: Tensor) -> Tensor:
-    """A piece behind `_Join`, where only its shape counts; of one elsewhere nothing is brought."""
+    """Return a placeholder behind `_Join`, of which only the shape is read."""
     if not is_elsewhere(piece, use.home.device):
         return piece.view_as(piece)
     how: Any = {"dtype": piece.dtype, "device": use.home.device}
@@ -640,7 +640,7 @@ class _Nowhere:
 
 
 class _AtOnce(NamedTuple):
-    """A bucket without data, whose fetch takes no time."""
+    """Stand for a bucket without data, whose fetch is free."""
 
     full: Tensor
     ready: None = None

@@ -129,7 +129,7 @@ class Passes:
         self._cause = ""
 
     def differentiate(self, loss: Tensor, retain_graph: bool) -> dict[int, list[Tensor | None]]:
-        """Run one pass; returns the gradients that were held until its end, by bucket."""
+        """Run one backward pass; return the gradients that it kept until its end, by bucket."""
         learned = self._run.learned
         if learned.recomputes is None:
             self._graph = Graph.of(loss)
@@ -142,7 +142,7 @@ class Passes:
         return held or {}
 
     def keeps(self, index: int, grads: Sequence[Tensor | None]) -> bool:
-        """Take note of a bucket's gradients; returns whether they are held until the pass ends."""
+        """Record a bucket's gradients; return whether they are kept until the pass ends."""
         if any(grad is not None for grad in grads):
             self._reached.add(index)
         if self._held is None:
@@ -458,7 +458,7 @@ def _of_sums(where: Where) -> Where:
 
 
 class _Bound(NamedTuple):
-    """What belongs to the run whose gradients a `GradSum` takes."""
+    """State of the run whose gradients a `GradSum` reduces."""
 
     opened: Opened
     run: Run

@@ -106,7 +106,7 @@ class GradSink(Protocol):
 
 
 class Fetched(Protocol):
-    """A bucket whose fetch was started."""
+    """A bucket that is being fetched."""
 
     @property
     def ready(self) -> torch.Event | None:
@@ -162,7 +162,7 @@ def codes_of(
 
 
 def task_of(use: BucketUse, name: str, data: Sequence[Any]) -> Task:
-    """What brings a chunk whose pieces, by slot, lie elsewhere; the name is that of the bucket."""
+    """Return the task that fetches a chunk's pieces from host memory or files."""
     facts: Any = {"bucket": use.bucket, "chunk": use.route.chunk, "data": data}
     copied = copied_to if use.gather_wire is None else copied_with_zeros
     op = f"the copy of {name} from elsewhere"
@@ -170,7 +170,7 @@ def task_of(use: BucketUse, name: str, data: Sequence[Any]) -> Task:
 
 
 class LiveBuckets:
-    """Makes buckets live and drops them, as the run of a schedule says.
+    """Fetch and drop buckets in the order of a schedule.
 
     Args:
       uses: the buckets.
@@ -288,7 +288,7 @@ class LiveBuckets:
         push_all(self.uses[ids[0]].home.life)
 
     def _using(self, ids: tuple[int, ...]) -> Any:
-        """A use, which waits for what is not there yet, for `inspection.watch`."""
+        """Record a use and its wait for `inspection.watch`."""
         if not spans.seen():
             return spans.UNSEEN
         return spans.Span("use", [self.uses[i].bucket for i in ids], device=self.device(ids[0]))
@@ -320,7 +320,7 @@ class LiveBuckets:
         return self._codes[index]
 
     def _needs(self, index: int) -> tuple[int, int]:
-        """Elements of the buffers that a fetch writes: one held for the run, one for the bucket."""
+        """Return the elements of the buffers that a fetch writes: of the run, and of the bucket."""
         use, chunk = self.uses[index], self._chunks[index]
         outer, inner = use.route.split(use.route.hold)
         wire = use.gather_wire
@@ -377,7 +377,7 @@ class LiveBuckets:
             spans.holds("gathered", (id(self), index), 0 if held is None else held.nbytes)
 
     def let_go(self, index: int) -> Tensor | None:
-        """Drop a bucket whose gradients are complete in the last pass, if the run lets it go.
+        """Drop a bucket whose gradients are complete in the last pass, if the schedule allows.
 
         Returns:
           Its memory, which the caller gives back; None if it stays.

@@ -300,7 +300,7 @@ class Reduction(Lending):
         run.slack = self._slack()
 
     def add(self, index: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Take a bucket's full gradients, one per member, and start hop 1 when its turn has come.
+        """Add a bucket's full gradients, one per member, and start hop 1 in the agreed order.
 
         Returns:
           Its pieces, one per member, which have values only after `wait`; nothing if they are
@@ -579,7 +579,7 @@ class SumOfPasses(Reduction):
         return taken
 
     def late_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
-        """Memory for the result of the late levels."""
+        """Return memory for the result of the outer levels."""
         return self._take(use, (use.bucket.chunk,), dtype)
 
     def handed_out(self, use: BucketUse, out: Tensor | None) -> list[Tensor]:
@@ -616,7 +616,7 @@ class SumOfPasses(Reduction):
         return [*comms, *hop_2], len(late.levels) + (len(hop_2) if self.copies(use) else 0)
 
     def steps(self, index: int, full: Tensor, out: Tensor, slot: Slot) -> Steps:
-        """Hop 1 and the sum over passes; in the last pass also the late levels and hop 2."""
+        """Run hop 1 and sum over passes; in the last pass also the outer levels and hop 2."""
         use, last = self.uses[index], self.last  # read now, since the steps run later
         now, late, copies = (
             self.levels_now(use.route),
@@ -868,7 +868,7 @@ class _SumElsewhere:
         return self._task("to", partial(_written, goal), total)
 
     def read(self, memory: Tensor) -> Task:
-        """The task that brings the sum back to memory of its dtype."""
+        """Return the task that fetches the sum into memory of its dtype."""
         return self._task("from", partial(_read, self.lying(len(memory), memory.dtype)), memory)
 
     def _task(self, way: str, parts: Callable[[Tensor], Iterator[None]], memory: Tensor) -> Task:
@@ -901,7 +901,7 @@ def _read(source: Any, memory: Tensor) -> Iterator[None]:
 
 
 def places_of(where: Where, opened: Opened) -> dict[int, tuple[Place, str]]:
-    """The buckets whose gradients lie elsewhere, with their places and a path of each.
+    """Return the buckets with gradients in host memory or files, with places and paths.
 
     A bucket's gradients lie together, where those of its largest leaf should.
     """

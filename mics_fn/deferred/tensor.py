@@ -170,7 +170,7 @@ _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, d
 
 
 def _plain(deferred: Deferred) -> Tensor:
-    """The value of a deferred tensor whose bucket is live."""
+    """Return the value of a deferred tensor, of a bucket that is live."""
     view = deferred._bucket.read(deferred._where)
     return view if deferred._cast is None else view.to(deferred._cast)
 

@@ -93,7 +93,7 @@ class Buffers:
         return raw
 
     def _make_room(self, where: str, too_small: int | None) -> None:
-        """Before a buffer is made, let go of those whose place it takes."""
+        """Free the buffers that a new one replaces."""
         if too_small is not None and too_small >= 0 and self._sizes[too_small][0] == where:
             self.let_go(self._pop(too_small))
         since = self._takes - _PATIENCE * self.made  # such as buffers of a model that is gone
@@ -141,13 +141,13 @@ class Buffers:
 
 
 def _follow(stream: torch.Stream | None, device: torch.device) -> None:
-    """Let the stream on which memory was made wait for the current one, before it goes back."""
+    """Make the stream that allocated memory wait for the current one, before it is freed."""
     if stream is not None and stream != (current := _device.current_stream(device)):
         stream.wait_stream(current)
 
 
 class Arena:
-    """The memory of one run: a buffer of a pool, in which a plan says where each tensor lies.
+    """Memory of one run: a pooled buffer with a planned offset for each tensor.
 
     It is taken with the first tensor and given back with the last one, so that runs that take turns
     share one buffer, and runs at the same time have one each. What has no place in the plan lies in
@@ -257,7 +257,7 @@ class Slot:
 
 
 class Ring:
-    """One piece of memory that is lent part by part, and comes back in the same order.
+    """Ring buffer whose parts are freed in the order in which they were taken.
 
     So what is in flight at a time is bounded in bytes, and not only in number: a part is as large
     as its user needs, and waits until enough of the ring is free again.

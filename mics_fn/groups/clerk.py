@@ -22,7 +22,7 @@ _WAIT_S = 0.1  # between two looks of whoever waits for an answer
 
 
 class StoreLost(RuntimeError):
-    """The connection to the store has failed, or it does not answer; `silent` says which."""
+    """The connection to the store failed, or the store does not answer (`silent`)."""
 
     def __init__(self, text: str, *, silent: bool) -> None:
         super().__init__(text)
@@ -141,7 +141,7 @@ def _is_lost(error: BaseException | None) -> bool:
 
 
 class Served:
-    """A `mics_fn.store.Store` whose calls a clerk makes; see [Note: the clerk].
+    """A `mics_fn.store.Store` whose calls one thread makes; see [Note: the clerk].
 
     Args:
       clerk: makes them.
@@ -163,7 +163,7 @@ class Served:
         return self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Read what is there; `check` first, as a key that is missing is waited for."""
+        """Read a key; `check` it first, because reading blocks until the key exists."""
         return self._ask("get", key)
 
     def check(self, keys: list[str]) -> bool:
@@ -193,7 +193,7 @@ class Served:
         return self._ask("compare_set", key, expected, desired)
 
     def later(self, name: str, *args: Any) -> None:
-        """Make a call whose end nobody waits for."""
+        """Queue a call without waiting for its result."""
         self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
 
     def _ask(self, name: str, *args: Any) -> Any:

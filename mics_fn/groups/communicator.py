@@ -111,7 +111,7 @@ class Comm:
 
     @property
     def silent(self) -> bool:
-        """Whether it is connected to nobody as yet; see [Note: coming back] in `rendezvous`."""
+        """Whether there are no connections yet; see [Note: coming back] in `rendezvous`."""
         return self.life.returning
 
     @property

@@ -68,7 +68,7 @@ class Machine:
         torch.accelerator.set_device_index(device)
 
     def uuid(self, device: torch.device) -> str:
-        """What tells one of them from all others, if torch knows it."""
+        """Return the UUID of an accelerator, if torch knows it."""
         properties = torch.get_device_module(device).get_device_properties(device)
         return str(getattr(properties, "uuid", ""))
 
@@ -109,7 +109,7 @@ def check_served(backend: str | None, device: torch.device) -> None:
 
 
 class Spot(NamedTuple):
-    """The device of a rank, as the other ranks hear of it."""
+    """Description of a rank's device that is sent to the other ranks."""
 
     device: str  # such as "cuda:0"
     host: str
@@ -233,7 +233,7 @@ def init_distributed(
 
 
 def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.device, str]:
-    """This rank's device, and what is wrong with it."""
+    """Choose this rank's device; return the device and a problem, if any."""
     if device == "auto" and dist.is_initialized():
         device = _served_kind(dist.get_backend_config())
     wanted, problem = device_of(machine.kind() if device == "auto" else device)

@@ -278,7 +278,7 @@ _OF_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what it sets if nobod
 
 
 def nccl_problems(env: MutableMapping[str, str], *, begun: bool = False) -> dict[str, str]:
-    """Set what is not set of `NCCL_SETTINGS`; returns what is wrong, by name.
+    """Set missing variables of `NCCL_SETTINGS`; return problems by name.
 
     torchrun sets error handling to 1 where its user did not, so there this counts as not set.
 

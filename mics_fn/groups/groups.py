@@ -199,7 +199,7 @@ class Hierarchy:
 
     @cached_property
     def elsewhere(self) -> Comm:
-        """What brings chunks from host memory and from files: a communicator of this rank alone."""
+        """Queue of copies from host memory and files: a communicator of this rank alone."""
         return self._of_one("elsewhere")
 
     @cached_property

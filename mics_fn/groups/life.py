@@ -158,7 +158,7 @@ class Life:
                 self._give_up(failure, stuck[0].text if stuck else "")
 
     def _shares(self, failure: Failure) -> bool:
-        """Whether this rank raised the same, so that the other one may go on, too, in a moment."""
+        """Return whether this rank raised the same error, so that the other one may continue."""
         if failure.final or self.told is None:
             return False
         both = {failure.kind, self.told.kind} == {"interrupted"}
@@ -189,7 +189,7 @@ class Life:
         return self.finish(failure.error(stuck[0].text if stuck else ""))
 
     def first(self, failure: Failure) -> Failure:
-        """What began it, of a failure that may have come of others."""
+        """Return the first of the failures that led to this one."""
         seen = set[int | None]()
         while failure.because is not None and failure.rank not in seen:
             seen.add(failure.rank)
@@ -229,7 +229,7 @@ class Life:
         return self.finish(error)
 
     def finish(self, error: Any) -> Any:
-        """The same error, after which these groups are of no use any more; the others are told."""
+        """Report an error that ends these groups, and return it."""
         self.fail(error)
         self.tell(error, final=True)
         return error
@@ -304,7 +304,7 @@ class Life:
         self._end("called reset", discard, 0.0)
 
     def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
-        """End the process groups and tell so; a thread frees what is left."""
+        """Abort or destroy the process groups; a thread frees the rest."""
         tidy = self.depart(how)
         groups = [group for group in self.owned if _torch.is_alive(group)]
         self._let_go()
@@ -379,7 +379,7 @@ OPEN: set[Life] = set()  # what owns process groups, until it is closed
 
 
 def quiet(*told: Any) -> None:
-    """Do nothing, in the place of what told others."""
+    """Do nothing, in the place of a function that reported to others."""
 
 
 def end_in_fork(error: Exception) -> None:
@@ -406,7 +406,7 @@ def _started(task: Callable[[], None]) -> threading.Thread:
 
 
 class Telling:
-    """A block that is one step of a program; an error that leaves it is told to the other ranks.
+    """Context of one step of a program; its error is reported to the other ranks.
 
     Args:
       life: of the groups that step.
@@ -430,14 +430,14 @@ class Telling:
 
 
 def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
-    """Tell the ranks of all groups that are open here of an error of this rank, as `Life.tell`."""
+    """Report an error of this rank to the ranks of all open groups, as `Life.tell`."""
     for life in list(OPEN):
         quietly(partial(life.tell, error, final=final, kind=kind))
 
 
 @contextmanager
 def errors_told(kind: type[Exception]) -> Iterator[None]:
-    """A block of whose errors of a kind the other ranks hear, even if the program catches them."""
+    """Context whose errors of a class are reported, even if the program catches them."""
     try:
         yield
     except kind as error:
@@ -446,7 +446,7 @@ def errors_told(kind: type[Exception]) -> Iterator[None]:
 
 
 def withdraw_all(goes_on: Life | None = None) -> None:
-    """Withdraw what `tell_all` told, as this rank goes on.
+    """Withdraw the report of `tell_all`, because this rank continues.
 
     Args:
       goes_on: the life of the groups on which it makes its next call; None if there are none.

@@ -105,7 +105,7 @@ class Again:
 
 
 def _met(life: Life, like: Maker, mine: Any, judge: Judge) -> tuple[Any, Any]:
-    """The store, and what the judge found, once all ranks have come; lost ones may come back."""
+    """Wait for all ranks, also for replaced ones; return the store and the judge's verdict."""
     store = monitor.join(life, like.timeout_s, waits=True)
     returning.take_over(store, like.ranks, like.rank, "reset")
     wait = {"timeout_s": like.timeout_s, "check": _Awaited(life)}
@@ -169,7 +169,7 @@ def told(facts: Sequence[Fact], location: Location, spot: Spot) -> list[Any]:
 
 
 def judged(facts: Sequence[Fact], found: Mapping[int, Any]) -> int:
-    """The number of these ranks on one node, if what they `told` allows to make groups.
+    """Check the facts of all ranks; return the number of ranks on one node.
 
     Raises:
       DesyncError: facts differ; the text has the values and who has them.
@@ -359,7 +359,7 @@ def make_groups(
 
 
 def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
-    """What these ranks agreed on before this process came back; see [Note: coming back]."""
+    """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
     if not returning.came_back:
         return None
     listen()

@@ -195,7 +195,7 @@ class Monitor:
         self._connect_again(self._clerk)
 
     def _connect_again(self, clerk: Clerk) -> None:
-        """Begin anew with a store that was lost, and say again what it may not have heard."""
+        """Reconnect to a store, and repeat the messages that it may have lost."""
         clerk.renew()
         self._begin(clerk)
         for life, journal in self._lives.items():
@@ -203,7 +203,7 @@ class Monitor:
                 clerk.ask(partial(said_to_all, journal, failure=life.told))
 
     def gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks whose processes are known to have ended, and did not come back."""
+        """Return the ranks whose processes have ended and were not replaced."""
         return self._peers.gone(ranks)
 
     def name(self, life: Life, key: str, processes: Mapping[int, str] | None = None) -> None:
@@ -229,12 +229,12 @@ class Monitor:
         self._bounded(partial(self._beat, state=PARKED), None, _PARTING_S)
 
     def linger(self) -> None:
-        """Keep the store for a moment, if this rank holds it, for others to read what it said."""
+        """Keep the store open for a moment, if this rank hosts it, for others to read."""
         if self._said and self._host[0] == self._rank:
             time.sleep(max(0.0, self._said + 2 * self._tick_s() - time.monotonic()))
 
     def end(self) -> None:
-        """End the threads with the process: Python must not meet one that comes back from C++."""
+        """Stop the threads at exit: Python must not meet one that returns from C++."""
         self._stop.set()
         self._wake.ring()
         if self._clerk is not None and self._clerk.lost is None:
@@ -249,7 +249,7 @@ class Monitor:
             self._bounded(partial(said_to_all, journal, failure=failure), None)
 
     def _retract(self, life: Life) -> bool:
-        """Withdraw what this rank has said of an error; False if another one has given up."""
+        """Withdraw this rank's error report; return False if another rank has given up."""
         journal = self._lives.get(life)
         if journal is None or not self._bounded(partial(withdrawn, journal, rank=life.rank), True):
             return journal is None
@@ -313,7 +313,7 @@ class Monitor:
         return tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
 
     def _tick(self, clerk: Clerk, passed_s: float) -> None:
-        """One look at all that may have failed."""
+        """Check all ranks once for failures."""
         launcher.look(list(self._lives))
         errand, self._waited_s = self._errand, self._waited_s + passed_s
         if errand is not None and not errand.done.is_set():
@@ -369,7 +369,7 @@ class Monitor:
     # On the clerk's thread.
 
     def _ended(self, ranks: Sequence[int], store: Any) -> None:
-        """Accuse ranks whose processes have ended, unless they had closed their groups.
+        """Report ranks whose processes ended before they closed their groups.
 
         Those that left in order come last, as they may have done so because of the others.
         """

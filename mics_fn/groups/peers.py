@@ -132,7 +132,7 @@ def _refused() -> GroupsError:
 
 
 def discard(group: dist.ProcessGroup) -> None:
-    """Take a process group out of use, without waiting for what is under way on it."""
+    """Discard a process group without waiting for its collectives."""
     if dist.get_backend(group) == "gloo":
         dist.destroy_process_group(group)
     else:
@@ -194,7 +194,7 @@ class Failure:
         )
 
     def error(self, waits: str, *, ends: bool = True) -> PeerFailed:
-        """The error of a rank that waits for it; `ends` says whether it ends their groups."""
+        """Return the PeerFailed of ranks that wait for this one; `ends`: of their groups, too."""
         at = "" if self.step is None else f"in step {self.step}"
         last = f"its last call: {self.operation}" if self.operation else ""
         own = f"this rank waits for {waits}" if waits else ""
@@ -241,7 +241,7 @@ def of_store(rank: int | None, address: str, lost: StoreLost) -> Failure:
 
 
 def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
-    """What this rank says of its own error."""
+    """Describe an error of this rank as a `Failure`."""
     first = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_TEXT]
     kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "raised"
     trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
@@ -256,7 +256,7 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
 
 
 class Journal:
-    """What has been said of failures by the ranks of some groups; see [Note: the journal].
+    """Log of failures that the ranks of some groups share; see [Note: the journal].
 
     Only the clerk calls what takes a store.
 
@@ -270,7 +270,7 @@ class Journal:
         self.standing: dict[int | None, Failure] = {}  # by rank, in the order of the entries
 
     def read(self, store: Any) -> None:
-        """Read what is new."""
+        """Read new entries."""
         while store.check([self._at()]):
             self._take(store.get(self._at()))
 
@@ -285,7 +285,7 @@ class Journal:
         return False
 
     def withdraw(self, store: Any, rank: int) -> bool:
-        """Withdraw what a rank said of itself; False if another rank has given up because of it."""
+        """Withdraw a rank's own failure; return False if another rank gave up because of it."""
         self.read(store)
         while (known := self.standing.get(rank)) is not None:
             if known.final:
@@ -465,7 +465,7 @@ class Near:
             self._poll.register(file, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """The ranks whose processes have ended."""
+        """Return the ranks whose processes have ended."""
         files = {file for file, _ in self._poll.poll(0)} if self._poll and self._files else ()
         found = [rank for rank, file in self._files.items() if file in files]
         return found + [rank for rank, process in self._others.items() if process.is_gone()]
@@ -488,7 +488,7 @@ def name_in(beat: str) -> str:
 
 
 def replaced(processes: Mapping[int, str], beats: Mapping[int, str]) -> list[int]:
-    """The ranks whose signs of life now come from another process than the one given.
+    """Return the ranks whose heartbeats come from another process than the one given.
 
     >>> replaced({0: "host 7 1", 1: "host 8 1"}, {0: "3 open host 7 1", 1: "1 open host 9 2"})
     [1]

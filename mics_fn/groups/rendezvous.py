@@ -128,7 +128,7 @@ def meet(
 def meet_once(
     store: Store, ranks: Sequence[int], rank: int, mine: Any, judge: Judge, *, verb: str, **how: Any
 ) -> Meeting:
-    """`meet`, after whose failure nobody leaves with the store before others have read why."""
+    """Call `meet`; after a failure keep the store until other ranks have read why."""
     try:
         return meet(store, ranks, rank, mine, judge, verb=verb, **how)
     except MicsError:
@@ -137,7 +137,7 @@ def meet_once(
 
 
 def until_read(store: Store, ranks: Sequence[int], rank: int, verb: str) -> None:
-    """After a failed meeting: rank 0, whose process may hold the store, waits for others to read.
+    """Make rank 0, which may host the store, wait until others have read a failure.
 
     Args:
       store: shared by all ranks.
@@ -361,7 +361,7 @@ def part_of_start(store: Any, number: int) -> Any:
 
 
 def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
-    """Whether some other rank writes signs of life now; looks at some of them for a few seconds.
+    """Return whether another rank writes heartbeats; some are polled for a few seconds.
 
     Args:
       store: under the keys of the monitor.

@@ -138,7 +138,7 @@ class StopRequest:
         store.set(f"{self._key}/{self._life.rank}", str(self._said))
 
     def _leave(self, store: Store) -> None:
-        """Answer what this rank may be asked later; the last one to leave tidies up."""
+        """Write the answers that others may ask for later; the last rank deletes the keys."""
         with self._lock:
             said, self._said = self._said, self._said or self._step
         if said is None:

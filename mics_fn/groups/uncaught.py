@@ -27,7 +27,7 @@ def limit_by_default(ranks: int) -> float:
 
 @cache
 def listen() -> None:
-    """Tell the other ranks of errors that no block of the groups hears of."""
+    """Report errors to the other ranks that no block of the groups catches."""
     shell = _shell()
     if shell is not None:
         shell.events.register("post_run_cell", _after_cell)
@@ -42,14 +42,14 @@ def listen() -> None:
 
 
 def _after_cell(result: Any) -> None:
-    """Tell of the error of a cell; the next cell may go on."""
+    """Report the error of a cell; the next cell may continue."""
     if result.error_in_exec is not None:
         tell_all(result.error_in_exec)
 
 
 @atexit.register
 def _end() -> None:
-    """Tell the other ranks, and let a process end that could not leave its groups in order.
+    """Report to the other ranks, and end a process that could not close its groups.
 
     Torch destructs them at exit. Those of NCCL abort then, but those of gloo would wait.
     """

@@ -180,7 +180,7 @@ class _Chunk:
 
     @property
     def closes(self) -> bool:
-        """Whether its values leave memory once they are complete: for a file, or as codes."""
+        """Whether its values are moved out of memory once complete: to a file, or as codes."""
         return self.bucket.codes is not None or any(place != DEVICE for place in self.places)
 
     @property

@@ -178,7 +178,7 @@ class _Model:
         self._saved: dict[str, Tensor] = {}  # buffers that were read
 
     def saved_buffers(self) -> dict[str, Tensor | None]:
-        """What a state dict holds besides parameters; None for what is not a buffer."""
+        """Return the entries of a state dict besides parameters; None for other than buffers."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         saved = self.model.state_dict(keep_vars=True)
         return {name: buffers.get(name) for name in saved if name not in self.params}

@@ -686,7 +686,7 @@ class Recorder(_torch.DispatchMode):
             return self._for_real(func, named, metas)
 
     def _for_real(self, func: Any, named: dict[str, Any], metas: dict[str, Any]) -> Any:
-        """Run an op whose result depends on data, or for which torch has no rule."""
+        """Run an op on data: its result depends on data, or torch has no meta rule."""
         args = tree.map_leaves(lambda x: self.value(x) if isinstance(x, Recorded) else x, named)
         with self._pause(), torch.no_grad():
             out = func(**args)

@@ -461,7 +461,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Do what one opcode says."""
+        """Execute one opcode."""
         stack = self.stack
         match name:
             case "PROTO" | "FRAME":

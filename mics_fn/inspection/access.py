@@ -114,7 +114,7 @@ class Leaves(NamedTuple):
         return list(dict.fromkeys(named[name] for name in close))
 
     def agreed(self, look: Callable[[], Looked]) -> Looked:
-        """The result of `look`, after every rank got the same text from it.
+        """Return the result of `look`, after a check that every rank got the same text.
 
         Args:
           look: gives a tuple whose first item says in words what this rank is about to do.

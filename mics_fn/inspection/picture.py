@@ -106,7 +106,7 @@ def _bar(axes: Any, event: Any, middle: float, height: float, seconds: float) ->
 
 
 def _memory(axes: Any, timeline: Any) -> None:
-    """What is held over time, kind on kind."""
+    """Plot memory over time, stacked by kind."""
     axes.set_xlabel("ms since the step began")
     axes.set_ylabel("MB held")
     axes.set_xlim(0, 1e3 * (timeline.seconds or 1.0))

@@ -53,7 +53,7 @@ aten = torch.ops.aten
 
 
 class Apart(ReadOnly):
-    """A dense tensor that has its values elsewhere; see [Note: tensors apart]."""
+    """A dense tensor whose values lie in a file or as codes; see [Note: tensors apart]."""
 
     leaf: str
 
@@ -63,7 +63,7 @@ class Apart(ReadOnly):
         return []
 
     def check(self) -> None:
-        """Raise DonatedError if what it has held was given away to be overwritten."""
+        """Raise DonatedError if the memory behind it was donated."""
 
     def plain(self) -> Tensor:
         """Its values in new memory, on its device."""
@@ -117,7 +117,7 @@ def like_of(value: Tensor) -> Tensor:
 
 
 def _replace(value: Any) -> Any:
-    """An argument of an op with plain tensors in place of those that are apart."""
+    """Replace tensors in files and of codes in an argument of an op by plain ones."""
     if isinstance(value, Apart):
         return value.plain()
     kind = type(value)
@@ -127,7 +127,7 @@ def _replace(value: Any) -> Any:
 
 
 def _apart_in(value: Any) -> Apart | None:
-    """The first tensor in an argument of an op that is apart."""
+    """Return the first tensor in an argument of an op that lies in a file or as codes."""
     if isinstance(value, Apart):
         return value
     if isinstance(value, list | tuple):
@@ -136,7 +136,7 @@ def _apart_in(value: Any) -> Apart | None:
 
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an op on plain tensors, unless it writes to one that is apart."""
+    """Run an op on plain tensors, unless it writes to one in a file or of codes."""
     given = _torch.op_arguments(func, args, kwargs)
     for name in _torch.op_writes(func):
         written = _apart_in(given.get(name))
@@ -148,7 +148,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @torch.inference_mode(mode=False)  # in which nothing is a view of tensors from outside
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A view of a tensor that is apart: so itself if it is one stretch of the same elements."""
+    """Return a view of such a tensor: of its kind if it is one contiguous range."""
     value = args[0]
     if not isinstance(value, Apart):
         return _compute(func, args, kwargs)

@@ -360,7 +360,7 @@ def end(claimed: Claim, process: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove scratch files whose processes are gone, and log their names.
+    """Remove scratch files of ended processes, and log their names.
 
     Files that some process has locked stay, and so does whatever is not a scratch file of this
     machine: on a folder that machines share, locks of other ones may not be seen.
@@ -389,7 +389,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def owner_of(file: int) -> dict[str, Any]:
-    """What the first page of a file says of its owner; nothing if it is not a scratch file."""
+    """Return the owner in the first page of a file; nothing if it is no scratch file."""
     try:
         facts = json.loads(os.pread(file, PAGE, 0))
     except (OSError, ValueError):
@@ -398,7 +398,7 @@ def owner_of(file: int) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    """What tells this machine from others: its name, and when it was started."""
+    """Return an identity of this machine: its name and the time of its start."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -493,7 +493,7 @@ class Scratch:
         self._end()
 
     def reserve(self, nbytes: int, leaf: str = "") -> "Extent":
-        """Bytes of the file that the disk is sure to have, whose values are not set yet.
+        """Allocate bytes of the file on disk, without values yet.
 
         Args:
           nbytes: how many.

@@ -103,7 +103,7 @@ class Stored(Apart):
         return padded(size) if at_end and whole else size
 
     def check(self) -> None:
-        """Raise DonatedError if what it has held was given away to be overwritten."""
+        """Raise DonatedError if the memory behind it was donated."""
         if self.extent.was_given(self.start, self.start + self.size_bytes, self._generation):
             text = f"offload: {self.lies_in()} was overwritten by a step that was given it"
             fix = "use the new state, or pass donate=False"
@@ -127,7 +127,7 @@ def is_stored(value: Any) -> bool:
 
 
 def read(value: Tensor) -> Tensor:
-    """The values of a tensor that is apart, in new memory; any other tensor as it is.
+    """Return values of a file or of codes in new memory; other tensors unchanged.
 
     Args:
       value: a tensor.
@@ -180,7 +180,7 @@ def copied_into(memory: Tensor, value: Stored) -> Iterator[None]:
 
 
 def copied_from(memory: Tensor, value: Stored) -> Iterator[None]:
-    """Write to a stored tensor whose old values nobody wants, in place; else as `copied_into`."""
+    """Overwrite a stored tensor in place if its old values are not needed; else copy."""
     value.extent.scratch.begin_writes(value.leaf)
     for low, part, staging in _portions(value):
         found = staging[: part.size_bytes].view(value.dtype)
@@ -216,7 +216,7 @@ def empty(
     leaf: str = "",
     device: torch.device | str = "cpu",
 ) -> Stored:
-    """A stored tensor whose values are not set yet, for `stream` to write to.
+    """Allocate a stored tensor without values, for `stream` to write.
 
     Args:
       scratch: the file that it lies in.
@@ -456,7 +456,7 @@ def unset_like(x: Any) -> Apart:
 
 
 def set_part(x: Any, low: int, values: Tensor) -> None:
-    """Set some elements of a tensor that is apart, and that nobody has read yet.
+    """Set elements of a tensor in a file or of codes before its first read.
 
     Args:
       x: a part of what `unset_like` has made, such as a leaf; each element is set once.

@@ -109,7 +109,7 @@ def updating(found: Sequence[Column]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Coming(Unpacked):
-    """Gradients whose buckets arrive one after the other.
+    """Asynchronous gradients, complete bucket by bucket.
 
     Until a piece has arrived, its place is held by that of its parameter, which has the same shape
     and device.
@@ -130,7 +130,7 @@ class Coming(Unpacked):
         return cls(held.leaves, held.spec, held.pieces, arrival, list(range(len(held.pieces))))
 
     def arriving(self) -> Iterator[list[int]]:
-        """The numbers of pieces that have arrived: first those that are here, then as they come."""
+        """Yield the numbers of pieces as they become available."""
         own = {number: i for i, number in enumerate(self.numbers)}
         left = [
             k for k, bucket in enumerate(self.arrival.order) if not own.keys().isdisjoint(bucket)
@@ -158,7 +158,7 @@ class Coming(Unpacked):
         return found
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Let go of pieces that were used: those that were brought need no memory any more."""
+        """Free pieces that were fetched and used."""
         for i in numbers:
             self.pieces[i] = self.pieces[i].new_empty(0)
 
@@ -209,7 +209,7 @@ class WorkingTree(NamedTuple):
         )
 
     def look(self) -> "WorkingTree":
-        """See which runs lie in one stretch of memory; those in several places are brought there.
+        """Find runs that are contiguous in memory; fetch the others into contiguous memory.
 
         Kernels round the last elements of a tensor in another way, so leaf by leaf bits differ.
         """
@@ -219,7 +219,7 @@ class WorkingTree(NamedTuple):
         return self._replace(wholes=[_brought(run, pieces) for run in self.runs], pieces=pieces)
 
     def arrived(self, ready: Sequence[int]) -> "WorkingTree":
-        """`look` for some runs alone, whose pieces have arrived; the others are left out."""
+        """Call `look` for the runs whose pieces are available."""
         wholes: list[Tensor | None] = [None] * len(self.runs)
         pieces = list(self.given.pieces)  # pyright: ignore
         for r in ready:
@@ -274,7 +274,7 @@ class WorkingTree(NamedTuple):
 
 
 def _brought(run: FlatRun, pieces: list[Tensor]) -> Tensor | None:
-    """`whole_run`, once its pieces that lie in several places of files are brought to one."""
+    """Fetch pieces from several places of files into one run, and return `whole_run`."""
     whole, mine = whole_run(run, pieces), [pieces[i] for i in run.members]
     if whole is None and run.laid and Stored in map(type, mine):
         device = next(x.device for x in mine if is_stored(x))
@@ -303,7 +303,7 @@ def held_of(trees: Sequence[Tree]) -> list[WorkingTree]:
 
 
 def in_place(held: Sequence[WorkingTree]) -> list[WorkingTree]:
-    """Trees to be written to as they are, but for copies of what is not dense or overlaps."""
+    """Return trees to write in place, with copies of tensors that overlap or are not dense."""
     parts = [x for each in held for r in range(len(each.runs)) for x in each.parts(r)]
     finish_readers([x for x in parts if not is_coded(x)])
     parts = [x for x in parts if not is_apart(x)]
@@ -457,7 +457,7 @@ class _Ways:
         self._down.synchronize()
 
     def through(self, parts: Iterator[Any]) -> Iterator[tuple[int, int, int, dict[int, Tensor]]]:
-        """Each part on the device; those before it are on their way back, the next one comes."""
+        """Yield each part on the device, while others are stored back and prefetched."""
         gone: deque[tuple[Any, torch.Event]] = deque()
         coming = self._bring(next(parts, None))
         while coming is not None:
@@ -494,7 +494,7 @@ Tensors = dict[int, Tensor]  # by the number of the target
 
 
 def far_runs(targets: Sequence[WorkingTree]) -> list[list[int]]:
-    """For each run the targets whose part of it has to be brought to where it is computed."""
+    """Return for each run the targets that must be fetched to the computing device."""
     found = []
     for r in range(len(targets[0].runs)):
         device, wholes = _device_of(targets[0], r), [each.wholes[r] for each in targets]
@@ -509,7 +509,7 @@ def _device_of(params: WorkingTree, r: int) -> torch.device:
 
 
 class Moving(NamedTuple):
-    """The same elements of some targets, which are brought to a device and go back.
+    """A range of elements of some targets, fetched to a device and stored back.
 
     Args:
       run: the number of the run.
@@ -555,7 +555,7 @@ class Elsewhere:
         yield from ((r, k) for r, far in enumerate(self._far) for k in far)
 
     def blocks(self) -> Generator[list[Column]]:
-        """The columns, part by part; what they have written goes back before the next ones."""
+        """Yield the columns part by part; results are stored before the next part."""
         arrived, reads, last = _arrivals(self.targets, self._reads, self._coming), [], -1
         order = next(arrived)
         with closing(self._brought(order)) as parts:
@@ -602,7 +602,7 @@ class Elsewhere:
             self._new(k, r).write(low, here[k])
 
     def _brought(self, order: Iterable[int]) -> Generator[tuple[int, int, int, Tensors]]:
-        """The parts of all runs, with what was brought for each, which then goes back."""
+        """Yield the parts of all runs with fetched tensors, and store these back."""
         order = list(order)
         files = [r for r in order if any(is_stored(self._old[k][r]) for k in self._far[r])]
         travelling: Any = stream(self._in_files(files), self._host_bytes())  # begins to read
@@ -778,7 +778,7 @@ class StepRefused(MicsError):
 
 
 class Late:
-    """Gradients that are made when a step asks for them, once; see [Note: states come first].
+    """Gradients computed lazily, at the first read; see [Note: states come first].
 
     Args:
       like: a tree of shards like that of the gradients, or what they are made of as it arrives.
@@ -830,7 +830,7 @@ class Late:
 
 
 def has_to_come(params: Tree, opt: Any) -> bool:
-    """Whether a step brings some of a state from a file or another device; not so on every rank."""
+    """Return whether a step fetches states from a file or another device, on this rank."""
     held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
     held += unpacked(params).pieces
     return Stored in map(type, held) or len(set(devices(held))) > 1

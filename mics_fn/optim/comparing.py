@@ -498,7 +498,7 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
 
 
 class Comparison:
-    """A comparison of replicas under way; `finish` tells what it found.
+    """A pending comparison of replicas; `finish` returns its result.
 
     Args:
       verb: the call, for errors.

@@ -427,7 +427,7 @@ def is_node(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Unpacked:
-    """A tree of shards, taken apart. What is read off it is read once in a step."""
+    """A flattened tree of shards, whose attributes are read once in a step."""
 
     leaves: list[Any]
     spec: Any
@@ -508,7 +508,7 @@ class Unpacked:
 
 
 def unpacked(shards: Tree) -> Unpacked:
-    """Take a tree of shards apart, unless it is already."""
+    """Flatten a tree of shards, unless it is flattened."""
     if isinstance(shards, Unpacked):
         return shards
     leaves, spec = tree.flatten(shards, is_leaf)

@@ -107,7 +107,7 @@ class LossScale:
 
     @property
     def checks(self) -> bool:
-        """Whether each step has to look for overflows."""
+        """Whether each step checks for overflows."""
         return self.kind != "none"
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ def find_nonfinite(
 
 
 def _said(homes: Iterable[Any], here: str) -> dict[int, str]:
-    """What each rank says, by global rank."""
+    """Return the report of each rank, by global rank."""
     homes = list(dict.fromkeys(homes))
     said = {homes[0].life.rank: here}
     for each in homes:

@@ -159,7 +159,7 @@ def moved_states(opt: Any, params: Unpacked, mover: Mover) -> Any:
 
 
 def as_before(new: V, old: Any) -> V:
-    """A state whose shards lie where those of the one before lay, if their trees are alike.
+    """Move a state to the places of the one before, if their trees are alike.
 
     Optimizers of one's own, and states that come from other ranks, make new shards in memory.
     """
@@ -190,7 +190,7 @@ def room_for(value: V) -> V:
 
 
 def device_of(pieces: Sequence[Tensor], also: Sequence[Tensor] = ()) -> torch.device:
-    """The device that computes with a state, as far as its tensors tell.
+    """Return the device that computes with a state, if its tensors show it.
 
     Locked host memory is that of something which a device has moved there.
     """

@@ -335,7 +335,7 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
 def _updated(
     state: TrainState, grads: Any, ahead: Unpacked, start: Unpacked, given: Tree, donate: bool
 ) -> tuple[Any, Any, Unpacked]:
-    """What the optimizer gives: the parameters, its state, and the parameters taken apart."""
+    """Run the optimizer; return parameters, its state, and the flattened parameters."""
     transform = state.transform
     if transform.step_unpacked is not None:
         after, opt = transform.step_unpacked(ahead, state.opt, start, donate)
@@ -351,7 +351,7 @@ def _updated(
 
 
 def _told(state: TrainState, error: BaseException, home: Any, donate: bool) -> None:
-    """See to it that nobody goes on with a step that some ranks may have taken and others not."""
+    """End the groups if some ranks may have taken a step that others have not."""
     if donate and type(error) is FileError and not _can_be_read(tree.flatten(state)[0]):
         note_write()  # nothing was, but there is no state either
     known = isinstance(error, MicsError) and not isinstance(error, FileError)

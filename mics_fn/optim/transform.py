@@ -158,7 +158,7 @@ def from_step(
 def step_of(
     part: Transform, grads: Unpacked, state: Any, params: Unpacked, donate: bool
 ) -> tuple[Unpacked, Any]:
-    """A step of any transform, on trees that were taken apart."""
+    """Run a step of any transform on flattened trees."""
     if part.step_unpacked is not None:
         return part.step_unpacked(grads, state, params, donate)
     given = settled(grads).closed()
@@ -302,7 +302,7 @@ def as_transform(optimizer: Any) -> Transform:
 
 
 def _no_optimizer(given: Any) -> PlanError:
-    """The error of what is not an optimizer; the mend depends on what it is."""
+    """Return the error for an object that is no optimizer, with a fix for its type."""
     name = getattr(given, "__name__", type(given).__name__)
     fix = "pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)"
     if isinstance(given, torch.optim.Optimizer):

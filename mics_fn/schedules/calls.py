@@ -129,15 +129,15 @@ _ALL: WeakSet["Calls"] = WeakSet()  # of all communicators of this process
 
 
 class Looks(Protocol):
-    """What reads all that other ranks told: a `Channel`."""
+    """Reader of the messages of other ranks: a `Channel`."""
 
     @property
     def job(self) -> JobMessages:
-        """What all ranks of the groups tell each other."""
+        """The messages of all ranks of the groups."""
         ...
 
     def look(self) -> None:
-        """Raise what others told this rank to raise, and answer those that wait for an answer."""
+        """Process messages of other ranks; raise if one reports an error."""
         ...
 
 

@@ -152,7 +152,7 @@ class Channel:
     def extremes(
         self, event: str, count: int, text: str, *, lasting: bool = False
     ) -> tuple[Told, Told]:
-        """The least and the greatest number that ranks have told for an event; never waits.
+        """Return the least and greatest number that ranks reported for an event, without waiting.
 
         Args:
           event: of this partition group.
@@ -271,7 +271,7 @@ class Channel:
         self.job.check()
 
     def glance(self) -> None:
-        """`look`, unless this rank has looked within the last second."""
+        """Call `look` at most once per second."""
         if time.monotonic() - self._looked >= _GLANCE_S:
             self.look()
 
@@ -282,7 +282,7 @@ class Channel:
             later(self._shared, "set", f"mics_fn/stuck/{self._rank}", "")
 
     def report(self, text: str) -> None:
-        """Make all ranks of the groups raise this error when they look."""
+        """Make all ranks of the groups raise this error at their next poll."""
         self.job.report(text)
 
     def _look_for_stuck(self, store: Store, stuck: Sequence[Stuck], made: Counts) -> None:

@@ -52,7 +52,7 @@ class News:
         self._store.add(NEWS, 1)
 
     def any(self) -> bool:
-        """Whether ranks have told anything since what `mark_seen` marks."""
+        """Return whether there are messages that `mark_seen` has not marked."""
         self._read = self._store.add(NEWS, 0)
         return self._read != self._seen
 
@@ -192,7 +192,7 @@ class JobMessages:
             self.news.tell()
 
     def report(self, text: str) -> None:
-        """Make all ranks of the groups raise this error when they look."""
+        """Make all ranks of the groups raise this error at their next poll."""
         if self.store is not None:
             self.store.compare_set(self._trouble, "", text)
             self.tell()
@@ -205,7 +205,7 @@ class JobMessages:
             self.tell()
 
     def go_on(self) -> None:
-        """Withdraw what this rank refused, or told of an error of its own."""
+        """Withdraw this rank's refusal or error."""
         if self.store is not None and self.refusing:
             self.refusing = False
             self.store.set(self._refused, "")

@@ -143,7 +143,7 @@ class Run:
         return self._on_demand(k, ids)
 
     def lets_go(self, index: int) -> bool:
-        """Whether `let_go` will drop a live bucket: the policy says so, and no use came after."""
+        """Return whether `let_go` will drop a live bucket, by policy and because no use follows."""
         return self.policy.lets_go and self.sizes[index] > 0 and index not in self.learned.again
 
     def let_go(self, index: int) -> bool:
@@ -281,7 +281,7 @@ class Run:
         return done
 
     def _again(self, k: int, ids: tuple[int, ...], again: list[int]) -> list[Action]:
-        """Fetch buckets that `let_go` has dropped, once all ranks have said that they need them."""
+        """Fetch buckets that `let_go` dropped, once all ranks need them again."""
         self.learned.again.update(again)
         if not self.left:
             self.left = True
@@ -335,7 +335,7 @@ class Run:
         return [Action("drop", (i,)) for i in self.live]
 
     def look(self) -> None:
-        """Look for what other ranks told, at most once per second; `keep_all` never needs to.
+        """Poll for messages of other ranks, at most once per second; not with `keep_all`.
 
         Whether a rank has failed is known here without a message.
         """

@@ -365,7 +365,7 @@ class Writing:
                 self._parts = []
 
     def _lose(self) -> None:
-        """Leave what is covered without data, unless the block has ended well or is a part."""
+        """Mark the covered values as lost, unless the block ended without an error."""
         if self.whole is self and self.begun:
             self.give_away()
 
@@ -560,7 +560,7 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """A tree of gradients whose buckets arrive one after the other, in an order known before.
+    """A tree of gradients whose buckets complete one by one, in a known order.
 
     Args:
       like: the tree of shards that they are gradients of.

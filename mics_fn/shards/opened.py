@@ -158,7 +158,7 @@ class BucketUse:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Slots whose leaves the tree lacks, which is rare."""
+        """Slots of leaves that are missing in the tree."""
         if None not in self.index:
             return ()
         return tuple(slot for slot, i in enumerate(self.index) if i is None)

@@ -187,7 +187,7 @@ def _packed(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
 
 
 def is_elsewhere(data: Tensor, device: torch.device) -> bool:
-    """Whether a tensor has to be brought to a device before ops there can compute with it."""
+    """Return whether a tensor must be fetched to a device before ops can use it."""
     if _torch.has_no_data(data):
         return False
     return data.device != device or (is_apart(_torch.unwrapped(data)) and data.numel() > 0)
@@ -370,7 +370,7 @@ def copied_with_zeros(
 
 
 def standing_for(bucket: Bucket, chunk: int, data: Sequence[Any]) -> Tensor:
-    """A tensor of the size of a chunk whose pieces lie elsewhere: the chunk, if it is one tensor.
+    """Return a placeholder for a chunk with pieces in host memory or files.
 
     Else one without data of its own, since a gather compares between ranks how much it moves.
     """
@@ -457,7 +457,7 @@ def origins_of(bucket: Bucket) -> list[str]:
 
 
 def forget_origins(buckets: Iterable[Bucket]) -> None:
-    """Forget what was seen of buckets, whose gradients have been judged."""
+    """Forget the origins of buckets whose gradients were checked."""
     for bucket in buckets:
         _seen.pop(bucket, None)
 

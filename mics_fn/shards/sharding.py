@@ -48,7 +48,7 @@ from mics_fn.tree import Tree
 
 
 class Laying:
-    """Puts pieces where `Where.params` says, and has one scratch file for each folder.
+    """Place pieces as `Where.params` says, with one scratch file per folder.
 
     Args:
       where: the places.

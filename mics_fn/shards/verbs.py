@@ -115,7 +115,7 @@ def gather(shards: Tree, hierarchy: Any) -> Tree:
 
 
 class PendingTree:
-    """A tree whose transfer was started; `wait()` gives it.
+    """A tree that is being transferred; `wait()` returns it.
 
     Args:
       started: the transfers.

@@ -122,7 +122,7 @@ class _Taken(NamedTuple):
 def take_back(
     trainer: Any, state: Tree, extra: Mapping[str, Any], *, other_options: OnChange = "raise"
 ) -> None:
-    """Let a `Trainer` go on from what `carried` gave; all ranks call it.
+    """Restore a `Trainer` from the result of `carried`; all ranks call it.
 
     It goes on to the same bits, if it was made with the same options for as many ranks, and if the
     next `fit` gets a loader like that of the saved run: this `fit` goes on in the middle of its
@@ -312,7 +312,7 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
 
 
 class Checkpoints:
-    """Saves a `Trainer` after every so many steps; a new one goes on from the newest of them.
+    """Save a `Trainer` every so many steps; a new `Trainer` resumes from the newest save.
 
     What is saved is all that decides the steps to come: parameters, optimizer state, buffers, the
     guard, what merges of replicas need, the place in the data, and random states. A `Trainer` made
@@ -406,7 +406,7 @@ class Checkpoints:
         self._begin_save(trainer, background=False)
 
     def begin(self, trainer: Any) -> bool:
-        """Called by `Trainer` when it is made: go on from the newest committed step.
+        """Resume from the newest committed step; called by a new `Trainer`.
 
         `Trainer.reset` calls it, too, where no replica holds what a lost rank had.
 
@@ -440,7 +440,7 @@ class Checkpoints:
         return True
 
     def took_back(self, trainer: Any) -> None:
-        """Called by `take_back`: the steps to come may replace those that are saved."""
+        """Allow later steps to replace saved ones; called by `take_back`."""
         self._saved, self._ours = None, True
 
     def reset(self, trainer: Any) -> None:
@@ -463,7 +463,7 @@ class Checkpoints:
         self._again = self._failed is not None
 
     def after(self, trainer: Any) -> None:
-        """Called by `Trainer` after each step: save it if it is due, and hear of saves that failed.
+        """Save a step if due, and raise errors of earlier saves; called after each step.
 
         Raises:
           FileError: a save has failed, on all ranks after the same step. The step is done,

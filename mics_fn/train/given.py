@@ -110,7 +110,7 @@ def compare_options(trainer: Any, params: Tree, groups: Any, guard: Guard) -> No
 
 
 def lasting_options(trainer: Any) -> dict[str, str]:
-    """The options that a run which goes on must share, and the versions, as texts by name.
+    """Return the options and versions that a resumed run must share, as texts by name.
 
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """

@@ -129,7 +129,7 @@ _ORDER = ("shuffle", "seed")  # facts of a loader that other numbers of ranks sh
 
 @dataclass(frozen=True)
 class Position:
-    """How far a pass has come.
+    """Position in a pass over a loader.
 
     Args:
       epoch: the number of the pass.
@@ -202,7 +202,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run that goes on does with its first loader; see [Note: going on in a pass].
+    """How a resumed run begins its first loader; see [Note: going on in a pass].
 
     Args:
       at: the position.
@@ -221,7 +221,7 @@ class Resume:
     optional: bool = False
 
     def suits(self, loader: Iterable[Any]) -> bool:
-        """Whether a run goes on with this loader, or raises."""
+        """Return whether a run resumes with this loader, or raise."""
         if not self.optional:
             return True
         return not isinstance(loader, Iterator) and facts_of(loader) == self.at.facts
@@ -332,7 +332,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def facts_of(loader: Any) -> dict[str, str]:
-    """What must be the same for a position to mean the same batches, as far as a loader tells."""
+    """Return the facts of a loader that a saved position depends on."""
     length = samples = None
     with suppress(Exception):  # an endless one may raise anything
         length = len(loader)
@@ -370,7 +370,7 @@ def _order_of(loader: Any) -> dict[str, str]:
 
 
 class Epochs:
-    """Passes over loaders without end, and tells those that shuffle by epoch which epoch it is.
+    """Iterate over loaders without end, and set the epoch of those that shuffle by it.
 
     The first pass has the epoch that the sampler is set to, so that a resumed run can choose it.
     A batch counts as used once the step that took it is done.
@@ -401,7 +401,7 @@ class Epochs:
 
     @property
     def place(self) -> list[Any] | None:
-        """How far the pass of an interrupted run has come, for ranks that came back."""
+        """Return the position of an interrupted pass, for processes that replace lost ones."""
         at = self._at
         if at is None or not self.interrupted:
             return None
@@ -494,7 +494,7 @@ class Epochs:
         home: Groups | None,
         place: tuple[torch.device, int],
     ) -> Iterable[Any]:
-        """The rest of the pass that the run goes on with; on all ranks, or on none of them."""
+        """Return the rest of a resumed pass; on all ranks, or on none of them."""
         error, rest, at = None, loader, resume.at
         try:
             rest, at = resume.behind(loader, *place)
@@ -533,7 +533,7 @@ class Epochs:
         return self._at.plain(loader, exact=self._given == self._at.batches)
 
     def go_on(self, resume: Resume | None) -> None:
-        """Let the next `batches` go on from a position; None lets it begin a pass."""
+        """Set the position at which the next `batches` begins; None for a new pass."""
         self._resume, self._at, self._samples = resume, None, None
 
 

@@ -195,7 +195,7 @@ def with_numbers(guard: Guard, scale: list[Any], norms: list[float] | None) -> G
 
 
 class Checkpoint(Protocol):
-    """Saves a `Trainer` and lets it go on; `Trainer(checkpoint=)` calls it, on all ranks alike.
+    """Save and resume a `Trainer`; `Trainer(checkpoint=)` calls it on all ranks.
 
     What there is to save is `carried(trainer)`, and `take_back` puts it into another trainer; see
     `mics_fn.train.carried`. Each method may call collectives on the trainer's groups, since all

@@ -529,7 +529,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _say_how_called(error: Exception, model: nn.Module, batch: Any) -> None:
-    """Add a note to the error of a loss that did not come from inside of a module."""
+    """Add a note to an error of the call of a loss."""
     frames = traceback.walk_tb(error.__traceback__)
     if not any(frame.f_code is nn.Module.__call__.__code__ for frame, _ in frames):
         given = f"the {type(model).__name__} and a {type(batch).__name__}, the whole batch"

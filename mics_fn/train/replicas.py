@@ -276,7 +276,7 @@ __all__ = ["ReplicaSync", "SyncState", "diloco", "every_step", "local_sgd", "red
 
 
 def every_step() -> ReplicaSync:
-    """Hop 2 in every step, as in MiCS, so that replicas are never apart.
+    """Run hop 2 in every step, as in MiCS, so that replicas stay equal.
 
     Returns:
       A `ReplicaSync` that does nothing; the hop 2 of each step keeps replicas equal.

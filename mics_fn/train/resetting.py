@@ -60,7 +60,7 @@ _POLICY = ("live_bytes", "prefetch", "at_once", "lets_go")
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says of itself on new groups; JSON keeps every bit of it."""
+    """Report of a rank on new groups; JSON keeps every bit of it."""
 
     calls: int  # steps, including those that were refused
     step: int
@@ -75,7 +75,7 @@ class Said:
 
     @property
     def at(self) -> tuple[int, int]:
-        """How far it has come."""
+        """Return the position of its pass."""
         return self.calls, self.step
 
     @property
@@ -85,7 +85,7 @@ class Said:
 
 
 def told_by_all(trainer: Any) -> dict[int, Said]:
-    """What each rank says of itself, by global rank.
+    """Exchange the reports of all ranks, by global rank.
 
     Communication: two small all-gathers over each of the two groups.
     """
@@ -240,7 +240,7 @@ def _no_replica(
 
 
 def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateError:
-    """The error of a state that no rank holds, with the saves to go on from."""
+    """Return the error of a state that no rank holds, with the saves to resume from."""
     what = "Trainer.reset: no replica holds the state that a lost rank had"
     if not any(said.lost for said in found.values()):
         what = "Trainer.reset: no replica holds the newest state"
@@ -358,7 +358,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
 
 
 def _go_on_in_data(home: Groups, epochs: Epochs) -> None:
-    """Let all ranks go on in the pass that an error has ended; see [Note: going on in a pass].
+    """Resume the pass that an error has ended, on all ranks.
 
     Communication: two small all-gathers over each of the two groups.
     """
@@ -369,7 +369,7 @@ def _go_on_in_data(home: Groups, epochs: Epochs) -> None:
 
 
 def _merged(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
-    """Bring replicas that are apart to one call; see [Note: one step again].
+    """Align independent replicas on one call; see [Note: one step again].
 
     Communication: that of a merge, if one is left to do.
     """

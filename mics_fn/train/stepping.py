@@ -98,7 +98,7 @@ def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
 
 
 def comes(trainer: Any) -> bool:
-    """Whether a step may have to bring some of its state, on this rank or on others."""
+    """Return whether a step may fetch states, on this rank or on others."""
     return where_of(trainer.where).moves("params", "states")
 
 
@@ -135,7 +135,7 @@ def update(
 def update_late(
     trainer: Any, total: GradSum, buffers: Values, commit: Commit, totals: StepTotals
 ) -> Verdict:
-    """`update` on states elsewhere, which begin to come before gradients are reduced and judged."""
+    """Call `update` on offloaded states, prefetched while gradients are reduced and checked."""
     if spans.watchers:
         tell_memory(trainer.ahead)
     found: list[Ready] = []
@@ -156,7 +156,7 @@ def update_late(
 
 
 def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals) -> Ready:
-    """All that is left to know of a step before it is written, and signals held from then on."""
+    """Check a step before it is written, and defer signals from then on."""
     settle(trainer)  # the guard counts steps in a row
     sync, home, old = trainer.replica_sync, trainer.member.home, trainer.ahead
     grads, kept = sync.reduced(grads, trainer.sync_state, trainer.groups)
@@ -261,7 +261,7 @@ _BACKWARD = message(
 
 
 class MicroSteps:
-    """What the micro-steps of a step leave behind, each beginning with the buffers of the last one.
+    """Results of the micro-steps of a step; each begins with the buffers of the last one.
 
     Args:
       trainer: takes the step; the buffers of its state are not written to.
@@ -355,7 +355,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
 
 @contextmanager
 def _alike(home: Groups, commit: Commit) -> Iterator[None]:
-    """A block after whose last message ranks may be at other steps, if an error of one ends it.
+    """Context of a step; an error after its last message ends the groups.
 
     So these groups are finished then, and `reset` compares; an error of this library is raised
     before that, or on all ranks.

@@ -134,7 +134,7 @@ class Exporting:
 
 
 class Trainer(Exporting):
-    """Trains a model whose states are sharded, one call per step.
+    """Train a model with sharded states, one call per step.
 
     Args:
       model: an `nn.Module`, which is read once and never changed (its parameters, buffers and tied
