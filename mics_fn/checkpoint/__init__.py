@@ -38,7 +38,7 @@ Its words:
   `save` refuses others, such as quantized ones, by name, and before a byte is written.
 - The *state* is equal on all ranks, up to who holds which piece; each rank adds an *extra*. Leaves
   that are not trained, and are kept as codes, are saved as these codes; see [Note: other codes] in
-  `contents` for a state that keeps them in another form.
+  `snapshot` for a state that keeps them in another form.
 
 What it promises: a committed step is never lost or changed by a save that fails, and at least two
 are kept, one of which may be a replaced one right after a rollback. A load goes back to an older
@@ -63,7 +63,7 @@ so it needs no trust. `trust=True` only allows names that lead out of the direct
   >>> load_dcp(f"{folder}/a", groups, like={"w": torch.empty(2, 3)}, prefix="model.")
   {'w': Sharded(shape=(2, 3), float32, here 6 of 6)}
 
-Start reading at `manifest` (arithmetic, checksums and one of the two kinds of files) and `contents`
+Start reading at `manifest` (arithmetic, checksums and one of the two kinds of files) and `snapshot`
 (what a state holds); then `saving` for a save, `directory` for what is on the disk, and `loading`
 for what is read. Directories of others are written by `exported`, as [Note: all or nothing] in
 `directory` says, and read by `init`. To add another format to write, take `saved_leaves`,

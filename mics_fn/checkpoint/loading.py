@@ -12,14 +12,6 @@ import torch
 from torch import Tensor
 
 from mics_fn import checks, spans, tree
-from mics_fn.checkpoint.contents import (
-    Contents,
-    Replicas,
-    as_saved,
-    contents_of,
-    homes_by_bucket,
-    main_home,
-)
 from mics_fn.checkpoint.directory import (
     READ,
     FileRecord,
@@ -33,6 +25,14 @@ from mics_fn.checkpoint.directory import (
 )
 from mics_fn.checkpoint.manifest import Manifest, SavedTensor, covering, decoded, kind_of, within
 from mics_fn.checkpoint.saving import EXTRA, folder_to_read, together
+from mics_fn.checkpoint.snapshot import (
+    Contents,
+    Replicas,
+    as_saved,
+    contents_of,
+    homes_by_bucket,
+    main_home,
+)
 from mics_fn.errors import (
     FileError,
     human_bytes,
@@ -286,7 +286,7 @@ def load(
       like: a state of the same structure, shapes and dtypes, such as that of before the first step.
         Its values are not used, so it may be lost. Leaves that are not trained may be kept in
         another form than they were saved in, as values or as codes; see [Note: other codes] in
-        `checkpoint.contents`.
+        `checkpoint.snapshot`.
       groups: those that `like` is sharded with.
       step: which one; default the newest committed one.
       on_corrupt: "previous" goes back to the next older step, on all ranks, where one is found to

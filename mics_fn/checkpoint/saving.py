@@ -24,15 +24,6 @@ from torch import Tensor
 
 from mics_fn import checks, spans, tree
 from mics_fn._version import __version__
-from mics_fn.checkpoint.contents import (
-    Contents,
-    Replicas,
-    Snapshot,
-    contents_of,
-    homes_by_bucket,
-    main_home,
-    on_bytes,
-)
 from mics_fn.checkpoint.directory import (
     MAX_STEP,
     Commit,
@@ -45,6 +36,15 @@ from mics_fn.checkpoint.directory import (
     write_part,
 )
 from mics_fn.checkpoint.manifest import Manifest, SavedTensor, Writer, encoded, savable
+from mics_fn.checkpoint.snapshot import (
+    Contents,
+    Replicas,
+    Snapshot,
+    contents_of,
+    homes_by_bucket,
+    main_home,
+    on_bytes,
+)
 from mics_fn.collectives import agree, collect_bytes
 from mics_fn.errors import (
     CheckpointNotFound,

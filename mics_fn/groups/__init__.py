@@ -87,8 +87,8 @@ from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replic
 from mics_fn.groups.life import Life, Telling, errors_told, tell_all, withdraw_all
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.peers import Failure, failure_of
+from mics_fn.groups.rejoining import current, replaced, reset
 from mics_fn.groups.rendezvous import came_back
-from mics_fn.groups.resetting import current, replaced, reset
 from mics_fn.groups.stopping import StopRequest
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 

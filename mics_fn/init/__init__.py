@@ -15,12 +15,12 @@ How `init_model` works: while the function runs, a *recorder* puts each op on a 
 (`tape.py`) instead of running it. The model then holds *recorded* tensors, which report shape,
 dtype and device but have no data. A parameter's values follow from a part of the tape, and *replay*
 runs that part alone, each random op from the state that its generator would have had. A *filling*
-(`loading.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is the
+(`filling.py`) lays out the shards and keeps this rank's part of each value; the *skeleton* is the
 module that remains. A model that cannot be recorded is made in full, with a
 warning that says why.
 
 How `load_shards` works: `files.py` opens a file as named entries, from which any range of elements
-can be read; `loading.py` matches their names with the parameters, and the filling reads the ranges
+can be read; `filling.py` matches their names with the parameters, and the filling reads the ranges
 that this rank keeps. Files may come from strangers, so nothing in them is run, mapped, or believed:
 `torch_files.py` opens only regular files and says why in [Note: files of strangers]; it reads the
 records of a zip file and the opcodes of a pickle. `files.py` reads the header of a safetensors file
@@ -43,7 +43,7 @@ kind of device needs a generator in `tape.py`.
 """
 
 from mics_fn.init.files import DTYPES, strict_json, with_texts
-from mics_fn.init.loading import (
+from mics_fn.init.filling import (
     load_shards,
     on_meta_copy,
     read_shards,

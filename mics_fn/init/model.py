@@ -18,7 +18,7 @@ from mics_fn.collectives import in_step
 from mics_fn.errors import LeafError, PlanError, first_line, message
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
-from mics_fn.init.loading import (
+from mics_fn.init.filling import (
     Filling,
     matched,
     meta_like,

@@ -36,11 +36,12 @@ Example:
     node   100 B
     rank   600 B
 
-Start reading at `demo/run.py`, which has both ways to train side by side, or at `bench/opt.py`, the
-shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass for its config, a
-function that measures as one rank and returns figures as plain data, and a function that renders
-them as text; then add a line to `BENCHES` in `bench/command.py`, with a function that makes the
-config from the flags. To add a peer of `bench step`, write a function from `Stage` to `BenchPeer`
-and add it to `PEERS` in `bench/stage.py`. To add a part of the doctor, write a function of a `Job`
-that calls `Rank.say` with what it finds, and add it to `PARTS` in `doctor/parts.py`.
+Start reading at `demo/training.py`, which has both ways to train side by side, or at
+`bench/opt.py`, the shortest bench. To add a bench, write a file in `bench/` with a frozen dataclass
+for its config, a function that measures as one rank and returns figures as plain data, and a
+function that renders them as text; then add a line to `BENCHES` in `bench/command.py`, with a
+function that makes the config from the flags. To add a peer of `bench step`, write a function from
+`Stage` to `BenchPeer` and add it to `PEERS` in `bench/stage.py`. To add a part of the doctor, write
+a function of a `Job` that calls `Rank.say` with what it finds, and add it to `PARTS` in
+`doctor/parts.py`.
 """

@@ -25,8 +25,8 @@ is stuck inside C++, `cluster.restart()` starts all of them anew, and their name
 imports torch once and forks the ranks (`node.py`). So a start takes about as long as one import of
 torch, and `restart()` a second. The store in which ranks meet is held by the kernel, and outlives
 each of them. Both processes watch the kernel, and end with all that they forked once it is gone,
-also by `kill -9` (`boot.py`). Nothing listens beyond loopback, where messages are signed and not
-encrypted.
+also by `kill -9` (`bootstrap.py`). Nothing listens beyond loopback, where messages are signed and
+not encrypted.
 
 *Several machines.* `start` starts ranks on this machine alone. ipyparallel's own engines run the
 same code on several: any launcher that `init_distributed` knows starts an engine as each rank, in a

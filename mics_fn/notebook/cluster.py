@@ -32,12 +32,12 @@ from mics_fn.errors import (
 )
 from mics_fn.groups import Topology, plan_groups
 from mics_fn.notebook import engine, magic
-from mics_fn.notebook.boot import LOOPBACK
+from mics_fn.notebook.bootstrap import LOOPBACK
 from mics_fn.notebook.cells import FOLLOWS, Cell, Outcome, Refused, folded, plain
 
 # The processes of a cluster as the kernel sees them: two, of which one forks the ranks.
 
-BOOT = Path(__file__).with_name("boot.py")
+BOOT = Path(__file__).with_name("bootstrap.py")
 _LOOK_S = 0.02
 _PATIENCE_S = 5.0  # for a process that was told to end
 

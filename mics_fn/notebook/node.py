@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mics_fn.notebook.boot import tie
+from mics_fn.notebook.bootstrap import tie
 
 _LOOK_S = 0.05
 _LAST_CHARACTERS = 2_000  # of what a rank that ended has printed outside of cells

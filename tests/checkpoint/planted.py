@@ -1,7 +1,7 @@
 """Mistakes in checkpoints that would lose data or restore something else; `planting.py` checks."""
 
 _D = "checkpoint/directory.py"
-_C = "checkpoint/contents.py"
+_C = "checkpoint/snapshot.py"
 
 PLANTED = [
     (

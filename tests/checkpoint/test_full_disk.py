@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import mics_fn as mf
 from mics_fn import checkpoint, optim, spans, tree
 from mics_fn.checkpoint import saving
-from mics_fn.checkpoint.contents import Snapshot
 from mics_fn.checkpoint.directory import Folder
+from mics_fn.checkpoint.snapshot import Snapshot
 from mics_fn.errors import FileError
 from mics_fn.lab.ranks.pool import RankPool
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import checkpoint, optim, tree
-from mics_fn.checkpoint.contents import on_bytes
 from mics_fn.checkpoint.directory import manifest_in
 from mics_fn.checkpoint.loading import copy_of
 from mics_fn.checkpoint.manifest import SAVED, Line, SavedTensor, Slice, covering, within
+from mics_fn.checkpoint.snapshot import on_bytes
 from mics_fn.errors import FileError, LeafError, MicsError
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim.flat import by_leaf

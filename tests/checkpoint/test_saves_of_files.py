@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checkpoint, offload, tree
-from mics_fn.checkpoint import contents
+from mics_fn.checkpoint import snapshot
 from mics_fn.errors import FileError, PlanError
 from mics_fn.offload import is_stored
 from mics_fn.optim.flat import by_leaf
@@ -54,13 +54,13 @@ def files_in(state: Any) -> list[Any]:
 
 def paused(go: threading.Event) -> Any:
     """A block in which saves read files only once they may."""
-    real = contents.mapped
+    real = snapshot.mapped
 
     def mapped(x: Any) -> Tensor:
         assert go.wait(60)
         return real(x)
 
-    return mock.patch.object(contents, "mapped", mapped)
+    return mock.patch.object(snapshot, "mapped", mapped)
 
 
 def saved(layout: Layout, place: str, folder: str, donate: bool) -> None:

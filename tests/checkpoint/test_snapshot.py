@@ -8,8 +8,8 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import checkpoint
-from mics_fn.checkpoint import contents
-from mics_fn.checkpoint.contents import Snapshot
+from mics_fn.checkpoint import snapshot
+from mics_fn.checkpoint.snapshot import Snapshot
 
 
 def tensors() -> dict[str, Tensor]:
@@ -54,14 +54,14 @@ def test_a_copy_is_equal_and_stays(backwards: bool) -> None:
 def test_saves_to_many_folders_take_the_memory_of_one(tmp_path: Path) -> None:
     groups = mf.make_groups(1)
     params = mf.shard({"w": torch.zeros(100_000)}, groups)
-    contents.MEMORY.free.clear()
+    snapshot.MEMORY.free.clear()
     for i in range(4):
         checkpoint.start_save(tmp_path / f"{i}", params, groups, step=1).wait()
-    assert [len(memory) // 400_000 for _, memory in contents.MEMORY.free] == [1]
+    assert [len(memory) // 400_000 for _, memory in snapshot.MEMORY.free] == [1]
     first, second = Snapshot().copied(params_of(1.0)), Snapshot().copied(params_of(2.0))
     with first as one, second as two:
         assert (one["w"][0], two["w"][0]) == (1.0, 2.0)
-    assert len(contents.MEMORY.free) == 2
+    assert len(snapshot.MEMORY.free) == 2
 
 
 def params_of(value: float) -> dict[str, Tensor]:
@@ -69,14 +69,14 @@ def params_of(value: float) -> dict[str, Tensor]:
 
 
 def test_a_bucket_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: str) -> None:
-    groups, counts, plain = mf.make_groups(1), list[int](), contents._torch.foreach_copy
+    groups, counts, plain = mf.make_groups(1), list[int](), snapshot._torch.foreach_copy
     params = mf.shard({f"h.{i}": torch.full((100,), float(i)) for i in range(64)}, groups)
 
     def counted(copies: list[Tensor], given: list[Tensor], **how: bool) -> None:
         counts.append(len(copies))
         plain(copies, given, **how)
 
-    monkeypatch.setattr(contents._torch, "foreach_copy", counted)
+    monkeypatch.setattr(snapshot._torch, "foreach_copy", counted)
     checkpoint.start_save(tmp_path, params, groups, step=1).wait()
     assert counts == [2], "the bucket, and what ranks give besides"
     monkeypatch.undo()

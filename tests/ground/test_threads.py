@@ -200,11 +200,11 @@ TAKE_LOCKS = {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier"}
 def test_no_lock_of_python_is_shared_with_the_main_thread():
     """Except by the tools of `lab`, which end with what they measure.
 
-    And by `notebook/boot.py`, which runs before this package can be imported.
+    And by `notebook/bootstrap.py`, which runs before this package can be imported.
     """
     package = Path(mics_fn.__file__).parent
     for path in package.rglob("*.py"):
-        if "lab" in path.parts or path.name in ("threads.py", "boot.py"):
+        if "lab" in path.parts or path.name in ("threads.py", "bootstrap.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom | ast.Import):

@@ -304,7 +304,7 @@ def stalled(how: str) -> Any:
         except MicsError as error:
             took_s = time.monotonic() - began
             kind, who = getattr(error, "kind", type(error).__name__), getattr(error, "rank", None)
-            time.sleep(4.0 if rank == 0 else 0.0)  # it holds the store
+            time.sleep(10.0 if rank == 0 else 0.0)  # it holds the store
             return kind, who, took_s, str(error), warned.stream.getvalue()
     return "", None, 0.0, "", warned.stream.getvalue()
 

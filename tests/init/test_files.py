@@ -221,13 +221,13 @@ def test_exactly_a_ranks_bytes_of_a_file_are_read(ranks, tmp_path, layout, kind)
 
 def large_blocks(layout: Layout, path: Path, tensors: dict[str, Tensor]) -> None:
     """Load with blocks that are much smaller than a piece."""
-    from mics_fn.init import loading
+    from mics_fn.init import filling
 
-    before, loading.BLOCK_BYTES = loading.BLOCK_BYTES, 12
+    before, filling.BLOCK_BYTES = filling.BLOCK_BYTES, 12
     try:
         same_shards(mf.load_shards(path, groups_of(layout)), mf.shard(tensors, groups_of(layout)))
     finally:
-        loading.BLOCK_BYTES = before
+        filling.BLOCK_BYTES = before
 
 
 def test_large_pieces_are_read_in_blocks(ranks, tmp_path):

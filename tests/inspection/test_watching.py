@@ -319,9 +319,10 @@ def late_in_hops(layout: Layout, folder: str) -> Timeline:
 
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
         if steps == 2:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 10  # the groups would give up after 20
             while not all((files.folder / name).exists() for name in awaited):
-                assert time.monotonic() < deadline
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(0.01)
             time.sleep(0.2 if awaited else 0)
         return loss_of(model, x)
@@ -338,8 +339,9 @@ def late_in_hops(layout: Layout, folder: str) -> Timeline:
 
 def test_a_wait_for_hop_1_and_then_for_hop_2_is_two(ranks, tmp_path):
     first, second, *_ = ranks(4).run(late_in_hops, TWO_REPLICAS, str(tmp_path))
-    assert min(first.waited_s()[kind] for kind in ("hop1", "hop2")) > 0.1
-    assert second.waited_s()["hop2"] > 0.1
+    waited, other = first.waited_s(), second.waited_s()
+    assert min(waited.get(kind, 0.0) for kind in ("hop1", "hop2")) > 0.1, f"{waited}\n{first}"
+    assert other.get("hop2", 0.0) > 0.1, f"{other}\n{second}"
     assert any("wait hop2 3" in line for line in f"{first}".splitlines())
 
 

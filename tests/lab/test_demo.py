@@ -19,7 +19,7 @@ from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
 from mics_fn.lab.demo import command as command_module
 from mics_fn.lab.demo import command as demo
-from mics_fn.lab.demo import run as demo_run
+from mics_fn.lab.demo import training as demo_run
 from mics_fn.lab.models import gpt
 from mics_fn.lab.ranks import launch
 from mics_fn.lab.report import gather_bytes, step_bytes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn.errors import GroupsError
-from mics_fn.lab.ranks.errors import RankError, RankFailure, RankTimeoutError, describe
+from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError, describe
 from mics_fn.lab.ranks.pool import RankPool, run_ranks
 
 ROOT = Path(__file__).parents[2]

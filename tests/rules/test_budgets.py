@@ -25,13 +25,14 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 31_410,
-    "lines without lab": 26_360,
+    "lines": 30_800,
+    "lines without lab": 26_355,
     "lines of the longest file": 700,
-    "files": 153,
-    "percent of lines that import": 9.5,
+    "files": 150,
+    "percent of lines that import": 9.4,
     "files in the longest chain of imports": 23,
     "class names of several classes": 0,
+    "file names in several wings": 0,
     "public names": 100,
 }
 # Of one call on 4 ranks in 2 partition groups, after a first one.
@@ -70,6 +71,7 @@ def figures() -> dict[str, float]:
     classes = Counter(
         x.name for name in FILES for x in tree_of(name).body if isinstance(x, ast.ClassDef)
     )
+    stems = Counter(stem for _, stem in {(wing_of(x), Path(x).name) for x in FILES})
     return {
         "lines": sum(lines.values()),
         "lines without lab": sum(n for name, n in lines.items() if wing_of(name) != "lab"),
@@ -78,6 +80,9 @@ def figures() -> dict[str, float]:
         "percent of lines that import": 100 * sum(map(import_lines, FILES)) / sum(lines.values()),
         "files in the longest chain of imports": depth(own),
         "class names of several classes": sum(n > 1 for n in classes.values()),
+        "file names in several wings": sum(
+            n > 1 for stem, n in stems.items() if stem not in ("__init__", "__main__")
+        ),
         "public names": len(table()),
     }
 

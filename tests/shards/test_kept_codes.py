@@ -17,7 +17,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import Codec
 from mics_fn.errors import PlanError
-from mics_fn.init.loading import Filling
+from mics_fn.init.filling import Filling
 from mics_fn.offload import Coded, as_codes, set_part
 from mics_fn.shards import Fixed, Sharded
 

@@ -14,7 +14,6 @@ from mics_fn.groups import Topology, plan_groups, read_launch
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
 from mics_fn.lab.bench.links import AS_IS, LINKS, read_rates
-from mics_fn.lab.bench.memory import check_rss, render_rss, run_rss
 from mics_fn.lab.bench.opt import OptConfig, measure_opt, render_opt
 from mics_fn.lab.bench.saves import add_save_flags, measure_saves, render_saves, saves_config_of
 from mics_fn.lab.bench.stage import (
@@ -26,10 +25,13 @@ from mics_fn.lab.bench.stage import (
 )
 from mics_fn.lab.bench.step import (
     check_overlap,
+    check_rss,
     measure_overlap,
     measure_step,
     render_overlap,
+    render_rss,
     render_step,
+    run_rss,
 )
 from mics_fn.lab.bench.turns import BenchTurns, num_ranks, on_ranks
 from mics_fn.lab.models.gpt import GPTConfig

@@ -23,7 +23,7 @@ from mics_fn import _device
 from mics_fn.collectives import Wire, check_level
 from mics_fn.errors import PlanError, human_bytes, message
 from mics_fn.groups import Plan, Topology, plan_groups
-from mics_fn.lab.demo.run import (
+from mics_fn.lab.demo.training import (
     CODED_LR,
     CODED_STEPS,
     AloneResult,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mics_fn.lab.ranks import launch
-from mics_fn.lab.ranks.errors import exit_text
+from mics_fn.lab.ranks.failures import exit_text
 from mics_fn.lab.ranks.launch import BOOT, DEFAULTS, leave_call
 
 POLL_S = 0.02

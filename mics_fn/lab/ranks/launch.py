@@ -42,7 +42,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from mics_fn import _torch
 from mics_fn.errors import MicsError, message, name_ranks
 from mics_fn.groups import tell_all
-from mics_fn.lab.ranks.errors import exit_text
+from mics_fn.lab.ranks.failures import exit_text
 
 # A store that only this machine can reach, and how torch's elastic agent finds its ranks with
 # it.

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from mics_fn._torch import num_process_groups
 from mics_fn.errors import GroupsError, message, name_ranks
-from mics_fn.lab.ranks.errors import RankError, RankFailure, RankTimeoutError, describe, exit_text
+from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError, describe, exit_text
 
 # The child's side of `pool`: one forked rank that answers calls until its parent is gone.
 

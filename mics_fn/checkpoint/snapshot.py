@@ -30,7 +30,7 @@ from mics_fn.checkpoint.manifest import (
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
-from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, set_part
+from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, read, set_part
 from mics_fn.optim import TrainState, by_leaf
 from mics_fn.shards import (
     Bucket,
@@ -62,7 +62,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, eq=False)
 class SavedLeaf:
-    """A leaf on a line, as this rank holds it; see [Note: other codes] in `contents`.
+    """A leaf on a line, as this rank holds it; see [Note: other codes] in `snapshot`.
 
     Args:
       name: its path.
@@ -582,6 +582,4 @@ def _view(memory: Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> 
 
 
 def _dense(x: Any) -> Tensor:
-    if _torch.is_wrapper(x) and is_stored(x):
-        return mapped(x)
-    return x.detach().resolve_conj().resolve_neg().contiguous()
+    return mapped(x) if is_stored(x) else read(x).detach().resolve_conj().resolve_neg().contiguous()
