@@ -44,7 +44,7 @@ def measure_init(
 ) -> InitMemory:
     """The memory of `init_model` with these arguments, on this rank.
 
-    Call `lab.bench.process_memory.give_back_at_once` before: what the allocator keeps would count.
+    Call `lab.bench.turns.give_back_at_once` before: what the allocator keeps would count.
     """
     made: list[Any] = []
 
