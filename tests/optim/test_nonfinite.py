@@ -323,6 +323,6 @@ def test_any_value_is_found_wherever_it_is(ranks, layout):
 @pytest.mark.thorough
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_value_is_found_for_a_hundred_seeds(ranks, layout):
-    found = ranks(layout.world_size).run(many, layout, range(100))
+def test_any_value_is_found_for_thirty_seeds(ranks, layout):
+    found = ranks(layout.world_size).run(many, layout, range(30))
     assert all(each == found[0] for each in found)
