@@ -136,7 +136,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "thorough: not part of the short suite; `pytest -m thorough` runs these alone",
         "covering(*together): few cases are in the short suite; see support/covering.py",
         "short(*ids): the cases of a slow test that are in the short suite; see there",
-        "meeting(count): the thorough tests are cases in which so many values meet; see there",
         "exhaustive: the rest of these; `pytest -m exhaustive` runs it alone",
     ):
         config.addinivalue_line("markers", marker)

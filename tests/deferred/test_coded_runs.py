@@ -79,7 +79,6 @@ def exact(layout, accumulate):
     "layout", [Layout((2, 2), 4), Layout((2, 2), 2), Layout((2, 2, 2), 4)], ids=str
 )
 @pytest.mark.covering("precision", "scheme", layout=Layout((2, 2), 4))
-@pytest.mark.meeting(3)
 def test_sums_travel_as_codes_by_their_formulas(ranks, layout, scheme, precision, live, accumulate):
     found = ranks(layout.world_size).run(sums, layout, scheme, precision, accumulate, live)
     for theirs in found[1:]:

@@ -127,9 +127,10 @@ def result(*numbers: int) -> int:
     return 7
 
 
-def rest() -> None:
-    """Some instructions at which Python looks for signals."""
-    for _ in range(3):
+def rest_until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Instructions at which Python handles signals, which another thread sends within a moment."""
+    deadline = time.monotonic() + limit_s
+    while not done() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
@@ -137,11 +138,11 @@ def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
     before, kept = handlers(), 0
     try:
         kept = result(signal.SIGINT, signal.SIGUSR1)
-        rest()
+        rest_until(lambda: False)
         kept = 0
     except KeyboardInterrupt:
         assert kept == 7
-    rest()
+    rest_until(lambda: len(heard) == 1)
     assert kept == 7
     assert heard == [signal.SIGUSR1]
     assert handlers() == before
@@ -149,7 +150,7 @@ def test_a_result_is_assigned_before_the_interrupt(heard: list[int]) -> None:
     with Commit() as commit:
         commit.hold()
         kept = result(signal.SIGUSR1, signal.SIGUSR2)
-        rest()
+        rest_until(lambda: False, limit_s=0.01)
         assert len(heard) == 1
     assert heard[1:] == [signal.SIGUSR1, signal.SIGUSR2]
     assert handlers() == before

@@ -192,7 +192,7 @@ def check_peers_agree(part: dict, *, steps_taken: int, p: int) -> None:
         assert peer["peak_bytes"] is None or peer["peak_bytes"] >= 0
         # Parameters and two moments of four bytes each; shared by so many ranks, and padding.
         name = peer["name"].partition("@")[0]
-        wide = name in ("zero1", "zero2", "hpz", "hybrid") or "wide" in name or "full" in name
+        wide = name in ("zero1", "hpz", "hybrid") or "wide" in name or "full" in name
         share = 1 if name == "ddp" else part["ranks"] if wide else p
         assert 12 * NUM_PARAMS / share <= peer["held_bytes"] <= 12 * NUM_PARAMS / share + 2000
         sums = 4 * NUM_PARAMS / p if name == "fsdp2-offload" else 0

@@ -59,14 +59,14 @@ class Item:
     """A case of a test, as `mark_the_rest` sees it."""
 
     def __init__(self, name: str, *marks: Any) -> None:
-        self.nodeid, self.callspec, self.marks = f"test_it[{name}]", self, list(marks)
+        self.nodeid, self.callspec, self.own_markers = f"test_it[{name}]", self, list(marks)
         self.id, self.params = name, {"name": name}
 
     def get_closest_marker(self, name: str) -> Any:
-        return next((each.mark for each in self.marks if each.mark.name == name), None)
+        return next((each.mark for each in self.own_markers if each.name == name), None)
 
     def add_marker(self, mark: Any) -> None:
-        self.marks.append(mark)
+        self.own_markers.append(mark)
 
 
 @pytest.mark.parametrize(("selected", "stay"), [("abcd", "ad"), ("bc", "bc"), ("b", "b")])
@@ -79,16 +79,28 @@ def test_short_names_the_cases_that_stay(selected: str, stay: str):
 
 def test_of_what_short_leaves_out_the_thorough_tests_are_those_in_which_values_meet():
     items: Any = []
-    for values in product(range(4), repeat=3):
-        item: Any = Item(
-            "".join(map(str, values)), pytest.mark.short("000"), pytest.mark.meeting(2)
-        )
+    for values in product(range(3), repeat=3):
+        item: Any = Item("".join(map(str, values)), pytest.mark.short("000"))
         item.params = dict(zip("abc", values, strict=True))
         items.append(item)
     mark_the_rest(items)
     rest = [x for x in items if x.get_closest_marker("exhaustive")]
     thorough = [x for x in items if x.get_closest_marker("thorough")]
-    assert len(rest) + len(thorough) == 63
-    assert len(rest) > 30
+    assert len(rest) + len(thorough) == 26
+    assert len(rest) > 10
     met = {pair for x in items if x not in rest for pair in combinations(x.params.items(), 2)}
-    assert len(met) == 3 * 4 * 4
+    assert len(met) == 3 * 3 * 3
+
+
+def test_a_test_has_twelve_thorough_cases_at_most():
+    """Those that were marked so from the start count as well, and every value is among them."""
+    items: Any = []
+    for a, b in product(range(9), repeat=2):
+        item: Any = Item(f"{a}{b}", *[pytest.mark.thorough] * (a > 3), pytest.mark.short("00"))
+        item.params = {"a": a, "b": b}
+        items.append(item)
+    mark_the_rest(items)
+    thorough = [x for x in items if x.get_closest_marker("thorough")]
+    assert len(thorough) == 12
+    assert {x.params["b"] for x in thorough} == set(range(9))
+    assert all(x.get_closest_marker("exhaustive") for x in items[1:] if x not in thorough)

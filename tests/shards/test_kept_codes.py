@@ -103,7 +103,6 @@ def gathers(layout: Layout, kind: str, compute: str, scheme: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.covering
-@pytest.mark.meeting(3)
 def test_what_is_gathered_is_the_twin_on_any_ranks(ranks, layout, kind, compute, scheme):
     dtype = torch.bfloat16 if compute else None
     want = twin(values(), kind, dtype)

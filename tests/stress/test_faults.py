@@ -198,7 +198,7 @@ def test_a_few_faults():
 @pytest.mark.thorough
 @pytest.mark.limit(600)
 def test_many_faults():
-    check(FaultsConfig(trials=120, seed=4))
+    check(FaultsConfig(trials=40, seed=4))
 
 
 @pytest.mark.thorough

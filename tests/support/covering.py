@@ -10,9 +10,8 @@ in `@pytest.mark.covering(live_bytes=0)`.
 
 `@pytest.mark.short("2x2-p2", ...)` names by their ids the cases of a slow test that stay.
 
-Nearly all other defects need three values that meet. So of the longest products, those with
-`@pytest.mark.meeting(3)`, the thorough tests are cases in which any three values meet that do so at
-all, and the rest is marked `exhaustive`.
+Of what is left, the thorough tests are cases in which any two values meet that do so at all, and of
+each test at most twelve: those that meet first. The rest is marked `exhaustive`.
 """
 
 import re
@@ -24,6 +23,7 @@ import pytest
 from hypothesis import settings
 
 Case = Mapping[str, Hashable]  # the value of each parameter
+_MOST = 12  # thorough cases of a test
 
 _thorough = False  # whether this run is of the thorough tests
 
@@ -51,21 +51,42 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
     One case that is selected by its name is all there is to cover, so it runs.
     """
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        group = list(group)
         cases = [case for case in group if case.get_closest_marker("thorough") is None]
         mark = cases[0].get_closest_marker("covering") if cases else None
         named = cases[0].get_closest_marker("short") if len(cases) > 1 else None
-        if mark is None and named is None:
-            continue
-        params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]  # pyright: ignore
-        values = [_values(each) for each in params]
-        together, preferred = (mark.args, mark.kwargs) if mark else ((), {})
-        worth = [_worth(each, preferred) for each in params]
-        kept = _named(cases, named.args) if named else covering(values, together, worth)
-        meeting = cases[0].get_closest_marker("meeting")
-        some = covering(values, worth=worth, meeting=meeting.args[0]) if meeting else None
-        for place in set(range(len(cases))) - kept:
-            rest = some is None or place in some
-            cases[place].add_marker(pytest.mark.thorough if rest else pytest.mark.exhaustive)
+        if mark is not None or named is not None:
+            _mark_what_is_left(cases, mark, named)
+        _mark_what_is_over(group)
+
+
+def _mark_what_is_left(cases: Sequence[Any], mark: Any, named: Any) -> None:
+    params = [_params(case) for case in cases]
+    values = [_values(each) for each in params]
+    together, preferred = (mark.args, mark.kwargs) if mark else ((), {})
+    worth = [_worth(each, preferred) for each in params]
+    kept = _named(cases, named.args) if named else covering(values, together, worth)
+    some = covering(values, worth=worth, meeting=2)
+    for place in set(range(len(cases))) - kept:
+        cases[place].add_marker(pytest.mark.thorough if place in some else pytest.mark.exhaustive)
+
+
+def _mark_what_is_over(cases: Sequence[Any]) -> None:
+    """Of more thorough cases of a test than twelve, mark the others as exhaustive."""
+    cases = [case for case in cases if any(mark.name == "thorough" for mark in case.own_markers)]
+    if len(cases) <= _MOST:
+        return
+    params = [_params(case) for case in cases]
+    worth = [_worth(each, {}) for each in params]
+    kept = covering([_values(each) for each in params], worth=worth, meeting=2, most=_MOST)
+    for place in set(range(len(cases))) - kept:
+        own = cases[place].own_markers
+        own[:] = [mark for mark in own if mark.name != "thorough"]
+        cases[place].add_marker(pytest.mark.exhaustive)
+
+
+def _params(case: Any) -> Mapping[str, Any]:
+    return case.callspec.params if hasattr(case, "callspec") else {}
 
 
 def _named(cases: Sequence[Any], names: Sequence[str]) -> set[int]:
@@ -79,10 +100,12 @@ def covering(
     together: Sequence[str] = (),
     worth: Sequence[int] | None = None,
     meeting: int = 1,
+    most: int | None = None,
 ) -> set[int]:
     """Places of few cases that have every value, and all there is of the parameters `together`.
 
-    With `meeting`, so many values of different parameters meet in every way in which they do.
+    With `meeting`, so many values of different parameters meet in every way in which they do; with
+    `most` it ends at so many cases.
 
     Greedy: always the case that adds most of these, then the one of most worth, then the one that
     adds most pairs of values, so that values meet in ever new ways; of equal ones the first. Cases
@@ -97,6 +120,7 @@ def covering(
     worth = worth or [0] * len(cases)
     needed = [
         {
+            *case.items(),
             *combinations(case.items(), min(meeting, len(case))),
             tuple(value for name, value in case.items() if _base(name) in together),
         }
@@ -108,7 +132,7 @@ def covering(
         places = [i for i, w in enumerate(worth) if w >= least]
         missing = set().union(*(needed[i] for i in places)).difference(*(needed[i] for i in kept))
         seen = set().union(*(pairs[i] for i in kept))
-        while missing:
+        while missing and (most is None or len(kept) < most):
             best = max(
                 places, key=lambda i: (len(needed[i] & missing), worth[i], len(pairs[i] - seen))
             )

@@ -221,7 +221,6 @@ def cut_in_two(
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("at", [3, 10, 14])
 @pytest.mark.covering("optimizer")
-@pytest.mark.meeting(3)
 def test_alone(optimizer: str, options: str, kind: str, at: int) -> None:
     cut_in_two(ONE, optimizer, options, kind, at)
 
@@ -231,7 +230,6 @@ def test_alone(optimizer: str, options: str, kind: str, at: int) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["shuffle", "epochs", "stateful by epoch"])
 @pytest.mark.covering("world")
-@pytest.mark.meeting(3)
 @pytest.mark.short(
     "stateful by epoch-diloco-adamw-2x2-p4", "shuffle-budget-chain-2x2-p2", "shuffle-plain-sgd-2-p2"
 )

@@ -164,7 +164,6 @@ def of_the_twin(layout: Layout, placement: str, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("live_bytes", [0, 600, None])
 @pytest.mark.covering("placement", where="grads=disk:D")
-@pytest.mark.meeting(3)
 def test_every_placement_trains_as_one_process_wherever_things_lie(
     ranks, tmp_path, layout, placement, where, accumulate, live_bytes
 ):
