@@ -58,7 +58,7 @@ from mics_fn.errors import (
     name_ranks,
     rank_lines,
 )
-from mics_fn.groups import Groups, Life, StopRequest
+from mics_fn.groups import Groups, GroupState, StopRequest
 from mics_fn.shards import refuse_derivative, require_groups
 from mics_fn.spans import LOG
 from mics_fn.store import Store, later, poll
@@ -677,11 +677,11 @@ def _encoded_outcome(error: Any) -> list[Any] | None:
     return encoded_error(error if isinstance(error, Exception) else FileError(f"save: {error!r}"))
 
 
-def _has_failed(life: Life) -> bool:
+def _has_failed(life: GroupState) -> bool:
     return life.failed is not None or any(each.final for each in life.standing.values())
 
 
-def _why(life: Life) -> str:
+def _why(life: GroupState) -> str:
     texts = [each.text for each in life.standing.values() if each.final]
     return texts[0] if texts else f"the groups have failed: {life.failed}"
 

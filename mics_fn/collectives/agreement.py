@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mics_fn.collectives.levels import collect
 from mics_fn.errors import DesyncError, MicsError, by_value, disagreement, message
-from mics_fn.groups import Failure, Groups, Home, Life, failure_of
+from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
 from mics_fn.schedules import NEWS
 from mics_fn.store import later
 from mics_fn.tree import digest, flatten
@@ -60,7 +60,7 @@ def agree(
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
     found = {rank: bytes(other.tolist()) for rank, other in collect_all(groups, sent).items()}
     if len(set(found.values())) > 1:
-        raise told_outside(groups, _difference(groups, what, facts, fixes or {}))
+        raise report_outside(groups, _difference(groups, what, facts, fixes or {}))
     groups.agreed.add((what, mine))
 
 
@@ -83,7 +83,7 @@ def _difference(
     return disagreement(f"{what}: ranks disagree on the tree", texts, fix, first)
 
 
-def told_outside(home: Home, error: E) -> E:
+def report_outside(home: Home, error: E) -> E:
     """Report an error that all ranks of `home` raise to the other ranks of the groups."""
     channel = home.hierarchy.channel
     if channel.job_size > home.partition_size * home.num_replicas:
@@ -205,7 +205,7 @@ def check_same(what: str, text: str, homes: Sequence[Home], fix: str) -> None:
             found = collect_bytes(home, text.encode())
             if len(set(found.values())) > 1:
                 said = {rank: other.decode() for rank, other in found.items()}
-                raise told_outside(home, disagreement(what, said, fix))
+                raise report_outside(home, disagreement(what, said, fix))
 
 
 def same_call(verb: str, homes: Sequence[Home], text: str, error: Exception | None = None) -> None:
@@ -313,9 +313,9 @@ class _Left(MicsError):
 
 
 class _Watch:
-    """Report a failure of this rank to the ranks of one `Life`, and poll for theirs."""
+    """Report a failure of this rank to the ranks of one `GroupState`, and poll for theirs."""
 
-    def __init__(self, parts: Parts, life: Life) -> None:
+    def __init__(self, parts: Parts, life: GroupState) -> None:
         self._parts, self._life = parts, life
         life.works += 1
         self._key, self._new = f"{life.key}/parts/{life.works}", True
@@ -403,7 +403,7 @@ def _compared(
     if failed:
         verdict = _verdict(what, found, failed)
         for home in lost:
-            told_outside(home, verdict)
+            report_outside(home, verdict)
         return verdict
     if any(each["left"] for each in found.values()):
         fix = "call the same verbs in the same order on every rank"

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, interrupts, spans
 from mics_fn.errors import CollectiveError, first_line, message, name_ranks
-from mics_fn.groups import Comm, Life
+from mics_fn.groups import Comm, GroupState
 from mics_fn.schedules import Stuck, call_text, made
 from mics_fn.threads import Latch, start
 
@@ -259,7 +259,7 @@ class Pending:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Give it up, after which its groups are finished; see [Note: failed groups] in `life`."""
+        """Give it up, and with it its groups: see [Note: failed groups] in `group_state`."""
         self.finished, self._issued = True, None
         for comm in self._comms[self.level :]:
             if self in comm.queue:
@@ -327,7 +327,7 @@ class Pending:
             _device.wait(self._device, self.ready)
 
 
-def push_all(life: Life) -> bool:
+def push_all(life: GroupState) -> bool:
     """Advance every collective in flight without waiting; returns whether anything changed."""
     if not life.active:
         return False
@@ -342,7 +342,7 @@ def push_all(life: Life) -> bool:
     return moved
 
 
-def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
+def wait_until(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
     """Advance all collectives until `done()`, and sleep in between, so that Ctrl-C works at once.
 
     Args:
@@ -364,7 +364,7 @@ def wait_until(life: Life, done: Callable[[], bool], pending: Pending) -> None:
             return
 
 
-def _poll(life: Life, done: Callable[[], bool], pending: Pending) -> None:
+def _poll(life: GroupState, done: Callable[[], bool], pending: Pending) -> None:
     pending._comms[0].check_open()
     life.turns.enter()
     since = stalled = time.monotonic()
@@ -402,7 +402,7 @@ def wait_all(pendings: Sequence[Pending]) -> list[Tensor]:
 
 # Which memory gathers under way still read, so that nobody overwrites it.
 
-_READERS: WeakKeyDictionary[Pending, tuple[int, Life]] = WeakKeyDictionary()
+_READERS: WeakKeyDictionary[Pending, tuple[int, GroupState]] = WeakKeyDictionary()
 
 
 def reads(pending: Pending, comms: Sequence[Comm], chunk: Tensor) -> Pending:

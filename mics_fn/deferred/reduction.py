@@ -64,7 +64,7 @@ from mics_fn.collectives import (
     wait_all,
     wait_until,
 )
-from mics_fn.groups import LEAST_RING, Buffers, Comm, Life, Ring, Route, Slot, ring_bytes
+from mics_fn.groups import LEAST_RING, Buffers, Comm, GroupState, Ring, Route, Slot, ring_bytes
 from mics_fn.offload import DEVICE, Place, Scratch, Stored, Where, copied_from, copied_into, empty
 from mics_fn.schedules import Run
 from mics_fn.shards import Bucket, BucketUse, Opened, dense, note_origins, pack_full, split_chunk
@@ -105,7 +105,7 @@ def free_slot(slot: Slot) -> None:
         slot.until = partial(_device.wait, device, _device.record(device))
 
 
-def until_passed(life: Life, pending: Pending, levels: int) -> None:
+def until_passed(life: GroupState, pending: Pending, levels: int) -> None:
     """Wait until so many levels of a reduction are done."""
     if not pending.passed(levels):
         wait_until(life, lambda: pending.passed(levels), pending)
@@ -165,7 +165,7 @@ class Lending:
         """The levels that are reduced in every pass, as soon as a bucket is complete."""
         return route
 
-    def late_levels(self, route: Route) -> Route:
+    def outer_levels(self, route: Route) -> Route:
         """The levels that are reduced after `levels_now` in this pass."""
         return Route()
 
@@ -200,7 +200,7 @@ class Lending:
         """
         use = self.uses[index]
         bucket, device, dtype = use.bucket, use.home.device, self.dtype_of(use.bucket)
-        now, late = self.levels_now(use.route), self.late_levels(use.route)
+        now, late = self.levels_now(use.route), self.outer_levels(use.route)
         mine, same = bucket.numel // now.size, dtype == bucket.reduce
         packed = [0]
         if now.size > 1:
@@ -227,7 +227,7 @@ class Lending:
         uses, needs = [(i, self.uses[i]) for i in here], self._needs(here)
         count = 1 + max(
             len(self.levels_now(use.route).levels)
-            + len(self.late_levels(use.route).levels)
+            + len(self.outer_levels(use.route).levels)
             + self.copies(use)
             + bool(self.coded_bytes(use))  # codes are exchanged, and gathered
             + bool(self.sum_sizes(i))
@@ -386,7 +386,7 @@ class Reduction(Lending):
             _torch.foreach_div(pieces, 1 / use.route.grad_factor)
         return pieces
 
-    def late_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
+    def outer_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
         """Communicators of what follows hop 1 in this pass, and after how many the slot is free."""
         return [], 0
 
@@ -436,7 +436,7 @@ class Reduction(Lending):
         if out is None:
             coded = bucket.hop1.levels(now) if bucket.hop1 else 0
             out = elements(mean_buffer(slot, len(comms) - coded), full.shape[1], full.dtype)
-        late, levels = self.late_comms(index, out)
+        late, levels = self.outer_comms(index, out)
         steps, keep = self.steps(index, full, out, slot), (full, out, slot.second)
         what = ("defer", self.does, bucket)
         pending = Pending(steps, [*comms, *late], keep=keep, device=device, what=what)
@@ -542,7 +542,7 @@ class SumOfPasses(Reduction):
     def levels_now(self, route: Route) -> Route:
         return route.split(route.late)[1]
 
-    def late_levels(self, route: Route) -> Route:
+    def outer_levels(self, route: Route) -> Route:
         return route.split(route.late if self.last else 0)[0]
 
     def gets_room(self, index: int) -> bool:
@@ -554,7 +554,7 @@ class SumOfPasses(Reduction):
 
     def stays_there(self, index: int) -> bool:
         use = self.uses[index]
-        one = self.micro_steps == 1 and self.late_levels(use.route).size == 1
+        one = self.micro_steps == 1 and self.outer_levels(use.route).size == 1
         kept = self.dtype_of(use.bucket) == use.bucket.reduce
         rounds = isinstance(use.bucket.hop2, torch.dtype)  # hop 2 sends a copy, which lies there
         return one and kept and not (rounds and use.replicas.size > 1)
@@ -578,7 +578,7 @@ class SumOfPasses(Reduction):
         self._give_back(pool, taken, "gradient shards")
         return taken
 
-    def late_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
+    def outer_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
         """Return memory for the result of the outer levels."""
         return self._take(use, (use.bucket.chunk,), dtype)
 
@@ -606,11 +606,11 @@ class SumOfPasses(Reduction):
             return 0
         return mean_bytes(wire, numel, use.replicas.size)
 
-    def late_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
+    def outer_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
         use = self.uses[index]
         if not self.last:
             return [], 0
-        late = self.late_levels(use.route)
+        late = self.outer_levels(use.route)
         comms = scatter_comms(late, out)
         hop_2 = mean_comms(use.replicas, out, use.bucket.mean_wire)
         return [*comms, *hop_2], len(late.levels) + (len(hop_2) if self.copies(use) else 0)
@@ -620,7 +620,7 @@ class SumOfPasses(Reduction):
         use, last = self.uses[index], self.last  # read now, since the steps run later
         now, late, copies = (
             self.levels_now(use.route),
-            self.late_levels(use.route),
+            self.outer_levels(use.route),
             self.copies(use),
         )
         reduce, hop1, wire = use.bucket.reduce, use.bucket.hop1, use.bucket.mean_wire
@@ -629,7 +629,7 @@ class SumOfPasses(Reduction):
             yield from scatter_steps(now, full, out, whole(slot.second, reduce), hop1)
             (total,) = self._sum(index, [out], last)
             if late.size > 1:
-                total = yield from self._late_steps(use, late, total, slot)
+                total = yield from self._outer_steps(use, late, total, slot)
                 self.totals[index] = [total]
             if not copies:
                 free_slot(slot)
@@ -641,12 +641,12 @@ class SumOfPasses(Reduction):
 
         return steps()
 
-    def _late_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
+    def _outer_steps(self, use: BucketUse, late: Route, total: Tensor, slot: Slot) -> Steps:
         """Hop 1 over the levels that wait for the last pass, in the memory of the slot."""
         bucket = use.bucket
         copy = elements(slot.first, total.numel(), bucket.reduce)
         full = total if total.dtype == bucket.reduce else copy.copy_(total)
-        mine = self.late_target(use, total.dtype, slot)
+        mine = self.outer_target(use, total.dtype, slot)
         spare = whole(slot.second, bucket.reduce)
         yield from scatter_steps(late, full.view(late.size, -1), mine, spare, bucket.hop1)
         return mine
@@ -717,7 +717,7 @@ class PlacedSum(SumOfPasses):
             return ()
         use, size = self.uses[index], self.dtype_of(self.uses[index].bucket).itemsize
         mine = use.bucket.numel // self.levels_now(use.route).size * size
-        late = self.late_levels(use.route).size > 1
+        late = self.outer_levels(use.route).size > 1
         return (mine, use.bucket.chunk * size) if late else (mine,)
 
     def _area(self, index: int, slot: Slot) -> Tensor:
@@ -726,13 +726,13 @@ class PlacedSum(SumOfPasses):
         numel = use.bucket.numel // self.levels_now(use.route).size
         return elements(slot.more[0], numel, self.dtype_of(use.bucket))
 
-    def late_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
+    def outer_target(self, use: BucketUse, dtype: torch.dtype, slot: Slot) -> Tensor:
         if not slot.more:
-            return super().late_target(use, dtype, slot)
+            return super().outer_target(use, dtype, slot)
         return elements(slot.more[1], use.bucket.chunk, dtype)
 
-    def late_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
-        late, levels = super().late_comms(index, out)
+    def outer_comms(self, index: int, out: Tensor) -> tuple[list[Comm], int]:
+        late, levels = super().outer_comms(index, out)
         if index not in self._places:
             return late, levels
         own = self._away[index].comm
@@ -747,7 +747,7 @@ class PlacedSum(SumOfPasses):
         use, away, bucket = self.uses[index], self._away[index], self.uses[index].bucket
         number, last = self.passes, self.last  # read now, since the steps run later
         dtype = bucket.dtype if last else self.dtype_of(bucket)
-        now, late, wire = self.levels_now(use.route), self.late_levels(use.route), bucket.mean_wire
+        now, late, wire = self.levels_now(use.route), self.outer_levels(use.route), bucket.mean_wire
 
         def steps() -> Steps:
             spare = whole(slot.second, bucket.reduce)
@@ -759,7 +759,7 @@ class PlacedSum(SumOfPasses):
                 self.totals[index] = [before]
             (total,) = self._sum(index, [out], last)
             if late.size > 1:
-                total = yield from self._late_steps(use, late, total, slot)
+                total = yield from self._outer_steps(use, late, total, slot)
             if last:
                 yield from mean_steps(use.replicas, total, wire, room_of(slot, total, wire))
             self.totals[index] = []  # known, and elsewhere

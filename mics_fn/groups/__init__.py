@@ -28,8 +28,9 @@ nodes each. The result is a frozen `Groups`, a value that every verb takes:
 
 A block that ends closes its groups, which on NCCL all ranks do together. One that an exception
 leaves abandons them instead: that waits for nobody, and ranks that wait for this one hear why; see
-[Note: leaving by an error] in `life`. While groups are open, a thread watches the other ranks: one
-that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all others; see
+[Note: leaving by an error] in `group_state`. While groups are open, a thread watches the other
+ranks: one that raises, exits, is killed or gives no sign of life is named by a `PeerFailed` on all
+others; see
 [Note: signs of life] in `monitor`, and [Note: no torn step] in `peers` for when they raise it. So a
 rank must not leave the block by an exception that is not a failure.
 
@@ -68,14 +69,14 @@ A `Hierarchy` is one partition group as the verbs inside it need it: a `Route` (
 rank's place in each), `Pools` of memory that is reused, and a `Channel` for messages. A *placement*
 says over how many ranks of it parameters and gradients stay sharded; see `placement.py`.
 
-Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py`, `life.py`
-and `buffers.py` are the values; `peers.py`, `monitor.py`, `clerk.py` and `uncaught.py` are about
-ranks that fail, `resetting.py` about those that go on or come back, and `stopping.py` about how
-jobs end. `make.py` makes groups, with `distributed.py` (device and backend), `environment.py`
-(launchers) and `rendezvous.py` (ranks meet before any group exists). To add a launcher, add a row
-of its names to `environment.py`, and its cases to `tests/groups/test_launcher.py`. To add a
-placement, add a row to `PLACEMENTS` in `placement.py`, and its formula to
-`tests/deferred/test_placement.py`.
+Start reading at `topology.py`, with [Note: chunk order]. `groups.py`, `communicator.py`,
+`group_state.py` and `buffers.py` are the values; `peers.py`, `monitor.py`, `store_thread.py` and
+`uncaught.py` are about ranks that fail, `rejoining.py` about those that go on or come back, and
+`stopping.py` about how jobs end. `make.py` makes groups, with `distributed.py` (device and
+backend), `environment.py` (launchers) and `rendezvous.py` (ranks meet before any group exists). To
+add a launcher, add a row of its names to `environment.py`, and its cases to
+`tests/groups/test_launcher.py`. To add a placement, add a row to `PLACEMENTS` in `placement.py`,
+and its formula to `tests/deferred/test_placement.py`.
 """
 
 from mics_fn.groups import placement
@@ -83,12 +84,12 @@ from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.distributed import device_of, init_distributed, job_size
 from mics_fn.groups.environment import nccl_problems, read_launch
+from mics_fn.groups.group_state import ErrorReport, GroupState, reports, tell_all, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas
-from mics_fn.groups.life import Life, Telling, errors_told, tell_all, withdraw_all
 from mics_fn.groups.make import make_groups
 from mics_fn.groups.peers import Failure, failure_of
 from mics_fn.groups.rejoining import current, replaced, reset
-from mics_fn.groups.rendezvous import came_back
+from mics_fn.groups.rendezvous import rejoin_error
 from mics_fn.groups.stopping import StopRequest
 from mics_fn.groups.topology import Plan, Topology, fold_ranks, plan_groups, valid_partition_sizes
 
@@ -101,18 +102,18 @@ __all__ = [
     "Groups",
     "Hierarchy",
     "Home",
-    "Life",
+    "GroupState",
     "Plan",
     "Ring",
     "Route",
     "Slot",
     "StopRequest",
-    "Telling",
+    "ErrorReport",
     "Topology",
-    "came_back",
+    "rejoin_error",
     "current",
     "device_of",
-    "errors_told",
+    "reports",
     "failure_of",
     "fold_ranks",
     "init_distributed",

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from mics_fn import _device, _torch
 from mics_fn.errors import GroupsError, PeerFailed, first_line, message, name_ranks
-from mics_fn.groups.clerk import bounded
-from mics_fn.groups.life import NO_FORK, Life
-from mics_fn.groups.rendezvous import came_back
+from mics_fn.groups.group_state import NO_FORK, GroupState
+from mics_fn.groups.rendezvous import rejoin_error
+from mics_fn.groups.store_thread import bounded
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.schedules import Calls, Channel
 from mics_fn.store import later, poll
@@ -92,7 +92,7 @@ class Comm:
     group: Callable[[], dist.ProcessGroup] | None = field(repr=False)
     timeout_s: float
     traffic: Traffic = field(repr=False)
-    life: Life = field(repr=False)
+    life: GroupState = field(repr=False)
     queue: deque[Any] = field(default_factory=deque, repr=False)
     calls: Calls = field(default_factory=Calls, repr=False)
     fixed_order: bool = False
@@ -100,9 +100,9 @@ class Comm:
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_one(cls, name: str, rank: int, life: "Life | None" = None) -> "Comm":
+    def of_one(cls, name: str, rank: int, life: "GroupState | None" = None) -> "Comm":
         """A communicator of this rank alone."""
-        return cls(name, (rank,), 0, None, 0.0, Traffic(), life or Life())
+        return cls(name, (rank,), 0, None, 0.0, Traffic(), life or GroupState())
 
     @property
     def size(self) -> int:
@@ -153,7 +153,7 @@ class Comm:
         """
         self.check_open()
         if self.life.returning:
-            raise came_back(f"'{self.name}' of {name_ranks(self.ranks)}", self.life.rank)
+            raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.life.rank)
         if self.group is None:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
             raise GroupsError(message(what, fix="skip communication where size is 1"))
@@ -177,7 +177,7 @@ class Maker:
     store: Any = None  # of the job; None for a single rank
     channel: Channel = field(default_factory=Channel)  # of the partition group
     traffic: Traffic = field(default_factory=Traffic)
-    life: Life = field(default_factory=Life)
+    life: GroupState = field(default_factory=GroupState)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -28,7 +28,6 @@ from mics_fn.errors import (
     name_ranks,
     rank_lines,
 )
-from mics_fn.groups.clerk import Clerk, Served, StoreLost, bounded
 from mics_fn.groups.environment import (
     NCCL_SETTINGS,
     Launch,
@@ -38,6 +37,7 @@ from mics_fn.groups.environment import (
 )
 from mics_fn.groups.peers import Process, without_a_word
 from mics_fn.groups.rendezvous import meet, part_of_start, returning, some_rank_lives, until_read
+from mics_fn.groups.store_thread import AsyncStore, StoreLost, StoreThread, bounded
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import poll
 
@@ -271,19 +271,19 @@ def _agreed_store(
         store = _torch.apart(bounded(connect, deadline), "mics_fn")
     except (RuntimeError, TimeoutError, OSError) as error:
         raise _no_store(launch, timeout_s, error) from error
-    clerk = Clerk(store)
+    store_thread = StoreThread(store)
 
     def lost(why: StoreLost) -> MicsError:
         return _no_store(launch, timeout_s, why)
 
     def others_live(start: int) -> bool:
-        other = Clerk(_torch.default_part(part_of_start(store, start)))
+        other = StoreThread(_torch.default_part(part_of_start(store, start)))
         try:
-            return some_rank_lives(Served(other, None, timeout_s, lost), rank, size)
+            return some_rank_lives(AsyncStore(other, None, timeout_s, lost), rank, size)
         finally:
             other.end()
 
-    served = Served(clerk, store, timeout_s, lost)
+    served = AsyncStore(store_thread, store, timeout_s, lost)
     try:
         start = returning.arrive(served, rank, size, others_live)
         if start is not None:
@@ -295,7 +295,7 @@ def _agreed_store(
         until_read(served, range(size), rank, "init_distributed")
         raise
     finally:
-        clerk.end()
+        store_thread.end()
     return part_of_start(store, int(key.rpartition("/")[2])), False, processes
 
 
@@ -315,7 +315,7 @@ def _missing(store: Any, launch: Launch) -> list[int]:
     """The ranks that do not say, like this one, that they waited in vain to be connected."""
     key, others = "mics_fn/not connected", range(launch.world_size)
 
-    def silent(served: Served) -> list[int]:
+    def silent(served: AsyncStore) -> list[int]:
         def now() -> list[int]:
             return [rank for rank in others if not served.check([f"{key}/{rank}"])]
 
@@ -326,15 +326,15 @@ def _missing(store: Any, launch: Launch) -> list[int]:
     return _asked(store, silent) or []
 
 
-def _asked(store: Any, ask: Callable[[Served], Any]) -> Any:
+def _asked(store: Any, ask: Callable[[AsyncStore], Any]) -> Any:
     """What a store answers in time; None if it does not."""
-    clerk = Clerk(store)
+    store_thread = StoreThread(store)
     try:
-        return ask(Served(clerk, store, _BOTH_LATE_S, lambda why: why))
+        return ask(AsyncStore(store_thread, store, _BOTH_LATE_S, lambda why: why))
     except (RuntimeError, MicsError):
         return None
     finally:
-        clerk.end()
+        store_thread.end()
 
 
 def _no_store(

@@ -26,7 +26,7 @@ from mics_fn import checks
 from mics_fn.errors import GroupsError, message
 from mics_fn.groups.buffers import Buffers, Ring
 from mics_fn.groups.communicator import Comm, Traffic
-from mics_fn.groups.life import Life
+from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.topology import Plan, Topology, chunk_of, fold_ranks
 from mics_fn.schedules import Channel
 
@@ -168,7 +168,7 @@ class Hierarchy:
         return self
 
     @property
-    def life(self) -> Life:
+    def life(self) -> GroupState:
         """The shared state of its groups."""
         return self.partition.life
 
@@ -267,7 +267,7 @@ class Groups:
     device: torch.device
     timeout_s: float
     traffic: Traffic
-    life: Life
+    life: GroupState
     mean_over: int | None = None
     apart: bool = False
     agreed: set = field(default_factory=set)

@@ -26,7 +26,6 @@ from mics_fn.errors import (
     message,
     name_ranks,
 )
-from mics_fn.groups.clerk import bounded
 from mics_fn.groups.communicator import Maker, Traffic
 from mics_fn.groups.distributed import (
     Spot,
@@ -38,17 +37,18 @@ from mics_fn.groups.distributed import (
     universe_of,
 )
 from mics_fn.groups.environment import node_of
+from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
-from mics_fn.groups.life import Life, check_fork, withdraw_all
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.peers import check_limits
 from mics_fn.groups.rendezvous import Judge, Meeting, meet, meet_once, returning
+from mics_fn.groups.store_thread import bounded
 from mics_fn.groups.topology import FLAT, Plan, Topology, plan_groups
 from mics_fn.groups.uncaught import limit_by_default, listen
 from mics_fn.schedules import Channel
 from mics_fn.spans import LOG
 
-# `Again`: makes groups once more, under another key and for another life.
+# `Rebuild`: makes groups once more, under another key and for another life.
 
 Create = Callable[[Plan, Maker], Groups]
 
@@ -56,7 +56,7 @@ _SAY_S = 2.0  # after so many seconds of waiting the first rank says for whom
 
 
 @dataclass(frozen=True)
-class Again:
+class Rebuild:
     """What makes groups once more; it refers to nothing of those before.
 
     Args:
@@ -72,7 +72,7 @@ class Again:
     first: str
 
     @classmethod
-    def of(cls, maker: Maker, plan: Plan, create: Create) -> "Again":
+    def of(cls, maker: Maker, plan: Plan, create: Create) -> "Rebuild":
         """What makes the groups of a maker once more."""
         fresh = {"store": None, "traffic": Traffic(), "channel": Channel()}
         life = _alike(maker.life)
@@ -104,7 +104,7 @@ class Again:
         return groups, found
 
 
-def _met(life: Life, like: Maker, mine: Any, judge: Judge) -> tuple[Any, Any]:
+def _met(life: GroupState, like: Maker, mine: Any, judge: Judge) -> tuple[Any, Any]:
     """Wait for all ranks, also for replaced ones; return the store and the judge's verdict."""
     store = monitor.join(life, like.timeout_s, waits=True)
     returning.take_over(store, like.ranks, like.rank, "reset")
@@ -128,7 +128,7 @@ def _judged(judge: Judge, found: Mapping[int, Any]) -> tuple[list[str], Any]:
 class _Awaited:
     """Says once, on the first rank, which ranks are waited for that have ended."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: GroupState) -> None:
         self._life = life if life.ranks[0] == life.rank else None
 
     def __call__(self, idle_s: float) -> None:
@@ -138,10 +138,10 @@ class _Awaited:
             self._life = None
 
 
-def _alike(life: Life) -> Life:
+def _alike(life: GroupState) -> GroupState:
     """A new life of the same ranks."""
     kept = {"whole": life.whole, "on_device": life.on_device, "heartbeat_s": life.heartbeat_s}
-    return Life(life.ranks, life.rank, **kept, timeout_s=life.timeout_s)
+    return GroupState(life.ranks, life.rank, **kept, timeout_s=life.timeout_s)
 
 
 # What ranks tell each other before they make groups, and what must be equal or distinct there.
@@ -329,7 +329,7 @@ def make_groups(
     common = {"partition_size": partition_size, **wiring, "device": chosen.type}
     common |= {"backend": served_by, "timeout_s": timeout_s, "heartbeat_s": heartbeat_s}
     common |= {"mean_over": mean_over, "whole": whole}
-    life = Life(universe, rank, whole=whole or len(universe) == world_size)
+    life = GroupState(universe, rank, whole=whole or len(universe) == world_size)
     life.on_device, life.timeout_s = _device.is_async(chosen), 600.0 if problem else timeout_s
     life.heartbeat_s = 60.0 if problem else heartbeat_s or limit_by_default(len(universe))
     store, found, deadline = None, 1, time.monotonic() + life.timeout_s
@@ -360,7 +360,7 @@ def make_groups(
 
 def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
     """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
-    if not returning.came_back:
+    if not returning.rejoin_error:
         return None
     listen()
     store = _torch.default_store()
@@ -446,7 +446,7 @@ def _create(plan: Plan, maker: Maker, device: torch.device, mean_over: int | Non
     position = maker.ranks.index(maker.rank)
     coords, chunk, order = plan.coords(position), plan.chunk(position), plan.chunk_order(position)
     life = maker.life
-    life.again = Again.of(maker, plan, lambda plan, made: _create(plan, made, device, mean_over))
+    life.again = Rebuild.of(maker, plan, lambda plan, made: _create(plan, made, device, mean_over))
     channel = _channel(maker, tuple(maker.ranks[at] for at in order))
     maker = replace(maker, channel=channel)
     with maker.together():

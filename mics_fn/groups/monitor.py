@@ -12,9 +12,9 @@ whoever sees that a process is gone reads what it wrote last before it accuses t
 a failure writes it into the journal of each groups that the rank is in, see [Note: the journal] in
 `peers`, and all ranks read it at their next tick.
 
-Two threads do this. The clerk talks to the store, and may be stuck in it. The other one ticks, and
-finds out that the clerk is stuck: then the store, or the rank that holds it, has failed. They run
-while some groups of more than one rank are open in this process.
+Two threads do this. The store thread talks to the store, and may be stuck in it. The other one
+ticks, and finds out that the store thread is stuck: then the store, or the rank that holds it, has
+failed. They run while some groups of more than one rank are open in this process.
 
 [Note: outlived] A launcher that is killed cannot end its ranks, and they would train on, with
 nobody to stop them or to start them again. So each rank notices at a tick of its monitor that its
@@ -36,17 +36,16 @@ import torch.distributed as dist
 
 from mics_fn import _torch
 from mics_fn.errors import GroupsError, PeerFailed, message
-from mics_fn.groups.clerk import Clerk, Errand, Served, StoreLost
 from mics_fn.groups.environment import read_launch
-from mics_fn.groups.life import Life
+from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import (
     PARKED,
     Failure,
     Journal,
     Peers,
     Process,
-    beat_of,
     followed,
+    heartbeat_of,
     of_store,
     replaced,
     said_to_all,
@@ -54,6 +53,7 @@ from mics_fn.groups.peers import (
     withdrawn,
     without_a_word,
 )
+from mics_fn.groups.store_thread import AsyncStore, Request, StoreLost, StoreThread
 from mics_fn.schedules import NEWS
 from mics_fn.threads import Bell, Latch, start
 
@@ -85,7 +85,7 @@ class Launcher:
     def __init__(self) -> None:
         self._pid = os.getppid() if was_launched(os.environ) else None
 
-    def look(self, lives: Sequence[Life]) -> None:
+    def look(self, lives: Sequence[GroupState]) -> None:
         """Give up these groups if it is gone; called at each tick of the monitor."""
         if self._pid is None or not lives or os.getppid() == self._pid:
             return
@@ -128,23 +128,23 @@ class Monitor:
     """What watches the other ranks, for all groups of this process; see [Note: signs of life]."""
 
     def __init__(self) -> None:
-        self._lives: dict[Life, Journal] = {}
-        self._clerk: Clerk | None = None
-        self._store: Any = None  # that the clerk is connected to
+        self._lives: dict[GroupState, Journal] = {}
+        self._store_thread: StoreThread | None = None
+        self._store: Any = None  # that the store thread is connected to
         self._peers = Peers()
         self._beats = self._rank = 0
         self._news = ""
         self._host: tuple[int | None, str] = None, ""  # of the store: the rank, and the address
         self._own = Process("", 0, "")
         self._stop, self._wake = Latch(), Bell()
-        self._errand: Errand | None = None  # the tick that the clerk is at
+        self._request: Request | None = None  # the tick that the store thread is at
         self._waited_s = 0.0  # how long it has been at it
         self._said = 0.0  # when this rank last said that it failed
         self._again = False  # whether the journals are to be read, whatever the news
 
     # What groups call.
 
-    def join(self, life: Life, timeout_s: float, *, waits: bool = False) -> Served:
+    def join(self, life: GroupState, timeout_s: float, *, waits: bool = False) -> AsyncStore:
         """Watch the ranks of groups; returns the store for their messages.
 
         Args:
@@ -156,14 +156,14 @@ class Monitor:
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
         if plain and self._store is not None and store is not self._store:
             self._lives.clear()  # groups of a torch.distributed that was shut down
-            self._clerk = None
-        if self._clerk is not None and self._clerk.lost is not None:
-            self._connect_again(self._clerk)
-        elif self._clerk is None:
-            self._clerk, self._store = Clerk(store), store if plain else None
-            self._begin(self._clerk)
+            self._store_thread = None
+        if self._store_thread is not None and self._store_thread.lost is not None:
+            self._reconnect(self._store_thread)
+        elif self._store_thread is None:
+            self._store_thread, self._store = StoreThread(store), store if plain else None
+            self._begin(self._store_thread)
         elif not self._lives:
-            self._begin(self._clerk)
+            self._begin(self._store_thread)
         self._rank, self._host = life.rank, _torch.store_host(store)
         life.report, life.settle = partial(self._report, life), partial(self._settle, life)
         life.listen, life.left = partial(self._listen, life), partial(self.leave, life)
@@ -172,55 +172,55 @@ class Monitor:
         self._lives[life] = Journal("")
         failed = partial(self._store_failed, life)
         try:  # to connect may take long, as it looks for names of hosts
-            self._clerk.answer(self._clerk.ask(self._beat), timeout_s)
+            self._store_thread.answer(self._store_thread.ask(self._beat), timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return Served(self._clerk, store, timeout_s, failed)
+        return AsyncStore(self._store_thread, store, timeout_s, failed)
 
     @property
     def process(self) -> str:
         """The name of this process, as others know it; once some groups have joined."""
         return self._own.name
 
-    def check_store(self, life: Life) -> None:
+    def check_store(self, life: GroupState) -> None:
         """Raise PeerFailed if the store is gone, without which these ranks cannot meet.
 
         If it only gave no answer, what it could not be told is said again.
         """
-        lost = None if self._clerk is None else self._clerk.lost
-        if self._clerk is None or lost is None or len(life.ranks) == 1:
+        lost = None if self._store_thread is None else self._store_thread.lost
+        if self._store_thread is None or lost is None or len(life.ranks) == 1:
             return
         if not lost.silent:
             raise self._store_failed(life, lost)
-        self._connect_again(self._clerk)
+        self._reconnect(self._store_thread)
 
-    def _connect_again(self, clerk: Clerk) -> None:
+    def _reconnect(self, store_thread: StoreThread) -> None:
         """Reconnect to a store, and repeat the messages that it may have lost."""
-        clerk.renew()
-        self._begin(clerk)
+        store_thread.renew()
+        self._begin(store_thread)
         for life, journal in self._lives.items():
             if life.told is not None and life.key:
-                clerk.ask(partial(said_to_all, journal, failure=life.told))
+                store_thread.ask(partial(said_to_all, journal, failure=life.told))
 
     def gone(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks whose processes have ended and were not replaced."""
         return self._peers.gone(ranks)
 
-    def name(self, life: Life, key: str, processes: Mapping[int, str] | None = None) -> None:
+    def name(self, life: GroupState, key: str, processes: Mapping[int, str] | None = None) -> None:
         """Give groups the key that all ranks agreed on, and their processes if these are known."""
         if processes is not None:  # they have met again, whatever was known of them before
             life.standing = self._ended_of(processes)
         journal = self._lives[life] = Journal(key)
         life.key, life.processes = key, dict(processes or {})
         for failure in life.standing.values():
-            self._ask(partial(self._say_and_read, life, journal, failure))
+            self._ask(partial(self._say_and_see, life, journal, failure))
         self._wake.ring()
 
     def _ended_of(self, processes: Mapping[int, str]) -> dict[int | None, Failure]:
         """The failures of those that have ended, of ranks which meet; see `Peers.anew`."""
         return {rank: without_a_word(rank, "killed") for rank in self._peers.anew(processes)}
 
-    def leave(self, life: Life) -> None:
+    def leave(self, life: GroupState) -> None:
         """Stop watching for these groups, which this rank has closed."""
         if self._lives.pop(life, None) is None or self._lives:
             return
@@ -237,18 +237,18 @@ class Monitor:
         """Stop the threads at exit: Python must not meet one that returns from C++."""
         self._stop.set()
         self._wake.ring()
-        if self._clerk is not None and self._clerk.lost is None:
-            self._clerk.end_now(_PATIENCE_S)
+        if self._store_thread is not None and self._store_thread.lost is None:
+            self._store_thread.end_now(_PATIENCE_S)
 
-    # What `Life` calls.
+    # What `GroupState` calls.
 
-    def _report(self, life: Life, failure: Failure) -> None:
+    def _report(self, life: GroupState, failure: Failure) -> None:
         journal = self._lives.get(life)
         if journal is not None and life.key:
             self._said = time.monotonic()
             self._bounded(partial(said_to_all, journal, failure=failure), None)
 
-    def _retract(self, life: Life) -> bool:
+    def _retract(self, life: GroupState) -> bool:
         """Withdraw this rank's error report; return False if another rank has given up."""
         journal = self._lives.get(life)
         if journal is None or not self._bounded(partial(withdrawn, journal, rank=life.rank), True):
@@ -256,34 +256,34 @@ class Monitor:
         life.standing = journal.standing
         return True
 
-    def _settle(self, life: Life, failure: Failure) -> bool:
+    def _settle(self, life: GroupState, failure: Failure) -> bool:
         """Make a failure final; returns False if it was withdrawn before."""
         journal = self._lives.get(life)
         if journal is None:
             return True
         return self._bounded(partial(journal.settle, rank=failure.rank), True)
 
-    def _listen(self, life: Life) -> bool:
+    def _listen(self, life: GroupState) -> bool:
         """Have the next tick at once; whether some rank may be found silent, for `explained`."""
         self._again = True
         self._wake.ring()
         return bool(self._peers.silent(life.ranks, _DOUBT_S))
 
     def _ask(self, call: Callable[[Any], Any]) -> None:
-        if self._clerk is not None:
-            self._clerk.ask(call)
+        if self._store_thread is not None:
+            self._store_thread.ask(call)
 
     def _bounded(self, call: Any, default: Any, patience_s: float = _PATIENCE_S) -> Any:
-        """What the clerk answers, or a default if it does not in time."""
-        clerk = self._clerk
-        if clerk is None:
+        """What the store thread answers, or a default if it does not in time."""
+        store_thread = self._store_thread
+        if store_thread is None:
             return default
         try:
-            return clerk.answer(clerk.ask(call), patience_s)
+            return store_thread.answer(store_thread.ask(call), patience_s)
         except Exception:
             return default
 
-    def _store_failed(self, life: Life, lost: StoreLost) -> PeerFailed:
+    def _store_failed(self, life: GroupState, lost: StoreLost) -> PeerFailed:
         """The error of a call to the store that has no end."""
         error = of_store(*self._host, lost).error("its store")
         life.fail(error)
@@ -291,14 +291,14 @@ class Monitor:
 
     # The threads.
 
-    def _begin(self, clerk: Clerk) -> None:
+    def _begin(self, store_thread: StoreThread) -> None:
         self._stop.set()  # of a thread that watched with a store that was lost
         self._peers, self._own = Peers(), Process.own()
-        self._stop, self._errand, self._news = Latch(), None, ""
-        watch = partial(self._watch, self._stop, clerk)
+        self._stop, self._request, self._news = Latch(), None, ""
+        watch = partial(self._watch, self._stop, store_thread)
         start(threading.Thread(target=watch, name="mics_fn monitor", daemon=True))
 
-    def _watch(self, stop: Latch, clerk: Clerk) -> None:
+    def _watch(self, stop: Latch, store_thread: StoreThread) -> None:
         last, peers = time.monotonic(), self._peers
         while not stop.is_set():
             self._wake.wait(self._tick_s())
@@ -306,33 +306,33 @@ class Monitor:
             passed_s, last = min(now - last, self._tick_s()), now
             if stop.is_set():
                 break
-            self._tick(clerk, passed_s)
+            self._tick(store_thread, passed_s)
         peers.near.forget()
 
     def _tick_s(self) -> float:
         return tick_s(max((len(life.ranks) for life in list(self._lives)), default=1))
 
-    def _tick(self, clerk: Clerk, passed_s: float) -> None:
+    def _tick(self, store_thread: StoreThread, passed_s: float) -> None:
         """Check all ranks once for failures."""
         launcher.look(list(self._lives))
-        errand, self._waited_s = self._errand, self._waited_s + passed_s
-        if errand is not None and not errand.done.is_set():
+        request, self._waited_s = self._request, self._waited_s + passed_s
+        if request is not None and not request.done.is_set():
             limit_s = min((life.heartbeat_s for life in list(self._lives)), default=60.0)
-            if clerk.lost is None and clerk.connected and self._waited_s > limit_s:
-                clerk.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
+            if store_thread.lost is None and store_thread.connected and self._waited_s > limit_s:
+                store_thread.lost = StoreLost(f"no answer for {limit_s:g} s", silent=True)
         for life in list(self._lives):
             life.pass_time(passed_s)
             life.end_blocked_waits(passed_s)
-        if clerk.lost is not None:
-            self._all_fail(of_store(*self._host, clerk.lost))
-        elif errand is None or errand.done.is_set():
-            if errand is not None and errand.error is None:
-                self._judge(errand.value, passed_s)
+        if store_thread.lost is not None:
+            self._all_fail(of_store(*self._host, store_thread.lost))
+        elif request is None or request.done.is_set():
+            if request is not None and request.error is None:
+                self._judge(request.value, passed_s)
             self._waited_s = 0.0
-            self._errand = clerk.ask(self._exchange)
+            self._request = store_thread.ask(self._exchange)
         gone = [rank for rank in self._peers.near.ended() if self._peers[rank].mark_gone()]
         if gone:
-            clerk.ask(partial(self._ended, gone))
+            store_thread.ask(partial(self._ended, gone))
 
     def _judge(self, beats: dict[int, str], passed_s: float) -> None:
         """Find the ranks that are silent."""
@@ -353,12 +353,12 @@ class Monitor:
             if rank not in life.ranks or (parked and life.key) or now != process:
                 continue
             if life.key:
-                self._ask(partial(self._say_and_read, life, journal, failure))
+                self._ask(partial(self._say_and_see, life, journal, failure))
             else:  # groups that are still to be made
                 life.standing = {**life.standing, rank: failure}
 
-    def _say_and_read(self, life: Life, journal: Journal, failure: Failure, store: Any) -> None:
-        said_to_all(journal, store, failure=failure)
+    def _say_and_see(self, life: GroupState, journal: Journal, what: Failure, store: Any) -> None:
+        said_to_all(journal, store, failure=what)
         life.standing = journal.standing
 
     def _all_fail(self, failure: Failure) -> None:
@@ -366,7 +366,7 @@ class Monitor:
             if failure.rank not in life.standing:
                 life.standing = {**life.standing, failure.rank: failure}
 
-    # On the clerk's thread.
+    # On the store thread's thread.
 
     def _ended(self, ranks: Sequence[int], store: Any) -> None:
         """Report ranks whose processes ended before they closed their groups.
@@ -374,7 +374,7 @@ class Monitor:
         Those that left in order come last, as they may have done so because of the others.
         """
         for rank in ranks:
-            self._peers[rank].parts(store.get(beat_of(rank)).decode())
+            self._peers[rank].parts(store.get(heartbeat_of(rank)).decode())
         for rank in sorted(ranks, key=lambda rank: self._peers[rank].parked):
             self._accuse(rank, "killed")
 
@@ -382,7 +382,7 @@ class Monitor:
         self._beats += 1
         own = self._own
         text = f"{self._beats} {state} {own.host} {own.pid} {own.started}"
-        store.set(beat_of(self._rank), text)
+        store.set(heartbeat_of(self._rank), text)
 
     def _exchange(self, store: Any) -> dict[int, str]:
         """Write this rank's sign of life and read what others wrote; returns their signs."""
@@ -390,12 +390,12 @@ class Monitor:
         others = dict[int, None]()
         for life in list(self._lives):
             others.update(dict.fromkeys(followed(life.rank, life.ranks)))
-        known = [rank for rank in others if rank in self._peers or store.check([beat_of(rank)])]
+        known = [x for x in others if x in self._peers or store.check([heartbeat_of(x)])]
         again, self._again = self._again, False
         if not self._news:
             store.add(NEWS, 0)
         before = [(life, life.processes) for life in list(self._lives)]  # signs are read
-        news, *beats = store.multi_get([NEWS, *map(beat_of, known)])
+        news, *beats = store.multi_get([NEWS, *map(heartbeat_of, known)])
         found = {rank: beat.decode() for rank, beat in zip(known, beats, strict=True)}
         new = again or news.decode() != self._news
         for life, journal in list(self._lives.items()):
@@ -407,12 +407,12 @@ class Monitor:
                 life.idle.exchange(store, life)
                 late = life.overdue(store)
                 if late is not None:
-                    self._say_and_read(life, journal, late, store)
+                    self._say_and_see(life, journal, late, store)
         self._news = news.decode()
         for life, rank in ((life, rank) for life, met in before for rank in replaced(met, found)):
             if life in self._lives and rank not in life.standing:
                 failure = without_a_word(rank, "killed")
-                self._say_and_read(life, self._lives[life], failure, store)
+                self._say_and_see(life, self._lives[life], failure, store)
         return found
 
 

@@ -59,7 +59,7 @@ from mics_fn.errors import (
     PlanError,
     message,
 )
-from mics_fn.groups.clerk import StoreLost
+from mics_fn.groups.store_thread import StoreLost
 from mics_fn.schedules import NEWS, Stuck, call_text
 from mics_fn.spans import LOG
 from mics_fn.store import Store
@@ -258,7 +258,7 @@ def failure_of(error: BaseException, rank: int, **known: Any) -> Failure:
 class Journal:
     """Log of failures that the ranks of some groups share; see [Note: the journal].
 
-    Only the clerk calls what takes a store.
+    Only the store thread calls what takes a store.
 
     Args:
       key: prefix of its keys, which no other groups of the job use.
@@ -437,7 +437,7 @@ def followed(rank: int, ranks: Sequence[int], most: int = 16) -> list[int]:
     return [ranks[(at + i) % len(ranks)] for i in range(-half, half + 1) if i]
 
 
-class Near:
+class LocalProcesses:
     """Which processes on this host have ended; to ask is cheap where the kernel has pidfds."""
 
     def __init__(self) -> None:
@@ -477,7 +477,7 @@ class Near:
         self.__init__()
 
 
-def beat_of(rank: int) -> str:
+def heartbeat_of(rank: int) -> str:
     """The key under which a rank writes signs of life."""
     return f"mics_fn/beat/{rank}"
 
@@ -545,7 +545,7 @@ class Peers(dict[int, Peer]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.near = Near()
+        self.near = LocalProcesses()
 
     def hear(self, rank: int, beat: str, own: Process, tick_s: float) -> tuple[Peer, str]:
         """Take note of what a rank wrote.

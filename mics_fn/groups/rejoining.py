@@ -16,8 +16,8 @@ from typing import Any
 from mics_fn import tree
 from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, message
 from mics_fn.groups.communicator import Comm
+from mics_fn.groups.group_state import GroupState, check_fork
 from mics_fn.groups.groups import Groups, Hierarchy, Pools
-from mics_fn.groups.life import Life, check_fork
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.rendezvous import Judge
 from mics_fn.schedules import Channel
@@ -79,7 +79,7 @@ def replaced(homes: Iterable[Groups]) -> Mapping[Groups, Groups]:
     homes = list(dict.fromkeys(homes))
     whose = {home.life: home for home in homes}
     for life, home in whose.items():
-        life.follows = _Again(home, len(whose) == 1).like
+        life.follows = _Rebuilder(home, len(whose) == 1).like
     return {home: home.life.follows(home) for home in homes}
 
 
@@ -91,7 +91,7 @@ def current(home: Any) -> Any:
 
 
 @dataclass(eq=False)
-class _Again:
+class _Rebuilder:
     """New groups for those of one life, and their parts by name.
 
     Args:
@@ -106,7 +106,7 @@ class _Again:
     def __post_init__(self) -> None:
         home, channel = self.home, self.home.hierarchy.channel
         check_fork("reset")
-        self.base = _made_again(home.life, channel, self.alone)
+        self.base = _rebuilt(home.life, channel, self.alone)
         routes = self.base.hierarchy.route, self.base.flat.route
         comms = [comm for route in routes for comm in route.comms]
         comms += [self.base.partition, self.base.replicas]
@@ -159,7 +159,7 @@ class _Again:
         return replace(new, **kept, second=second)
 
 
-def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:
+def _rebuilt(life: GroupState, channel: Channel, alone: bool) -> Groups:
     """Groups like those of a life, in the same place but without placements."""
     monitor.check_store(life)
     life.fail(GroupsError("reset was called"))
@@ -178,7 +178,7 @@ def _made_again(life: Life, channel: Channel, alone: bool) -> Groups:
     return base
 
 
-def _met(mine: Any, life: Life, judge: Judge) -> tuple[Groups, Any]:
+def _met(mine: Any, life: GroupState, judge: Judge) -> tuple[Groups, Any]:
     """New groups, and what the judge found; tries again if a rank is lost meanwhile."""
     for attempt in reversed(range(_ATTEMPTS)):
         try:

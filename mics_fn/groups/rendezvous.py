@@ -49,7 +49,7 @@ from mics_fn.errors import (
     message,
     name_ranks,
 )
-from mics_fn.groups.peers import Process, beat_of
+from mics_fn.groups.peers import Process, heartbeat_of
 from mics_fn.store import Store, later, poll
 
 _LINGER_S = 1.0  # how long a rank that fails keeps the store for others to read why
@@ -304,11 +304,11 @@ _SIGN_S = 3.0  # in which a rank that lives writes signs of life, in a job of up
 _LOOKED_AT = 64  # how many ranks are looked at, at least
 
 
-class Returning:
+class Rejoining:
     """Whether this process came back, and how much of the script it has done again."""
 
     def __init__(self) -> None:
-        self.came_back = False
+        self.rejoin_error = False
         self._calls = Counter[tuple[str, tuple[int, ...]]]()
         self._taken = set[tuple[str, tuple[int, ...]]]()
 
@@ -336,12 +336,12 @@ class Returning:
         store.set(f"mics_fn/waits/{rank}", json.dumps({}))  # as the lost process may have left
         start = take_over(store, range(world_size), rank, "init_distributed")
         begun = past(store, range(world_size), "init_distributed", start) is not None
-        self.came_back = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
-        return start if self.came_back else None
+        self.rejoin_error = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
+        return start if self.rejoin_error else None
 
     def meeting(self, store: Any, ranks: Sequence[int], verb: str) -> Meeting | None:
         """What the ranks agreed on in this call before this process came; None if they did not."""
-        if not self.came_back or len(ranks) == 1:
+        if not self.rejoin_error or len(ranks) == 1:
             return None
         call = (verb, tuple(ranks))
         self._calls[call] += 1
@@ -350,7 +350,7 @@ class Returning:
     def take_over(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> None:
         """Before a meeting: take back what the lost process had begun, once for each kind."""
         call = (verb, tuple(ranks))
-        if self.came_back and call not in self._taken:
+        if self.rejoin_error and call not in self._taken:
             take_over(store, ranks, rank, verb)
             self._taken.add(call)
 
@@ -369,7 +369,7 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
       world_size: number of ranks.
     """
     others = range(0, world_size, max(1, world_size // _LOOKED_AT))
-    keys = [beat_of(other) for other in others if other != rank]
+    keys = [heartbeat_of(other) for other in others if other != rank]
 
     def beats() -> list[bytes]:
         return [store.get(key) for key in keys if store.check([key])]
@@ -378,11 +378,11 @@ def some_rank_lives(store: Any, rank: int, world_size: int) -> bool:
     return poll(lambda: beats() != first, 1, time.monotonic() + limit_s)
 
 
-def came_back(what: str, rank: int) -> PeerFailed:
+def rejoin_error(what: str, rank: int) -> PeerFailed:
     """The error of a process that uses groups as if it had been there from the start."""
     text = f"{what}: rank {rank} was lost, and this process has taken its place"
     fix = "call trainer.reset(), or groups = mf.reset(groups), on all ranks; go on at state.step"
     return PeerFailed(message(text, fix=fix), rank, "returned")
 
 
-returning = Returning()  # of this process
+returning = Rejoining()  # of this process

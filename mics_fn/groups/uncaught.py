@@ -5,7 +5,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from mics_fn.groups.life import never_destruct, tell_all
+from mics_fn.groups.group_state import never_destruct, tell_all
 from mics_fn.groups.monitor import monitor
 from mics_fn.groups.peers import least_limit_s
 

@@ -829,7 +829,7 @@ class Late:
         return found.whole() if isinstance(found, Arrival) else found
 
 
-def has_to_come(params: Tree, opt: Any) -> bool:
+def needs_fetch(params: Tree, opt: Any) -> bool:
     """Return whether a step fetches states from a file or another device, on this rank."""
     held = [x for x in tree.flatten(opt)[0] if isinstance(x, Tensor)]
     held += unpacked(params).pieces

@@ -32,7 +32,7 @@ from mics_fn import _device, checks, tree
 from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
-from mics_fn.optim.columns import Late, StepRefused, has_to_come
+from mics_fn.optim.columns import Late, StepRefused, needs_fetch
 from mics_fn.optim.comparing import compare_once, require_state
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.norms import (
@@ -849,7 +849,7 @@ def guarded_step(
     # On every rank first, since not every rank may have a part of what is elsewhere.
     compare_once(state, late.arrival().home)
     try:
-        given = late if has_to_come(state.params, state.opt) else judged()
+        given = late if needs_fetch(state.params, state.opt) else judged()
         return opt_step(state, given, donate=donate), found[0]
     except StepRefused:
         return state, found[0]

@@ -14,7 +14,7 @@ from mics_fn.checks import check_matched, matches
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError, message
 from mics_fn.groups import device_of as groups_device
-from mics_fn.groups import errors_told
+from mics_fn.groups import reports
 from mics_fn.offload import (
     DEVICE,
     Place,
@@ -216,7 +216,7 @@ def init_elsewhere(init: Callable[[Any], Any], params: Any, where: Where | str |
     if not places.moves("states"):
         return init(params)
     mover = Mover(places, "states", device_of(found.pieces))
-    with errors_told(FileError):
+    with reports(FileError):
         with making(mover.of_run):
             opt = init(params)
         return moved_states(opt, found, mover)  # those of optimizers of one's own
@@ -263,7 +263,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
         fix = "make one with init_state, or with shard"
         checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
     computes = None if device is None else _computing("move", device)
-    with errors_told(FileError):
+    with reports(FileError):
         return _moved(value, where_of(where), computes)
 
 

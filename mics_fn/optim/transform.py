@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError, message
-from mics_fn.optim.columns import Coming, Late, has_to_come, map_columns, settled
+from mics_fn.optim.columns import Coming, Late, map_columns, needs_fetch, settled
 from mics_fn.optim.comparing import chained
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.moving import as_before
@@ -376,7 +376,7 @@ def chain(*transforms: Optimizer) -> Transform:
 
         # See [Note: states come first] in `columns`. What the others have in files comes through
         # the same memory, and so before.
-        late = has_to_come(params, states[-1]) and not has_to_come([], states[:-1])
+        late = needs_fetch(params, states[-1]) and not needs_fetch([], states[:-1])
         late = late and parts[-1].step_unpacked is not None
         given = Coming.of(Late(grads.closed(), made).arrival()) if late else unpacked(made())
         after, last = step_of(parts[-1], given, states[-1], params, donate)

@@ -2,8 +2,8 @@
 
 [Note: the same calls] Ranks that call different collectives on one communicator would receive wrong
 bytes, hang, or abort. So each collective has a description: the verb, what it does, the bucket with
-its layout and the names of its leaves, and the bytes. If it is what `Habit` guesses, nothing is
-sent. If there is no guess, which all ranks know, it is compared through the store: one message,
+its layout and the names of its leaves, and the bytes. If it is what `CallPattern` guesses, nothing
+is sent. If there is no guess, which all ranks know, it is compared through the store: one message,
 which never waits. If it is something else than the guess, other ranks may call what was guessed
 without a word. So this rank says in the store what it does instead, and moves no data before all
 ranks have heard of that. A rank hears of it when it comes to the same call and leaves its habit as
@@ -36,12 +36,12 @@ from mics_fn.errors import CollectiveError, message, name_ranks
 from mics_fn.schedules.messages import JobMessages, Stuck
 from mics_fn.store import poll
 
-# `Habit`: what comes next in a sequence that repeats, found from the sequence alone.
+# `CallPattern`: what comes next in a sequence that repeats, found from the sequence alone.
 
 _MOST = 8192  # entries that are remembered; when there are more, the older half is forgotten
 
 
-class Habit:
+class CallPattern:
     """A sequence, and a guess of its next entry: what followed where the past was most alike.
 
     Example:
@@ -128,7 +128,7 @@ _KEPT = 1024  # no rank is so many calls behind, so nobody reads older messages
 _ALL: WeakSet["Calls"] = WeakSet()  # of all communicators of this process
 
 
-class Looks(Protocol):
+class Poller(Protocol):
     """Reader of the messages of other ranks: a `Channel`."""
 
     @property
@@ -153,7 +153,7 @@ class Calls:
 
     def __init__(
         self,
-        channel: Looks | None = None,
+        channel: Poller | None = None,
         name: str = "",
         ranks: Sequence[int] = (),
         timeout_s: float = 0.0,
@@ -163,7 +163,7 @@ class Calls:
         self._job = JobMessages() if channel is None else channel.job
         self._store = self._job.store if len(ranks) > 1 else None
         self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
-        self._habit = Habit()
+        self._habit = CallPattern()
         self.number = 0  # of calls so far
         self.issued = 0  # those of them whose collective was issued
         self._doubt = 0  # calls to compare after a habit was left

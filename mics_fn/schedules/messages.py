@@ -40,7 +40,7 @@ from mics_fn.store import Store, later
 NEWS = "mics_fn/news"  # the key of the counter
 
 
-class News:
+class Notices:
     """The counter; see [Note: news]."""
 
     def __init__(self, store: Store) -> None:
@@ -167,14 +167,14 @@ class JobMessages:
 
     def __init__(self, store: Store | None = None, key: str = "", rank: int = 0) -> None:
         self.store, self.key, self.rank = store, key, rank
-        self.news = None if store is None else News(store)
+        self.news = None if store is None else Notices(store)
         self.calls: list[Any] = []  # the `Calls` of each communicator that this rank is in
         # `refusing`: this rank raised an error together with others, and has made no call since.
         # `raised`: the same, or an error of its own.
         self.refusing = self.raised = False
         self.withdraw: Callable[[], None] = lambda: None  # takes back an error of its own
         # Raises if a rank has failed without which a wait cannot end; the error of a wait that took
-        # too long; and notes why groups failed: all three of the groups' `Life`.
+        # too long; and notes why groups failed: all three of the groups' `GroupState`.
         self.check: Callable[..., None] = lambda *args, **kwargs: None
         self.late: Callable[..., Exception] = lambda error, stuck=(): error
         self.fail: Callable[[BaseException], None] = lambda error: None

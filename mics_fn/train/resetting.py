@@ -41,7 +41,7 @@ from mics_fn.errors import (
     name_ranks,
     rank_lines,
 )
-from mics_fn.groups import Groups, errors_told, replaced
+from mics_fn.groups import Groups, replaced, reports
 from mics_fn.optim import Comparison, handed_over, same_step
 from mics_fn.schedules import OnDemand
 from mics_fn.shards import any_lost, is_leaf, reclaimed
@@ -84,7 +84,7 @@ class Said:
         return self.back or self.cut
 
 
-def told_by_all(trainer: Any) -> dict[int, Said]:
+def reported_by_all(trainer: Any) -> dict[int, Said]:
     """Exchange the reports of all ranks, by global rank.
 
     Communication: two small all-gathers over each of the two groups.
@@ -177,7 +177,7 @@ def _take(trainer: Any, found: Mapping[int, Said], have: Sequence[int], needy: l
         trainer.eval_schedule = _limited(trainer.eval_schedule, guide.policies[1])
         member.lost = False
     if lost:
-        with errors_told(FileError):  # leaves may lie in files
+        with reports(FileError):  # leaves may lie in files
             compared = Comparison("Trainer.reset", trainer.state, home, [], moments=False)
         compared.finish("raise")
 
@@ -336,7 +336,7 @@ def at_one_step(trainer: Any, *, heal: bool) -> None:
     Raises:
       LostStateError: see `Trainer.reset`.
     """
-    home, found = trainer.member.home, told_by_all(trainer)
+    home, found = trainer.member.home, reported_by_all(trainer)
     if trainer.replica_sync.apart:
         refuse_apart(home, found)
         _merged(trainer, found, heal=heal)

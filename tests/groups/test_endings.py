@@ -14,8 +14,8 @@ from jobs import run_job
 
 import mics_fn as mf
 from mics_fn.groups import monitor, peers
-from mics_fn.groups.life import Life
-from mics_fn.groups.peers import Journal, Process, beat_of
+from mics_fn.groups.group_state import GroupState
+from mics_fn.groups.peers import Journal, Process, heartbeat_of
 
 ENDINGS = Path(__file__).parents[1] / "support" / "endings.py"
 LIMIT_S = 2.0  # `heartbeat_s` there
@@ -93,7 +93,7 @@ def test_groups_are_given_up_once_the_launcher_is_gone(monkeypatch):
     ends, told = [], []
     monkeypatch.setattr(monitor, "_end", lambda text, grace_s: ends.append((text, grace_s)))
     mine = monitor.Launcher()
-    life = Life((0, 1), 1, heartbeat_s=0.1)
+    life = GroupState((0, 1), 1, heartbeat_s=0.1)
     monkeypatch.setattr(life, "tell", lambda error, **how: told.append((error, how)))
     mine.look([life])
     mine._pid = os.getppid()
@@ -138,13 +138,13 @@ def test_a_rank_that_closes_its_groups_and_ends_was_not_killed() -> None:
 )
 def test_what_a_rank_wrote_last_says_whether_it_was_killed(last: str, accused: bool) -> None:
     watching: Any = monitor.Monitor()
-    life, asked = Life(ranks=(0, 1), key="groups"), list[Any]()
+    life, asked = GroupState(ranks=(0, 1), key="groups"), list[Any]()
     watching._lives[life], watching._ask = Journal(life.key), asked.append
     watching._peers.hear(1, "3 open host 7 1", Process("elsewhere", 3, "1"), 0.25)
 
     class Written:
         def get(self, key: str) -> bytes:
-            return {beat_of(1): last.encode()}[key]
+            return {heartbeat_of(1): last.encode()}[key]
 
     watching._ended([1], Written())
     assert len(asked) == accused

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from mics_fn.errors import PeerFailed
-from mics_fn.groups import life as life_module
+from mics_fn.groups import group_state as life_module
 from mics_fn.groups import uncaught
-from mics_fn.groups.life import Life
-from mics_fn.groups.peers import PARKED, Failure, Journal, Near, Peer, Process
+from mics_fn.groups.group_state import GroupState
+from mics_fn.groups.peers import PARKED, Failure, Journal, LocalProcesses, Peer, Process
 from mics_fn.schedules import Stuck
 
 
@@ -151,7 +151,7 @@ def test_a_process_that_ended_is_seen_although_its_parent_has_not_looked(
     if pid == 0:
         os.read(reads, 1)
         os._exit(0)
-    near, peer, own = Near(), Peer(), Process.own()
+    near, peer, own = LocalProcesses(), Peer(), Process.own()
     started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     process = peer.heard(sign(1, process=Process(own.host, pid, started)), own, 0.25)
     assert process is not None
@@ -208,20 +208,20 @@ def test_an_error_in_a_cell_is_told_and_the_next_cell_may_go_on(
     assert told == [(error, False)]
 
 
-def raised(life: Life, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mics_fn.groups.life.made", lambda key: made)
+def raised(life: GroupState, made: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mics_fn.groups.group_state.made", lambda key: made)
     life.tell(ValueError("all ranks"), final=False)
 
 
 def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, other = (Life((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
+    lost, other = (GroupState((0, 1), 0, retract=lambda kept=kept: kept) for kept in (False, True))
     monkeypatch.setattr(life_module, "OPEN", {lost, other})
     for life in (lost, other):
         raised(life, {}, monkeypatch)
     life_module.withdraw_all(other)
     assert other.failed is None
     assert str(lost.failed).startswith("PeerFailed: rank 0 failed: ValueError: all ranks")
-    lost = Life((0, 1), 0, retract=lambda: False)
+    lost = GroupState((0, 1), 0, retract=lambda: False)
     monkeypatch.setattr(life_module, "OPEN", {lost})
     raised(lost, {}, monkeypatch)
     with pytest.raises(PeerFailed, match="rank 0 failed"):
@@ -231,7 +231,7 @@ def test_what_ended_some_groups_does_not_end_others(monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_is_late_after_an_error_of_all_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    life = Life((0, 1), 0)
+    life = GroupState((0, 1), 0)
     for made in ({"a": 3}, {"a": 4}):  # the same error again, which the other has not met yet
         raised(life, made, monkeypatch)
     waits = [Stuck("a", 5, (0, 1), "a reduction")]

@@ -221,7 +221,7 @@ def test_only_a_process_that_has_ended_was_killed(alive: bool) -> None:
     started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
     names = {1: f"{own.host} {child.pid} {started}", 2: "elsewhere 7 1"}
     watching._own, watching._ask = own, asked.append
-    life = mf.groups.Life((0, 1, 2), 0, "groups", heartbeat_s=LIMIT_S)
+    life = mf.groups.GroupState((0, 1, 2), 0, "groups", heartbeat_s=LIMIT_S)
     watching._lives[life], beats = Journal(life.key), {r: f"1 open {names[r]}" for r in names}
     try:
         for _ in range(12):
@@ -430,7 +430,7 @@ def start_without(how: str) -> Any:
                 return ""
             mf.make_groups(2, timeout_s=1.5)
         if rank == 1:
-            monitor.join(mf.groups.Life((0, 1), 1), 1.0)
+            monitor.join(mf.groups.GroupState((0, 1), 1), 1.0)
             os._exit(1)
         mf.make_groups(2, timeout_s=20.0)
     except MicsError as error:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mics_fn.groups import rendezvous
-from mics_fn.groups.peers import Near, Peers, Process, beat_of
-from mics_fn.groups.rendezvous import Returning, came_back, some_rank_lives
+from mics_fn.groups.peers import LocalProcesses, Peers, Process, heartbeat_of
+from mics_fn.groups.rendezvous import Rejoining, rejoin_error, some_rank_lives
 
 VERB = "reset"
 
@@ -63,16 +63,16 @@ def as_another() -> Any:
 
 
 def test_who_comes_back() -> None:
-    store, here = new_store(), Returning()
+    store, here = new_store(), Rejoining()
     assert here.arrive(store, 1, 4, lambda start: True) is None  # the first process
     started(store)
     assert here.arrive(store, 1, 4, lambda start: True) is None  # the same one
     with as_another(), mock.patch.dict(os.environ):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         seen: list[int] = []
-        assert Returning().arrive(store, 1, 4, lambda start: bool(seen.append(start) or 1)) == 1
+        assert Rejoining().arrive(store, 1, 4, lambda start: bool(seen.append(start) or 1)) == 1
         assert seen == [1]
-        assert not here.came_back
+        assert not here.rejoin_error
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ def test_who_comes_back() -> None:
 def test_who_starts_with_the_others(begun: bool, lives: bool, env: dict[str, str]) -> None:
     """There is no job yet, or nobody is left of it, or torchrun starts all ranks."""
     store = new_store()
-    Returning().arrive(store, 1, 4, lambda start: True)
+    Rejoining().arrive(store, 1, 4, lambda start: True)
     if begun:
         started(store)
     with as_another(), mock.patch.dict(os.environ, env):
-        assert Returning().arrive(store, 1, 4, lambda start: lives) is None
+        assert Rejoining().arrive(store, 1, 4, lambda start: lives) is None
 
 
 def test_calls_are_found_in_their_order() -> None:
-    store, here = new_store(), Returning()
+    store, here = new_store(), Rejoining()
     started(store, "make_groups")
     assert here.meeting(store, range(4), "make_groups") is None
-    here.came_back = True
+    here.rejoin_error = True
     assert here.meeting(store, range(4), "make_groups") is not None
     assert here.meeting(store, range(4), "make_groups") is None  # a second call was never made
     assert here.meeting(store, range(1), "make_groups") is None
@@ -102,7 +102,7 @@ def test_calls_are_found_in_their_order() -> None:
 def test_signs_of_life() -> None:
     store = new_store()
     for rank in range(3):
-        store.set(beat_of(rank), "1")
+        store.set(heartbeat_of(rank), "1")
     reads = [0]
 
     class Moving:
@@ -111,7 +111,7 @@ def test_signs_of_life() -> None:
 
         def get(self, key: str) -> bytes:
             reads[0] += 1
-            return b"%d" % (reads[0] > 5) if key == beat_of(2) else store.get(key)
+            return b"%d" % (reads[0] > 5) if key == heartbeat_of(2) else store.get(key)
 
     assert some_rank_lives(Moving(), 0, 3)
     with mock.patch("mics_fn.groups.rendezvous._SIGN_S", 0.05):
@@ -119,7 +119,7 @@ def test_signs_of_life() -> None:
 
 
 def test_the_error_says_what_to_call() -> None:
-    error = came_back("Trainer.step", 3)
+    error = rejoin_error("Trainer.step", 3)
     assert (error.rank, error.kind) == (3, "returned")
     assert "rank 3 was lost, and this process has taken its place" in str(error)
     assert "trainer.reset()" in str(error)
@@ -142,7 +142,7 @@ def test_another_process_of_a_rank_is_told() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_the_process_before_is_watched_no_more() -> None:
-    near = Near()
+    near = LocalProcesses()
 
     def child() -> tuple[subprocess.Popen, Process]:
         made = subprocess.Popen(["sleep", "30"])

@@ -14,7 +14,7 @@ import torch
 
 from mics_fn.__main__ import main
 from mics_fn.errors import PlanError
-from mics_fn.groups.communicator import Comm, Life, Traffic
+from mics_fn.groups.communicator import Comm, GroupState, Traffic
 from mics_fn.inspection import Event, Timeline
 from mics_fn.lab.bench import bytes as bench_bytes
 from mics_fn.lab.bench import links
@@ -498,7 +498,7 @@ def test_memory_and_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_leaves_a_node() -> None:
     def leaving(*ranks: int, ring: bool = True) -> list[float]:
-        comms = [Comm("c", ranks, i, None, 1.0, Traffic(), Life()) for i in range(len(ranks))]
+        comms = [Comm("c", ranks, i, None, 1.0, Traffic(), GroupState()) for i in range(len(ranks))]
         return [leaving_share(comm, node_size=2, ring=ring) for comm in comms]
 
     assert leaving(0) == leaving(0, ring=False) == [0]

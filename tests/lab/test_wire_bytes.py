@@ -18,7 +18,7 @@ import mics_fn as mf
 from mics_fn import _torch
 from mics_fn.collectives import Codec
 from mics_fn.groups import Route
-from mics_fn.groups.communicator import Comm, Life, Traffic
+from mics_fn.groups.communicator import Comm, GroupState, Traffic
 from mics_fn.groups.groups import Level
 from mics_fn.lab.models.gpt import GPT, GPTConfig
 from mics_fn.lab.report import averaged, step_bytes, wire_bytes
@@ -150,7 +150,7 @@ def route_of(**sizes: int) -> Route:
     """A route with levels of these sizes, outermost first, as its first rank sees it."""
     levels = []
     for name, size in sizes.items():
-        comm = Comm(name, tuple(range(size)), 0, None, 1.0, Traffic(), Life())
+        comm = Comm(name, tuple(range(size)), 0, None, 1.0, Traffic(), GroupState())
         levels.append(Level(name, comm, comm))
     return Route(tuple(levels), (0,) * len(sizes), 0, names=("node", "rank"))
 

@@ -6,6 +6,7 @@ A capability that is new raises those that it needs, by what it costs, in the co
 
 import ast
 import io
+import re
 import sys
 import threading
 import tokenize
@@ -26,14 +27,23 @@ import mics_fn as mf
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
     "lines": 30_800,
-    "lines without lab": 26_355,
+    "lines without lab": 26_351,
     "lines of the longest file": 700,
     "files": 150,
     "percent of lines that import": 9.4,
     "files in the longest chain of imports": 23,
     "class names of several classes": 0,
     "file names in several wings": 0,
+    "class names with words that another word replaces": 11,
     "public names": 100,
+}
+# In the place of these: placed, fetch, store, pending, heartbeat, StoreThread, GroupState, agree,
+# flat, plan, independent, outer, rebuild, rejoin.
+REPLACED = {
+    *("Elsewhere", "Away", "Far", "Apart", "Held", "Stored", "Come", "Coming", "Bring", "Brought"),
+    *("Arrive", "Arrival", "Arriving", "Late", "Limited", "Errand", "Sign", "Beat", "Look"),
+    *("Looks", "Hear", "Heard", "Tick", "Clerk", "Life", "Gone", "Telling", "Told", "News"),
+    *("Settling", "Habit", "Again", "Returning", "Retiring", "Lay", "Laying", "Laid"),
 }
 # Of one call on 4 ranks in 2 partition groups, after a first one.
 FLOWS = {
@@ -82,6 +92,9 @@ def figures() -> dict[str, float]:
         "class names of several classes": sum(n > 1 for n in classes.values()),
         "file names in several wings": sum(
             n > 1 for stem, n in stems.items() if stem not in ("__init__", "__main__")
+        ),
+        "class names with words that another word replaces": sum(
+            n for name, n in classes.items() if REPLACED & set(re.findall("[A-Z][a-z]*", name))
         ),
         "public names": len(table()),
     }

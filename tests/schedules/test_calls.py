@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from mics_fn.errors import CollectiveError, DesyncError
 from mics_fn.schedules import Calls, Channel
 from mics_fn.schedules import calls as calls_module
-from mics_fn.schedules.calls import Habit
+from mics_fn.schedules.calls import CallPattern
 
 N = 3
 
@@ -82,7 +82,7 @@ def run(programs, ahead=0, timeout_s=20.0):
 
 @given(st.text("abc", max_size=30))
 def test_a_guess_is_what_followed_the_longest_match_of_the_past(text):
-    known = Habit()
+    known = CallPattern()
     for end, entry in enumerate(text):
         known.add(entry)
         past = text[: end + 1]
@@ -102,7 +102,7 @@ def test_a_guess_is_what_followed_the_longest_match_of_the_past(text):
 
 def test_a_habit_forgets_and_goes_on(monkeypatch):
     monkeypatch.setattr(calls_module, "_MOST", 16)
-    known, wrong = Habit(), 0
+    known, wrong = CallPattern(), 0
     for _ in range(40):
         for entry in "abcab":
             wrong += known.guess != entry

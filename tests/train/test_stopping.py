@@ -15,7 +15,7 @@ from cases import Layout, forget_groups, groups_of
 from torch import nn
 
 import mics_fn as mf
-from mics_fn.groups.life import Life
+from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import Failure
 
 StopRequest = mf.groups.StopRequest
@@ -178,7 +178,7 @@ class OneStore(dict):
 
 
 def test_a_rank_that_is_gone_is_not_waited_for():
-    life = Life((0, 1), 0)
+    life = GroupState((0, 1), 0)
     life.job.store = OneStore()  # pyright: ignore
     stop = StopRequest(replace(mf.make_groups(1), life=life, timeout_s=60.0), ())
     stop._said = 1

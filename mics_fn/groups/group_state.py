@@ -1,4 +1,4 @@
-"""`Life`: the process groups of one `Groups`, what is in flight on them, and their two ends.
+"""`GroupState`: the process groups of one `Groups`, what is in flight on them, and their two ends.
 
 [Note: leaving by an error] To destroy a group of NCCL is collective, and the destructor of one of
 gloo waits for what is under way. So a rank that left by an error would wait for the others, which
@@ -55,7 +55,7 @@ _LEARN_S = 1.0  # how long a collective that failed waits to learn which rank wa
 
 
 @dataclass(eq=False)
-class Life:
+class GroupState:
     """State shared by all communicators of one `Groups`: what is in flight, and what to destroy."""
 
     ranks: tuple[int, ...] = ()  # global ranks of the job
@@ -375,7 +375,7 @@ class Life:
             self.forgets.pop()()
 
 
-OPEN: set[Life] = set()  # what owns process groups, until it is closed
+OPEN: set[GroupState] = set()  # what owns process groups, until it is closed
 
 
 def quiet(*told: Any) -> None:
@@ -402,10 +402,10 @@ def _started(task: Callable[[], None]) -> threading.Thread:
     return start(threading.Thread(target=quietly, args=(task,), daemon=True))
 
 
-# `Telling`: a step of a program, of whose error the other ranks hear.
+# `ErrorReport`: a step of a program, of whose error the other ranks hear.
 
 
-class Telling:
+class ErrorReport:
     """Context of one step of a program; its error is reported to the other ranks.
 
     Args:
@@ -413,7 +413,7 @@ class Telling:
       step: the number of the step.
     """
 
-    def __init__(self, life: Life, step: int) -> None:
+    def __init__(self, life: GroupState, step: int) -> None:
         self._life, self._step = life, step
 
     def __enter__(self) -> None:
@@ -430,13 +430,13 @@ class Telling:
 
 
 def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
-    """Report an error of this rank to the ranks of all open groups, as `Life.tell`."""
+    """Report an error of this rank to the ranks of all open groups, as `GroupState.tell`."""
     for life in list(OPEN):
         quietly(partial(life.tell, error, final=final, kind=kind))
 
 
 @contextmanager
-def errors_told(kind: type[Exception]) -> Iterator[None]:
+def reports(kind: type[Exception]) -> Iterator[None]:
     """Context whose errors of a class are reported, even if the program catches them."""
     try:
         yield
@@ -445,7 +445,7 @@ def errors_told(kind: type[Exception]) -> Iterator[None]:
         raise
 
 
-def withdraw_all(goes_on: Life | None = None) -> None:
+def withdraw_all(goes_on: GroupState | None = None) -> None:
     """Withdraw the report of `tell_all`, because this rank continues.
 
     Args:

@@ -17,7 +17,7 @@ from mics_fn import _torch
 from mics_fn.collectives import collect
 from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
-from mics_fn.groups import Groups, Telling, make_groups, withdraw_all
+from mics_fn.groups import ErrorReport, Groups, make_groups, withdraw_all
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import init_state, sgd
 from mics_fn.shards import gather, shard
@@ -156,7 +156,7 @@ def fail_and_close(how: str) -> tuple[str, Any]:
     state = init_state(shard({"w": torch.ones(4)}, groups), sgd(0.1))
 
     def step(loss: Any) -> None:
-        with Telling(groups.life, 1):
+        with ErrorReport(groups.life, 1):
             loss()
             gather(state.params, groups)
 

@@ -1,9 +1,9 @@
-"""`Clerk`: a thread that talks to the store, so that no thread that computes is ever stuck in it.
+"""`StoreThread`: a thread that talks to the store, so that no other thread is ever stuck in it.
 
-[Note: the clerk] A call to the store ends in C++, where it hears neither Ctrl-C nor a time limit:
-if the rank that holds the store is stopped, it never ends. So each call is handed to a thread with
-a connection of its own. Whoever asks waits for the answer in Python, in short waits, and no longer
-than it may. The thread may be stuck for good; then nobody else is.
+[Note: the store thread] A call to the store ends in C++, where neither Ctrl-C nor a time limit ends
+it: if the rank that holds the store is stopped, it never ends. So each call is handed to a thread
+with a connection of its own. Whoever asks waits for the answer in Python, in short waits, and no
+longer than it may. The thread may be stuck for good; then nobody else is.
 """
 
 import threading
@@ -32,11 +32,11 @@ class StoreLost(RuntimeError):
 _GIVEN_UP = StoreLost("another connection has taken its place", silent=True)
 
 
-class Errand:
-    """Something that the clerk was asked to do."""
+class Request:
+    """Something that the store thread was asked to do."""
 
     def __init__(self, call: Callable[[Any], Any]) -> None:
-        self.call = call  # with the clerk's own connection
+        self.call = call  # with the thread's own connection
         self.done = Latch()
         self.value: Any = None
         self.error: BaseException | None = None
@@ -49,8 +49,8 @@ class Errand:
             self.error = error
 
 
-class Clerk:
-    """A thread with a connection to a store of its own; see [Note: the clerk].
+class StoreThread:
+    """A thread with a connection to a store of its own; see [Note: the store thread].
 
     Args:
       store: of torch.distributed, or what does the same.
@@ -62,38 +62,38 @@ class Clerk:
 
     def renew(self) -> None:
         """Begin anew on another thread with another connection, once this one was lost."""
-        self._errands = SimpleQueue[Errand | None]()
+        self._errands = SimpleQueue[Request | None]()
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
         serve = partial(self._serve, self._errands)
         self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
         start(self._thread)
 
-    def ask(self, call: Callable[[Any], Any]) -> Errand:
+    def ask(self, call: Callable[[Any], Any]) -> Request:
         """Hand in a call and do not wait."""
-        errand = Errand(call)
+        request = Request(call)
         if self.lost is None:
-            self._errands.put(errand)
+            self._errands.put(request)
         else:
-            errand.error = self.lost
-            errand.done.set()
-        return errand
+            request.error = self.lost
+            request.done.set()
+        return request
 
-    def answer(self, errand: Errand, patience_s: float) -> Any:
-        """Wait for the end of an errand; raises its error.
+    def answer(self, request: Request, patience_s: float) -> Any:
+        """Wait for the end of a request; raises its error.
 
         Raises:
           StoreLost: the store does not answer within these seconds.
         """
         deadline = time.monotonic() + patience_s
-        while not errand.done.wait(_WAIT_S):
-            if self.lost is not None and not errand.done.is_set():
+        while not request.done.wait(_WAIT_S):
+            if self.lost is not None and not request.done.is_set():
                 raise self.lost
             if time.monotonic() > deadline:
                 raise StoreLost(f"it did not answer within {patience_s:g} s", silent=True)
-        if errand.error is not None:
-            raise errand.error
-        return errand.value
+        if request.error is not None:
+            raise request.error
+        return request.value
 
     def end(self) -> None:
         """Let the thread end once it has done all that it was asked."""
@@ -105,26 +105,26 @@ class Clerk:
         self._thread.join(patience_s)
         self.lost = self.lost or StoreLost("this process ends", silent=False)
 
-    def _serve(self, errands: SimpleQueue[Errand | None]) -> None:
+    def _serve(self, requests: SimpleQueue[Request | None]) -> None:
         store = None
-        while (errand := errands.get()) is not None:
-            given_up = self.lost or (errands is not self._errands and _GIVEN_UP)
+        while (request := requests.get()) is not None:
+            given_up = self.lost or (requests is not self._errands and _GIVEN_UP)
             if given_up:
-                errand.error = given_up
-                errand.done.set()
+                request.error = given_up
+                request.done.set()
                 continue
             try:
                 if store is None:
                     store = _connected(self._given)
                     self.connected = True
-                errand.run(store)
+                request.run(store)
             except BaseException as error:  # no connection
-                errand.error = error
-            if _is_lost(errand.error):
-                errand.error = StoreLost(first_line(errand.error), silent=False)
-                if errands is self._errands:
-                    self.lost = errand.error
-            errand.done.set()
+                request.error = error
+            if _is_lost(request.error):
+                request.error = StoreLost(first_line(request.error), silent=False)
+                if requests is self._errands:
+                    self.lost = request.error
+            request.done.set()
 
 
 def _connected(store: Any) -> Any:
@@ -140,22 +140,22 @@ def _is_lost(error: BaseException | None) -> bool:
     return isinstance(error, lost)
 
 
-class Served:
-    """A `mics_fn.store.Store` whose calls one thread makes; see [Note: the clerk].
+class AsyncStore:
+    """A `mics_fn.store.Store` whose calls one thread makes; see [Note: the store thread].
 
     Args:
-      clerk: makes them.
-      store: the store they go to, if it is not a plain store, to which the clerk connects by
+      thread: makes them.
+      store: the store they go to, if it is not a plain store, to which the store thread connects by
         itself.
       patience_s: how long each call may take.
       failed: makes an error of the store that is lost.
     """
 
     def __init__(
-        self, clerk: Clerk, store: Any, patience_s: float, failed: Callable[[StoreLost], Exception]
+        self, thread: StoreThread, store: Any, patience_s: float, failed: Callable[..., Exception]
     ) -> None:
         plain = isinstance(store, dist.Store)  # pyright: ignore[reportPrivateImportUsage]
-        self._clerk, self._store = clerk, None if plain else store
+        self._thread, self._store = thread, None if plain else store
         self._patience_s, self._failed = patience_s, failed
 
     def set(self, key: str, value: str) -> Any:
@@ -194,12 +194,12 @@ class Served:
 
     def later(self, name: str, *args: Any) -> None:
         """Queue a call without waiting for its result."""
-        self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
+        self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
 
     def _ask(self, name: str, *args: Any) -> Any:
-        errand = self._clerk.ask(lambda own: getattr(self._store or own, name)(*args))
+        request = self._thread.ask(lambda own: getattr(self._store or own, name)(*args))
         try:
-            return self._clerk.answer(errand, self._patience_s)
+            return self._thread.answer(request, self._patience_s)
         except StoreLost as lost:
             raise self._failed(lost) from None
 
@@ -217,18 +217,18 @@ def bounded(
     Raises:
       TimeoutError: it has not ended by the deadline.
     """
-    errand, started = Errand(lambda store: call()), time.monotonic()
+    request, started = Request(lambda store: call()), time.monotonic()
 
     def run() -> None:
-        errand.run(None)
-        errand.done.set()
+        request.run(None)
+        request.done.set()
 
     start(threading.Thread(target=run, daemon=True))
-    while not errand.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
+    while not request.done.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
         now = time.monotonic()
         if now >= deadline:
             raise TimeoutError
         check(now - started)
-    if errand.error is not None:
-        raise errand.error
-    return errand.value
+    if request.error is not None:
+        raise request.error
+    return request.value
