@@ -6,14 +6,14 @@ its layout and the names of its leaves, and the bytes. If it is what `CallPatter
 is sent. If there is no guess, which all ranks know, it is compared through the store: one message,
 which never waits. If it is something else than the guess, other ranks may call what was guessed
 without a word. So this rank says in the store what it does instead, and moves no data before all
-ranks have heard of that. A rank hears of it when it comes to the same call and leaves its habit as
-well; or when it looks, since it waits for a collective or because it left another habit. If it is
+ranks know of that. A rank learns of it when it comes to the same call and leaves its pattern as
+well; or when it looks, since it waits for a collective or because it left another pattern. If it is
 not yet at that call, it goes on and will compare it. If it is past it, it raises an error, and all
 ranks of the groups raise the same one when they look. So all ranks have one history, and different
 calls never meet. A step that repeats sends nothing from the third time on.
 
-A habit that is left often is not trusted at once: the next calls are compared although they were
-guessed, and more of them each time, up to `_MOST_DOUBT`. So a program without habits compares all
+A pattern that is left often is not trusted at once: the next calls are compared although they were
+guessed, and more of them each time, up to `_MOST_DOUBT`. So a program without patterns compares all
 of its calls, which does not wait, instead of waiting for the others at each of them.
 
 Which calls a rank makes on one communicator does not depend on when it makes them, so fetches and
@@ -45,13 +45,13 @@ class CallPattern:
     """A sequence, and a guess of its next entry: what followed where the past was most alike.
 
     Example:
-      >>> habit = Habit()
+      >>> pattern = CallPattern()
       >>> for entry in "abcab":
-      ...     habit.add(entry)
-      >>> habit.guess
+      ...     pattern.add(entry)
+      >>> pattern.guess
       'c'
-      >>> habit.add("x")
-      >>> habit.guess is None
+      >>> pattern.add("x")
+      >>> pattern.guess is None
       True
     """
 
@@ -123,7 +123,7 @@ def _alike(past: Sequence[Any]) -> int:
 
 Call = tuple[str, str, Hashable, int]  # the verb, what it does, to what, and the bytes
 
-_MOST_DOUBT = 64  # calls that are compared after a habit was left
+_MOST_DOUBT = 64  # calls that are compared after a pattern was left
 _KEPT = 1024  # no rank is so many calls behind, so nobody reads older messages
 _ALL: WeakSet["Calls"] = WeakSet()  # of all communicators of this process
 
@@ -163,15 +163,15 @@ class Calls:
         self._job = JobMessages() if channel is None else channel.job
         self._store = self._job.store if len(ranks) > 1 else None
         self.key = f"{self._job.key}/calls/{name}/{min(ranks, default=0)}"
-        self._habit = CallPattern()
+        self._pattern = CallPattern()
         self.number = 0  # of calls so far
         self.issued = 0  # those of them whose collective was issued
-        self._doubt = 0  # calls to compare after a habit was left
+        self._doubt = 0  # calls to compare after a pattern was left
         self._owed = 0  # those of them that are still to be compared
         self._quiet = 0  # calls in a row about which nothing was sent
-        self._due = -1  # the call, still to be made, at which another rank left its habit
+        self._due = -1  # the call, still to be made, at which another rank left its pattern
         self._heard = deque[int](maxlen=8)  # the last calls at which some rank left
-        self._left = ""  # what this rank has read last of a rank that left its habit
+        self._left = ""  # what this rank has read last of a rank that left its pattern
         self._written = deque[tuple[int, str]]()
         if self._store is not None:
             self._job.calls.append(self)
@@ -193,9 +193,9 @@ class Calls:
             return
         if self._job.raised:
             self._job.go_on()
-        habit = self._habit
-        if call == habit.guess and not self._owed and self.number != self._due:
-            habit.follow()
+        pattern = self._pattern
+        if call == pattern.guess and not self._owed and self.number != self._due:
+            pattern.follow()
             self.number += 1
             self._quiet += 1
             return
@@ -204,9 +204,9 @@ class Calls:
     def _compare(self, call: Call, meanwhile: Callable[[], object]) -> None:
         """Compare a call, and wait for the others if they may guess another one."""
         store: Any = self._store
-        number, habit, text = self.number, self._habit, call_text(call)
-        trusted = habit.guess is not None and not self._owed
-        leaves = number == self._due or (trusted and call != habit.guess)
+        number, pattern, text = self.number, self._pattern, call_text(call)
+        trusted = pattern.guess is not None and not self._owed
+        leaves = number == self._due or (trusted and call != pattern.guess)
         rank, told = json.loads(store.compare_set(self._at(number), "", self._says(text)))
         if told != text:
             self._refuse(rank, told, text)
@@ -216,11 +216,11 @@ class Calls:
         if leaves:
             self._owed = 0 if self._quiet > _MOST_DOUBT else self._doubt
             self._doubt = min(_MOST_DOUBT, 2 * self._owed + 1)
-        elif self._owed and call == habit.guess:
+        elif self._owed and call == pattern.guess:
             self._owed -= 1
         self._quiet = 0
         # An interrupt while it waits counts as a call, as one in the collective would.
-        habit.add(call)
+        pattern.add(call)
         self.number += 1
         if leaves:
             self._leave(store, number, text, first=rank == self._job.rank, meanwhile=meanwhile)
@@ -228,7 +228,7 @@ class Calls:
     def _leave(
         self, store: Any, number: int, text: str, *, first: bool, meanwhile: Callable[[], object]
     ) -> None:
-        """Leave the habit at a call; returns once all ranks know of it."""
+        """Leave the pattern at a call; returns once all ranks know of it."""
         heard = f"{self._at(number)}/heard"
         if number != self._due:  # else this rank has said already that it knows
             self._heard.append(number)
@@ -261,7 +261,7 @@ class Calls:
             raise self._job.late(error, [Stuck(self.key, number + 1, ranks, text)])
 
     def read(self) -> None:
-        """Read whether a rank left its habit: raise if this rank is past that call, else answer."""
+        """Read whether a rank left its pattern: raise if this one is past it, else answer."""
         store: Any = self._store
         if not store.check([f"{self.key}/left"]):
             self._left = ""
@@ -271,7 +271,7 @@ class Calls:
         if number in self._heard:
             return
         if number < self.number:
-            mine = self._habit.back(self.number - number)
+            mine = self._pattern.back(self.number - number)
             self._refuse(rank, text, "went on" if mine is None else call_text(mine), number)
         self._due = number
         self._heard.append(number)
