@@ -8,9 +8,10 @@ from matrix import SCENARIOS
 from mistakes import MISTAKES, copied
 from simcuda.server import Server
 
-pytestmark = [pytest.mark.thorough, pytest.mark.limit(300)]
+pytestmark = pytest.mark.limit(300)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_breaks_its_law(device: Server, tmp_path: Path, name: str):
     mistake = MISTAKES[name]
@@ -20,6 +21,7 @@ def test_a_mistake_breaks_its_law(device: Server, tmp_path: Path, name: str):
     assert mistake.law in broken
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", ["two_streams_of_torch", "fsdp2", "fsdp2_on_two_streams"])
 def test_correct_programs_have_no_report(device: Server, program: str):
     for races, numel, groups in device.run(program, 2):

@@ -79,28 +79,28 @@ def test_short_names_the_cases_that_stay(selected: str, stay: str):
 
 def test_of_what_short_leaves_out_the_thorough_tests_are_those_in_which_values_meet():
     items: Any = []
-    for values in product(range(3), repeat=3):
+    for values in product(range(2), repeat=3):
         item: Any = Item("".join(map(str, values)), pytest.mark.short("000"))
         item.params = dict(zip("abc", values, strict=True))
         items.append(item)
     mark_the_rest(items)
     rest = [x for x in items if x.get_closest_marker("exhaustive")]
     thorough = [x for x in items if x.get_closest_marker("thorough")]
-    assert len(rest) + len(thorough) == 26
-    assert len(rest) > 10
+    assert len(rest) + len(thorough) == 7
+    assert len(rest) > 2
     met = {pair for x in items if x not in rest for pair in combinations(x.params.items(), 2)}
-    assert len(met) == 3 * 3 * 3
+    assert len(met) == 3 * 2 * 2
 
 
-def test_a_test_has_twelve_thorough_cases_at_most():
+def test_a_test_has_six_thorough_cases_at_most():
     """Those that were marked so from the start count as well, and every value is among them."""
     items: Any = []
-    for a, b in product(range(9), repeat=2):
-        item: Any = Item(f"{a}{b}", *[pytest.mark.thorough] * (a > 3), pytest.mark.short("00"))
+    for a, b in product(range(5), repeat=2):
+        item: Any = Item(f"{a}{b}", *[pytest.mark.thorough] * (a > 2), pytest.mark.short("00"))
         item.params = {"a": a, "b": b}
         items.append(item)
     mark_the_rest(items)
     thorough = [x for x in items if x.get_closest_marker("thorough")]
-    assert len(thorough) == 12
-    assert {x.params["b"] for x in thorough} == set(range(9))
+    assert len(thorough) == 6
+    assert {x.params["b"] for x in thorough} == set(range(5))
     assert all(x.get_closest_marker("exhaustive") for x in items[1:] if x not in thorough)

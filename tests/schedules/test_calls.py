@@ -1,4 +1,4 @@
-"""The calls of a communicator: guessed alike, compared before they move data, silent in a pattern."""
+"""The calls of a communicator: guessed alike, compared before data moves, silent in a pattern."""
 
 import threading
 import time

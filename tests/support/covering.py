@@ -11,7 +11,7 @@ in `@pytest.mark.covering(live_bytes=0)`.
 `@pytest.mark.short("2x2-p2", ...)` names by their ids the cases of a slow test that stay.
 
 Of what is left, the thorough tests are cases in which any two values meet that do so at all, and of
-each test at most twelve: those that meet first. The rest is marked `exhaustive`.
+each test at most six: those that meet first. The rest is marked `exhaustive`.
 """
 
 import re
@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 
 Case = Mapping[str, Hashable]  # the value of each parameter
-_MOST = 12  # thorough cases of a test
+_MOST = 6  # thorough cases of a test
 
 _thorough = False  # whether this run is of the thorough tests
 
@@ -72,7 +72,7 @@ def _mark_what_is_left(cases: Sequence[Any], mark: Any, named: Any) -> None:
 
 
 def _mark_what_is_over(cases: Sequence[Any]) -> None:
-    """Of more thorough cases of a test than twelve, mark the others as exhaustive."""
+    """Of more thorough cases of a test than six, mark the others as exhaustive."""
     cases = [case for case in cases if any(mark.name == "thorough" for mark in case.own_markers)]
     if len(cases) <= _MOST:
         return

@@ -217,12 +217,14 @@ def check_together(pool: Any, kind: str, seeds: range) -> None:
             steps = {step for step, _ in part}
             assert len(steps) == 1 or any(error for _, error in found), found
             ends |= steps
+        if len(ends) == 2 and seed - seeds[0] >= 9:
+            break  # both were seen
     assert ends == {2, 3}
 
 
 @pytest.mark.thorough
 def test_ranks_end_at_one_step(ranks):
-    check_together(ranks(2), "plain", range(20))
+    check_together(ranks(2), "plain", range(40))
 
 
 @pytest.mark.thorough
@@ -230,7 +232,7 @@ def test_ranks_end_at_one_step(ranks):
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_end_at_one_step_in_many_trials(ranks, n, kind):
-    check_together(ranks(n), kind, range(100, 120))
+    check_together(ranks(n), kind, range(100, 150))
 
 
 # Planted instants.
