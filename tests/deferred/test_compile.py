@@ -119,17 +119,16 @@ def trained(groups, model, loss=square, **options):
     return losses, {k.replace("_orig_mod.", ""): v for k, v in trainer.state_dict().items()}
 
 
-def whole(p):
+def whole(p, options):
     """Where each rank holds all parameters, compiled code trains as the model itself does."""
     groups = mf.make_groups(p)
-    for options in ({}, {"accumulate": 2}):
-        expected = trained(groups, lambda m: m, **options)
-        for model in (wrap, lambda m: with_first(m, wrap), with_class):
-            torch._dynamo.reset()
-            losses, values = trained(groups, model, **options)
-            assert losses == expected[0]
-            assert all(torch.equal(values[k], x) for k, x in expected[1].items())
-        assert trained(groups, lambda m: m, wrap(square), **options)[0] == expected[0]
+    expected = trained(groups, lambda m: m, **options)
+    for model in (wrap, lambda m: with_first(m, wrap), with_class):
+        torch._dynamo.reset()
+        losses, values = trained(groups, model, **options)
+        assert losses == expected[0]
+        assert all(torch.equal(values[k], x) for k, x in expected[1].items())
+    assert trained(groups, lambda m: m, wrap(square), **options)[0] == expected[0]
 
 
 def of_an_instance(p):
@@ -148,8 +147,9 @@ def test_a_compiled_forward_of_one_module_is_refused(ranks, p):
     ranks(2).run(quiet, of_an_instance, p)
 
 
-def test_compiled_modules_train_where_ranks_hold_all_parameters(ranks):
-    ranks(2).run(quiet, whole, 1)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
+def test_compiled_modules_train_where_ranks_hold_all_parameters(ranks, options):
+    ranks(2).run(quiet, whole, 1, options)
 
 
 WRAPPED = (
