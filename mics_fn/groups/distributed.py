@@ -37,7 +37,7 @@ from mics_fn.groups.environment import (
 )
 from mics_fn.groups.peers import Process, without_a_word
 from mics_fn.groups.rendezvous import meet, part_of_start, returning, some_rank_lives, until_read
-from mics_fn.groups.store_thread import AsyncStore, StoreLost, StoreThread, bounded
+from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread, bounded
 from mics_fn.groups.topology import fold_ranks
 from mics_fn.store import poll
 
@@ -279,11 +279,11 @@ def _agreed_store(
     def others_live(start: int) -> bool:
         other = StoreThread(_torch.default_part(part_of_start(store, start)))
         try:
-            return some_rank_lives(AsyncStore(other, None, timeout_s, lost), rank, size)
+            return some_rank_lives(BoundedStore(other, None, timeout_s, lost), rank, size)
         finally:
             other.end()
 
-    served = AsyncStore(store_thread, store, timeout_s, lost)
+    served = BoundedStore(store_thread, store, timeout_s, lost)
     try:
         start = returning.arrive(served, rank, size, others_live)
         if start is not None:
@@ -315,7 +315,7 @@ def _missing(store: Any, launch: Launch) -> list[int]:
     """The ranks that do not say, like this one, that they waited in vain to be connected."""
     key, others = "mics_fn/not connected", range(launch.world_size)
 
-    def silent(served: AsyncStore) -> list[int]:
+    def silent(served: BoundedStore) -> list[int]:
         def now() -> list[int]:
             return [rank for rank in others if not served.check([f"{key}/{rank}"])]
 
@@ -326,11 +326,11 @@ def _missing(store: Any, launch: Launch) -> list[int]:
     return _asked(store, silent) or []
 
 
-def _asked(store: Any, ask: Callable[[AsyncStore], Any]) -> Any:
+def _asked(store: Any, ask: Callable[[BoundedStore], Any]) -> Any:
     """What a store answers in time; None if it does not."""
     store_thread = StoreThread(store)
     try:
-        return ask(AsyncStore(store_thread, store, _BOTH_LATE_S, lambda why: why))
+        return ask(BoundedStore(store_thread, store, _BOTH_LATE_S, lambda why: why))
     except (RuntimeError, MicsError):
         return None
     finally:

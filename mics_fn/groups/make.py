@@ -360,7 +360,7 @@ def make_groups(
 
 def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None:
     """Return the earlier agreement of these ranks, in a process that replaces a lost one."""
-    if not returning.rejoin_error:
+    if not returning.rejoins:
         return None
     listen()
     store = _torch.default_store()

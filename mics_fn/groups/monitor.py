@@ -53,7 +53,7 @@ from mics_fn.groups.peers import (
     withdrawn,
     without_a_word,
 )
-from mics_fn.groups.store_thread import AsyncStore, Request, StoreLost, StoreThread
+from mics_fn.groups.store_thread import BoundedStore, Request, StoreLost, StoreThread
 from mics_fn.schedules import NEWS
 from mics_fn.threads import Bell, Latch, start
 
@@ -144,7 +144,7 @@ class Monitor:
 
     # What groups call.
 
-    def join(self, life: GroupState, timeout_s: float, *, waits: bool = False) -> AsyncStore:
+    def join(self, life: GroupState, timeout_s: float, *, waits: bool = False) -> BoundedStore:
         """Watch the ranks of groups; returns the store for their messages.
 
         Args:
@@ -175,7 +175,7 @@ class Monitor:
             self._store_thread.answer(self._store_thread.ask(self._beat), timeout_s)
         except StoreLost as lost:
             raise failed(lost) from None
-        return AsyncStore(self._store_thread, store, timeout_s, failed)
+        return BoundedStore(self._store_thread, store, timeout_s, failed)
 
     @property
     def process(self) -> str:

@@ -308,7 +308,7 @@ class Rejoining:
     """Whether this process came back, and how much of the script it has done again."""
 
     def __init__(self) -> None:
-        self.rejoin_error = False
+        self.rejoins = False
         self._calls = Counter[tuple[str, tuple[int, ...]]]()
         self._taken = set[tuple[str, tuple[int, ...]]]()
 
@@ -336,12 +336,12 @@ class Rejoining:
         store.set(f"mics_fn/waits/{rank}", json.dumps({}))  # as the lost process may have left
         start = take_over(store, range(world_size), rank, "init_distributed")
         begun = past(store, range(world_size), "init_distributed", start) is not None
-        self.rejoin_error = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
-        return start if self.rejoin_error else None
+        self.rejoins = begun and "TORCHELASTIC_RUN_ID" not in os.environ and others_live(start)
+        return start if self.rejoins else None
 
     def meeting(self, store: Any, ranks: Sequence[int], verb: str) -> Meeting | None:
         """What the ranks agreed on in this call before this process came; None if they did not."""
-        if not self.rejoin_error or len(ranks) == 1:
+        if not self.rejoins or len(ranks) == 1:
             return None
         call = (verb, tuple(ranks))
         self._calls[call] += 1
@@ -350,7 +350,7 @@ class Rejoining:
     def take_over(self, store: Any, ranks: Sequence[int], rank: int, verb: str) -> None:
         """Before a meeting: take back what the lost process had begun, once for each kind."""
         call = (verb, tuple(ranks))
-        if self.rejoin_error and call not in self._taken:
+        if self.rejoins and call not in self._taken:
             take_over(store, ranks, rank, verb)
             self._taken.add(call)
 

@@ -62,10 +62,10 @@ class StoreThread:
 
     def renew(self) -> None:
         """Begin anew on another thread with another connection, once this one was lost."""
-        self._errands = SimpleQueue[Request | None]()
+        self._requests = SimpleQueue[Request | None]()
         self.connected = False
         self.lost: StoreLost | None = None  # why it can do nothing any more
-        serve = partial(self._serve, self._errands)
+        serve = partial(self._serve, self._requests)
         self._thread = threading.Thread(target=serve, name="mics_fn store", daemon=True)
         start(self._thread)
 
@@ -73,7 +73,7 @@ class StoreThread:
         """Hand in a call and do not wait."""
         request = Request(call)
         if self.lost is None:
-            self._errands.put(request)
+            self._requests.put(request)
         else:
             request.error = self.lost
             request.done.set()
@@ -97,7 +97,7 @@ class StoreThread:
 
     def end(self) -> None:
         """Let the thread end once it has done all that it was asked."""
-        self._errands.put(None)
+        self._requests.put(None)
 
     def end_now(self, patience_s: float) -> None:
         """`end`, and wait for that; nothing is asked afterwards."""
@@ -108,7 +108,7 @@ class StoreThread:
     def _serve(self, requests: SimpleQueue[Request | None]) -> None:
         store = None
         while (request := requests.get()) is not None:
-            given_up = self.lost or (requests is not self._errands and _GIVEN_UP)
+            given_up = self.lost or (requests is not self._requests and _GIVEN_UP)
             if given_up:
                 request.error = given_up
                 request.done.set()
@@ -122,7 +122,7 @@ class StoreThread:
                 request.error = error
             if _is_lost(request.error):
                 request.error = StoreLost(first_line(request.error), silent=False)
-                if requests is self._errands:
+                if requests is self._requests:
                     self.lost = request.error
             request.done.set()
 
@@ -140,7 +140,7 @@ def _is_lost(error: BaseException | None) -> bool:
     return isinstance(error, lost)
 
 
-class AsyncStore:
+class BoundedStore:
     """A `mics_fn.store.Store` whose calls one thread makes; see [Note: the store thread].
 
     Args:

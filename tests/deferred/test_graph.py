@@ -210,7 +210,7 @@ def test_blocks_that_begin_to_recompute_later_are_noticed():
             torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-13)
 
 
-class Rebuild(torch.autograd.Function):
+class Again(torch.autograd.Function):
     """Runs a backward of its own, and has another name than those who are known to."""
 
     @staticmethod
@@ -232,7 +232,7 @@ def test_gradients_in_two_parts_are_refused():
     with mf.make_groups(1) as groups:
         trainer = mf.Trainer(
             nn.Linear(3, 3), mf.optim.sgd(1.0), groups,
-            loss=lambda model, x: Rebuild.apply(model, model(x)).sum(),  # pyright: ignore
+            loss=lambda model, x: Again.apply(model, model(x)).sum(),  # pyright: ignore
         )  # fmt: skip
         before = trainer.params()
         with pytest.raises(mf.errors.LeafError, match="gradients in two parts in one pass"):

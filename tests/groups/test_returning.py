@@ -72,7 +72,7 @@ def test_who_comes_back() -> None:
         seen: list[int] = []
         assert Rejoining().arrive(store, 1, 4, lambda start: bool(seen.append(start) or 1)) == 1
         assert seen == [1]
-        assert not here.rejoin_error
+        assert not here.rejoins
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_calls_are_found_in_their_order() -> None:
     store, here = new_store(), Rejoining()
     started(store, "make_groups")
     assert here.meeting(store, range(4), "make_groups") is None
-    here.rejoin_error = True
+    here.rejoins = True
     assert here.meeting(store, range(4), "make_groups") is not None
     assert here.meeting(store, range(4), "make_groups") is None  # a second call was never made
     assert here.meeting(store, range(1), "make_groups") is None

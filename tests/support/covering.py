@@ -120,8 +120,7 @@ def covering(
     worth = worth or [0] * len(cases)
     needed = [
         {
-            *case.items(),
-            *combinations(case.items(), min(meeting, len(case))),
+            *(met for n in range(1, meeting + 1) for met in combinations(case.items(), n)),
             tuple(value for name, value in case.items() if _base(name) in together),
         }
         for case in cases
