@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import cases
 import hypothesis
 import one_device
 import pytest
@@ -52,6 +53,17 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     yield pool
     _close_pools()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_end_with_their_module() -> Iterator[None]:
+    """Ranks watch each other while groups are open, so those of ended tests would slow all others.
+
+    Thirty ranks that wait for their next test took more than one of two cores.
+    """
+    yield
+    for pool in _pools.values():
+        pool.run(cases.close_groups)
 
 
 _pools: dict[int, RankPool] = {}  # by their numbers of ranks

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
+from mics_fn.groups import group_state
 from mics_fn.optim.flat import by_leaf
 from mics_fn.shards.leaf import is_leaf
 
@@ -88,8 +89,20 @@ def full_of(shards: Any, groups: Any, schedule: Any = None, into: Any = None) ->
 
 
 def forget_groups(layout: Layout) -> None:
-    """Make new groups of a layout when they are next asked for: a test has broken these."""
-    _made.pop(layout, None)
+    """Close the groups of a layout, which a test has broken; `groups_of` makes new ones.
+
+    Open groups are watched: what nobody uses any more would cost each later test some time.
+    """
+    groups = _made.pop(layout, None)
+    if groups is not None:
+        groups.close()
+
+
+def close_groups() -> None:
+    """Close all groups of this process."""
+    _made.clear()
+    for state in list(group_state.OPEN):
+        state.close()
 
 
 class Pair(NamedTuple):
