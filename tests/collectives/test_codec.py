@@ -1,5 +1,6 @@
 """Codecs: each byte and each value against a slow twin in plain Python numbers."""
 
+import importlib.util
 import math
 import struct
 from collections.abc import Sequence
@@ -367,6 +368,32 @@ def test_compiled_it_gives_the_same_bytes(name: str, monkeypatch: pytest.MonkeyP
     assert torch.equal(out, codec.decode_mean([codes], own, torch.empty_like(x)))
     fused.decode_rows(name, codec._length, split, decoded)
     assert torch.equal(decoded, decode(codec, codes, n))
+
+
+def test_where_the_compiler_fails_codes_are_the_same_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class CompilerError(RuntimeError):
+        __module__ = "torch._inductor.exc"
+
+    raised: list[Exception] = [CompilerError("cannot split"), MemoryError("no memory")]
+
+    def compiled(*args: Any) -> Any:
+        raise raised[0]
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    fused._fast.cache_clear()
+    fast, x = fused._fast(fused.encoded, torch.device("cuda")), torch.randn(2, 3, 64)
+    with pytest.warns(UserWarning, match="cannot compile encoded of codes"):
+        found = fast("int8", x)
+    again, expected = fast("int8", x), fused.encoded("int8", x)
+    for values in zip(found, again, expected, strict=True):
+        assert all(torch.equal(value, values[2]) for value in values)
+    del raised[0]
+    with pytest.raises(MemoryError):  # no reason to go on without the compiler
+        fused._fast(fused.mean, torch.device("cuda"))("int8", [x], torch.float32)
+    fused._fast.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
