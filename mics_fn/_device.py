@@ -6,8 +6,11 @@ is called but `is_async`, `backend` and `total_memory`.
 """
 
 import os
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,6 +90,95 @@ def finish(device: torch.device) -> None:
     """Make the host wait for all work that is queued on a device, on any stream."""
     if is_async(device):
         torch.accelerator.synchronize(device)
+
+
+class Queued:
+    """What is queued on the current stream of a device until now, and whether it ends well.
+
+    [Note: aborted collectives] The host runs ahead of a device. Where collectives are aborted,
+    their kernels end without a result, and what is queued behind them goes on with whatever is in
+    their memory. So an event that is over says nothing after an abort: what was not over before it
+    is lost. A device can tell by itself: it copies `abort_flag` from the host behind the last
+    collective. If that was 0, no abort had begun, so all before it was done.
+
+    Args:
+        device: that it is queued on.
+        lose: called where collectives are aborted before it is over; it runs on any thread.
+    """
+
+    def __init__(self, device: torch.device, lose: Callable[[], None] = lambda: None) -> None:
+        self.lost, self._lose, self._event = False, lose, record(device)
+        with suppress(IndexError):  # the monitor may have emptied it meanwhile
+            while _QUEUED[0].over():
+                _QUEUED.popleft()
+        _QUEUED.append(self)
+
+    def over(self) -> bool:
+        """Whether the device has come to its end, however; the host does not wait."""
+        return self._event.query()
+
+    def wait(self) -> bool:
+        """Make the host wait for its end; returns whether it ended well."""
+        self._event.synchronize()
+        return not self.lost
+
+    def judge(self) -> None:
+        """Say that it is lost, unless it is over."""
+        if not self.over():
+            self.lost = True
+            self._lose()
+
+
+class HostCopy:
+    """Numbers of a device on their way to the host; see `Queued`."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        buffer = host_buffer(numbers.nbytes, numbers.device).view(numbers.dtype)
+        self._host = buffer.view(numbers.shape).copy_(numbers, non_blocking=True)
+        self.queued = Queued(numbers.device)
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The host waits for them, and for nothing that was queued later."""
+        self.queued.wait()
+        return self._host.tolist()
+
+
+_QUEUED = deque[Queued]()  # in the order in which it was queued; those at the front may be over
+_FLAGS = deque[torch.Tensor](maxlen=1)
+
+
+def abort_flag(device: torch.device) -> torch.Tensor | None:
+    """A number in host memory that becomes 1 as soon as collectives are aborted.
+
+    None if a device cannot read host memory in its own time.
+    """
+    if not _FLAGS:
+        _FLAGS.append(host_buffer(4, device).view(torch.float32)[0].zero_())
+    flag = _FLAGS[0]
+    return flag if is_locked(flag) else None
+
+
+def is_locked(memory: torch.Tensor) -> bool:
+    """Whether a device copies from this memory of the host in its own time, not at the call."""
+    return memory.is_pinned()
+
+
+def drain(seconds: float) -> None:
+    """Give all that is queued so much time to end."""
+    deadline = time.monotonic() + seconds
+    while not all(queued.over() for queued in list(_QUEUED)) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+
+
+def lose_queued() -> None:
+    """Judge all that is queued, before collectives are aborted."""
+    while _FLAGS:
+        with suppress(IndexError):
+            _FLAGS.popleft().fill_(1)
+    while _QUEUED:
+        with suppress(IndexError):
+            _QUEUED.popleft().judge()
 
 
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

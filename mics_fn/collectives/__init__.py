@@ -93,6 +93,7 @@ from mics_fn.collectives.agreement import (
     collect_bytes,
     in_parts,
     in_step,
+    read_all,
     same_call,
 )
 from mics_fn.collectives.codec import Codec
@@ -151,6 +152,7 @@ __all__ = [
     "checksum",
     "collect",
     "collect_all",
+    "read_all",
     "collect_bytes",
     "finish_readers",
     "hand_over",

@@ -66,7 +66,9 @@ class Collective:
             with _torch.unrecorded(async_op):
                 self.work = self._call(group=group, async_op=async_op)
         except (RuntimeError, ValueError) as error:
-            raise self._failed(error, wait=False) from error
+            # NCCL says here, too, that an earlier collective lost its peer.
+            lost, number = isinstance(error, dist.DistBackendError), self.comm.calls.issued + 1
+            raise self._failed(error, number, wait=lost) from error
         self.comm.calls.issued += 1
 
     def done(self) -> bool:
@@ -78,7 +80,7 @@ class Collective:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self._failed(error, wait=True) from error
+            raise self._failed(error, self.comm.calls.issued, wait=True) from error
 
     def late(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
@@ -90,7 +92,7 @@ class Collective:
             )
         )
 
-    def _failed(self, error: Exception, *, wait: bool) -> Exception:
+    def _failed(self, error: Exception, number: int, *, wait: bool) -> Exception:
         """What to raise; it may wait for a moment to learn which rank was the cause."""
         first = first_line(error)
         own = CollectiveError(
@@ -100,7 +102,7 @@ class Collective:
                 fix="look at the other ranks' errors, then make new groups: these are broken",
             )
         )
-        comm, number = self.comm, self.comm.calls.issued if wait else self.comm.calls.issued + 1
+        comm = self.comm
         call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
         return comm.life.explained(own, wait=wait, call=call)
 

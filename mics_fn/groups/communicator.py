@@ -125,8 +125,14 @@ class Comm:
         return self.life.closed
 
     def check_open(self) -> None:
-        """Raise GroupsError if its groups were closed or failed, even if its size is 1."""
-        failed = self.life.failed
+        """Raise GroupsError if its groups were closed or failed, even if its size is 1.
+
+        The first call after they failed while this rank waited for its device raises why.
+        """
+        failed, unheard = self.life.failed, self.life.unheard
+        if unheard is not None and not self.closed:
+            self.life.unheard = None
+            raise unheard
         if not self.closed and failed is None:
             return
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used"

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mics_fn import _torch
+from mics_fn import _device, _torch
 from mics_fn.errors import CollectiveError, GroupsError, MicsError, message
 from mics_fn.groups.peers import (
     Failure,
@@ -77,6 +77,8 @@ class GroupState:
     step: int | None = None  # the optimizer step under way, for errors
     call: Any = None  # the last call, as `Calls` describes it
     _failed_s: float = 0.0  # seconds since a rank failed; counted only on an accelerator
+    aborted: bool = False  # whether collectives in flight on an accelerator were ended
+    unheard: Exception | None = None  # why they failed, if no call of this rank has raised it yet
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, Failure] = field(default_factory=dict)
     told: Failure | None = None  # what this rank said of itself last
@@ -271,6 +273,8 @@ class GroupState:
         if error is not None:  # first: what is aborted fails elsewhere
             quietly(partial(self.tell, error, final=True))
         tasks = self.left, self.depart(LEFT)
+        if self.on_device and not self.aborted:
+            _device.drain(_PATIENCE_S)
         threads = [*self._abort(), *map(_started, tasks)]
         self._let_go()
         deadline = time.monotonic() + _PATIENCE_S
@@ -309,6 +313,9 @@ class GroupState:
         groups = [group for group in self.owned if _torch.is_alive(group)]
         self._let_go()
         quietly(self.left)
+        if end is discard and self.on_device and not self.aborted:
+            _device.drain(_GRACE_S)
+            _device.lose_queued()
         for i in reversed(range(len(groups))):
             end(groups[i])
         self.failed = None
@@ -326,6 +333,10 @@ class GroupState:
             start(thread).join(patience_s)
 
     def _abort(self) -> list[threading.Thread]:
+        """Abort each process group on a thread; see [Note: aborted collectives] in `_device`."""
+        if self.on_device and not self.aborted:
+            self.aborted = True
+            _device.lose_queued()
         groups = [group for group in self.owned if _torch.is_alive(group)]
         return [_started(partial(_torch.abort, group)) for group in groups]
 
@@ -345,26 +356,33 @@ class GroupState:
         failure = self.idle.behind(store, self.key)
         if failure is None:
             text = f"the device of rank {self.rank} waits for a collective for {self.timeout_s:g} s"
-            self.fail(CollectiveError(text))
+            self._fail_unheard(CollectiveError(text))
             self._abort()
         return failure
 
     def end_blocked_waits(self, passed_s: float) -> None:
-        """Abort the groups if a rank has failed and this one waits for its device all the same.
+        """Abort the groups of an accelerator once a rank, or a collective, has failed.
 
         A host that waits for a device is in C++, and hears nothing until collectives there end.
+        Those in flight have `_GRACE_S` to end by themselves.
 
         Args:
           passed_s: since this was called last.
         """
-        if not self.on_device or self.failed is not None or not self.standing:
+        final = self.failed is not None or any(each.final for each in self.standing.values())
+        if not self.on_device or self.aborted or not final:
             self._failed_s = 0.0
             return
-        if any(failure.final for failure in self.standing.values()):
-            self._failed_s += passed_s
-            if self._failed_s > _GRACE_S:
-                self.fail(self.first(next(iter(self.standing.values()))).error("its device"))
-                self._abort()
+        self._failed_s += passed_s
+        if self._failed_s > _GRACE_S:
+            if self.failed is None:
+                failure = self.first(next(iter(self.standing.values())))
+                self._fail_unheard(failure.error("a result of its device"))
+            self._abort()
+
+    def _fail_unheard(self, error: Exception) -> None:
+        self.unheard = error
+        self.fail(error)
 
     def _let_go(self) -> None:
         self.closed = True

@@ -35,9 +35,9 @@ from mics_fn._version import __version__
 from mics_fn.collectives import (
     Pending,
     checksum,
-    collect_all,
     collect_bytes,
     hand_over,
+    read_all,
     send_from,
     start_collect,
 )
@@ -96,7 +96,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     for home in homes:
         sent = tree.digest(f"{name}\n{text}" for name, text in sorted(mine.items()))
         digest = torch.tensor(list(sent), dtype=torch.uint8, device=home.device)
-        if len({bytes(x.tolist()) for x in collect_all(home, digest).values()}) > 1:
+        if len(set(map(bytes, read_all(home, digest).values()))) > 1:
             found = collect_bytes(home, json.dumps(mine).encode())
             _differ(verb, {rank: json.loads(text) for rank, text in found.items()})
         home.agreed.add(OPTIONS)
@@ -255,7 +255,7 @@ def _check_equal(sent: list[Tensor], home: Groups) -> None:
     """Raise DesyncError on all ranks unless equal parts have equal sizes."""
     mine = digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
     said = torch.tensor(list(mine), dtype=torch.uint8, device=home.device)
-    found = {rank: bytes(x.tolist()) for rank, x in collect_all(home, said).items()}
+    found = {rank: bytes(row) for rank, row in read_all(home, said).items()}
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
         if len({found[rank] for rank in ranks}) > 1:
@@ -398,7 +398,7 @@ def compare_once(state: Any, home: Any) -> None:
 def _steps(step: int, home: Groups) -> dict[int, int]:
     """The step of each rank, by global rank."""
     mine = torch.tensor(step, dtype=torch.int64, device=home.device)
-    steps = {rank: int(other) for rank, other in collect_all(home, mine).items()}
+    steps = read_all(home, mine)
     if len(set(steps.values())) == 1:
         home.agreed.add(_SEEN)
     return steps
@@ -536,6 +536,7 @@ class Comparison:
         if self._pending is None or not isinstance(home, Groups):
             return self._state
         table = self._pending.wait().view(home.world_size, -1).tolist()
+        home.partition.check_open()  # else these may be no values of any rank
         rows = dict(zip(home.stacked_ranks, map(tuple, table), strict=True))
         places = [home.ranks[place :: home.partition_size] for place in range(home.partition_size)]
         if all(len({rows[rank] for rank in ranks}) == 1 for ranks in places):
@@ -585,8 +586,7 @@ class Comparison:
         data = [getattr(leaf, "data", leaf) for leaf in leaves]
         kept = [i for i, x in enumerate(data) if isinstance(x, Tensor)]
         sums = [torch.tensor(self._state.step), *(checksum_of(data[i]).cpu() for i in kept)]
-        found = collect_all(home, torch.stack(sums).to(home.device))
-        rows = {rank: row.tolist() for rank, row in found.items()}
+        rows = read_all(home, torch.stack(sums).to(home.device))
         at = next(
             i for i in range(len(sums)) if any(_bits_differ(rows, ranks, i) for ranks in places)
         )

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -361,14 +361,23 @@ class StepTotals:
       loss: this rank's loss, 0-dim and float64, on the device.
       samples, tokens: how many this rank had.
       weighted: whether losses have weights, so that unlike batches are meant.
+      flag: `abort_flag` as it was when the step began.
     """
 
     def __init__(
-        self, home: Groups, loss: Tensor, samples: int, tokens: int, *, weighted: bool = False
+        self,
+        home: Groups,
+        loss: Tensor,
+        samples: int,
+        tokens: int,
+        *,
+        weighted: bool = False,
+        flag: Any = None,
     ) -> None:
+        self._flag = flag
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
         self._weighted, self._found = weighted, torch.empty(0)
-        self._arrived: torch.Event | None = None  # what came back, on the host
+        self._back: _device.HostCopy | None = None  # what came back, on the host
 
     def exchange(self, squares: Tensor | None = None) -> Tensor:
         """Send it, once; the host does not wait on an accelerator.
@@ -384,12 +393,27 @@ class StepTotals:
         sent = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
         alone = self.home.world_size == 1
         self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
-        self._on_host = self._found
-        if _device.is_async(self.home.device):
-            host = _device.host_buffer(sent.nbytes, self.home.device).view(torch.float64)
-            self._on_host = host.copy_(self._found, non_blocking=True)
-            self._arrived = _device.record(self.home.device)
+        self._fetch(self._found)
         return self._found[1]
+
+    def _fetch(self, numbers: Tensor) -> None:
+        if _device.is_async(self.home.device):
+            self._back = _device.HostCopy(numbers)
+
+    def masks(self, found_inf: Tensor) -> None:
+        """Let a step be masked, too, if collectives were aborted before the last one was done.
+
+        Args:
+          found_inf: as `Verdict` has it; it is written to, behind the last collective.
+        """
+        flag = self._flag.to(found_inf.device, non_blocking=True)
+        torch.maximum(found_inf, flag, out=found_inf)
+        self._fetch(torch.cat([self._found, torch.stack([found_inf, flag])]))
+
+    def outcome(self) -> tuple[bool, bool]:
+        """Of a masked step, whether it was refused, and whether that was since it was aborted."""
+        *_, refused, aborted = cast(_device.HostCopy, self._back).numbers
+        return bool(refused), bool(aborted)
 
     def reaches(self, homes: Iterable[Any]) -> bool:
         """Whether all of these groups have the ranks that it is sent to."""
@@ -404,19 +428,17 @@ class StepTotals:
     @cached_property
     def _read(self) -> list[float]:
         """What came back; the host waits for that, and for nothing that was queued later."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._on_host.tolist()
+        if self._back is None:
+            return self._found.tolist()
+        found = self._back.numbers
+        if self._back.queued.lost:
+            self.home.partition.check_open()  # which raises
+        return found
 
     @property
     def finite(self) -> bool:
         """Whether the losses of all ranks are finite."""
         return math.isfinite(self._read[0])
-
-    @property
-    def all_finite(self) -> bool:
-        """Whether losses and what `exchange` was given are finite on all ranks."""
-        return self.finite and math.isfinite(self._read[1])
 
     @property
     def samples(self) -> int:
@@ -702,6 +724,8 @@ class Guard:
             return Verdict(given, norm, None, False, True, self, None, bad)
         # The host waits once for both numbers.
         times, highest = torch.stack([factor, highest]).tolist()
+        for home in homes:
+            home.partition.check_open()  # else these may be no values of any rank
         finite, spike, watch = math.isfinite(highest), False, self.spike
         finite = finite and (totals is None or totals.finite)
         if watch is not None:

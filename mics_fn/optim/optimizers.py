@@ -7,13 +7,13 @@ flat pieces of parameters: those of torch that are, by name, and what a caller s
 [Note: masked steps] On an accelerator a step whose gradient may not be finite is launched before
 the host knows: torch's fused kernels read a number of the device, `found_inf`, and write nothing if
 it is 1. So the host need not wait for the norm in each step. It reads the number a step later, and
-takes back what only the host has, the counts of steps.
+takes back what only the host has, the counts of steps. It is 1 as well if collectives were aborted
+before the last of them was done, so that an abort leaves the state before the step, whole.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from inspect import Parameter, signature
 from itertools import chain
 from operator import index
@@ -46,6 +46,7 @@ from mics_fn.optim.transform import (
     check_own,
     check_rule,
     decay_keys,
+    found_inf,
     from_step,
     rate_at,
 )
@@ -87,23 +88,6 @@ class OptimizerNames(NamedTuple):
     def fits(self, state: Any) -> bool:
         """Whether a state has these names."""
         return set(state.moments) == set(self.moments) and set(state.scalars) == set(self.scalars)
-
-
-_FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)
-
-
-@contextmanager
-def masked_by(found_inf: Tensor | None) -> Iterator[None]:
-    """A block whose fused steps write nothing if a number of the device is 1.
-
-    Args:
-      found_inf: 0-dim float32 tensor, 0 or 1; None masks nothing.
-    """
-    token = _FOUND_INF.set(found_inf)
-    try:
-        yield
-    finally:
-        _FOUND_INF.reset(token)
 
 
 class TorchState(NamedTuple):
@@ -328,7 +312,7 @@ def _step(
         (steps,) = map(list, scalars)
         given = {name: options[name] for name in ("lr", "weight_decay", "eps", "fused")}
         given |= dict(zip(("beta1", "beta2"), options["betas"], strict=True))
-        given |= {"amsgrad": False, "maximize": False, "found_inf": _FOUND_INF.get()}
+        given |= {"amsgrad": False, "maximize": False, "found_inf": found_inf()}
         given["decoupled_weight_decay"] = cls is torch.optim.AdamW
         _adam(values, grads, means, squares, [], steps, **given)
         return dict.fromkeys(kind.scalars, steps[0])
@@ -344,8 +328,8 @@ def _step(
         if state.count == 0:
             for name in kind.late:  # torch makes these itself
                 del optimizer.state[param][name]
-    if _FOUND_INF.get() is not None:
-        vars(optimizer)["found_inf"] = _FOUND_INF.get()
+    if found_inf() is not None:
+        vars(optimizer)["found_inf"] = found_inf()
     optimizer.step()
     for param, targets in zip(params, kept, strict=True):
         found = optimizer.state[param]

@@ -17,7 +17,13 @@ from mics_fn.optim.columns import Coming, gradients
 from mics_fn.optim.comparing import compare_once, optimizer_facts, same_options
 from mics_fn.optim.flat import Unpacked, any_requires_grad, check_coded, devices, unpacked
 from mics_fn.optim.moving import as_before, init_elsewhere
-from mics_fn.optim.transform import Optimizer, Transform, as_transform, step_of_tree
+from mics_fn.optim.transform import (
+    Optimizer,
+    Transform,
+    as_transform,
+    found_inf,
+    step_of_tree,
+)
 from mics_fn.shards import (
     Arriving,
     Sharded,
@@ -26,6 +32,7 @@ from mics_fn.shards import (
     dtype_name,
     homes_of,
     is_leaf,
+    lose_if_aborted,
     names,
     note_write,
     reduced_over,
@@ -329,7 +336,9 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
             increment_version(after.pieces)
             if variables:
                 params = tree.map_leaves(Tensor.requires_grad_, params)
-        return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
+    if found_inf() is None:  # a masked one is not written then
+        lose_if_aborted(params, "params", f"opt_step at step {state.step}", _home_of(ahead))
+    return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 
 def _updated(

@@ -1,7 +1,9 @@
 """Optimizers, and parts of optimizers, as pure functions over trees of shards."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +24,28 @@ from mics_fn.tree import Tree
 Rate = float | Tensor | Callable[[int], float | Tensor]
 Facts = Callable[[Sequence[str]], Mapping[str, str]]  # see `Transform`
 Mask = Callable[[str], bool]  # from the path of a leaf to whether it is selected
+
+
+_FOUND_INF: ContextVar[Tensor | None] = ContextVar("found_inf", default=None)
+
+
+@contextmanager
+def masked_by(number: Tensor | None) -> Iterator[None]:
+    """A block whose fused steps write nothing if a number of the device is 1.
+
+    Args:
+      number: 0-dim float32 tensor, 0 or 1; None masks nothing.
+    """
+    token = _FOUND_INF.set(number)
+    try:
+        yield
+    finally:
+        _FOUND_INF.reset(token)
+
+
+def found_inf() -> Tensor | None:
+    """The number of the block of `masked_by` that this is in, if it is in one."""
+    return _FOUND_INF.get()
 
 
 class Optimizer(Protocol):

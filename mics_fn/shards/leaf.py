@@ -12,6 +12,7 @@ is found by its storage for as long as a pickler or a copy holds it, and come ba
 chunk again. A piece that does not lie in a chunk of its own is copied by itself.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
@@ -19,12 +20,11 @@ from dataclasses import dataclass
 from inspect import currentframe
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mics_fn import _torch, tree
+from mics_fn import _device, _torch, tree
 from mics_fn.collectives import SHORT_NAMES
 from mics_fn.errors import DonatedError, LeafError, LostStateError, message
 from mics_fn.offload import is_coded, read
@@ -46,7 +46,7 @@ class ChunkMemory:
         self.flat = flat
 
 
-_MEMORIES: WeakValueDictionary[tuple, ChunkMemory] = WeakValueDictionary()
+_MEMORIES: weakref.WeakValueDictionary[tuple, ChunkMemory] = weakref.WeakValueDictionary()
 
 
 def parts_of(leaf: Any) -> tuple[Any, ...]:
@@ -368,6 +368,34 @@ class Writing:
         """Mark the covered values as lost, unless the block ended without an error."""
         if self.whole is self and self.begun:
             self.give_away()
+
+
+def lose_if_aborted(shards: Tree, root: str, to: str, home: Any) -> None:
+    """Let leaves be lost where collectives are aborted before a device has written them.
+
+    See [Note: aborted collectives] in `_device`.
+
+    Args:
+      shards: the leaves, as a step has left them.
+      root: the beginning of their paths in the error.
+      to: what has written them.
+      home: the groups whose collectives they depend on; None if these are not known.
+    """
+    leaves, spec = tree.flatten(shards, is_leaf)
+    first = home or getattr(_first_trained(leaves), "data", None)
+    device = getattr(first, "device", None)
+    if device is None or not _device.is_async(device):
+        return
+    refs = [weakref.ref(leaf) for leaf in leaves]
+
+    def lose() -> None:
+        lost = Writing()
+        lost.covers_leaves([ref() for ref in refs], spec, root, to)
+        lost.give_away()
+
+    _device.Queued(device, lose)
+    if home is not None and home.life.failed is not None:
+        lose()
 
 
 _WRITING: ContextVar[Writing | None] = ContextVar("writing", default=None)

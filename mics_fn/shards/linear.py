@@ -148,6 +148,7 @@ def _compare(
     mine += [0] * (_MOST_DIMS + 1 - len(mine))
     sent = torch.tensor(mine, dtype=torch.int64, device=device)
     found = collect(comm, sent, "shape of a batch").tolist()
+    comm.check_open()  # else these may be no values of any rank
     shapes = [f"batch {tuple(theirs[2 : 2 + theirs[1]])}" for theirs in found]
     if len(set(shapes)) > 1:
         text = f"{name}: ranks have batches of different shapes under vmap"

@@ -448,7 +448,9 @@ def note_origins(bucket: Bucket, full: Tensor) -> None:
     else:
         found = torch.zeros(len(bucket.shapes), dtype=full.dtype)
     before = _seen.get(bucket)
-    _seen[bucket] = found if before is None else torch.maximum(before, found)
+    if before is not None and before.device == found.device:
+        found = torch.maximum(before, found)
+    _seen[bucket] = found
 
 
 def origins_of(bucket: Bucket) -> list[str]:

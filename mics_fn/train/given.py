@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.collectives import SHORT_NAMES, Wire, collect_all
+from mics_fn.collectives import SHORT_NAMES, Wire, read_all
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
@@ -77,7 +77,7 @@ def _quarter_of_memory(home: Groups) -> int:
     if not _device.is_async(home.device):  # the ranks of a machine share its memory
         found //= home.plan.topology.sizes[-1]
     mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
-    return int(min(other.item() for other in collect_all(home, mine).values()))
+    return min(read_all(home, mine).values())
 
 
 # What is compared for a `Trainer`: options that change numbers, and every K steps replicas.
@@ -521,6 +521,8 @@ class Masked(NamedTuple):
 
     totals: StepTotals  # they say whether it was
     before: list[Any]  # the leaves of the optimizer's state before it that are no tensors
+    sync: SyncState  # before it
+    place: Any  # in the data, before it
 
 
 class Ready(NamedTuple):

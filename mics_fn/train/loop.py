@@ -519,6 +519,15 @@ class Epochs:
         if self._samples is not None and self._at is not None:
             self._at, self._samples = self._at.used(self._samples), None
 
+    @property
+    def place_before(self) -> Position | None:
+        """Before the step under way; see `go_back`."""
+        return self._at
+
+    def go_back(self, place: Position | None) -> None:
+        """Count a batch as not used, since the step that took it is to be made again."""
+        self._at = place
+
     def kept(self) -> dict[str, Any] | None:
         """The position in the last pass, in the form in which it is saved; None before any.
 

@@ -32,6 +32,7 @@ from mics_fn.shards import (
     Writing,
     check_equal,
     is_leaf,
+    lose_if_aborted,
     open_shards,
     refuse_derivative,
     sync_replicas,
@@ -233,7 +234,8 @@ class ReplicaSync:
                 writing.covers(params, "params", "ReplicaSync.after")
                 merged = map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
                 writing.give_away()
-            return merged, replace(state, outer=outer)
+        lose_if_aborted(merged, "params", "ReplicaSync.after", None)
+        return merged, replace(state, outer=outer)
 
     def _refuse_derivative(self, verb: str, params: Tree) -> None:
         if self.apart or verb == "reduced":

@@ -126,7 +126,9 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
     home = member.home
     if not whole:
-        raise _no_replica(home, found, [], "all ranks have just begun")
+        cut = any(said.cut for said in found.values())
+        why = "on no rank it is whole" if cut else "all ranks have just begun"
+        raise _no_replica(home, found, [], why)
     newest = max(found[rank].at for rank in whole)
     ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
     if home.rank in ready:
@@ -252,7 +254,7 @@ def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateErr
 
 def _place(said: Said) -> str:
     if said.cut:
-        return f"was cut short while it wrote step {said.step + 1}"
+        return "was cut short while it wrote a step"
     merges = ", before its merge" if said.merges else ""
     return "came back without it" if said.back else f"is at step {said.step}{merges}"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mics_fn import _device, spans, tree
 from mics_fn.checks import check_matched
-from mics_fn.collectives import collect_all
+from mics_fn.collectives import read_all
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
@@ -165,16 +165,18 @@ def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: S
     if verdict.accept:
         over = home if sync.due(trainer.sync_state) else sync.groups(home)
         buffers = trainer.program.buffers.average(buffers, over)
-    masked = None
-    if verdict.found_inf is not None:
-        masked = Masked(totals, _plain(old.opt))
+    masked, found_inf = None, verdict.found_inf
+    if found_inf is not None:
+        totals.masks(found_inf)
+        place = trainer.epochs.place_before
+        masked = Masked(totals, _plain(old.opt), trainer.sync_state, place)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
-                new.copy_(torch.where(verdict.found_inf > 0, old.buffers[name], new))
+                new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
     ready = Ready(verdict, buffers, kept, masked)
     if trainer.recoverable:  # see [Note: steps written together] in `resetting`
         trainer.member.ready = ready
-        collect_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
+        read_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
     commit.write()  # no collective is left, but those of a merge
     return ready
 
@@ -226,7 +228,10 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     torch's fused kernels, the host waits. See [Note: masked steps] in `optim.optimizers`.
     """
     state, sync, masked = trainer.ahead, trainer.replica_sync, trainer.ahead.transform.masked
-    if not _device.is_async(trainer.member.home.device) or masked is None or comes(trainer):
+    device = trainer.member.home.device
+    if not _device.is_async(device) or masked is None or comes(trainer):
+        return False
+    if _device.abort_flag(device) is None:
         return False
     more = sync.apart or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
@@ -235,17 +240,25 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
 
 
 def settle(trainer: Any) -> None:
-    """Look whether the last step was taken, if it was masked, and take its counts back if not."""
+    """Look whether the last step was taken, if it was masked, and take its counts back if not.
+
+    The host waits for it. If a rank is lost, that ends when collectives are aborted.
+    """
     masked, state, guard = trainer.member.masked, trainer.ahead, trainer.guard
     if masked is None:
         return
-    masked.totals.warn_of_unequal()
-    if not masked.totals.all_finite:
+    refused, aborted = masked.totals.outcome()
+    if aborted:  # the step is to be made again, with the same batch
+        trainer.sync_state = masked.sync
+        trainer.epochs.go_back(masked.place)
+    else:
+        masked.totals.warn_of_unequal()
+    if refused:
         leaves, spec = tree.flatten(state.opt)
         before = iter(masked.before)
         leaves = [x if isinstance(x, torch.Tensor) else next(before) for x in leaves]
         state = replace(state, step=state.step - 1, opt=spec.unflatten(leaves))
-        guard = guard.after_refusal()
+        guard = guard if aborted else guard.after_refusal()
     trainer.ahead, trainer.guard, trainer.member.masked = state, guard, None
 
 
@@ -305,6 +318,8 @@ class MicroSteps:
 def one_step(trainer: Any, batch: Any) -> StepMetrics:
     """Take a step on a batch, on all ranks together; see `Trainer.step`."""
     member = trainer.member
+    flag = _device.abort_flag(member.home.device) if _device.is_async(member.home.device) else None
+    member.home.partition.check_open()  # a state may be lost because they have failed
     merge(trainer)  # where that of the last step was cut short
     if not member.compared:  # a state may have been put in its place since
         same_step(trainer.ahead, trainer.groups)
@@ -331,7 +346,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         if drift is not None:
             trainer.state = drift.finish(trainer.on_drift)
         loss, buffers = done.end()
-        totals = StepTotals(home, loss, *counts, weighted=trainer.weight is not None)
+        totals = StepTotals(home, loss, *counts, weighted=trainer.weight is not None, flag=flag)
         if early:
             verdict = update_early(trainer, total, buffers)
             totals.exchange()
@@ -373,11 +388,12 @@ def metrics_of(
 ) -> StepMetrics:
     """The metrics of a step; of a masked one, what the host has to wait for is read later."""
     known |= {"grad_norm": verdict.norm, "spike": verdict.spike}
-    step, skipped = trainer.ahead.step, verdict.next.skipped
+    step, skipped, masked = trainer.ahead.step, verdict.next.skipped, trainer.member.masked
 
     def rest() -> dict[str, Any]:
-        refused = verdict.found_inf is not None and not totals.all_finite
+        refused, aborted = (False, False) if masked is None else totals.outcome()
         why = "a loss or a gradient is not finite" if refused else verdict.nonfinite
+        why = "collectives were aborted" if aborted else why
         return {
             "step": step - refused,
             "samples": totals.samples,
@@ -387,7 +403,7 @@ def metrics_of(
             "skipped": skipped + refused,
         }
 
-    if verdict.found_inf is not None:
+    if masked is not None:
         return StepMetrics.known_later(rest, **known)
     totals.warn_of_unequal()
     return StepMetrics(**known, **rest())

@@ -1,6 +1,7 @@
 """What ranks do on the simulated device in tests of their own."""
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from models import Net, batches, loss_of
 from simcuda import Issued, nccl, torch_cuda
 
 import mics_fn as mf
-from mics_fn import optim
+from mics_fn import _device, optim
+from mics_fn.errors import CollectiveError
+from mics_fn.shards import any_lost
 
 
 def left_by_an_error() -> tuple[str, float]:
@@ -28,6 +31,77 @@ def left_by_an_error() -> tuple[str, float]:
     except (KeyError, mf.MicsError) as error:
         return type(error).__name__, time.monotonic() - raised
     raise AssertionError("no rank has failed")
+
+
+def aborted(late: Sequence[int]) -> dict[str, Any]:
+    """What a rank finds after collectives were aborted, on some ranks before a step was over.
+
+    The guard lets a step be written whatever its gradients are, so nothing masks it.
+
+    Args:
+      late: the ranks whose device has not come to the end of the last step.
+    """
+    rank, found = dist.get_rank(), dict[str, Any]()
+    with mf.make_groups(2, device=torch.device("cuda", rank), timeout_s=30) as groups:
+        model = Net().to(groups.device)
+        guard = optim.Guard(on_nonfinite="ignore")
+        trainer = mf.Trainer(model, optim.adamw(1e-2), groups, loss=loss_of, guard=guard)
+        first, *data = batches(groups.device)
+        trainer.step(first)
+        torch_cuda.answer_queries("never" if rank in late else "always", seed=0)
+        for batch in data:
+            trainer.step(batch)
+        groups.life.fail(CollectiveError("planted"))
+        groups.life._abort()
+        torch_cuda.answer_queries("always", seed=0)
+        found["lost"] = any_lost(trainer.state)
+        found["used"] = _error_of(lambda: mf.shards.map(torch.sqrt, trainer.state.params))
+        found["reset"] = _error_of(trainer.reset)
+        found["params"] = None
+        if not found["reset"]:
+            found["params"] = {name: x.cpu() for name, x in trainer.params().items()}
+    return found
+
+
+def aborted_within() -> dict[str, Any]:
+    """What a rank finds after a step in which an abort of collectives had begun, and the next one.
+
+    Those of the simulated device are done all the same, so that only the flag tells.
+    """
+    device = torch.device("cuda", dist.get_rank())
+    with mf.make_groups(2, device=device, timeout_s=30) as groups:
+        aborts = []
+
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            if aborts:
+                _device.lose_queued()
+            return loss_of(model, batch)
+
+        trainer = mf.Trainer(Net().to(device), optim.adamw(1e-2), groups, loss=loss)
+        first, second, third, _ = batches(device)
+        trainer.step(first)
+        trainer.step(second)
+        before = {name: x.cpu() for name, x in trainer.params().items()}
+        calls = trainer.sync_state.step
+        aborts.append(True)
+        metrics = trainer.step(third)
+        found: dict[str, Any] = {"accepted": metrics.accepted, "why": metrics.nonfinite}
+        found |= {"lost": any_lost(trainer.state), "step": trainer.state.step}
+        found["calls"] = trainer.sync_state.step - calls
+        after = {name: x.cpu() for name, x in trainer.params().items()}
+        found["same"] = all(torch.equal(after[name], x) for name, x in before.items())
+        aborts.clear()
+        found["next"] = trainer.step(third).accepted, trainer.state.step
+        return found
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    """The name and the text of the error that a call raises; "" if it raises none."""
+    try:
+        call()
+    except mf.MicsError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def with_defaults() -> tuple[str, str, int]:

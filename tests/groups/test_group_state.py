@@ -18,9 +18,12 @@ from mics_fn.collectives import collect
 from mics_fn.collectives.levels import start_all_gather
 from mics_fn.errors import GroupsError, PeerFailed, first_line
 from mics_fn.groups import ErrorReport, Groups, make_groups, withdraw_all
+from mics_fn.groups.group_state import _GRACE_S
+from mics_fn.groups.peers import without_a_word
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import init_state, sgd
 from mics_fn.shards import gather, shard
+from mics_fn.store import poll
 
 Pools = Callable[[int], RankPool]
 
@@ -116,6 +119,26 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Groups, list[A
         return groups, owned
 
     return make
+
+
+def test_a_device_that_waits_for_a_lost_rank_is_freed_and_the_next_call_says_why(fakes: Any):
+    groups, owned = fakes(False, False)
+    life = groups.life
+    life.on_device, life.standing = True, {3: without_a_word(3, "killed")}
+    for _ in range(2):  # collectives may still end by themselves
+        life.end_blocked_waits(_GRACE_S / 2)
+    assert (life.aborted, life.failed) == (False, None)
+    life.end_blocked_waits(_GRACE_S / 2)
+    for _ in range(2):
+        life.end_blocked_waits(2 * _GRACE_S)
+    assert life.aborted
+    assert poll(lambda: all(group.ended for group in owned), 1, time.monotonic() + 5)
+    assert [group.ended for group in owned] == ["aborted"] * 2
+    with pytest.raises(PeerFailed, match="rank 3 is gone") as error:
+        groups.partition.process_group()
+    assert "waits for a result of its device" in str(error.value)
+    with pytest.raises(GroupsError, match="rank 3 is gone"):
+        groups.partition.process_group()
 
 
 @pytest.mark.parametrize(

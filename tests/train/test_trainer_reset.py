@@ -386,7 +386,7 @@ def test_where_no_replica_has_it_a_save_is_loaded_on_all_ranks(
             assert not loaded
             continue
         assert loaded.startswith("Trainer.reset: no replica holds the state that a lost rank had")
-        assert "rank 1 was cut short while it wrote step 3" in loaded
+        assert "rank 1 was cut short while it wrote a step" in loaded
         assert "rank 0 was" not in loaded
         assert "a state in its place that all ranks have saved, of step" in loaded
 
