@@ -21,7 +21,9 @@ from mics_fn.lab.ranks.pool import RankPool
 
 LIMIT_S = 120.0
 
-# Ranks fork from here: there are more of them than cores.
+# Ranks fork from here: there are more of them than cores, and no fork can use a GPU of its parent.
+# With CUDA_VISIBLE_DEVICES=0, `pytest -n 0 -k cuda` runs what needs one.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 torch.set_num_threads(1)
 pending._SHORTEST_SLEEP_S = 5e-4  # each look takes time from those who are waited for
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
