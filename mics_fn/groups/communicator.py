@@ -257,9 +257,8 @@ class Maker:
     def _group(self, name: str, members: tuple[int, ...], *, late: bool) -> dist.ProcessGroup:
         # Groups of one purpose are disjoint, so one member tells them apart.
         unique = f"{self.life.key}/{name}/{members[0]}"
-        # On a device the monitor keeps the limit; torch's own must not come first.
-        limit_s = self.timeout_s if self.backend == "gloo" else 2 * self.timeout_s
-        options = {"timeout_s": limit_s, "backend": self.backend, "name": unique}
+        # Waits and the monitor keep the limit, and name who is behind; torch's must not come first.
+        options = {"timeout_s": 2 * self.timeout_s, "backend": self.backend, "name": unique}
         make = partial(_torch.new_group, members, **options, purpose=f"mics_fn {name}")
         try:
             if self.backend == "gloo":  # it connects the members, in C++

@@ -459,6 +459,24 @@ def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch) -> 
         make_groups(2)
 
 
+def limits_of_torch() -> list[float]:
+    seen: list[float] = []
+    new_group = _torch.new_group
+
+    def noted(*args: Any, timeout_s: float, **options: Any) -> Any:
+        seen.append(timeout_s)
+        return new_group(*args, timeout_s=timeout_s, **options)
+
+    with mock.patch.object(_torch, "new_group", noted), make_groups(2, timeout_s=30):
+        return seen
+
+
+def test_waits_of_ranks_end_before_those_of_torch_which_name_nobody(ranks: Pools):
+    for seen in ranks(4).run(limits_of_torch):
+        assert seen
+        assert min(seen) > 30
+
+
 def test_traffic_is_a_ledger() -> None:
     traffic = Traffic()
     assert str(traffic) == "nothing sent"
