@@ -995,9 +995,6 @@ PlanError: save: path=None, expected a str or os.PathLike that is not empty
 PlanError: save: path='', expected a str or os.PathLike that is not empty
 >>> checkpoint.save(state(), "a", groups, step=1)
 PlanError: save: path is of type TrainState, expected a str or os.PathLike that is not empty
->>> checkpoint.save("a", None, groups, step=1)
-LeafError: save: state is None
-  fix: pass a TrainState or a tree
 >>> checkpoint.save("a", 5, groups, step=2)
 LeafError: save: the state has no tensor to save
   fix: pass a TrainState, or a tree with shards or tensors
@@ -1017,19 +1014,11 @@ PlanError: save: keep='2', expected an int of at least 1
 PlanError: save: overwrite=True, expected 'never' or 'newer'
 >>> checkpoint.start_save("a", state(), groups, step=1, commit="copy")
 PlanError: save: commit='copy', expected 'rename' or 'file'
->>> checkpoint.load(5, state(), groups)
-PlanError: load: path=5, expected a str or os.PathLike that is not empty
 >>> checkpoint.load("a", state(), groups, step="3")
 PlanError: load: step='3', expected None or an int of at least 0
   fix: None takes the newest one
 >>> checkpoint.load("a", state(), groups, on_corrupt=None)
 PlanError: load: on_corrupt=None, expected 'raise' or 'previous'
->>> checkpoint.load("a", state(), groups, replicas="x")
-PlanError: load: replicas='x', expected 'equal' or 'apart'
->>> checkpoint.steps(None)
-PlanError: steps: path=None, expected a str or os.PathLike that is not empty
->>> checkpoint.latest("")
-PlanError: latest: path='', expected a str or os.PathLike that is not empty
 >>> checkpoint.verify("a", True)
 PlanError: verify: step=True, expected None or an int of at least 0
   fix: None takes the newest one
@@ -1038,23 +1027,14 @@ PlanError: save_pretrained: path=None, expected a str or os.PathLike that is not
 >>> checkpoint.save_pretrained("a", shards(), groups, max_file_bytes="x")
 PlanError: save_pretrained: max_file_bytes='x', expected a number of bytes of at least 1
   fix: pass an int, or a text such as '512MiB' or '1GB'
->>> checkpoint.save_pretrained("a", shards(), groups, names="w")
-PlanError: save_pretrained: names='w', expected a function from a parameter's name to that in the file
-  fix: pass a function such as lambda name: f'model.{name}'
 >>> checkpoint.save_pretrained("a", shards(), groups, names=lambda name: 5)
 PlanError: save_pretrained: names(...)=5, expected a str or None
 >>> checkpoint.save_dcp("a", shards(), groups, dtype="f32")
 PlanError: save_dcp: dtype='f32' is not a torch.dtype
   fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
->>> checkpoint.save_dcp("a", shards(), groups, prefix=5)
-PlanError: save_dcp: prefix=5, expected a str
-  fix: '' takes names as they are
 >>> checkpoint.save_dcp("a", shards(), groups, param_group={"lr": 0.1})
 PlanError: save_dcp: param_group= has no effect
   fix: pass a TrainState, or leave it out
->>> checkpoint.load_dcp("a", groups, like=None, prefix=None)
-PlanError: load_dcp: prefix=None, expected a str
-  fix: '' takes names as they are
 
 # Functions and collectives of one's own
 >>> mf.shards.map(None, shards())
