@@ -1124,24 +1124,9 @@ PlanError: move: device='meta', which holds no data
   fix: pass that of the groups, groups.device, or None
 
 # Looking inside, faults, trees
->>> timeline.picture(5)
-PlanError: Timeline.picture: path=5, expected a str or os.PathLike that is not empty
->>> timeline.picture("")
-PlanError: Timeline.picture: path='', expected a str or os.PathLike that is not empty
->>> timeline.picture("nofolder/x.png")
-PlanError: Timeline.picture: path='nofolder/x.png', expected a file in a folder that exists, and 'nofolder' does not
-  fix: make the folder first
->>> timeline.picture("x.nope")
-PlanError: Timeline.picture: path='x.nope', expected the name of an image
-  fix: let it end in one of ..., .png, ...
->>> mf.get(shards(), None, groups)
-LeafError: get: the path is NoneType, expected str
 >>> mf.get(shards(), groups, "w")
 LeafError: groups.b: got str, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
->>> mf.set(shards(), "w", "1", groups)
-LeafError: set: w: the value is str
-  fix: pass a plain tensor of the full shape, or a number to fill the leaf with
 >>> mf.set(shards(), "w", True, groups)
 LeafError: set: w: the value is True, and the leaf has dtype float32
   fix: pass 1 to fill the leaf with that number
