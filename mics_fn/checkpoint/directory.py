@@ -150,7 +150,6 @@ def step_back() -> None:
 
 READ = 256 * BLOCK  # bytes that are read, and compared, at once
 _LIMITS = Limits(trust=False, max_header_bytes=2**30, max_leaves=1_000_000)
-_EXTRA = "pip install 'mics-fn[checkpoint]'"
 _OLDER = "load an older step, as on_corrupt='previous' does"
 _AGAIN = "load it again; the file may be as it was saved"
 # What the system says of a file that is not there, or is something else.
@@ -173,7 +172,7 @@ def check_writable() -> None:
     """Raise FileError if safetensors, which writes files, is not installed."""
     if importlib.util.find_spec("safetensors") is None:
         text = "Checkpoints: saving needs the package safetensors"
-        raise FileError(message(text, fix=_EXTRA), "")
+        raise FileError(message(text, fix="pip install 'mics-fn[checkpoint]'"), "")
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -184,13 +183,10 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
       tensors: dense tensors on the CPU, by the names that they get.
 
     Raises:
-      FileError: it cannot be written, or safetensors is not installed.
+      FileError: it cannot be written.
     """
-    try:
-        import safetensors
-    except ImportError as error:
-        text = f"save: {path} needs the package safetensors"
-        raise FileError(message(text, fix=_EXTRA), str(path)) from error
+    import safetensors
+
     needed = sum(x.numel() * x.itemsize for x in tensors.values())
     try:
         header, size = _written(safetensors, path, tensors)

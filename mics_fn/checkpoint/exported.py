@@ -32,13 +32,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.checkpoint.directory import NewDirectory, free_path, new_directory, sync
 from mics_fn.checkpoint.manifest import savable
 from mics_fn.collectives import agree, in_step
-from mics_fn.errors import (
-    GroupsError,
-    LeafError,
-    MicsError,
-    PlanError,
-    message,
-)
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
 from mics_fn.init import Limits, read_shards
 from mics_fn.optim import TrainState, by_leaf
@@ -77,16 +71,12 @@ class Saved(NamedTuple):
 
 
 def one_job(verb: str, groups: Any) -> Groups:
-    """The groups, which must be those of all leaves, open, and not in a transform of torch.func.
+    """The groups, which must be there, open, and not in a transform of torch.func.
 
     Raises:
       GroupsError, LeafError: they are not.
     """
     require_groups(verb, groups)
-    if not isinstance(groups, Groups):
-        fix = "pass the Groups of make_groups; save leaves on other groups in another directory"
-        what = f"{verb}: groups is {type(groups).__name__}, expected one Groups for all leaves"
-        raise GroupsError(message(what, fix=fix))
     if _torch.inside_torch_func():
         raise LeafError(message(f"{verb}: cannot be used inside torch.func", fix="call it outside"))
     groups.partition.check_open()
@@ -106,17 +96,9 @@ def saved_leaves(
       dtype: the dtype of floating-point tensors in the file; None for that of the shards.
 
     Raises:
-      LeafError: these are not shards by name, none is left, or two get the same name.
+      LeafError: none is left, or two get the same name.
       PlanError, DonatedError: as `gather`.
     """
-    if not isinstance(params, Mapping) or not all(
-        isinstance(key, str) and (is_leaf(value) or isinstance(value, Tensor))
-        for key, value in params.items()
-    ):
-        fix = "pass a dict such as state.params of init_model or load_shards"
-        raise LeafError(message(f"{verb}: params are not shards by name", fix=fix))
-    fix = "pass a function such as lambda name: f'model.{name}'"
-    checks.function(verb, "names", names, "from a parameter's name to that in the file", fix)
     if dtype is not None:
         check_dtype(verb, "dtype", dtype)
     shards = {key: value for key, value in params.items() if is_leaf(value)}
@@ -387,8 +369,6 @@ def load_dcp(
         bare = name.removeprefix(prefix)
         return bare if names is None else names(bare)
 
-    checks.path("load_dcp", "path", path)
-    checks.instance("load_dcp", "prefix", prefix, str, "a str", "'' takes names as they are")
     limits = Limits.checked("load_dcp", trust, max_header_bytes, max_leaves)
     how = {"like": like, "names": meant, "strict": strict, "dtype": dtype}
     described = Path(fspath(path)) / ".metadata"
@@ -450,10 +430,6 @@ def save_dcp(
     verb = "save_dcp"
     home = one_job(verb, groups)
     with in_step(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
-        checks.instance(verb, "prefix", prefix, str, "a str", "'' takes names as they are")
-        fix = "pass torch.optim.AdamW(...).param_groups[0]"
-        expected = "a dict of options"
-        checks.instance(verb, "param_group", param_group, Mapping | None, expected, fix)
         if param_group is not None and not isinstance(params, TrainState):
             text, fix = f"{verb}: param_group= has no effect", "pass a TrainState, or leave it out"
             raise PlanError(message(text, fix=fix))
@@ -599,12 +575,11 @@ def save_pretrained(
     Raises:
       FileError: something is at the path, or a file cannot be written, as on a full disk; all ranks
         raise it, and nothing is left there.
-      LeafError: `params` are not shards by name, or two of them get the same name.
+      LeafError: two of `params` get the same name, or there is none.
       GroupsError, PlanError, LeafError, DonatedError: as `gather`.
       DesyncError: the ranks were given different arguments, or one of the errors before is raised
         on some of them only.
       CollectiveError: writing one round took longer than `timeout_s` of the groups.
-      MicsError: the library safetensors is not installed.
 
     Example:
       >>> import tempfile
@@ -617,7 +592,8 @@ def save_pretrained(
     """
     home = one_job(_VERB, groups)
     with in_step(_VERB, home, f"path={str(path)!r}, max_file_bytes={max_file_bytes}, {dtype}"):
-        save_file = _library()
+        from safetensors.torch import save_file
+
         _check_config(config)
         target = free_path(_VERB, path)
         leaves = saved_leaves(_VERB, params, home, names, dtype)
@@ -637,15 +613,6 @@ def save_pretrained(
         for part in rounds(params, home, files):
             made.together(lambda part=part: write(part))
         made.together(lambda: _finish(made, files, config))
-
-
-def _library() -> Callable[..., None]:
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        fix = "pip install 'mics-fn[checkpoint]'"
-        raise MicsError(message(f"{_VERB}: the library safetensors is missing", fix=fix)) from error
-    return save_file
 
 
 def _check_config(config: Any) -> None:

@@ -50,7 +50,6 @@ from mics_fn.shards import (
     is_leaf,
     reclaimed,
     refuse_derivative,
-    require_groups,
 )
 from mics_fn.spans import LOG
 from mics_fn.threads import each
@@ -327,11 +326,8 @@ def load(
       (7, {'seen': 70}, tensor([1., 1.]))
     """
     refuse_derivative("checkpoint.load", (), "call it outside of torch.func")
-    require_groups("load", groups)
-    checks.path("load", "path", path)
     checks.integer("load", "step", step, 0, optional=True, fix="None takes the newest one")
     checks.choice("load", "on_corrupt", on_corrupt, "raise", "previous")
-    checks.choice("load", "replicas", replicas, "equal", "apart")
     checks.flag("load", "donate", donate)
     if spans.observers:
         spans.passing("load")
@@ -466,13 +462,11 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
 
     Raises:
       FileError: the folder cannot be read.
-      PlanError: `path` is not a path.
 
     Example:
       >>> checkpoint.steps("no such folder")
       []
     """
-    checks.path("steps", "path", path)
     return list(folder_to_read("steps", path).committed())
 
 
@@ -488,13 +482,11 @@ def latest(path: str | os.PathLike[str]) -> int | None:
 
     Raises:
       FileError: the folder cannot be read.
-      PlanError: `path` is not a path.
 
     Example:
       >>> checkpoint.latest("no such folder") is None
       True
     """
-    checks.path("latest", "path", path)
     return max(folder_to_read("latest", path).committed(), default=None)
 
 
@@ -538,7 +530,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
 
     Raises:
       CheckpointNotFound: there is no such step.
-      PlanError: `path` is not a path, or `step` not an int.
+      PlanError: `step` is not an int.
       FileError: something is not as it was
         saved, or a checksum is missing; the text names file and leaf.
 
@@ -549,7 +541,6 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
       >>> checkpoint.verify(folder).tensors
       1
     """
-    checks.path("verify", "path", path)
     checks.integer("verify", "step", step, 0, optional=True, fix="None takes the newest one")
     started = time.perf_counter()
     number, place = folder_to_read("verify", path).find(step)

@@ -59,7 +59,7 @@ from mics_fn.errors import (
     rank_lines,
 )
 from mics_fn.groups import Groups, GroupState, StopRequest
-from mics_fn.shards import refuse_derivative, require_groups
+from mics_fn.shards import refuse_derivative
 from mics_fn.spans import LOG
 from mics_fn.store import Store, later, poll
 from mics_fn.threads import start
@@ -154,25 +154,15 @@ class Options:
 
     def check(self) -> None:
         """Raise PlanError unless they are what they should be."""
-        counts = {
-            "step": (self.step, 0),
-            "keep": (self.keep, 1),
-            "keep_every": (self.keep_every, 1),
-        }
-        for name, (value, least) in counts.items():
-            optional = value is None and name != "step"
-            if not optional and (type(value) is not int or value < least):
-                raise PlanError(f"save: {name}={value!r}, expected an int of at least {least}")
+        checks.integer("save", "step", self.step, 0)
         if self.step > MAX_STEP:
             raise PlanError(f"save: step={self.step}, expected at most {MAX_STEP}")
-        choices = {
-            "overwrite": (self.overwrite, ("never", "newer")),
-            "replicas": (self.replicas, ("equal", "apart")),
-            "commit": (self.commit, ("rename", "file")),
-        }
-        for name, (value, known) in choices.items():
-            if value not in known:
-                raise PlanError(f"save: {name}={value!r}, expected {known[0]!r} or {known[1]!r}")
+        for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if value is not None:
+                checks.integer("save", name, value)
+        checks.choice("save", "overwrite", self.overwrite, "never", "newer")
+        checks.choice("save", "replicas", self.replicas, "equal", "apart")
+        checks.choice("save", "commit", self.commit, "rename", "file")
 
 
 @dataclass(frozen=True, eq=False)
@@ -853,9 +843,6 @@ def check_folder(path: str | os.PathLike[str], home: Groups, buffers: Mapping[st
 
 def _begun(verb: str, path: Any, state: Tree, groups: Any, extra: Any, options: Options) -> Agreed:
     refuse_derivative(f"checkpoint.{verb}", (), "call it outside of torch.func")
-    require_groups(verb, groups)
-    if state is None:
-        raise LeafError(message(f"{verb}: state is None", fix="pass a TrainState or a tree"))
     checks.path(verb, "path", path)
     if spans.observers:
         spans.passing("save", options.step)

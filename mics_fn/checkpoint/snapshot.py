@@ -315,10 +315,6 @@ def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
       PlanError: leaves live on groups of different ranks.
     """
     found = [groups] if isinstance(groups, Groups) else list(dict.fromkeys(homes.values()))
-    wrong = [home for home in found if not isinstance(home, Groups)]
-    if wrong or not found:
-        text = f"{verb}: got {type(wrong[0]).__name__ if wrong else 'no groups'}, expected Groups"
-        raise PlanError(message(text, fix="pass what make_groups or place gave"))
     for home in found:
         home.partition.check_open()
         if sorted(home.ranks) != sorted(found[0].ranks):

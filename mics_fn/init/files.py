@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mics_fn import checks
-from mics_fn.errors import FileError, LeafError, message
+from mics_fn.errors import FileError, message
 from mics_fn.init.torch_files import (
     MAX_DIMS,
     NAMED_DTYPES,
@@ -441,8 +440,6 @@ NAMES = (
 _IN_FOLDER = [found for name in NAMES for found in (name, f"{name}.index.json")] + [METADATA]
 Source = str | PathLike | Mapping[str, Tensor]
 
-_COPY_TOGETHER = "copy all files of one save together"
-
 
 class WeightsNotFound(FileError, FileNotFoundError):
     """There is no file or folder at the path that was given."""
@@ -455,15 +452,13 @@ def open_weights(verb: str, source: Source, limits: Limits) -> Iterator[Weights]
     Raises:
       FileError: the file is damaged, holds something else, or asks for more than the limits allow.
       WeightsNotFound: there is no such file.
-      LeafError: the mapping holds something else.
       OSError: it cannot be opened.
     """
     with ExitStack() as closing:
         if isinstance(source, Mapping):
-            yield _of_tensors(verb, source)
+            yield {key: _of_tensor(value.detach()) for key, value in source.items()}
         else:
             name = "weights" if verb == "init_model" else "path"
-            checks.path(verb, name, source)
             path = fspath(source)
             try:
                 found = _Opening(verb, limits, closing).weights(Path(path))
@@ -488,9 +483,6 @@ class _Opening:
 
     def weights(self, path: Path) -> Weights:
         """The tensors of a file, a folder or an index."""
-        if "\0" in str(path):
-            fix = "pass the name of a file"
-            raise FileError(message(f"{self.verb}: no file {str(path)!r}", fix=fix), str(path))
         if path.is_dir():
             path = self.file_in(path)
         file = self.open(path)
@@ -540,7 +532,7 @@ class _Opening:
         lost = [leaf for leaf, name in file_of.items() if leaf not in files[name]]
         if lost:
             line = f"it should be in {shown(file_of[lost[0]])} ({len(lost)} are lost)"
-            raise index.error("does not match its files", [line], lost[0], _COPY_TOGETHER)
+            raise index.error("does not match its files", [line], lost[0], _TOGETHER)
         return {leaf: files[name][leaf] for leaf, name in file_of.items()}
 
     def check_name(self, index: File, folder: Path, leaf: str, name: Any) -> None:
@@ -557,17 +549,8 @@ class _Opening:
             file = self.open(path)
         except OSError as error:
             what = f"names {shown(path.name)}, which cannot be opened"
-            raise index.error(what, [f"{error.strerror}"], leaf, _COPY_TOGETHER) from error
+            raise index.error(what, [f"{error.strerror}"], leaf, _TOGETHER) from error
         return self.of_file(file)
-
-
-def _of_tensors(verb: str, found: Mapping[str, Tensor]) -> Weights:
-    others = [(key, x) for key, x in found.items() if not isinstance(x, Tensor)]
-    if others:
-        text = f"{verb}: the mapping does not hold tensors by name alone"
-        wrong = [f"got {key!r}: {type(x).__name__}" for key, x in others[:1]]
-        raise LeafError(message(text, wrong, fix="pass the part that does"))
-    return {key: _of_tensor(value.detach()) for key, value in found.items()}
 
 
 def _of_tensor(value: Tensor) -> Entry:

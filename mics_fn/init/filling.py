@@ -514,7 +514,8 @@ def read_shards(
     require_groups(verb, groups)
     with ExitStack() as opened:
         with in_step(verb, groups, ""):
-            _check(verb, path, like, names, dtype)
+            if dtype is not None:
+                check_dtype(verb, "dtype", dtype)
             checks.flag(verb, "strict", strict)
             checks.options(verb, options, LayoutOptions.__annotations__)
             found = opened.enter_context(open_weights(verb, path, limits))
@@ -531,21 +532,6 @@ def read_shards(
                 filling.read(name, sources[name].read)
     filling.check_copies()
     return filling.shards
-
-
-def _check(verb: str, path: Any, like: Any, names: Any, dtype: Any) -> None:
-    """Raise PlanError unless the arguments of `load_shards` are what they should be."""
-    if not isinstance(path, Mapping):
-        checks.path(verb, "path", path)
-    if like is not None and not isinstance(like, nn.Module):
-        named = isinstance(like, Mapping) and all(isinstance(x, Tensor) for x in like.values())
-        if not named:
-            fix = "pass the module, or its state_dict(), which may be on meta"
-            checks.refuse(verb, "like", like, "a module or tensors by name", fix)
-    fix = "pass a function such as lambda name: name.removeprefix('model.')"
-    checks.function(verb, "names", names, "from a name in the file to a parameter's", fix)
-    if dtype is not None:
-        check_dtype(verb, "dtype", dtype)
 
 
 def renamed(verb: str, found: Weights, names: Callable[[str], str | None] | None) -> Weights:

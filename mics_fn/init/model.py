@@ -4,9 +4,8 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from inspect import signature
+from collections.abc import Callable
+from contextlib import ExitStack
 from os.path import dirname
 from typing import Any, Unpack
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from mics_fn import checks, tree
 from mics_fn.collectives import in_step
-from mics_fn.errors import LeafError, PlanError, first_line, message
+from mics_fn.errors import PlanError, first_line, message
 from mics_fn.groups import Groups
 from mics_fn.init.files import Source, open_weights
 from mics_fn.init.filling import (
@@ -104,7 +103,8 @@ def init_model(
     again = _same_again(model_fn, device, seed)
     with ExitStack() as opened:
         with in_step("init_model", groups, f"seed={seed}"):
-            _check(model_fn, seed, options)
+            checks.integer("init_model", "seed", seed, 0, fix="pass the same number on all ranks")
+            checks.options("init_model", options, LayoutOptions.__annotations__)
             limits = Limits.checked("init_model", trust, max_header_bytes, max_leaves)
             made, reason = _record(model_fn, device, seed)
             made = made or _Model(again())
@@ -136,30 +136,6 @@ def init_model(
     return skeleton, filling.shards
 
 
-def _check(model_fn: Any, seed: Any, options: Mapping[str, Any]) -> None:
-    """Raise unless the arguments of `init_model` are what they should be.
-
-    Raises:
-      PlanError: of the wrong kind.
-      TypeError: there is no such option.
-    """
-    takes_none = callable(model_fn) and not isinstance(model_fn, nn.Module)
-    if takes_none:
-        with suppress(ValueError):  # some that are not written in Python have no signature
-            try:
-                signature(model_fn).bind()
-            except TypeError:
-                takes_none = False
-    if not takes_none:
-        fix = "pass a function that makes the model, such as lambda: Model(...)"
-        checks.refuse("init_model", "model_fn", model_fn, "a function of no arguments", fix)
-    fix = "pass the same number on all ranks"
-    checks.integer("init_model", "seed", seed, 0, fix=fix)
-    if seed >= 2**64:
-        checks.refuse("init_model", "seed", seed, "an int below 2**64, as torch has it", fix)
-    checks.options("init_model", options, LayoutOptions.__annotations__)
-
-
 class _Model:
     """A model, real or recorded.
 
@@ -169,9 +145,6 @@ class _Model:
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            text = f"init_model: model_fn gave {type(model).__name__}, expected nn.Module"
-            raise LeafError(message(text, fix="return the model from it"))
         self.model, self.recorder = model, recorder
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self._new: dict[int, Tensor] = {}  # in place of recorded tensors, by their `id`
@@ -190,10 +163,6 @@ class _Model:
             value = self.params[name]
             if name in sources:
                 filling.read(name, sources[name].read)
-            elif value.device.type == "meta":
-                fix = "let model_fn make it without device='meta', or pass weights="
-                text = f"init_model: params.{name} is on meta, so it has no value"
-                raise LeafError(message(text, fix=fix))
             elif not isinstance(value, Recorded):
                 filling.put(name, value)
             elif filling.part(name) != (0, 0):

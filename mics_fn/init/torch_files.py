@@ -55,7 +55,6 @@ class Limits(NamedTuple):
     def checked(cls, verb: str, trust: Any, max_header_bytes: Any, max_leaves: Any) -> "Limits":
         """The limits that a verb was given, if each is what it should be."""
         checks.flag(verb, "trust", trust)
-        checks.integer(verb, "max_leaves", max_leaves)
         most = checks.nbytes(verb, "max_header_bytes", max_header_bytes, 1)
         return cls(trust, most, max_leaves)
 

@@ -73,8 +73,6 @@ class Leaves(NamedTuple):
         Raises:
           LeafError: the path means no leaf, or several.
         """
-        if not isinstance(path, str):
-            raise LeafError(f"{self.verb}: the path is {type(path).__name__}, expected str")
         wanted = self._readings(path)
         hits = [i for i, own in enumerate(self.paths) if own in wanted]
         if len(hits) == 1:
@@ -267,8 +265,8 @@ def set(shards: Tree, path: str, value: Any, groups: Any) -> Tree:
 
     Raises:
       LeafError: the value has another shape, its numbers do not fit the leaf's dtype (fractions for
-        integers, numbers out of range, True for a number) or its codes (what is not finite, or is
-        negative in a second moment), or the leaf holds no data.
+        integers, True for a number) or its codes (what is not finite, or is negative in a second
+        moment).
       DesyncError: the ranks give different values or paths, or another rank has such an error.
       GroupsError: a hierarchy was given, which does not reach the replicas.
       LeafError, PlanError, DonatedError: as `get`.
@@ -353,16 +351,16 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     if isinstance(value, bool) and isinstance(held, Tensor) and held.dtype != torch.bool:
         text = f"{where}: the value is {value}, and the leaf has dtype {dtype_name(held.dtype)}"
         raise LeafError(message(text, fix=f"pass {int(value)} to fill the leaf with that number"))
-    if isinstance(held, int | float) and is_number:
+    if not isinstance(held, Tensor) and is_number:
         if not isinstance(value, (int, float) if type(held) is float else type(held)):
             raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
         return type(held)(value)
-    if not isinstance(held, Tensor) or _torch.has_no_data(held):
-        raise LeafError(f"{where} holds no data: {leaf!r}")
     if is_number:
-        value = _number(where, value).expand(leaf.shape)
-    if not isinstance(value, Tensor) or value.layout != torch.strided or _torch.is_dtensor(value):
-        got = str(value.layout) if isinstance(value, Tensor) else type(value).__name__
+        kinds = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the widest of each
+        kind = next(kinds[cls] for cls in kinds if isinstance(value, cls))
+        value = torch.tensor(value, dtype=kind).expand(leaf.shape)
+    if value.layout != torch.strided or _torch.is_dtensor(value):
+        got = "DTensor" if _torch.is_dtensor(value) else value.layout
         fix = "pass a plain tensor of the full shape, or a number to fill the leaf with"
         raise LeafError(message(f"{where}: the value is {got}", fix=fix))
     if tuple(value.shape) != tuple(leaf.shape) or _torch.has_no_data(value):
@@ -392,15 +390,6 @@ def _check_moment(where: str, held: Any, values: Tensor) -> None:
         fix = "pass finite numbers of at least 0" if root else "pass finite numbers"
         text = f"{where} has a value that is {what}, which state={codec} cannot hold"
         raise LeafError(message(text, fix=fix))
-
-
-def _number(where: str, value: int | float) -> Tensor:
-    kinds = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the widest of each kind
-    kind = next(kinds[cls] for cls in kinds if isinstance(value, cls))
-    try:
-        return torch.tensor(value, dtype=kind)
-    except (RuntimeError, OverflowError, ValueError) as error:
-        raise LeafError(f"{where}: {value!r} is out of range") from error
 
 
 def _survives(moved: Tensor, cast: Tensor) -> bool:

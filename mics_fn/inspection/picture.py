@@ -8,8 +8,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mics_fn import checks
-
 _COLOURS = {
     "fetch": "#1f77b4",
     "gather": "#1f77b4",
@@ -63,22 +61,6 @@ def draw(timeline: Any, path: str | Path | None) -> Figure:
     if path is not None:
         figure.savefig(path)
     return figure
-
-
-def check_file(verb: str, path: str | Path) -> None:
-    """Raise PlanError unless an image can be written to a path.
-
-    Args:
-      verb: for errors.
-      path: the image; its ending says the kind, and none means PNG.
-    """
-    file, kinds = Path(path), sorted(FigureCanvasAgg.get_supported_filetypes())
-    if file.suffix and file.suffix[1:].lower() not in kinds:
-        fix = f"let it end in one of {', '.join(f'.{kind}' for kind in kinds)}"
-        checks.refuse(verb, "path", str(path), "the name of an image", fix)
-    if not file.parent.is_dir():
-        what = f"a file in a folder that exists, and {str(file.parent)!r} does not"
-        checks.refuse(verb, "path", str(path), what, "make the folder first")
 
 
 def _tracks(events: Sequence[Any]) -> list[int]:

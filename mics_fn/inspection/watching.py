@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mics_fn import _device, checks, spans
+from mics_fn import _device, spans
 from mics_fn.errors import MicsError, human_bytes, message
 from mics_fn.spans import Span
 
@@ -161,24 +161,17 @@ class Timeline:
         """Draw it: one lane per communicator and per kind of work, and the memory below them.
 
         Args:
-          path: the image to write, if any.
+          path: the image to write, if any; its ending says the kind.
 
         Returns:
           A figure of matplotlib.
 
         Raises:
           ImportError: matplotlib is not installed.
-          PlanError: `path` is not that of an image in a folder that exists.
+          OSError, ValueError: of matplotlib, if it cannot write such an image there.
         """
-        if path is not None:
-            checks.path("Timeline.picture", "path", path)
-        try:
-            from mics_fn.inspection.picture import check_file, draw
-        except ImportError as error:
-            text, fix = "Timeline.picture: it draws with matplotlib", "pip install matplotlib"
-            raise ImportError(message(text, [str(error)], fix)) from error
-        if path is not None:
-            check_file("Timeline.picture", path)
+        from mics_fn.inspection.picture import draw
+
         return draw(self, path)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -255,7 +255,6 @@ class Cluster:
           CellError: it failed on some ranks; each different error is shown once.
           GroupsError: some of these ranks are gone or busy.
         """
-        checks.instance("Cluster.cell", "code", code, str, "the text of a cell")
         self._done(self._run(ranks, lambda view: view.execute(code, silent=False, block=False)))
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list:
@@ -275,8 +274,6 @@ class Cluster:
         Raises:
           CellError, GroupsError: as `cell`.
         """
-        fix = "pass a function such as lambda: rank, and its arguments after it"
-        checks.function("Cluster.run", "fn", fn, "to call on ranks", fix, optional=False)
         found = self._run(ranks, lambda view: view.apply_async(engine.call, fn, args))
         self._done(found)
         return [found.values[rank][0] for rank in sorted(found.values)]
@@ -458,12 +455,11 @@ class Cluster:
     def _chosen(self, ranks: Sequence[int] | None) -> list[int]:
         if ranks is None:
             return list(range(self.size))
-        every = list(ranks) if isinstance(ranks, Iterable) else [ranks]
-        wrong = [rank for rank in every if type(rank) is not int or not 0 <= rank < self.size]
-        if wrong or not every or not isinstance(ranks, Iterable):
+        wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < self.size]
+        if wrong or not ranks:
             what = f"notebook: ranks={ranks!r} of a cluster of {self.size}"
             raise Refused(message(what, fix=f"give a list of some of 0 to {self.size - 1}"))
-        return sorted(set(every))
+        return sorted(set(ranks))
 
     def _check_open(self) -> None:
         if self.stopped:
@@ -532,7 +528,7 @@ def start(
 
     Raises:
       PlanError: the numbers do not fit together.
-      GroupsError: ipyparallel is not installed, or a rank does not start.
+      GroupsError: a rank does not start.
       CollectiveError: it took too long.
 
     Example:
@@ -544,11 +540,18 @@ def start(
     """
     size = _ranks_here() if n is None else n
     checks.number("notebook.start", "timeout_s", timeout_s, above=0)
-    _check_kinds(device, topology)
+    fix = "pass 'auto', 'cpu', or the kind of this machine's accelerators"
+    checks.instance("notebook.start", "device", device, str, "the name of a device", fix)
+    if device != "auto":
+        torch.device(device)  # ranks would find much later that there is none of this name
     _check_sizes(size, nodes, topology)
     if partition_size is not None:  # as each rank would find, but at once
         plan_groups(topology or Topology.of(size), partition_size)
-    client_of = _ipyparallel()
+    options = {"device": device, "partition_size": partition_size, "timeout_s": timeout_s}
+    options["topology"] = topology.sizes if topology else None
+    node_size = topology.sizes[-1] if topology else size // (nodes or 1)
+    from ipyparallel import Client
+
     stop_earlier()
     folder = tempfile.mkdtemp(prefix="mics_fn_notebook_")
     deadline = time.monotonic() + timeout_s
@@ -557,12 +560,8 @@ def start(
     try:
         processes.boot()
         file, connection = processes.wait_for_controller(deadline)
-        options = {"device": device, "partition_size": partition_size, "timeout_s": timeout_s}
-        options["topology"] = topology.sizes if topology else None
-        node_size = topology.sizes[-1] if topology else size // (nodes or 1)
         told = partial(_places, size, node_size, json.dumps(options))
-        client = client_of(file)
-        cluster = Cluster(size, processes, client, connection, told, folder)
+        cluster = Cluster(size, processes, Client(file), connection, told, folder)
         cluster.begin(deadline - time.monotonic())
     except BaseException:
         (cluster or processes).stop()
@@ -584,20 +583,6 @@ def _ranks_here() -> int:
     return count or RANKS_ON_CPU
 
 
-def _check_kinds(device: Any, topology: Any) -> None:
-    """Raise PlanError unless these are what they should be; ranks would find it much later."""
-    verb, fix = "notebook.start", "pass mf.groups.Topology(sizes, names), or nodes="
-    checks.instance(verb, "topology", topology, Topology | None, "a Topology", fix)
-    fix = "pass 'auto', 'cpu', or the kind of this machine's accelerators"
-    checks.instance(verb, "device", device, str, "the name of a device", fix)
-    try:
-        if device != "auto":
-            torch.device(device)
-    except RuntimeError:
-        text = f"{verb}: device={device!r}, which torch does not know"
-        raise PlanError(message(text, fix=fix)) from None
-
-
 def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
     """Raise PlanError for numbers that do not fit together."""
     for name, value in (("n", size), ("nodes", nodes)):
@@ -612,21 +597,6 @@ def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
     if topology is not None and topology.world_size != size:
         what = f"notebook.start: {topology} has {topology.world_size} ranks, not {size}"
         raise PlanError(message(what, fix="pass n= to match"))
-
-
-def _ipyparallel() -> Any:
-    """The class `Client` of ipyparallel.
-
-    Raises:
-      GroupsError: it is not installed.
-    """
-    try:
-        from ipyparallel import Client
-    except ImportError as error:
-        fix = "pip install 'mics-fn[notebook]'"
-        what = "notebook.start: ipyparallel is not installed"
-        raise GroupsError(message(what, fix=fix)) from error
-    return Client
 
 
 def _places(size: int, node_size: int, begin: str) -> tuple[StartInfo, Any]:

@@ -164,8 +164,6 @@ def define(keys: list[str], values: list[Any]) -> None:
 
 def value_of(name: str) -> list[Any]:
     """The value of a name in cells, in a list as that of `call`."""
-    if name not in names():
-        raise NameError(f"name {name!r} is not defined")
     return [names()[name]]
 
 

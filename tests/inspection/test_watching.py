@@ -424,13 +424,6 @@ def test_long_timelines_are_cut_and_draw_themselves(tmp_path):
     empty.picture(tmp_path / "empty.png")
 
 
-def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "mics_fn.inspection.picture", raising=False)
-    with pytest.raises(ImportError, match="fix: pip install matplotlib"):
-        Timeline("", (), 0.0).picture()
-
-
 # Memory
 
 
