@@ -170,24 +170,6 @@ _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]
 _OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
 _OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
 _TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
-_ACCUMULATE = "accumulate= is the number of micro-steps"
-_CLIP = "guard=optim.Guard(max_norm=1.0) clips gradients by their norm"
-_PRECISION = "precision='param=f32, compute=bf16, reduce=f32', or another Precision"
-_RATE = "give the optimizer a function of the step: adamw(optim.warmup_cosine(1e-3, 100, 1000))"
-_STEPS = "fit(loader, steps=epochs * len(loader)); the loader is started again when it ends"
-# Options of other trainers, and what is there instead.
-INSTEAD = {
-    **dict.fromkeys(("lr", "learning_rate", "scheduler", "lr_scheduler"), _RATE),
-    **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "gradient_clip_val", "grad_clip"), _CLIP),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _ACCUMULATE),
-    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision", "dtype"), _PRECISION),
-    **dict.fromkeys(
-        ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps"), _STEPS
-    ),
-    **dict.fromkeys(("loss_fn", "criterion"), "loss= is a function loss(model, batch)"),
-    **dict.fromkeys(("callbacks", "logger"), "trainer.step returns StepMetrics, for any logger"),
-    "device": "pass it to make_groups, and move the model there",
-}
 _SAME = "pass the shards that init_model or load_shards made for this model"
 
 

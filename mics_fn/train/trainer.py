@@ -17,7 +17,6 @@ from mics_fn.optim import Guard, Optimizer, TrainState
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train.given import (
-    INSTEAD,
     Member,
     as_shards,
     check_buffers,
@@ -208,7 +207,7 @@ class Trainer(Exporting):
     sync_state: SyncState
     on_drift: Literal["raise", "heal"]
 
-    @checks.named_options("Trainer", INSTEAD)
+    @checks.named_options("Trainer")
     def __init__(
         self,
         model: nn.Module | Callable[[Tree, Any], Tensor],
@@ -372,7 +371,7 @@ class Trainer(Exporting):
         """
         renew(self, heal=heal)
 
-    @checks.named_options("Trainer.fit", INSTEAD)
+    @checks.named_options("Trainer.fit")
     def fit(
         self,
         loader: Iterable[Any],

@@ -657,24 +657,9 @@ LeafError: Trainer: no parameter is trained: all are frozen, or there is none
 >>> trainer(shedule=None)
 TypeError: Trainer: there is no option shedule=
   fix: did you mean schedule=?
->>> trainer(lr=0.1)
-TypeError: Trainer: there is no option lr=
-  fix: give the optimizer a function of the step: adamw(optim.warmup_cosine(1e-3, 100, 1000))
->>> trainer(scheduler=None)
-TypeError: Trainer: there is no option scheduler=
-  fix: give the optimizer a function of the step: adamw(optim.warmup_cosine(1e-3, 100, 1000))
->>> trainer(max_grad_norm=1.0)
-TypeError: Trainer: there is no option max_grad_norm=
-  fix: guard=optim.Guard(max_norm=1.0) clips gradients by their norm
->>> trainer(gradient_accumulation_steps=2)
-TypeError: Trainer: there is no option gradient_accumulation_steps=
-  fix: accumulate= is the number of micro-steps
 >>> trainer(nonsense=2)
 TypeError: Trainer: there is no option nonsense=
   fix: help(Trainer) lists what there is
->>> trainer().fit([x], epochs=2)
-TypeError: Trainer.fit: there is no option epochs=
-  fix: fit(loader, steps=epochs * len(loader)); the loader is started again when it ends
 >>> trainer(loss="mse")
 PlanError: Trainer: loss='mse', expected a function loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
