@@ -113,9 +113,10 @@ class ReplicaSync:
         """
         if not self.apart and self.reduce is None:
             return groups
+        replica = attrgetter("replica")
         if callable(groups):
-            return lambda path: groups(path).replica
-        return tree.map_leaves(attrgetter("replica"), groups)
+            return lambda path: replica(groups(path))
+        return tree.map_leaves(replica, groups)
 
     def init(self, params: Tree, groups: Any) -> SyncState:
         """The state before the first step.
