@@ -235,7 +235,6 @@ def options(
     names: Iterable[str],
     known: Iterable[str],
     kind: type[Exception] = TypeError,
-    instead: Mapping[str, str] | None = None,
 ) -> None:
     """Raise an error, usually a TypeError as Python does, for an option that is not known.
 
@@ -244,7 +243,6 @@ def options(
       names: the options that are given.
       known: those that there are.
       kind: the type of the error.
-      instead: what to use in the place of options that people know from elsewhere.
 
     >>> options("shard", ["bucket_byte"], ["frozen", "bucket_bytes"])
     Traceback (most recent call last):
@@ -256,13 +254,10 @@ def options(
         if name not in every:
             near = difflib.get_close_matches(name, every, n=1)
             fix = f"did you mean {near[0]}=?" if near else f"help({verb}) lists what there is"
-            fix = (instead or {}).get(name, fix)
             raise kind(message(f"{verb}: there is no option {name}=", fix=fix))
 
 
-def named_options(
-    verb: str, instead: Mapping[str, str] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def named_options(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function name the option that was meant, where it is given one that it lacks."""
 
     def around(fn: Callable[P, R]) -> Callable[P, R]:
@@ -271,7 +266,7 @@ def named_options(
         @wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if not known.issuperset(kwargs):
-                options(verb, kwargs, known, instead=instead)
+                options(verb, kwargs, known)
             return fn(*args, **kwargs)
 
         return call

@@ -82,7 +82,7 @@ and its formula to `tests/deferred/test_placement.py`.
 from mics_fn.groups import placement
 from mics_fn.groups.buffers import LEAST_RING, Arena, Buffers, Ring, Slot, ring_bytes
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.distributed import device_of, init_distributed, job_size
+from mics_fn.groups.distributed import init_distributed, job_size
 from mics_fn.groups.environment import nccl_problems, read_launch
 from mics_fn.groups.group_state import ErrorReport, GroupState, reports, tell_all, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Home, Route, require_replicas
@@ -112,7 +112,6 @@ __all__ = [
     "Topology",
     "rejoin_error",
     "current",
-    "device_of",
     "reports",
     "failure_of",
     "fold_ranks",

@@ -339,7 +339,7 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
     Raises:
       LostStateError: on all ranks, if they are at different steps. With `heal` only if no rank has
         some part of the newest state, or if leaves live on several groups.
-      PlanError: `state` is not a `TrainState`, or `heal` is not a bool.
+      PlanError: `heal` is not a bool.
 
     Example:
       >>> groups = make_groups(1)
@@ -347,7 +347,6 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
       >>> optim.same_step(state, groups) is state
       True
     """
-    require_state("same_step", state)
     checks.flag("same_step", "heal", heal)
     lost = any_lost((state.params, state.opt))  # by a write that was cut short
     given, state = state, reclaimed(state)
@@ -361,13 +360,6 @@ def same_step(state: Any, groups: Any, *, heal: bool = False) -> Any:
             given = _healed(state, steps, home)
             home.agreed.add(_SEEN)
     return given
-
-
-def require_state(verb: str, state: Any) -> None:
-    """Raise PlanError unless a value has what a `TrainState` has."""
-    if not all(hasattr(state, name) for name in ("step", "params", "opt", "transform")):
-        fix = "pass what init_state or opt_step gave; the state comes first"
-        checks.refuse(verb, "state", state, "a TrainState", fix)
 
 
 def compare_once(state: Any, home: Any) -> None:
@@ -484,7 +476,7 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
     Raises:
       DesyncError: on all ranks of the groups of the first leaf that differs, naming it, and which
         ranks have what; with "heal" only if it is not trained, or leaves live on several groups.
-      PlanError: `state` is not a `TrainState`, or `on_drift` is something else.
+      PlanError: `on_drift` is something else.
 
     Example:
       >>> groups = make_groups(1)
@@ -492,7 +484,6 @@ def same_replicas(state: Any, groups: Any, *, on_drift: Action = "raise") -> Any
       >>> optim.same_replicas(state, groups) is state
       True
     """
-    require_state("same_replicas", state)
     checks.choice("same_replicas", "on_drift", on_drift, "raise", "heal")
     return Comparison("same_replicas", state, groups, list(state.buffers)).finish(on_drift)
 

@@ -33,7 +33,7 @@ from mics_fn.collectives import collect, collect_bytes, start_mean_over_ranks
 from mics_fn.errors import LeafError, NonFiniteError, PlanError, by_value, message, name_ranks
 from mics_fn.groups import Groups, Home, require_replicas
 from mics_fn.optim.columns import Late, StepRefused, needs_fetch
-from mics_fn.optim.comparing import compare_once, require_state
+from mics_fn.optim.comparing import compare_once
 from mics_fn.optim.flat import by_leaf
 from mics_fn.optim.norms import (
     check_limit,
@@ -96,12 +96,16 @@ class LossScale:
     def __post_init__(self) -> None:
         verb = "LossScale"
         checks.choice(verb, "kind", self.kind, "none", "static", "dynamic", fix=_MADE)
-        if self.kind == "none" and self.value != 1:
-            checks.refuse(verb, "value", self.value, "1, because nothing is scaled", _MADE)
-        if self.kind == "static":
-            checks.number(verb, "value", self.value, above=0, fix=_MADE)
+        checks.number(verb, "value", self.value, above=0, fix=_MADE)
         if self.kind == "dynamic":
-            _check_dynamic(verb, "value", self)
+            low, value = self.min, self.value
+            checks.number(verb, "factor", self.factor, above=1)
+            for name in ("interval", "hysteresis"):
+                checks.integer(verb, name, getattr(self, name))
+            checks.number(verb, "min", low, above=0)
+            checks.number(verb, "value", value, least=low, fix=f"min={low:g} is the lowest scale")
+            fix = "a scale lies between min and max"
+            checks.number(verb, "max", self.max, least=value, fix=fix)
         for name in ("credits", "good_steps", "overflows"):
             checks.integer(verb, name, getattr(self, name), 0, fix=_MADE)
 
@@ -186,8 +190,6 @@ def static_scale(scale: float) -> LossScale:
       >>> scale.unscale([scale.scale(torch.tensor(3.0))])
       [tensor(3.)]
     """
-    fix = "1 scales nothing; powers of two round nothing"
-    checks.number("static_scale", "scale", scale, above=0, fix=fix)
     return LossScale("static", float(scale))
 
 
@@ -234,31 +236,8 @@ def dynamic_scale(
     References: Mixed Precision Training, Micikevicius et al., ICLR 2018, arXiv:1710.03740, section
       3.2.
     """
-    _check_dynamic("dynamic_scale", "init", _Numbers(init, factor, interval, hysteresis, min, max))
     numbers = (float(init), float(factor), interval, hysteresis, float(min), float(max))
     return LossScale("dynamic", *numbers, credits=hysteresis)
-
-
-class _Numbers(NamedTuple):
-    """What `dynamic_scale` is given, under the names that a `LossScale` has for it."""
-
-    value: float
-    factor: float
-    interval: int
-    hysteresis: int
-    min: float
-    max: float
-
-
-def _check_dynamic(verb: str, first: str, scale: LossScale | _Numbers) -> None:
-    """Raise PlanError for a number that a dynamic scale cannot have; `first` names its value."""
-    checks.number(verb, "factor", scale.factor, above=1)
-    for name, count in (("interval", scale.interval), ("hysteresis", scale.hysteresis)):
-        checks.integer(verb, name, count)
-    low, value = scale.min, scale.value
-    checks.number(verb, "min", low, above=0)
-    checks.number(verb, first, value, least=low, fix=f"min={low:g} is the lowest scale")
-    checks.number(verb, "max", scale.max, least=value, fix="a scale lies between min and max")
 
 
 # Which leaf of a gradient is not finite, and on which ranks that arose.
@@ -588,8 +567,8 @@ class Guard:
       skipped: how many steps were refused so far, for whatever reason.
 
     Raises:
-      PlanError: a limit is not above 0; `scale`, `spike` or `on_nonfinite` is something else;
-        or "ignore" with a dynamic scale, whose overflows are never taken.
+      PlanError: a limit is not above 0; `spike` or `on_nonfinite` is something else; or "ignore"
+        with a dynamic scale, whose overflows are never taken.
 
     Example:
       >>> groups, guard = make_groups(1), Guard(optim.dynamic_scale(8.0), max_norm=1.0)
@@ -617,10 +596,6 @@ class Guard:
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
             if limit is not None:
                 check_limit("Guard", name, limit)
-        if not isinstance(self.scale, LossScale):
-            fix = "make one with no_scale, static_scale or dynamic_scale"
-            text = f"Guard: scale={self.scale!r} is not a LossScale"
-            raise PlanError(message(text, fix=fix))
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
             raise PlanError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
@@ -843,7 +818,7 @@ def guarded_step(
 
     Raises:
       NonFiniteError: on all ranks, with `on_nonfinite="raise"`; the state is as it was.
-      PlanError: `state` is not a `TrainState`, or `guard` not a `Guard`, or `donate` not a bool.
+      PlanError: `guard` is not a `Guard`, or `donate` not a bool.
       LeafError, GroupsError, PlanError, DonatedError, LostStateError, FileError:
         as `opt_step` and `Guard.judge`.
 
@@ -857,7 +832,6 @@ def guarded_step(
       1 tensor([0.6464, 0.6464]) True
       1 tensor([0.6464, 0.6464]) False
     """
-    require_state("guarded_step", state)
     fix = "the order is guarded_step(state, grads, guard, groups)"
     checks.instance("guarded_step", "guard", guard, Guard, "a Guard", fix)
     checks.flag("guarded_step", "donate", donate)

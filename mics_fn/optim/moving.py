@@ -13,7 +13,6 @@ from mics_fn import _device, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.collectives import refuse_derivative
 from mics_fn.errors import FileError, LeafError, PlanError, message
-from mics_fn.groups import device_of as groups_device
 from mics_fn.groups import reports
 from mics_fn.offload import (
     DEVICE,
@@ -245,7 +244,7 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     Raises:
       FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.
       PlanError: `where` has no such form, has a pattern that matches no leaf, or takes moments that
-        are codes from the device; or `device` is not one on which this process can compute.
+        are codes from the device.
       LeafError: `value` is neither a state nor a tree of shards.
       LeafError: a derivative is asked for.
 
@@ -262,18 +261,9 @@ def move(value: V, where: Where | str | None, *, device: str | torch.device | No
     if not is_state and not any(map(is_leaf, tree.flatten(value, is_leaf)[0])):
         fix = "make one with init_state, or with shard"
         checks.refuse("move", "value", value, "a TrainState or a tree of shards", fix, LeafError)
-    computes = None if device is None else _computing("move", device)
+    computes = None if device is None else _device.with_index(torch.device(device))
     with reports(FileError):
         return _moved(value, where_of(where), computes)
-
-
-def _computing(verb: str, device: str | torch.device) -> torch.device:
-    """The device that an argument names, if this process can compute on it."""
-    found, problem = groups_device(device)
-    if problem or found.type == "meta":
-        text = f"{verb}: {problem or 'nothing can be computed on meta'}"
-        raise PlanError(message(text, fix="pass that of the groups, groups.device, or None"))
-    return _device.with_index(found)
 
 
 def _moved(value: V, places: Where, device: torch.device | None) -> V:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import GroupsError, LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Comm, Groups, Home, fold_ranks
 from mics_fn.optim.columns import in_chunks, map_columns
 from mics_fn.optim.comparing import facts_from
@@ -357,9 +357,6 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
     check_limit("clip_by_global_norm", "max_norm", max_norm)
     require_groups("clip_by_global_norm", groups)
     homes = [x for x in tree.flatten(groups)[0] if not callable(groups)]
-    for home in homes:
-        fix = "pass what make_groups gave, or a tree of such"
-        checks.instance("clip_by_global_norm", "groups", home, Home, "Groups", fix, GroupsError)
     problem = norm_problem("clip_by_global_norm", homes)
     if problem is not None:
         raise problem
@@ -377,9 +374,6 @@ def clip_by_global_norm(max_norm: float, groups: Any) -> Transform:
 def _for_parts(factor: Tensor, homes: Sequence[Home]) -> Tensor:
     """A full value as a factor for shards: its derivative is the sum over their parts."""
     sizes = {home.partition_size for home in homes}
-    if len(sizes) > 1:
-        text = f"clip_by_global_norm: a derivative over groups of {sorted(sizes)} ranks"
-        raise LeafError(message(text, fix="clip each part by itself, or outside of torch.func"))
     if sizes == {1} or not sizes:
         return factor
     (p,) = sizes

@@ -1,7 +1,7 @@
 """What training carries from step to step, and the step of an optimizer."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -126,7 +126,7 @@ class TrainState(Generic[P]):
       transform: the optimizer.
 
     Raises:
-      PlanError: `step` is not a number of steps, or `buffers` not a mapping.
+      PlanError: `step` is not a number of steps.
       PlanError: `transform` is not a `Transform`.
 
     Example:
@@ -148,7 +148,6 @@ class TrainState(Generic[P]):
     def __post_init__(self) -> None:
         fix = "make it with init_state, or change one with replace of dataclasses"
         checks.integer("TrainState", "step", self.step, 0, fix=fix)
-        checks.instance("TrainState", "buffers", self.buffers, Mapping, "a dict of tensors", fix)
         if not isinstance(self.transform, Transform):
             fix = "pass an optimizer, such as adamw(1e-3)"
             checks.refuse("TrainState", "transform", self.transform, "a Transform", fix, PlanError)
@@ -203,7 +202,7 @@ def init_state(
     Raises:
       FileError: a file cannot be made, or the disk has not so much room; see `opt_step`.
       PlanError: `optimizer` is neither of these, or keeps what `state=` has no codes for.
-      LeafError, PlanError: `params` are not shards, or `buffers` not a mapping.
+      LeafError, PlanError: `params` are not shards, or `buffers` not tensors.
       DesyncError: ranks of `groups` have other options; on all of them, by name.
 
     Example:
@@ -216,7 +215,6 @@ def init_state(
     transform = as_transform(optimizer)
     check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
     fix = "pass tensors by name, as dict(model.named_buffers())"
-    checks.instance("init_state", "buffers", buffers, Mapping | None, "a dict of tensors", fix)
     for name, value in (buffers or {}).items():
         checks.instance("init_state", f"buffers.{name}", value, Tensor, "a tensor", fix)
     if groups is not None:
@@ -274,7 +272,7 @@ def opt_step(
         they may have taken this one, these groups are finished: go on after `mf.reset(groups)`.
       PlanError: a derivative is asked for with `donate`, or of an optimizer without one; or
         `state` belongs to another optimizer, or the rate is not a number of at least 0.
-      PlanError: `state` is not a `TrainState`, or `donate` is not a bool.
+      PlanError: `donate` is not a bool.
 
     Example:
       >>> groups = make_groups(1)
@@ -283,9 +281,6 @@ def opt_step(
       >>> opt_step(state, grads).params["w"].data
       tensor([0.9000, 0.9000])
     """
-    if not isinstance(state, TrainState):
-        fix = "pass what init_state or opt_step gave; the state comes first, then the gradients"
-        checks.refuse("opt_step", "state", state, "a TrainState", fix)
     checks.flag("opt_step", "donate", donate)
     ahead = gradients(grads)
     compare_once(state, _home_of(ahead))

@@ -50,10 +50,6 @@ from mics_fn.tree import Tree
 
 FORMAT = 1
 _ASK = "take what `carried` gave"
-_KINDS: dict[str, Any] = {
-    "format": int, "options": dict, "ranks": list, "guard": dict, "buffers": dict,
-    "data": dict | None, "random": dict,
-}  # fmt: skip
 OnChange = Literal["raise", "warn"]
 
 
@@ -183,7 +179,9 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     if other_options not in ("raise", "warn"):
         text = f"take_back: other_options={other_options!r}"
         raise PlanError(f"{text}, expected 'raise' or 'warn'")
-    _check_extra(extra)
+    if extra["format"] != FORMAT:
+        text = f"take_back: extra has format {extra['format']!r}, expected {FORMAT}"
+        raise LeafError(message(text, fix="use the version of mics_fn that saved it"))
     strict, home = other_options == "raise", trainer.member.home
     saved, now = dict(extra["options"]), dict(lasting_options(trainer))
     if extra["ranks"][1:] != [home.world_size]:
@@ -197,7 +195,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
     found = {**state["train"].buffers, **extra["buffers"]}
     buffers = {name: found[name] for name in trainer.state.buffers}
     guard = _guard_from(trainer.guard, extra["guard"], same_scale)
-    randoms, exact = Randoms.from_plain(extra["random"], "extra.random"), True
+    randoms, exact = Randoms.from_plain(extra["random"]), True
     if extra["ranks"] != [home.position, home.world_size]:
         exact = False
         text = f"saved by rank {extra['ranks'][0]} of {extra['ranks'][1]}"
@@ -231,21 +229,6 @@ def _written(own: Tree, given: Tree) -> Tree:
     for i, data in zip(far, laid, strict=True):
         kept[i] = type(leaves[i])(data, leaves[i].bucket, leaves[i].slot)
     return spec.unflatten(kept)
-
-
-def _check_extra(extra: Any) -> None:
-    """Raise LeafError unless these are the parts of an `extra`."""
-    if not isinstance(extra, Mapping):
-        raise LeafError(message(f"take_back: extra is {type(extra).__name__}", fix=_ASK))
-    if extra.get("format") != FORMAT:
-        text = f"take_back: extra has format {extra.get('format')!r}, expected {FORMAT}"
-        raise LeafError(message(text, fix="use the version of mics_fn that saved it"))
-    for name, kind in _KINDS.items():
-        if name not in extra:
-            raise LeafError(message(f"take_back: extra.{name} is missing", fix=_ASK))
-        if not isinstance(extra[name], kind):
-            text = f"take_back: extra.{name} is {type(extra[name]).__name__}"
-            raise LeafError(message(text, fix=_ASK))
 
 
 def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: bool) -> bool:

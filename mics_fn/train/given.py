@@ -31,7 +31,6 @@ from mics_fn.shards import (
     Precision,
     Sharded,
     check_dtype,
-    check_leaves,
     check_patterns,
     dtype_name,
     homes_of,
@@ -171,24 +170,6 @@ _LOSS = "call the model in it: lambda model, batch: cross_entropy(model(batch[0]
 _OUTPUTS = {"input", "inputs", "out", "output", "outputs", "logits", "pred", "preds", "prediction"}
 _OUTPUTS |= {"predictions", "y_hat", "yhat", "y_pred"}
 _TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "ground_truth"}
-_ACCUMULATE = "accumulate= is the number of micro-steps"
-_CLIP = "guard=optim.Guard(max_norm=1.0) clips gradients by their norm"
-_PRECISION = "precision='param=f32, compute=bf16, reduce=f32', or another Precision"
-_RATE = "give the optimizer a function of the step: adamw(optim.warmup_cosine(1e-3, 100, 1000))"
-_STEPS = "fit(loader, steps=epochs * len(loader)); the loader is started again when it ends"
-# Options of other trainers, and what is there instead.
-INSTEAD = {
-    **dict.fromkeys(("lr", "learning_rate", "scheduler", "lr_scheduler"), _RATE),
-    **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "gradient_clip_val", "grad_clip"), _CLIP),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _ACCUMULATE),
-    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision", "dtype"), _PRECISION),
-    **dict.fromkeys(
-        ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps"), _STEPS
-    ),
-    **dict.fromkeys(("loss_fn", "criterion"), "loss= is a function loss(model, batch)"),
-    **dict.fromkeys(("callbacks", "logger"), "trainer.step returns StepMetrics, for any logger"),
-    "device": "pass it to make_groups, and move the model there",
-}
 _SAME = "pass the shards that init_model or load_shards made for this model"
 
 
@@ -198,7 +179,6 @@ def check_model(
     optimizer: Any,
     groups: Any,
     guard: Any,
-    replica_sync: Any,
     deterministic: Any,
 ) -> None:
     """Raise unless a `Trainer` is given a model, an optimizer and groups, in this order.
@@ -227,15 +207,7 @@ def check_model(
     as_transform(optimizer)
     verb, fix = "Trainer", "make one: optim.Guard(...)"
     checks.instance(verb, "guard", guard, Guard | None, "a Guard", fix)
-    fix = "call every_step(), local_sgd(...) or diloco(...)"
-    checks.instance(verb, "replica_sync", replica_sync, ReplicaSync | None, "a ReplicaSync", fix)
     checks.flag(verb, "deterministic", deterministic)
-
-
-def check_weight(weight: Any) -> None:
-    """Raise PlanError unless `weight` of a `Trainer` is a function of a batch, or None."""
-    checks.function("Trainer", "weight", weight, "weight(batch)", _COUNT)
-    checks.call("Trainer", weight, "weight(batch)", _COUNT)
 
 
 def _check_loss(loss: Any) -> None:
@@ -257,6 +229,8 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
       prefetch, schedule, checkpoint: as they were given. Options of `shard` are checked there.
     """
     verb = "Trainer"
+    checks.function(verb, "weight", trainer.weight, "weight(batch)", _COUNT)
+    checks.call(verb, trainer.weight, "weight(batch)", _COUNT)
     checks.integer(verb, "accumulate", trainer.accumulate)
     fix = "0 never compares replicas"
     checks.integer(verb, "check_replicas", trainer.check_replicas, 0, fix=fix)
@@ -339,16 +313,8 @@ def as_shards(
     """
     params = own if given is None else given
     options = {name: value for name, value in options.items() if value is not None}
-    for name in ("frozen", "order", "bucket"):
-        fix = "pass a function such as lambda path: 'bias' in path"
-        checks.function("Trainer", name, options.get(name), "of the path of a leaf", fix)
-    if "bucket_bytes" in options:
-        found = checks.nbytes("Trainer", "bucket_bytes", options["bucket_bytes"], 1)
-        options["bucket_bytes"] = found
     leaves, _ = tree.flatten(params, is_leaf)
     sharded = any(map(is_leaf, leaves))
-    if sharded:
-        check_leaves("Trainer", params, leaves, "params")
     if own is not None and given is not None:
         _check_names(own, given)
     if sharded:
@@ -415,9 +381,8 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
         found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", is_leaf)
         raise LeafError(message(text, [found], _SAME))
     for name, value in own.items():
-        shape, want = getattr(given[name], "shape", None), tuple(value.shape)
-        if shape is None or tuple(shape) != want:
-            got = type(given[name]).__name__ if shape is None else tuple(shape)
+        want, got = tuple(value.shape), tuple(given[name].shape)
+        if want != got:
             lines = [f"params.{name}: expected {want}, got {got}"]
             raise LeafError(message(text, lines, _SAME))
         if given[name].dtype.is_floating_point != value.dtype.is_floating_point:

@@ -80,7 +80,6 @@ def sampler(
     Raises:
       PlanError: `seed` is not an int from 0 to 2**63 - 1, or another option is not a bool.
       GroupsError: `groups` is not a `Groups`; with a tree of them the shares would be ambiguous.
-      LeafError: the dataset has no length.
       LeafError: there is not one sample for each rank.
       DesyncError: ranks differ in the length of the dataset or in an argument.
 
@@ -100,12 +99,9 @@ def sampler(
         expected, fix = "an int of at most 2**63 - 1", "pass a smaller number, such as 0"
         checks.refuse("sampler", "seed", seed, expected, fix)
     groups.partition.check_open()
-    ranks, size = groups.world_size, len(dataset) if isinstance(dataset, Sized) else -1
+    ranks, size = groups.world_size, len(dataset)
     error: MicsError | None = None
-    if size < 0:
-        fix = "a dataset that is only iterable cuts itself, by groups.position and world_size"
-        error = LeafError(message(f"sampler: {type(dataset).__name__} has no length", fix=fix))
-    elif size == 0 or (drop_last and size < ranks):
+    if size == 0 or (drop_last and size < ranks):
         text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
         error = LeafError(message(text, fix="give each rank at least one sample"))
     about = f"{size} samples, shuffle={shuffle}, seed={seed}, drop_last={drop_last}"
@@ -194,7 +190,7 @@ class Position:
         if not good or not all(type(saved[name]) is int and saved[name] >= 0 for name in numbers):
             text = f"{path}: this is not the position in a pass"
             raise LeafError(message(text, fix="take what `carried` gave"))
-        start = Randoms.from_plain(saved["start"], f"{path}.start")
+        start = Randoms.from_plain(saved["start"])
         if saved["loader"] is not None:  # what cannot be read is found before anything changes
             from_plain(saved["loader"]["state"])
         return cls(**{**saved, "start": start, "generators": tuple(saved["generators"])})
@@ -227,7 +223,7 @@ class Resume:
         return not isinstance(loader, Iterator) and facts_of(loader) == self.at.facts
 
     def behind(
-        self, loader: Iterable[Any], device: torch.device, ranks: int
+        self, loader: Any, device: torch.device, ranks: int
     ) -> tuple[Iterable[Any], Position]:
         """The batches of the pass that were not used yet, and the position before them.
 
@@ -245,7 +241,7 @@ class Resume:
         if not self.at.batches:
             return loader, self.at
         if self.at.loader is not None and has_state(loader):
-            _load_state(loader, from_plain(self.at.loader["state"]))
+            loader.load_state_dict(from_plain(self.at.loader["state"]))
             batches = iter(loader)
             # Some loaders draw more than this when they begin a pass, others less.
             _set_states(own, self.at.loader["generators"])
@@ -302,16 +298,6 @@ def _skip(batches: Iterator[Any], used: int) -> Any:
 def has_state(loader: Any) -> bool:
     """Whether a loader can save its own position."""
     return all(callable(getattr(loader, f"{verb}state_dict", None)) for verb in ("", "load_"))
-
-
-def _load_state(loader: Any, state: Any) -> None:
-    """Give a loader its own state back."""
-    try:
-        loader.load_state_dict(state)
-    except Exception as error:
-        text = f"Trainer.fit: {type(loader).__name__} refused the state that it had saved"
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise LeafError(message(text, [why], "pass the same kind of loader")) from error
 
 
 def parts_of(loader: Any) -> tuple[Any, ...]:

@@ -130,30 +130,24 @@ class Randoms(NamedTuple):
         return {**found, "numpy": None if self.numpy is None else _plain_numpy(self.numpy)}
 
     @classmethod
-    def from_plain(cls, saved: Any, path: str) -> "Randoms":
+    def from_plain(cls, saved: Any) -> "Randoms":
         """The states that `plain` gave, once new generators have accepted them.
 
-        Raises:
-          LeafError: these are not states of generators.
+        What they raise, if these are no such states, is whatever a file may make them raise.
         """
-        try:
-            torch.Generator().set_state(saved["cpu"])
-            python = saved["python"]
-            words = (python["version"], tuple(python["numbers"].tolist()), python["gauss"])
-            random.Random().setstate(words)
-            twister, numpy = saved["numpy"], sys.modules.get("numpy")
-            if twister is not None:
-                state = {_KEY: twister[_KEY].tolist(), "pos": twister["pos"]}
-                rest = {"has_gauss": twister["has_gauss"], "gauss": twister["gauss"]}
-                twister = {"bit_generator": "MT19937", "state": state, **rest}
-                if numpy is not None:
-                    state[_KEY] = numpy.array(state[_KEY], numpy.uint32)
-                    numpy.random.RandomState().set_state(twister)
-            return cls(saved["cpu"], saved["device"], saved["kind"], words, twister)
-        except Exception as error:  # whatever a file may hold
-            text = f"{path}: these are not states of random generators"
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise LeafError(message(text, [why], "take what `carried` gave")) from None
+        torch.Generator().set_state(saved["cpu"])
+        python = saved["python"]
+        words = (python["version"], tuple(python["numbers"].tolist()), python["gauss"])
+        random.Random().setstate(words)
+        twister, numpy = saved["numpy"], sys.modules.get("numpy")
+        if twister is not None:
+            state = {_KEY: twister[_KEY].tolist(), "pos": twister["pos"]}
+            rest = {"has_gauss": twister["has_gauss"], "gauss": twister["gauss"]}
+            twister = {"bit_generator": "MT19937", "state": state, **rest}
+            if numpy is not None:
+                state[_KEY] = numpy.array(state[_KEY], numpy.uint32)
+                numpy.random.RandomState().set_state(twister)
+        return cls(saved["cpu"], saved["device"], saved["kind"], words, twister)
 
 
 def _plain_numpy(state: Any) -> dict[str, Any]:

@@ -12,8 +12,7 @@ module.
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
-from inspect import isroutine
+from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -49,12 +48,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Raises:
       LeafError: it is None, or what gives batches; or it holds no sample, whose mean would be NaN.
-      LeafError: it holds an object that cannot be opened and has no `.to` of its own.
+      AttributeError: it holds an object that cannot be opened and has no `.to` of its own.
     """
     if batch is None:
         fix = "return a batch from what makes them, such as the collate_fn of a DataLoader"
         raise LeafError(message("Trainer: the batch is None", fix=fix))
-    _refuse_makers(batch)
+    if isinstance(batch, DataLoader | Iterator):
+        text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
+        fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
+        raise LeafError(message(text, fix=fix))
     rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
     if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
         fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
@@ -65,23 +67,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return x.to(device, non_blocking=True)
         if device.type == "cpu" or isinstance(x, PLAIN) or _is_numpy(x):
             return x
-        if not callable(getattr(x, "to", None)):
-            text = f"Trainer: {path} is {type(x).__name__}, which cannot be moved to {device}"
-            raise LeafError(message(text, fix=f"give it a method to(device), or use {_KINDS}"))
         return x.to(device)
 
     return map_contents(moved, batch, "batch")
-
-
-def _refuse_makers(batch: Any) -> None:
-    """Raise LeafError for what gives batches in the place of a batch."""
-    if isinstance(batch, DataLoader | Iterator):
-        text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
-        fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
-        raise LeafError(message(text, fix=fix))
-    if isinstance(batch, type | partial) or isroutine(batch):
-        text = "Trainer: the batch is a function"
-        raise LeafError(message(text, fix="pass what it returns"))
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
@@ -147,15 +135,13 @@ class ModuleBuffers:
 
     Raises:
       LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype; or a
-        persistent one is float8, which no mean over ranks has; or torch cannot copy it.
+        persistent one is float8, which no mean over ranks has.
     """
 
     def __init__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
     ) -> None:
         names, self.shared = [*params, *buffers], []
-        for name, x in buffers.items():
-            _check_copied(name, x)
         for group in overlaps([*params.values(), *buffers.values()]):
             here = {names[i]: buffers[names[i]] for i in group if i >= len(params)}
             if here and len(here) < len(group):
@@ -220,18 +206,6 @@ class ModuleBuffers:
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values
-
-
-def _check_copied(name: str, x: Tensor) -> None:
-    """Raise LeafError unless each step can begin with a copy of a buffer."""
-    wrong = "nested" if x.is_nested else "quantized" if x.is_quantized else ""
-    try:
-        torch.empty(0 if wrong else 1, dtype=x.dtype).clone()
-    except RuntimeError:
-        wrong = f"{x.dtype}, of which torch makes no copies"
-    if wrong:
-        text = f"Trainer: buffer {name!r} is {wrong}"
-        raise LeafError(message(text, fix="keep the numbers that it stands for in buffers"))
 
 
 # A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.
@@ -356,11 +330,6 @@ class FunctionProgram:
         """A block in evaluation mode, which a function does not have."""
         yield
 
-    def state_dict(self, params: Callable[[], Tree], buffers: Values) -> Values:
-        """Raise LeafError: the parameters of a function have no names of a module."""
-        text = "Trainer.state_dict: a loss_fn has no module whose names these could be"
-        raise LeafError(message(text, fix="use trainer.params(), which has the form of params="))
-
     def take(self) -> tuple[None, Values]:
         """Parameters and buffers, of which a function has none of its own."""
         return None, {}
@@ -478,22 +447,20 @@ class _Saved(nn.Module):
 def program_of(
     model: nn.Module | Callable[[Tree, Any], Tensor],
     loss: Callable[[nn.Module, Any], Tensor] | None,
-    params: Tree,
     precision: Precision,
 ) -> ModuleProgram | FunctionProgram:
     """The program of a model with its loss, or of a loss function.
 
     Raises:
-      LeafError: a loss function comes without `params`, or with another `loss`.
+      LeafError: a loss function comes with another `loss`.
     """
     if spans.observers:
         spans.passing("build: Trainer")
     if isinstance(model, nn.Module):
         return ModuleProgram(model, loss, precision)
-    if params is None or loss is not None:
-        text = "needs params=" if params is None else "takes no loss="
-        fix = "pass the pytree that it is called with; it gives the loss itself"
-        raise LeafError(message(f"Trainer: a loss_fn {text}", fix=fix))
+    if loss is not None:
+        text, fix = "Trainer: a loss_fn takes no loss=", "it gives the loss itself"
+        raise LeafError(message(text, fix=fix))
     return FunctionProgram(model, precision)
 
 

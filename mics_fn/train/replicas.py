@@ -10,14 +10,14 @@ them would be an error in the model itself: there it has no effect, and `Trainer
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from mics_fn import checks, tree
 from mics_fn.collectives import check_same
-from mics_fn.errors import GroupsError, LeafError, PlanError, message
-from mics_fn.groups import Groups
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.optim import (
     Optimizer,
     TrainState,
@@ -31,7 +31,6 @@ from mics_fn.optim import (
 from mics_fn.shards import (
     Writing,
     check_equal,
-    is_leaf,
     lose_if_aborted,
     open_shards,
     refuse_derivative,
@@ -111,15 +110,13 @@ class ReplicaSync:
           they were given. Equal arguments give the same objects, which share the life and the
           ledger of those given. (Steps may also use other groups with equal partition groups: those
           of one region keep the replicas of the region equal, and `after` merges regions.)
-
-        Raises:
-          GroupsError: there are no groups, or a hierarchy is given, which has no replicas.
         """
         if not self.apart and self.reduce is None:
             return groups
+        replica = attrgetter("replica")
         if callable(groups):
-            return lambda path: _replica(groups(path))
-        return _replica(None) if groups is None else tree.map_leaves(_replica, groups)
+            return lambda path: replica(groups(path))
+        return tree.map_leaves(replica, groups)
 
     def init(self, params: Tree, groups: Any) -> SyncState:
         """The state before the first step.
@@ -208,7 +205,7 @@ class ReplicaSync:
 
         Raises:
           PlanError: `groups` are those of the steps, which contain no other replica.
-          LeafError: `state` belongs to another tree or policy.
+          LeafError: `state` belongs to another tree.
           LeafError: replicas go apart, and this is called inside torch.func, or a parameter
             requires a gradient: a merge has no derivative.
           CollectiveError, PeerFailed: the merge failed; `params` and `state` are as they were.
@@ -264,14 +261,6 @@ def _check_state(verb: str, state: Any) -> None:
     """Raise PlanError unless a value is what a policy carries."""
     fix = "pass what init or the last after gave; a TrainState is another thing"
     checks.instance(f"ReplicaSync.{verb}", "state", state, SyncState, "a SyncState", fix)
-
-
-def _replica(groups: Any) -> Groups:
-    """The groups of this rank's replica alone."""
-    if isinstance(groups, Groups):
-        return groups.replica
-    text = f"ReplicaSync.groups: got {type(groups).__name__}, expected Groups"
-    raise GroupsError(message(text, fix="pass what make_groups gave"))
 
 
 __all__ = ["ReplicaSync", "SyncState", "diloco", "every_step", "local_sgd", "reduced_by"]
@@ -375,7 +364,6 @@ def diloco(every: int, outer: Optimizer | None = None) -> ReplicaSync:
         return init_state(fresh(params), transform)
 
     def merge(params: Tree, kept: Any, groups: Any, donate: bool) -> tuple[Tree, TrainState]:
-        _check_anchor(params, kept)
         own = fresh(params)  # a merge that fails leaves the parameters as they were
         moved = map_columns(lambda p, a: p.neg_().add_(a), own, kept.params, donate=True)
         # A difference may be sent in fewer bits than parameters have.
@@ -423,16 +411,15 @@ def reduced_by(
       >>> before - trainer.params()["bias"]
       tensor([0.0500])
     """
-    for name, given in (("hop2", hop2), ("init", init)):
-        if not callable(given) and (name == "hop2" or given is not None):
-            text = f"reduced_by: {name}={given!r:.60} is not a function"
-            raise PlanError(message(text, fix="pass hop2(grads, groups), which gives gradients"))
-
-    fix = "it is given gradients of this replica, and returns their mean over all"
+    verb, fix = (
+        "reduced_by",
+        "it is given gradients of this replica, and returns their mean over all",
+    )
     form = "hop2(grads, groups)" if init is None else "hop2(grads, state, groups)"
-    checks.call("reduced_by", hop2, form, fix)
-    if init is not None:
-        checks.call("reduced_by", init, "init(params)", "it returns the first state")
+    checks.function(verb, "hop2", hop2, form, fix, optional=False)
+    checks.call(verb, hop2, form, fix)
+    checks.function(verb, "init", init, "init(params)", "it returns the first state")
+    checks.call(verb, init, "init(params)", "it returns the first state")
 
     def with_state(grads: Tree, outer: Any, groups: Any) -> Any:
         return hop2(grads, outer, groups)
@@ -455,7 +442,7 @@ def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
       PlanError: both are given.
     """
     if hop2 is None:
-        return replica_sync or every_step()
+        return every_step() if replica_sync is None else replica_sync
     if replica_sync is not None:
         text = "Trainer: replica_sync= and hop2= are both given"
         raise PlanError(message(text, fix="pass one; hop2=f is replica_sync=reduced_by(f)"))
@@ -464,14 +451,3 @@ def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
 
 def _check_every(verb: str, every: Any) -> None:
     checks.integer(verb, "every", every, fix="give the steps from one merge to the next")
-
-
-def _check_anchor(params: Tree, kept: Any) -> None:
-    """Raise LeafError unless the state of `diloco` belongs to this tree."""
-    where = "it was made by another policy"
-    if isinstance(kept, TrainState):
-        if tree.flatten(kept.params)[1] == tree.flatten(params)[1]:
-            return
-        where = tree.first_mismatch(kept.params, params, "params", is_leaf) or where
-    fix = "pass what init and after of this policy gave for this tree"
-    raise LeafError(message("ReplicaSync.after: the state does not fit", [where], fix=fix))

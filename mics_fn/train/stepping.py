@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, spans, tree
-from mics_fn.checks import check_matched
 from mics_fn.collectives import read_all
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
@@ -67,8 +66,6 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
     """
     warn_of_hop2(params, trainer.replica_sync)
     warn_of_overlap(trainer)
-    places, paths = where_of(trainer.where), tree.paths(params, "", is_leaf)
-    check_matched("Trainer: where", places.patterns, paths)
     params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
     compare_options(trainer, params, trainer.groups, trainer.guard)

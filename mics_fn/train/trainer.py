@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
-from mics_fn.errors import GroupsError, message
+from mics_fn.errors import message
 from mics_fn.groups import ErrorReport, StopRequest, rejoin_error
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
@@ -17,14 +17,12 @@ from mics_fn.optim import Guard, Optimizer, TrainState
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
 from mics_fn.train.given import (
-    INSTEAD,
     Member,
     as_shards,
     check_buffers,
     check_compiled,
     check_model,
     check_options,
-    check_weight,
     homes_for,
     schedules_for,
 )
@@ -81,11 +79,6 @@ class Exporting:
             fix = _INSTEAD.get(name, "")
             raise AttributeError(message(f"Trainer has no attribute {name!r}", fix=fix))
 
-    def __reduce__(self) -> tuple:
-        text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
-        fix = "take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))"
-        raise GroupsError(message(text, fix=fix))
-
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.
 
@@ -118,7 +111,7 @@ class Exporting:
         Memory: the full parameters and the buffers, on the device.
 
         Raises:
-          LeafError: this `Trainer` has a loss function instead of a module.
+          AttributeError: this `Trainer` has a loss function instead of a module.
           LeafError: the module saves something that has no value here.
 
         Example:
@@ -214,7 +207,7 @@ class Trainer(Exporting):
     sync_state: SyncState
     on_drift: Literal["raise", "heal"]
 
-    @checks.named_options("Trainer", INSTEAD)
+    @checks.named_options("Trainer")
     def __init__(
         self,
         model: nn.Module | Callable[[Tree, Any], Tensor],
@@ -247,15 +240,14 @@ class Trainer(Exporting):
         bucket: Callable[[str], object] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        check_model(model, loss, optimizer, groups, guard, replica_sync, deterministic)
-        check_weight(weight)
+        check_model(model, loss, optimizer, groups, guard, deterministic)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
         check_options(self, prefetch, schedule, checkpoint)
-        self.program, self.epochs = program_of(model, loss, params, self.precision), Epochs()
+        self.program, self.epochs = program_of(model, loss, self.precision), Epochs()
         own, buffers = self.program.take()
         groups, home = homes_for(groups, own if params is None else params, deterministic)
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
@@ -379,7 +371,7 @@ class Trainer(Exporting):
         """
         renew(self, heal=heal)
 
-    @checks.named_options("Trainer.fit", INSTEAD)
+    @checks.named_options("Trainer.fit")
     def fit(
         self,
         loader: Iterable[Any],

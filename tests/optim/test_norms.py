@@ -107,7 +107,6 @@ def refused() -> None:
         (lambda: mf.optim.inner(a, c, groups), "lies elsewhere than that of a"),
         (lambda: mf.optim.inner(a, {"w": 1, "v": 2}, groups), "b.v is int, not a shard"),
         (lambda: mf.optim.leaf_norms(a, None), "leaf_norms: groups is None"),
-        (lambda: mf.optim.by_path({}), "by_path: transforms={}"),
         (lambda: mf.optim.by_path({"w": 3}), "int is not an optimizer"),
         (
             lambda: mf.init_state(a, mf.optim.by_path({"*w*": mf.optim.sgd(0.1)})),

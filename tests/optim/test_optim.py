@@ -170,11 +170,6 @@ def keeping(more):
     return type("Keeping", (Keeping,), {"more": staticmethod(more)})
 
 
-class WithoutInit(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-
 @pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 4)], ids=str)
 def test_a_class_that_is_said_to_be_elementwise_steps_to_the_bit(ranks, layout):
     ranks(layout.world_size).run(of_signed, layout)
@@ -191,7 +186,6 @@ def of_signed(layout):
     [
         (SignedDescent, {}, "not known to be elementwise", "pass elementwise=True"),
         (type("SGD", (torch.optim.SGD,), {}), {}, "not known to be", "pass elementwise=True"),
-        (WithoutInit, {"elementwise": True}, "it has no _init_group", "use an elementwise one"),
         (keeping(lambda p: 3), {"elementwise": True}, "it keeps 'more'", "let _init_group"),
         (keeping(lambda p: p[:1]), {"elementwise": True}, "it keeps 'more'", "let _init_group"),
         (keeping(torch.sum), {"elementwise": True}, "its first step makes 'more'", "let _init"),

@@ -588,9 +588,9 @@ def test_a_gradient_is_unscaled_by_the_scale_of_its_forward():
         ({"hysteresis": 0}, "hysteresis=0, expected an int of at least 1"),
         ({"hysteresis": True}, "hysteresis=True, expected an int"),
         ({"min": 0.0}, "min=0.0, expected a finite number above 0"),
-        ({"init": 0.5}, "init=0.5, expected a finite number of at least 1\n  fix: min=1 is the"),
-        ({"init": math.nan}, "init=nan"),
-        ({"init": math.inf}, "init=inf"),
+        ({"init": 0.5}, "value=0.5, expected a finite number of at least 1\n  fix: min=1 is the"),
+        ({"init": math.nan}, "value=nan"),
+        ({"init": math.inf}, "value=inf"),
         ({"init": 2.0**25}, "max=16777216.0, expected a finite number of at least 3.35544e+07"),
         ({"max": math.inf}, "max=inf"),
         ({"max": math.nan}, "max=nan"),
@@ -605,7 +605,7 @@ def test_a_scale_that_can_not_work_is_refused(options, said):
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
 def test_a_static_scale_is_above_zero(scale):
     with pytest.raises(
-        mf.errors.PlanError, match="static_scale: scale=.*, expected a finite number above 0"
+        mf.errors.PlanError, match="LossScale: value=.*, expected a finite number above 0"
     ):
         mf.optim.static_scale(scale)
 

@@ -122,11 +122,6 @@ def test_tensor_parallel_ranks_draw_the_same_samples(ranks, dims, names, part, o
 # Bad calls
 
 
-class Endless:
-    def __iter__(self):
-        return iter(())
-
-
 def bad(kind):
     groups = groups_of(FOUR)
     odd = dist.get_rank() == 2
@@ -138,8 +133,6 @@ def bad(kind):
         mf.sampler(Numbers(0), groups)
     elif kind == "few":
         mf.sampler(Numbers(3), groups, drop_last=True)
-    elif kind == "endless":
-        mf.sampler(Endless(), groups)  # pyright: ignore
     elif kind == "one":
         mf.sampler(Numbers(0 if odd else 4), groups)
     elif kind == "none":
@@ -153,7 +146,6 @@ BAD = {
     "seed": ("DesyncError", "sampler: ranks differ in what they ask for"),
     "empty": ("LeafError", "sampler: 0 samples for 4 ranks, drop_last=False"),
     "few": ("LeafError", "sampler: 3 samples for 4 ranks, drop_last=True"),
-    "endless": ("LeafError", "sampler: Endless has no length"),
     "none": ("GroupsError", "sampler: groups is None"),
     "tree": ("GroupsError", "sampler: groups is dict"),
 }

@@ -146,14 +146,6 @@ class Odd(nn.Linear):
 
 def test_what_has_no_state_dict_is_refused_by_name():
     groups = mf.make_groups(1)
-    params = {"w": torch.ones(2)}
-    trainer = mf.Trainer(lambda p, x: p["w"].sum(), mf.optim.sgd(0.1), groups, params=params)
-    with pytest.raises(mf.errors.LeafError) as caught:
-        trainer.state_dict()
-    assert str(caught.value) == (
-        "Trainer.state_dict: a loss_fn has no module whose names these could be\n"
-        "  fix: use trainer.params(), which has the form of params="
-    )
     odd = mf.Trainer(Odd(3, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
     with pytest.raises(mf.errors.LeafError, match="'_extra_state', which is neither a parameter"):
         odd.state_dict()

@@ -119,7 +119,7 @@ def gone_on(epochs: Epochs, *, strict: bool = True, exact: bool = True, ranks: i
     """Another process' passes, which go on from what these have kept."""
     data, now = through_json((epochs.kept(), Randoms.now(CPU).plain()))
     other = Epochs()
-    at, now = Position.from_plain(data, "data"), Randoms.from_plain(now, "random")
+    at, now = Position.from_plain(data, "data"), Randoms.from_plain(now)
     other.go_on(Resume(replace(at, ranks=ranks), data, now, exact, strict))
     return other
 
