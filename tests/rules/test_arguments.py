@@ -898,6 +898,9 @@ AttributeError: Trainer has no attribute 'optimizer'
   fix: trainer.state.opt is its state; the optimizer itself is a function of values
 >>> trainer().nope
 AttributeError: Trainer has no attribute 'nope'
+>>> pickle.dumps(trainer())
+GroupsError: a Trainer belongs to this process: it cannot be in a pickle or a deep copy
+  fix: take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))
 >>> trainer(Eighths())
 LeafError: Trainer: buffer 'scale' is torch.float8_e4m3fn, which has no mean over ranks
   fix: keep it as bfloat16, or register it with persistent=False
