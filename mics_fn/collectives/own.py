@@ -5,7 +5,7 @@ name and the size of a call before it moves data. It has its place in the order 
 and runs on its stream.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from mics_fn import checks
 from mics_fn.collectives import levels
 from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.collectives.pending import Collective, Pending, Steps
-from mics_fn.errors import CollectiveError, GroupsError, LeafError, message
+from mics_fn.errors import CollectiveError, LeafError, message
 from mics_fn.groups import Comm
 
 _ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"
@@ -40,7 +40,7 @@ def all_gather(comm: Comm, tensor: Tensor, *, name: str = "own all-gather") -> T
     Raises:
       LeafError: `tensor` is not a tensor with data, or a derivative of the result is needed, which
         does not exist.
-      GroupsError: `comm` is not a communicator, or its groups are closed or have failed.
+      GroupsError: the groups of `comm` are closed or have failed.
       DesyncError: ranks make different calls, or give tensors of different sizes.
       CollectiveError, PeerFailed: as every collective.
 
@@ -93,7 +93,7 @@ def start(
     Raises:
       LeafError: `tensors` are not tensors with data, or a derivative of the result is needed, which
         does not exist.
-      GroupsError: `comm` is not a communicator of several ranks, or its groups are closed.
+      GroupsError: `comm` has one rank, or its groups are closed.
       CollectiveError: `issue` gave nothing to wait for; `wait` raises it.
       DesyncError, CollectiveError, PeerFailed: as every collective.
 
@@ -105,15 +105,11 @@ def start(
       ...         sum_of = functools.partial(dist.all_reduce, x)
       ...         collectives.start(comm, sum_of, [x], name="sum", sent_bytes=x.nbytes).wait()
     """
-    checks.instance("start", "tensors", tensors, Iterable, "tensors in a list", kind=LeafError)
     checks.function("start", "issue", issue, "that starts the collective", _ISSUE, optional=False)
     checks.instance("start", "name", name, str, "a text")
     checks.integer("start", "sent_bytes", sent_bytes, 0)
     tensors = list(tensors)
     _check("start", comm, tensors)
-    if not tensors:
-        text = "start: no tensors, so nothing would keep the memory of this collective"
-        raise LeafError(message(text, fix="pass all that it reads or writes"))
     comm.process_group()  # raises where there is none
 
     def call(**how: Any) -> Any:
@@ -132,10 +128,7 @@ def start(
     return Pending(steps(), [comm], keep=tensors, device=device, what=what)
 
 
-def _check(verb: str, comm: Any, tensors: Sequence[Any]) -> None:
-    if not isinstance(comm, Comm):
-        fix = "pass one of groups.communicators, such as groups.communicators['replicas']"
-        raise GroupsError(message(f"{verb}: comm is {type(comm).__name__}", fix=fix))
+def _check(verb: str, comm: Comm, tensors: Sequence[Any]) -> None:
     comm.check_open()
     for i, x in enumerate(tensors):
         if not isinstance(x, Tensor) or x.is_meta:

@@ -79,8 +79,6 @@ def mean_factors(dtype: torch.dtype, count: int) -> tuple[float, float]:
     Returns:
       `(before, after)`; `before * after * count` is 1, exactly if `count` is a power of two.
     """
-    if count < 1:
-        raise PlanError(f"mean_factors: count={count}, expected at least 1")
     # The smallest k with 4**k >= count.
     k = ((count - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 0
     return 2.0**-k, 2.0**k / count
@@ -170,14 +168,9 @@ class Wire:
         return f"{self.codec}@{self.level}" if self.level else f"{self.codec}"
 
     def levels(self, route: Route) -> int:
-        """How many levels of a route it is used on, counted from the outermost.
-
-        Raises:
-          PlanError: the groups have no level of that name.
-        """
+        """How many levels of a route it is used on, counted from the outermost."""
         if not self.level or not route.levels:
             return len(route.levels)
-        check_level(self, route.names)
         last = route.names.index(self.level)
         return sum(route.names.index(level.reach or level.name) <= last for level in route.levels)
 

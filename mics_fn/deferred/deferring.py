@@ -26,8 +26,8 @@ from mics_fn.collectives import Task
 from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
-from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.deferred.tensor import Deferred, Geometry
+from mics_fn.errors import PlanError, message
 from mics_fn.groups import Hierarchy, require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
@@ -61,12 +61,6 @@ from mics_fn.tree import Tree
 # backward.
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
-
-
-def _refuse_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
-    """The vmap rule of nodes that have none."""
-    text = "defer: shards are batched by vmap, and a schedule fetches one model at a time"
-    raise LeafError(message(text, fix="use gather under vmap over shards"))
 
 
 class _Join(torch.autograd.Function):
@@ -105,8 +99,6 @@ class _Join(torch.autograd.Function):
         homes = [use.home for use in uses for _ in use.members]
         seen = with_zeros(_seen_together(uses, tangents), ctx.like)
         return tuple(_here(t, home.device) for t, home in zip(seen, homes, strict=True))
-
-    vmap = staticmethod(_refuse_batch)
 
 
 def _here(tangent: Tensor, device: torch.device) -> Tensor:
@@ -153,8 +145,6 @@ class _Fetch(torch.autograd.Function):
         # both of its parts in the same layout, so each tangent gets memory of its own.
         found = linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
         return tuple(tangent.clone() for tangent in found)
-
-    vmap = staticmethod(_refuse_batch)
 
 
 class _Start(torch.autograd.Function):
@@ -362,10 +352,7 @@ class DeferredParams:
     ) -> None:
         if error is not None:
             self._live.abandon()
-            refused = from_dynamo(error)
-            tell_all(refused or error)
-            if refused is not None:
-                raise refused from error
+            tell_all(error)
         elif not self._pending():
             self.close()
 
@@ -468,29 +455,19 @@ def bucket_sizes(
       >>> bucket_sizes(shards), bucket_sizes(shards, partition_size=2)
       ([0], [32])
     """
-    if partition_size is not None:
-        return _sizes_for(shards, groups, partition_size)
-    if groups is not None:
-        return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
-    if shards is None:
-        raise LeafError(message("bucket_sizes: shards is None", fix="pass a tree of shards"))
-    leaves, _ = tree.flatten(shards, is_leaf)
-    check_leaves("bucket_sizes", shards, leaves, "shards")
-    return sizes_of(grouped(leaves, [None] * len(leaves)))
-
-
-def _sizes_for(shards: Tree, groups: Any, parts: int) -> list[int]:
-    """`bucket_sizes` in partition groups of so many ranks."""
-    if type(parts) is not int or parts < 1:
-        text = f"bucket_sizes: partition_size={parts!r}"
-        raise PlanError(message(text, fix="pass the number of ranks that share a replica"))
-    if groups is not None:
+    if groups is not None and partition_size is not None:
         text = "bucket_sizes: groups and partition_size= are both given"
         raise PlanError(message(text, fix="pass groups, or the size of others without them"))
+    if groups is not None:
+        return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
+    checks.integer("bucket_sizes", "partition_size", partition_size, optional=True)
+    refuse_none("bucket_sizes", shards, "shards")
     leaves, _ = tree.flatten(shards, is_leaf)
     check_leaves("bucket_sizes", shards, leaves, "shards")
-    uses = grouped(leaves, [None] * len(leaves))
-    return sizes_of([replace(use, bucket=with_parts(use.bucket, parts)) for use in uses])
+    uses, parts = grouped(leaves, [None] * len(leaves)), partition_size
+    if parts is not None:
+        uses = [replace(use, bucket=with_parts(use.bucket, parts)) for use in uses]
+    return sizes_of(uses)
 
 
 def described(schedule: Any) -> str:
@@ -586,11 +563,7 @@ def record(
     refuse_none("record", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("record", shards, leaves, "shards")
-    try:
-        run = _without_data(loss_fn, leaves, spec, batch)
-    except (NotImplementedError, RuntimeError) as error:
-        error.add_note("record: there is no data here; pass groups= to record a real step")
-        raise
+    run = _without_data(loss_fn, leaves, spec, batch)
     return run.marked if mark_backward else run.record
 
 

@@ -335,11 +335,6 @@ class GradSum:
         try:
             for index, grads in bound.passes.differentiate(loss, retain_graph).items():
                 self.add(index, grads)
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in f"{error}":
-                raise
-            text = "GradSum.backward: an earlier backward let go of what this loss needs"
-            raise LeafError(message(text, fix="pass retain_graph=True to that one")) from error
         finally:
             self._running = False
 

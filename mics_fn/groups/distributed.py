@@ -4,7 +4,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -437,10 +437,6 @@ def universe_of(
     Raises:
       PlanError: they are not distinct ranks of the world, or this rank is not one of them.
     """
-    fix = "pass what torch.distributed.device_mesh.init_device_mesh gave, or a part of it"
-    checks.instance("make_groups", "mesh", mesh, DeviceMesh | None, "a DeviceMesh", fix)
-    fix = "pass global ranks in the order of their positions, such as range(8)"
-    checks.instance("make_groups", "ranks", ranks, Iterable | None, "ranks in order", fix)
     if mesh is not None and ranks is not None:
         raise PlanError(message("make_groups: ranks= and mesh= are both given", fix="pass one"))
     if mesh is None and ranks is None:
@@ -471,7 +467,6 @@ def device_and_backend(
       PlanError: torch does not know this backend, or it does not serve that device.
       GroupsError: the default group has no backend for that device.
     """
-    checks.instance("make_groups", "backend", backend, str | None, "its name", "pass 'gloo'")
     known = dist.Backend.backend_list[1:]  # the first one is "undefined"
     named = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
     if any(name.lower() not in known for name in named):
@@ -495,8 +490,4 @@ def device_and_backend(
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
     # one of them keep torch from creating idle communicators for the others.
     of_device = backends_of(config)
-    if chosen.type not in of_device:
-        what = f"make_groups: the default group serves {config}, not {chosen.type}"
-        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        raise GroupsError(message(what, fix=f"{fix}init_distributed(cpu_groups=True)"))
     return chosen, of_device[chosen.type]

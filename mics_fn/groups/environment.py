@@ -9,7 +9,7 @@ an error, and so are the ranks of another launcher: its script sets the variable
 
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mics_fn.errors import GroupsError, message
 
@@ -113,14 +113,14 @@ def node_of(env: Mapping[str, str], rank: int) -> tuple[int, str] | None:
     for name in _SLURM_TASKS:
         if name not in env:
             continue
-        counts = tasks_per_node(env[name], name)
+        counts = tasks_per_node(env[name])
         node = rank // counts[0] if len(set(counts)) == 1 else _node_by_counts(counts, rank)
         if node is not None:
             return node, f"{name}={env[name]}"
     return None
 
 
-def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
+def tasks_per_node(text: str) -> tuple[int, ...]:
     """Number of tasks on each node, from Slurm's short form.
 
     >>> tasks_per_node("4(x2),3")
@@ -128,10 +128,7 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, 
     """
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?\s*", part)
-        if found is None:
-            fix = "unset it, or pass node_size="
-            raise GroupsError(message(f"{name}={text!r} is not of the form '4(x2),3'", fix=fix))
+        found: Any = re.fullmatch(r"\s*([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?\s*", part)
         counts += [int(found[1])] * int(found[2] or 1)
     return tuple(counts)
 
@@ -179,7 +176,7 @@ def _node_size(env: Mapping[str, str], names: _Names) -> int | None:
     if names.local_size:
         return _int(env, names.local_size) if names.local_size in env else None
     name = next((name for name in _SLURM_TASKS if name in env), None)
-    counts = set(tasks_per_node(env[name], name)) if name else set()
+    counts = set(tasks_per_node(env[name])) if name else set()
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -217,10 +214,7 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def _int(env: Mapping[str, str], name: str, *, least: int = 1) -> int:
-    try:
-        value = int(env[name])
-    except ValueError:
-        value = least - 1
+    value = int(env[name])
     if value < least:
         kind = "a positive number" if least else "a number"
         raise GroupsError(message(f"{name}={env[name]!r} is not {kind}", fix="set it, or unset it"))

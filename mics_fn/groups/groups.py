@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from mics_fn import checks
 from mics_fn.errors import GroupsError, message
 from mics_fn.groups.buffers import Buffers, Ring
 from mics_fn.groups.communicator import Comm, Traffic
@@ -369,11 +368,6 @@ class Groups:
     ) -> None:
         self.life.close(error)
 
-    def __reduce__(self) -> tuple:
-        text = "groups belong to this process: they cannot be in a pickle or a deep copy"
-        fix = "keep states and shards, which refer to no groups, and call make_groups there"
-        raise GroupsError(message(text, fix=fix))
-
     def describe(self) -> str:
         """The facts that must be equal on every rank, as text for digests."""
         route = self.hierarchy.route
@@ -404,12 +398,6 @@ class Groups:
         state = ", closed" if self.closed else ""
         head = f"n = {self.world_size} in {counted} of p = {p}, on {self.device}{state}"
         return message(head, lines)
-
-
-def require_one(verb: str, groups: object) -> None:
-    """Raise GroupsError unless a value is `Groups`."""
-    fix = "pass what make_groups gave"
-    checks.instance(verb, "groups", groups, Groups, "Groups", fix, GroupsError)
 
 
 def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:

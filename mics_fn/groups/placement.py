@@ -29,10 +29,9 @@ from dataclasses import replace
 from math import prod
 from typing import Literal
 
-from mics_fn import checks
 from mics_fn.errors import PlanError, message
 from mics_fn.groups.communicator import Comm
-from mics_fn.groups.groups import Groups, Hierarchy, require_one
+from mics_fn.groups.groups import Groups, Hierarchy
 
 Over = Literal["one", "inner", "all"]
 
@@ -78,18 +77,13 @@ def place(
       is sent, and a `GradSum` 1/grads of the gradients, and also their 1/p if grads < p.
 
     Raises:
-      GroupsError: `groups` is not `Groups`.
-      PlanError: the scheme is unknown, or no number of innermost levels has so many ranks; the text
-        lists what there is.
+      PlanError: no number of innermost levels has so many ranks; the text lists what there is.
 
     Example:
       >>> from mics_fn import placement
       >>> placement.place(make_groups(1), "zero2")
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
-    require_one("place", groups)
-    for name, count in (("params", params), ("grads", grads)):
-        checks.integer("place", name, count, optional=True)
     if scheme is not None:
         groups, wanted = _scheme(groups, scheme)
         params = wanted[0] if params is None else params
@@ -115,9 +109,6 @@ def place(
 
 def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
     """The groups of a scheme, and over how many ranks it cuts parameters and gradients."""
-    if not isinstance(scheme, str) or scheme not in PLACEMENTS:
-        text = f"place: {scheme!r} is not the name of a placement"
-        raise PlanError(message(text, fix=f"pass one of {', '.join(PLACEMENTS)}"))
     if scheme == "ddp" and groups.partition_size != 1:
         text = f"place: 'ddp' needs partition groups of 1 rank, these have {groups.partition_size}"
         raise PlanError(message(text, fix="pass make_groups(partition_size=1)"))
@@ -149,14 +140,10 @@ def fixed_order(groups: Groups) -> Groups:
 
     Memory: nothing here. Hop 2 takes two more buffers of the size of a chunk.
 
-    Raises:
-      GroupsError: `groups` is not `Groups`.
-
     Example:
       >>> from mics_fn import placement
       >>> groups = placement.fixed_order(make_groups(1))
     """
-    require_one("fixed_order", groups)
 
     def change(comm: Comm) -> Comm:
         return replace(comm, fixed_order=True)

@@ -49,7 +49,7 @@ def reset(groups: Any) -> Any:
     Memory: that of the old groups is freed, once all ranks have called this.
 
     Raises:
-      GroupsError: a function from paths to groups is given, or a rank cannot connect.
+      GroupsError: `groups` are not `Groups`, or a rank cannot connect.
       DesyncError: ranks reset other groups.
       CollectiveError: some rank did not call it within `timeout_s` of the groups.
       PeerFailed: the store of the job is lost; or ranks are lost again and again meanwhile.
@@ -60,9 +60,6 @@ def reset(groups: Any) -> Any:
       >>> groups
       Groups(n=1 p=1 levels=none, rank 0, cpu)
     """
-    if callable(groups):
-        fix = "reset the groups that it returns, and pass a function that returns the new ones"
-        raise GroupsError(message("reset: groups is a function from paths", fix=fix))
     old = tree.flatten(groups)[0]
     wrong = [type(home).__name__ for home in old if not isinstance(home, Groups)]
     if wrong or not old:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from mics_fn import checks
 from mics_fn.errors import CollectiveError, MicsError, message, name_ranks
-from mics_fn.groups.groups import Groups, require_one
+from mics_fn.groups.groups import Groups
 from mics_fn.schedules import NEWS
 from mics_fn.store import Store, later, poll
 
@@ -41,7 +41,6 @@ class StopRequest:
       bytes to the store, and reads those of the others.
 
     Raises:
-      GroupsError: `groups` is not `Groups`.
       PlanError: one of `signals` is not a signal that a process can handle.
 
     Example:
@@ -56,9 +55,7 @@ class StopRequest:
     """
 
     def __init__(self, groups: Groups, signals: Iterable[int] = _SIGNALS) -> None:
-        require_one("StopRequest", groups)
         fix = "pass signals that a process can handle, such as [signal.SIGTERM]"
-        checks.instance("StopRequest", "signals", signals, Iterable, "a list of signals", fix)
         signals = tuple(signals)
         for number in signals:
             known = isinstance(number, int) and not isinstance(number, bool)

@@ -11,9 +11,6 @@ from mics_fn.schedules.schedule import Schedule, plan
 
 Planner = Callable[[Schedule, Sequence[int]], Schedule]
 
-_NOTHING_AHEAD = "0 fetches nothing ahead"
-_PLANS, _SUCH_AS = "from a record and sizes to a Schedule", "pass a function such as schedules.plan"
-
 
 @dataclass(eq=False)
 class Learned:
@@ -110,8 +107,12 @@ class OnDemand:
     def __post_init__(self) -> None:
         fix = "on_demand(live_bytes=) also takes a text such as '512MiB'"
         checks.integer("OnDemand", "live_bytes", self.live_bytes, 0, optional=True, fix=fix)
-        checks.integer("OnDemand", "prefetch", self.prefetch, 0, fix=_NOTHING_AHEAD)
-        checks.function("OnDemand", "planner", self.planner, _PLANS, _SUCH_AS)
+        checks.integer("OnDemand", "prefetch", self.prefetch, 0, fix="0 fetches nothing ahead")
+        plans, such_as = (
+            "from a record and sizes to a Schedule",
+            "pass a function such as schedules.plan",
+        )
+        checks.function("OnDemand", "planner", self.planner, plans, such_as)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -123,8 +124,6 @@ class OnDemand:
         """A schedule for a record."""
         if self.planner is not None:
             planned = self.planner(record, sizes)
-            fix = "let plan= return a Schedule, as schedules.plan does"
-            checks.instance("on_demand", "plan(...)", planned, Schedule, "a Schedule", fix)
             planned.check(sizes)
             return planned.unmarked
         return plan(record.unmarked, sizes, live_bytes=self.live_bytes, prefetch=self.prefetch)
@@ -180,8 +179,6 @@ def on_demand(
       Journal, 1966.
     """
     budget = None if live_bytes is None else checks.nbytes("on_demand", "live_bytes", live_bytes)
-    checks.integer("on_demand", "prefetch", prefetch, 0, fix=_NOTHING_AHEAD)
-    checks.function("on_demand", "plan", plan, _PLANS, _SUCH_AS)
     return OnDemand(budget, prefetch, plan)
 
 

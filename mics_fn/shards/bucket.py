@@ -268,9 +268,6 @@ def plan_buckets(
     Returns:
       For each leaf its bucket and its slot in that bucket.
 
-    Raises:
-      PlanError: the keys of `order` cannot be compared.
-
     Example:
       >>> spec = LeafSpec("w", (3, 2), torch.float32, 2, True, None)
       >>> [(bucket, slot)] = plan_buckets([spec])
@@ -278,12 +275,7 @@ def plan_buckets(
       (8, 4, 0)
     """
     keys: list[Any] = [(order or natural)(leaf.path) for leaf in leaves]
-    try:
-        ranked = sorted(range(len(leaves)), key=lambda i: (keys[i], i))
-    except TypeError as error:
-        fix = "let order= give numbers only, or texts only"
-        text = "order= gives keys that cannot be compared with each other"
-        raise PlanError(message(text, [f"{error}"], fix)) from error
+    ranked = sorted(range(len(leaves)), key=lambda i: (keys[i], i))
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
     open_keys: dict[Hashable, object] = {}

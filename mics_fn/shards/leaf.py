@@ -498,11 +498,6 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
     found = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tied):
-            if (leaf.bucket, leaf.slot) not in at:
-                fix = "keep tied leaves in one tree"
-                raise LeafError(
-                    message(f"{leaf!r} is tied to a leaf that is not in this tree", fix=fix)
-                )
             found.append(at[leaf.bucket, leaf.slot])
         else:
             found.append(i)
@@ -552,9 +547,6 @@ def _as_tensors(value: Any) -> str:
 
 def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None:
     """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
-    if is_leaf(leaf):
-        fix = "pass like=state.params for gradients that are partly reduced"
-        raise LeafError(message(f"{verb}: {where} is sharded already: {leaf!r}", fix=fix))
     if not isinstance(leaf, Tensor):
         text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
         raise LeafError(message(text, fix=_as_tensors(leaf)))

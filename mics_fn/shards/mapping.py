@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mics_fn import checks, tree
+from mics_fn import tree
 from mics_fn.collectives import needs_derivative
 from mics_fn.errors import LeafError, message
 from mics_fn.groups import Hierarchy
 from mics_fn.offload import laid_like
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import (
-    Nothing,
     Sharded,
     dtype_name,
     is_leaf,
@@ -47,8 +46,7 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     Raises:
       LeafError: a leaf of `shards` is not a shard, or `fn` gave something else than a tensor like
         the piece.
-      LeafError: `shards` is None, or a tree of `rest` has another structure, or leaves that are cut
-        in another way.
+      LeafError: `shards` is None, or a tree of `rest` has leaves that are cut in another way.
 
     Example:
       >>> groups = make_groups(1)
@@ -56,12 +54,10 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
       >>> shards.map(lambda x, y, c: x + c * y, params, params, {"b": 1.0, "w": 2.0})["w"].data
       tensor([3., 3.])
     """
-    fix = "the order is map(fn, shards, *rest)"
-    checks.function("map", "fn", fn, "of pieces", fix, optional=False)
     refuse_none("map", shards, "shards")
     leaves, spec = tree.flatten(shards, is_leaf)
     check_leaves("map", shards, leaves, "shards")
-    others = [_matched(shards, leaves, other, i) for i, other in enumerate(rest)]
+    others = [_matched(shards, leaves, spec, other, i) for i, other in enumerate(rest)]
     out: list[Any] = list(leaves)
     trained = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
     made: list[Tensor] = []
@@ -77,30 +73,25 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     return spec.unflatten(out)
 
 
-def _matched(shards: Tree, leaves: Sequence[Any], other: Tree, number: int) -> list[Any]:
+def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, number: int) -> list[Any]:
     """One value per leaf of the tree: a piece, a number, or a tensor of one element."""
     root = f"rest[{number}]"
     if _is_number(other):
         parts = {leaf.bucket.parts for leaf in leaves if isinstance(leaf, Sharded)}
         own = {p: _for_parts(other, p) for p in parts}
         return [own[leaf.bucket.parts] if isinstance(leaf, Sharded) else 0 for leaf in leaves]
-    other = tree.replace_none(other, Nothing(), is_leaf)
-    given = tree.flatten(other, is_leaf)[0]
-    paths = tree.paths(shards, "", is_leaf)
-    if tree.paths(other, "", is_leaf) != paths:
-        where = tree.first_mismatch(shards, other, root, is_leaf)
-        raise LeafError(message("map: trees differ", [where], "pass trees of one structure"))
     found: list[Any] = []
+    paths, given = tree.paths(shards, root, is_leaf), spec.flatten_up_to(other)
     for path, leaf, value in zip(paths, leaves, given, strict=True):
         if isinstance(value, Sharded) and isinstance(leaf, Sharded):
             if (value.bucket, value.slot) != (leaf.bucket, leaf.slot):
-                text = f"map: {tree.join(root, path)} is {value}, which is cut in another way"
+                text = f"map: {path} is {value}, which is cut in another way"
                 raise LeafError(message(text, fix="pass trees that were sharded together"))
             value = value.data
         elif isinstance(leaf, Sharded) and isinstance(value, Tensor) and value.numel() == 1:
             value = _for_parts(value, leaf.bucket.parts)
         elif isinstance(leaf, Sharded) and not _is_number(value):
-            text = f"map: {tree.join(root, path)} is {_kind(value)}"
+            text = f"map: {path} is {_kind(value)}"
             raise LeafError(message(text, fix="pass shards, or one number per leaf"))
         found.append(value)
     return found

@@ -45,7 +45,7 @@ def require_groups(verb: str, groups: Any) -> None:
 
 
 def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
-    """Raise unless a verb is called with a tree and with groups, in this order.
+    """Raise unless a verb is called with a tree and with groups.
 
     Args:
       verb: its name, for errors.
@@ -54,7 +54,7 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
       root: the name of the argument that is the tree.
 
     Raises:
-      GroupsError: there are no groups, or they come first.
+      GroupsError: there are no groups.
       LeafError: there is no tree.
       LeafError: it is called inside `torch.func.functionalize`, whose tensors cannot be sent.
     """
@@ -63,9 +63,6 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
         text = f"{verb}: it is called inside torch.func.functionalize, whose tensors have no memory"
         fix = f"{verb} outside, and functionalize what works on full tensors"
         raise LeafError(message(text, fix=fix))
-    if isinstance(tree, Home):
-        fix = "pass the tree first, and then the groups"
-        raise GroupsError(message(f"{verb}: {checks.given(root, tree)}", fix=fix))
     refuse_none(verb, tree, root)
 
 

@@ -68,10 +68,9 @@ def check_frozen(verb: str, trained: Mapping[str, Codec | None]) -> None:
     """
     coded = [f"{path}: param={codec}" for path, codec in trained.items() if codec is not None]
     if coded:
-        more = [f"and {len(coded) - 5} more"] if len(coded) > 5 else []
         text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
         fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
-        raise PlanError(message(text, [*coded[:5], *more], fix))
+        raise PlanError(message(text, coded[:5], fix))
 
 
 def has_codes(data: Any) -> bool:
@@ -123,15 +122,9 @@ def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:
             continue
         if has_codes(x) and x.codes.codec == bucket.codes:
             continue
-        text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {_kind(x)}"
+        text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {x.dtype}"
         fix = "keep the leaf that shard or load_shards gave; set() changes its values"
         raise LeafError(message(text, [f"expected codes, {bucket.codes}"], fix))
-
-
-def _kind(x: Any) -> str:
-    """A piece in a word, for errors."""
-    codec = f" of {x.codes.codec}" if is_coded(x) else ""
-    return f"a tensor of {tuple(x.shape)}, {x.dtype}{codec}"
 
 
 def checksum_of(data: Tensor) -> Tensor:
@@ -412,14 +405,6 @@ def pack_full(
 def dense(tensor: Tensor) -> Tensor:
     """The tensor in strided memory; a sparse gradient becomes a dense one."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def refuse_sparse(grad: Tensor) -> None:
-    """Raise LeafError for a sparse gradient, as a hook: torch cannot pass it through a view."""
-    if grad.layout is not torch.strided:
-        text = "gather: the gradient of a parameter is sparse, which a group of one rank only views"
-        fix = "use defer(shards, groups, on_demand()), or leave out sparse=True"
-        raise LeafError(message(text, fix=fix))
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

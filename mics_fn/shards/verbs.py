@@ -46,7 +46,6 @@ from mics_fn.shards.pack import (
     check_finite,
     coded_pieces,
     dense,
-    refuse_sparse,
     split_chunk,
 )
 from mics_fn.shards.sharding import layout_of
@@ -197,8 +196,6 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
                     piece = piece.to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
-                    if full[i].requires_grad and not full[i].is_leaf:  # it will be differentiated
-                        full[i].register_hook(refuse_sparse)
     return full
 
 
@@ -377,7 +374,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     if like is None:
         like = layout_of(verb, "grads", grads, groups)
     opened = open_shards(verb, like, groups, root="grads")
-    given, slots = _up_to(opened, grads), opened.leaves
+    given, slots = opened.spec.flatten_up_to(grads), opened.leaves
     full = _full_grads(opened, given)
     out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
     far = []
@@ -409,21 +406,6 @@ def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
     return owed.spec.unflatten(out)
 
 
-def _up_to(opened: Opened, grads: Tree) -> list[Any]:
-    """The gradients in the order of the parameters; None for a leaf without one."""
-    try:
-        return opened.spec.flatten_up_to(grads)
-    except ValueError:
-        where = tree.first_mismatch(opened.given, grads, "grads", is_leaf) or "structure"
-        raise LeafError(
-            message(
-                f"{opened.verb}: the gradients' tree differs from the parameters'",
-                [f"first difference: {where}"],
-                fix="differentiate with respect to the tree that was sharded",
-            )
-        ) from None
-
-
 def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
     """One full gradient per leaf, checked; those of tied leaves are added to their owner's."""
     full: list[Tensor | None] = [None] * len(given)
@@ -447,27 +429,23 @@ def _fits(grad: Any, slot: Sharded) -> bool:
 
 
 def _check_grad(what: str, slot: Any, grad: Any) -> None:
-    """Raise LeafError or LeafError unless a value can be the gradient of a leaf.
+    """Raise LeafError unless a value can be the gradient of a leaf.
 
     Args:
       what: the verb and the path, for errors.
       slot: the leaf.
       grad: the value.
     """
-    if not isinstance(grad, Tensor):
-        text = f"{what} is {type(grad).__name__}, expected torch.Tensor"
-        raise LeafError(message(text, fix="give a full tensor, or None where there is no gradient"))
-    if not slot.dtype.is_floating_point:
-        text = f"{what}: a gradient for a leaf of {dtype_name(slot.dtype)}"
-        raise LeafError(message(text, fix="only float leaves have gradients: give None there"))
-    if tuple(grad.shape[grad.ndim - len(slot.shape) :]) != slot.shape:
-        text = f"{what}: shape {tuple(grad.shape)}, expected {slot.shape}"
-        raise LeafError(message(text, fix="pass the gradient of the full parameter"))
     allowed = dict.fromkeys((slot.dtype, slot.bucket.compute if slot.bucket else slot.dtype))
-    if grad.dtype not in allowed:
-        names = " or ".join(map(dtype_name, allowed))
-        text = f"{what}: {dtype_name(grad.dtype)}, expected {names}"
-        raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(slot.dtype)})"))
+    got, shape = type(grad).__name__, slot.shape
+    if isinstance(grad, Tensor):
+        fits = tuple(grad.shape[grad.ndim - len(shape) :]) == shape and grad.dtype in allowed
+        if fits and slot.dtype.is_floating_point:
+            return
+        got = f"{dtype_name(grad.dtype)} of shape {tuple(grad.shape)}"
+    expected = f"{' or '.join(map(dtype_name, allowed))} of shape {shape}"
+    fix = "give the gradient of the full parameter"
+    raise LeafError(message(f"{what} is {got}, expected {expected}", fix=fix))
 
 
 def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
@@ -572,8 +550,7 @@ def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
     Memory: this rank's shards.
 
     Raises:
-      LeafError: structures or shapes differ.
-      LeafError: a value is not a tensor, or its dtype or device differs from the shard's.
+      LeafError: a shape, dtype or device differs from the shard's.
       DesyncError: with `check`, on all ranks: they hold different values.
 
     Example:
@@ -582,7 +559,6 @@ def cut(full: Tree, groups: Any, *, like: Tree, check: bool = False) -> Tree:
       >>> shards.cut({"w": torch.arange(3.0)}, groups, like=params)["w"].data
       tensor([0., 1., 2.])
     """
-    checks.flag("cut", "check", check)
     opened = open_shards("cut", like, groups, root="like")
     values = _checked(opened, full)
     if check:
@@ -625,12 +601,7 @@ def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
 
 def _checked(opened: Opened, full: Tree) -> list[Any]:
     """One full value per leaf of the tree; None for those that are tied or `Nothing`."""
-    try:
-        given = opened.spec.flatten_up_to(full)
-    except ValueError:
-        where = tree.first_mismatch(opened.given, full, "full", is_leaf) or "structure"
-        text, fix = "cut: the tree differs from like=", "pass full values of the tree that like= is"
-        raise LeafError(message(text, [f"first difference: {where}"], fix)) from None
+    given = opened.spec.flatten_up_to(full)
     paths = tree.paths(opened.given, "full", is_leaf)
     for i, leaf in enumerate(opened.leaves):
         if isinstance(leaf, Tied):
@@ -652,23 +623,16 @@ def _check_tied(paths: Sequence[str], given: Sequence[Any], i: int, owner: int) 
 
 
 def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None:
-    """Raise LeafError or LeafError unless a value can be cut into this leaf."""
-    if not isinstance(value, Tensor):
-        text = f"cut: {path} is {value if is_leaf(value) else type(value).__name__}"
-        raise LeafError(message(text, fix="pass the full tensor"))
-    if tuple(value.shape) != leaf.shape:
-        text = f"cut: {path}: shape {tuple(value.shape)}, expected {leaf.shape}"
-        raise LeafError(message(text, fix="pass the full tensor"))
+    """Raise LeafError unless a tensor can be cut into this leaf."""
     allowed = dict.fromkeys((leaf.dtype, leaf.bucket.compute if leaf.bucket else leaf.dtype))
-    if value.dtype not in allowed:
-        names = " or ".join(dtype_name(dtype) for dtype in allowed)
-        text = f"cut: {path}: {dtype_name(value.dtype)}, expected {names}"
-        raise LeafError(message(text, fix=f"cast it with .to(torch.{dtype_name(leaf.dtype)})"))
+    here = value.is_meta or value.device == device
+    if tuple(value.shape) != leaf.shape or value.dtype not in allowed or not here:
+        got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
+        expected = f"{' or '.join(map(dtype_name, allowed))} of shape {leaf.shape} on {device}"
+        fix = "pass the full tensor, on the device of the groups"
+        raise LeafError(message(f"cut: {path} is {got}, expected {expected}", fix=fix))
     if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
         check_finite(f"cut: {path}", leaf.bucket.codes, value)
-    if not value.is_meta and value.device != device:
-        text = f"cut: {path} is on {value.device}, its groups are on {device}"
-        raise LeafError(message(text, fix="move it to the device of the groups"))
 
 
 def _compare(opened: Opened, values: Sequence[Any]) -> None:

@@ -675,9 +675,7 @@ def sparse_gradients(layout):
         policy = schedule()
         gathered = lambda s: loss(sparse, full_of(s, groups, policy))  # noqa: B023, E731
         if how == "at once" and layout.partition_size == 1:
-            with pytest.raises(
-                mf.errors.LeafError, match="sparse, which a group of one rank only views"
-            ):
+            with pytest.raises(RuntimeError, match="sparse"):
                 torch.func.grad(gathered)(shards)
             continue
         check(torch.func.grad(gathered)(shards))
@@ -748,7 +746,7 @@ def several_sums(layout):
     (a, x), (b, y) = into(shards, groups), into(shards, groups)
     loss = (x * y).sum()
     a.backward(loss)
-    with pytest.raises(mf.errors.LeafError, match="an earlier backward let go"):
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         b.backward(loss)
     total, x = into(shards, groups)
     loss = x.pow(2).sum()

@@ -455,7 +455,7 @@ def test_a_world_of_one_without_distributed(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(GroupsError, match="'replicas' holds rank 0 alone"):
             groups.replicas.process_group()
     assert not dist.is_initialized()
-    with pytest.raises(PlanError, match="partition_size=2 is more than the world of 1 ranks"):
+    with pytest.raises(PlanError, match="partition_size=2 does not divide the world of 1 ranks"):
         make_groups(2)
 
 

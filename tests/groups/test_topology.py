@@ -200,18 +200,19 @@ def test_a_large_plan_prints_shortened() -> None:
 WORLD_12 = "\n  world: 12 ranks = node 3 x rank 4\n  sizes that work: 1, 2, 4, 12"
 WORLD_24 = "\n  world: 24 ranks = rack 2 x node 3 x rank 4\n  sizes that work: 1, 2, 4, 12, 24"
 FIX = "\n  fix: pass one of these as partition_size="
+NO_INT = " is not an int of at least 1"
 
 
 @pytest.mark.parametrize(
     ("sizes", "p", "text"),
     [
         ((3, 4), 5, f"5 does not divide the world of 12 ranks{WORLD_12}"),
-        ((3, 4), 0, f"0 is less than 1{WORLD_12}"),
-        ((3, 4), -4, f"-4 is less than 1{WORLD_12}"),
-        ((3, 4), 24, f"24 is more than the world of 12 ranks{WORLD_12}"),
-        ((3, 4), 4.0, f"4.0 is a float, not an int{WORLD_12}"),
-        ((3, 4), True, f"True is a bool, not an int{WORLD_12}"),
-        ((3, 4), "4", f"'4' is a str, not an int{WORLD_12}"),
+        ((3, 4), 0, f"0{NO_INT}{WORLD_12}"),
+        ((3, 4), -4, f"-4{NO_INT}{WORLD_12}"),
+        ((3, 4), 24, f"24 does not divide the world of 12 ranks{WORLD_12}"),
+        ((3, 4), 4.0, f"4.0{NO_INT}{WORLD_12}"),
+        ((3, 4), True, f"True{NO_INT}{WORLD_12}"),
+        ((3, 4), "4", f"'4'{NO_INT}{WORLD_12}"),
         (
             (3, 4),
             6,
@@ -251,13 +252,10 @@ def test_refused_partition_sizes(sizes: tuple[int, ...], p: int, text: str) -> N
             "nodes_per_rack=3 does not divide the 4 nodes\n  sizes that work: 1, 2, 4\n"
             "  fix: pass one of these as nodes_per_rack=",
         ),
-        (
-            (8, None, 2),
-            "nodes_per_rack=2 is given without node_size\n  fix: pass node_size= too",
-        ),
-        ((8.0,), "world_size=8.0 is a float, not an int"),
-        ((0,), "world_size=0 is less than 1"),
-        ((8, True), "node_size=True is a bool, not an int"),
+        ((8, None, 2), f"node_size=None{NO_INT}"),
+        ((8.0,), f"Topology: sizes[0]=8.0{NO_INT}"),
+        ((0,), f"Topology: sizes[0]=0{NO_INT}"),
+        ((8, True), f"node_size=True{NO_INT}"),
     ],
 )
 def test_refused_topologies_of_equal_nodes(args: tuple, text: str) -> None:
@@ -269,9 +267,8 @@ def test_refused_topologies_of_equal_nodes(args: tuple, text: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "names", "text"),
     [
-        ((), (), "Topology: no sizes\n  fix: pass one per level, such as (2, 8)"),
-        ((2, 0), (), "Topology: sizes[1]=0 is less than 1"),
-        ((2.5, 2), (), "Topology: sizes[0]=2.5 is a float, not an int"),
+        ((2, 0), (), f"Topology: sizes[1]=0{NO_INT}"),
+        ((2.5, 2), (), f"Topology: sizes[0]=2.5{NO_INT}"),
         (
             (2, 2),
             ("node",),

@@ -264,37 +264,28 @@ def test_gradients_of_the_wrong_kind():
     groups = mf.make_groups(1)
     shards = mf.shard({"n": torch.tensor([1, 2]), "w": torch.zeros(2, 3)}, groups)
     good = torch.ones(2, 3)
+    fix = "\n  fix: give the gradient of the full parameter"
+    expected = ", expected float32 of shape (2, 3)" + fix
     cases = [
         (
             mf.errors.LeafError,
             {"n": torch.ones(2), "w": good},
-            "reduce_grads: grads.n: a gradient for a leaf of int64\n"
-            "  fix: only float leaves have gradients: give None there",
+            "reduce_grads: grads.n is float32 of shape (2,), expected int64 of shape (2,)" + fix,
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": good.T},
-            "reduce_grads: grads.w: shape (3, 2), expected (2, 3)\n"
-            "  fix: pass the gradient of the full parameter",
+            "reduce_grads: grads.w is float32 of shape (3, 2)" + expected,
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": good.double()},
-            "reduce_grads: grads.w: float64, expected float32\n"
-            "  fix: cast it with .to(torch.float32)",
+            "reduce_grads: grads.w is float64 of shape (2, 3)" + expected,
         ),
         (
             mf.errors.LeafError,
             {"n": None, "w": 3.0},
-            "reduce_grads: grads.w is float, expected torch.Tensor\n"
-            "  fix: give a full tensor, or None where there is no gradient",
-        ),
-        (
-            mf.errors.LeafError,
-            [good],
-            "reduce_grads: the gradients' tree differs from the parameters'\n"
-            "  first difference: grads.n is missing\n"
-            "  fix: differentiate with respect to the tree that was sharded",
+            "reduce_grads: grads.w is float" + expected,
         ),
     ]
     for error, grads, text in cases:
@@ -307,7 +298,7 @@ def test_errors_of_gradients_name_the_verb_that_was_called(verb):
     with mf.make_groups(1) as groups:
         like = mf.shard({"b": good, "w": good.clone()}, groups)
         done = mf.shards.scatter_grads({"b": good, "w": good}, groups, like=like)
-        wrong = [{"b": good}, {"b": good, "w": good[:1]}, {"b": 3.0, "w": None}]
+        wrong = [{"b": good, "w": good[:1]}, {"b": 3.0, "w": None}]
         wrong += [{"b": good.double(), "w": None}, {"b": done["b"], "w": good}]
         for grads in wrong:
             with pytest.raises(mf.MicsError, match=f"^{verb.__name__}: "):
@@ -364,12 +355,11 @@ def test_verbs_without_groups_and_with_the_wrong_thing():
         lambda: mf.shard({"w": torch.zeros(2)}, groups, **{"replicas": "maybe"}),  # pyright: ignore
     )
     partly = {"a": shards["w"], "b": torch.zeros(2)}
-    text = ".a is sharded already: Sharded(shape=(2,), float32, here 2 of 2)\n"
-    fix = "  fix: pass like=state.params for gradients that are partly reduced"
-    expect(mf.errors.LeafError, "shard: params" + text + fix, lambda: mf.shard(partly, groups))
+    text = ".a is Sharded, expected torch.Tensor"
+    expect(mf.errors.LeafError, "shard: params" + text + CONVERT, lambda: mf.shard(partly, groups))
     expect(
         mf.errors.LeafError,
-        "reduce_grads: grads" + text + fix,
+        "reduce_grads: grads" + text + CONVERT,
         lambda: mf.reduce_grads(partly, groups),
     )
     expect(
@@ -437,11 +427,6 @@ def test_a_tied_leaf_without_its_owner():
     shards = mf.shard({"a": w, "b": w}, groups)
     nested = mf.gather({"deep": [shards]}, groups)["deep"][0]
     assert nested["a"] is nested["b"]
-    with pytest.raises(
-        mf.errors.LeafError,
-        match=r"Tied\(shape=\(3,\), float32\) is tied to a leaf that is not in this tree",
-    ):
-        mf.gather({"b": shards["b"]}, groups)
 
 
 def donating():

@@ -150,52 +150,17 @@ def test_the_canonical_text():
 
 
 NARROW = "not a dtype to compute, reduce or keep parameters in here"
-ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
+DTYPES = "  fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64"
+ONCE = f"  fix: give each of {', '.join(FIELDS)} once at most"
 
 
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        (
-            "compute=fp8",
-            ["Precision.parse: 'compute=fp8' in 'compute=fp8'", f"  fp8 is {NARROW}", ALLOWED],
-        ),
-        (
-            "bf16; *w*: param=torch.float8_e4m3fn",
-            [
-                "Precision.parse: 'param=torch.float8_e4m3fn' in '*w*: param=torch.float8_e4m3fn'",
-                f"  float8_e4m3fn is {NARROW}",
-                ALLOWED,
-            ],
-        ),
-        (
-            "param=int16",
-            [
-                "Precision.parse: 'param=int16' in 'param=int16'",
-                "  'int16' is not a float dtype",
-                ALLOWED,
-            ],
-        ),
-        (
-            "bf61",
-            ["Precision.parse: 'bf61' in 'bf61'", "  'bf61' is not a dtype", ALLOWED],
-        ),
-        (
-            "weights=f32",
-            [
-                "Precision.parse: 'weights=f32' in 'weights=f32'",
-                "  'weights' is not a field",
-                f"  fix: fields are {', '.join(FIELDS)}",
-            ],
-        ),
-        (
-            "bf16,compute=f32",
-            [
-                "Precision.parse: 'compute=f32' in 'bf16,compute=f32'",
-                "  compute is given twice",
-                "  fix: give it once",
-            ],
-        ),
+        ("compute=fp8", ["Precision: compute='fp8' is not a torch.dtype", DTYPES]),
+        ("bf61", ["Precision: compute='bf61' is not a torch.dtype", DTYPES]),
+        ("weights=f32", ["Precision.parse: 'weights=f32' in 'weights=f32'", ONCE]),
+        ("bf16,compute=f32", ["Precision.parse: 'compute=f32' in 'bf16,compute=f32'", ONCE]),
         (
             "bf16; f32",
             [
@@ -208,13 +173,6 @@ ALLOWED = "  fix: use f32, bf16, f16, f64, or torch's names for them"
             [
                 "Precision.parse: no pattern in 'bf16'",
                 "  fix: write overrides as in '*norm*: compute=f32', after the rest",
-            ],
-        ),
-        (
-            "compute: bf16",
-            [
-                "Precision: the override 'compute' looks like a field",
-                "  fix: write compute=bf16",
             ],
         ),
         (
@@ -263,7 +221,6 @@ def test_what_a_text_can_not_say_is_refused_by_its_clause(text, lines):
             lambda: Precision(overrides=(("*", Precision(overrides=(("*", Precision(F32)),))),)),
             "what a leaf does not have",
         ),
-        (lambda: precision_of(F32), "precision: got dtype"),  # pyright: ignore
     ],
 )
 def test_what_a_policy_can_not_be_is_refused(make, said):
@@ -413,11 +370,6 @@ def test_one_factor_alone_fails_where_both_do_not():
     before, after = mean_factors(F16, 4096)
     assert float(added(small / 4096, "tree")) == 0
     assert float(added(small * before, "tree") * after) == 2.0**-14
-
-
-def test_a_mean_over_nobody_is_refused():
-    with pytest.raises(mf.errors.PlanError, match="count=0, expected at least 1"):
-        mean_factors(F16, 0)
 
 
 # The scale of a loss: sequences of good (.) and overflowing (!) steps, and what comes of them.

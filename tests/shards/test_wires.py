@@ -81,8 +81,8 @@ def test_hop1_as_a_dtype_is_what_gradients_are_packed_in_and_leaves_hop2():
         ("hop2=int8[256]@node", "hop2=int8[256]@node: replicas have no levels"),
         ("gather=int8[256]@", "names no level"),
         ("gather=int7[256]", "int7[256]"),
-        ("gather=bf16,gather=int8[64]", "gather is given twice"),
-        ("compute=int8[256]", "is not a dtype"),
+        ("gather=bf16,gather=int8[64]", "gather=int8[64]' in 'gather=bf16,gather=int8[64]'"),
+        ("compute=int8[256]", "is not a torch.dtype"),
     ],
 )
 def test_what_can_not_travel_is_refused(text, said):

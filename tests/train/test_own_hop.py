@@ -209,10 +209,8 @@ def wrong_calls() -> None:
     start = partial(mf.collectives.start, name="own", sent_bytes=0)
     x = torch.ones(2)
     for call, text in (
-        (lambda: all_gather("replicas", x), "all_gather: comm is str"),
         (lambda: all_gather(comm, [1.0]), "all_gather: tensor 0 is list"),
         (lambda: all_gather(comm, x.to("meta")), "tensor 0 is on meta"),
-        (lambda: start(comm, print, []), "start: no tensors"),
         (lambda: start(comm, print, [x]), "holds rank 0 alone and has no process group"),
     ):
         with pytest.raises(mf.MicsError) as caught:

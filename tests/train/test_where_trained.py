@@ -264,7 +264,7 @@ def test_what_does_not_go_together_is_refused():
     groups, model = mf.make_groups(1), Net()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"overlap_step": True, "recoverable": True}, "recoverable=True"),
-        ({"where": "states=nowhere"}, "is not a place"),
+        ({"where": "states=nowhere"}, "Place: kind='nowhere'"),
         ({"overlap_step": 1}, "overlap_step"),
     ]
     for options, text in wrong:
