@@ -26,7 +26,7 @@ from mics_fn.collectives import Task
 from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
-from mics_fn.deferred.tensor import Deferred, Geometry
+from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import Hierarchy, require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
@@ -352,7 +352,10 @@ class DeferredParams:
     ) -> None:
         if error is not None:
             self._live.abandon()
-            tell_all(error)
+            refused = from_dynamo(error)
+            tell_all(refused or error)
+            if refused is not None:
+                raise refused from error
         elif not self._pending():
             self.close()
 

@@ -99,6 +99,8 @@ class Source(Protocol):
 
 
 aten = torch.ops.aten
+_COMPILED = "torch.compile: a deferred parameter enters a compiled region"
+_COMPILED_FIX = "use gather around compiled code, or clone() parameters before it"
 
 
 class Deferred(ReadOnly):
@@ -143,9 +145,7 @@ class Deferred(ReadOnly):
 
     def __tensor_flatten__(self) -> Any:
         """Raise LeafError: torch.compile calls this, and would trace through the fetch."""
-        text = "torch.compile: a deferred parameter enters a compiled region"
-        fix = "use gather around compiled code, or clone() parameters before it"
-        raise LeafError(message(text, [self.lies_in()], fix))
+        raise LeafError(message(_COMPILED, [self.lies_in()], _COMPILED_FIX))
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 
@@ -160,6 +160,13 @@ class Deferred(ReadOnly):
 
 
 _Like = tuple[torch.dtype, torch.device, torch.dtype | None]  # dtype, device, dtype of the cast
+
+
+def from_dynamo(error: BaseException) -> LeafError | None:
+    """The refusal of a deferred parameter, if dynamo wrapped it in an error of its own."""
+    if isinstance(error, LeafError) or _COMPILED not in f"{error}":
+        return None
+    return LeafError(message(_COMPILED, fix=_COMPILED_FIX))
 
 
 def _plain(deferred: Deferred) -> Tensor:

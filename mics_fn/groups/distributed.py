@@ -490,4 +490,8 @@ def device_and_backend(
     # A config such as "cpu:gloo,cuda:nccl" names one backend per device. Groups that are made for
     # one of them keep torch from creating idle communicators for the others.
     of_device = backends_of(config)
+    if chosen.type not in of_device:
+        what = f"make_groups: the default group serves {config}, not {chosen.type}"
+        fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        raise GroupsError(message(what, fix=f"{fix}init_distributed(cpu_groups=True)"))
     return chosen, of_device[chosen.type]

@@ -30,8 +30,13 @@ def test_make_groups_before_init(monkeypatch: pytest.MonkeyPatch, name: str) -> 
 def test_a_device_that_the_default_group_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    with pytest.raises(KeyError, match="cpu"):
+    with pytest.raises(GroupsError) as caught:
         device_and_backend("cpu", None, None)
+    assert str(caught.value) == (
+        "make_groups: the default group serves cuda:nccl, not cpu\n"
+        "  fix: pass device= or backend=, or start it with a backend for that device; for the CPU, "
+        "init_distributed(cpu_groups=True)"
+    )
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert device_and_backend("cpu", None, None) == (torch.device("cpu"), "gloo")
     assert device_and_backend("cpu", None, "fake") == (torch.device("cpu"), "fake")
