@@ -98,7 +98,6 @@ def test_step(forked_bench: Callable) -> None:
         check_rate(at, part["ours"], rounds=2)
         check_peers_agree(part, steps_taken=2 + 2 * 2 + PEAK_STEPS, p=p)
         assert all(f"{peer['name']}: {peer['title']}" in printed for peer in part["peers"])
-    assert "CPU keep/it" in printed.split("world 4")[0]
     assert "a node sends" in printed.split("world 4")[1]
 
 
@@ -139,7 +138,6 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
         others = [name for name in ours if name != peer["name"]]
         over = {name: ratio(seconds[name], own)._asdict() for name in others}
         assert peer["over_it"] == over
-        assert list(peer["cpu_over_it"]) == others
         assert peer["node_bytes"] is None  # the nodes are pretended ones
         assert peer["largest_loss_gap"] <= 1e-5
         assert peer["over_first"] is None

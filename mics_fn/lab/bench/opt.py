@@ -141,7 +141,6 @@ def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
                 "seconds_by_round": lap.seconds,
                 "ns_per_element": spread(per_element)._asdict(),
                 "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
-                "cpu_ratio": ratio(laps[0].cpu_seconds, lap.cpu_seconds)._asdict(),
                 "held_bytes": lap.held_bytes,
                 "peak_bytes": lap.peak_bytes,
             }
@@ -157,7 +156,7 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             f"{part['name']}: {part['elements']:,} elements in {part['leaves']:,} leaves, AdamW, "
             f"{config.turns}"
         )
-        rows = [("", "ns an element", "opt_step over it", "in CPU time", "states", "in a step")]
+        rows = [("", "ns an element", "opt_step over it", "states", "in a step")]
         for peer in part["peers"]:
             peak, ours = peer["peak_bytes"], peer is part["peers"][0]
             rows.append(
@@ -165,7 +164,6 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
                     peer["name"],
                     between(peer["ns_per_element"], ".2f"),
                     "" if ours else between(peer["opt_step_ratio"], ".3f"),
-                    "" if ours else f"{peer['cpu_ratio']['median']:.3f}",
                     human_bytes(peer["held_bytes"]),
                     "-" if peak is None else human_bytes(peak),
                 )

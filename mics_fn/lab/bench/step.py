@@ -63,12 +63,12 @@ from mics_fn.lab.report import bytes_or_dash, table
 
 LEGEND = """\
 seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
-round. CPU: seconds of all threads of a rank in a step, the median, also for x/it. a node sends:
-bytes per step through its network interface, the median; "-" if nodes have none of their own. gap:
-the largest relative difference from the loss of {first} at any of these steps. states: parameters
-and optimizer state of the fullest rank. in a step: by how much memory grows beyond them while the
-other peers exist too. on the device, on the host: states, and by formula what a step needs beyond
-them but activations, by the memory that it lies in; on the CPU both are one."""
+round. a node sends: bytes per step through its network interface, the median; "-" if nodes have
+none of their own. gap: the largest relative difference from the loss of {first} at any of these
+steps. states: parameters and optimizer state of the fullest rank. in a step: by how much memory
+grows beyond them while the other peers exist too. on the device, on the host: states, and by
+formula what a step needs beyond them but activations, by the memory that it lies in; on the CPU
+both are one."""
 OVER_FIRST = """
 x/it compares peers of one precision; over {first}: a peer's time over its own with that one."""
 
@@ -130,7 +130,6 @@ def _merge(laps: Sequence[Laps]) -> Laps:
     return Laps(
         laps[0].name,
         [max(each) for each in zip(*(lap.seconds for lap in laps), strict=True)],
-        [fmean(each) for each in zip(*(lap.cpu_seconds for lap in laps), strict=True)],
         [_most(each) for each in sent],  # ranks of a node count the same bytes
         max(lap.held_bytes for lap in laps),
         _most(peaks),
@@ -191,7 +190,7 @@ def _overall(name: str, lap: Laps, losses: list[float], gaps: list[float]) -> di
 def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) -> dict[str, Any]:
     """Times and bytes of one peer at one rate, and the times of our peers divided by them."""
     lap = by_name[name]
-    seconds, cpu_seconds, sent = lap.seconds[at], lap.cpu_seconds[at], lap.sent_bytes[at]
+    seconds, sent = lap.seconds[at], lap.sent_bytes[at]
     known = [nbytes for nbytes in sent if nbytes is not None]
     # Peers are compared in one precision, and each peer with itself in the first precision.
     others = {_base(x): x for x in ours if x != name and _precision(x) == _precision(name)}
@@ -202,14 +201,9 @@ def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) 
         "title": lap.name,
         "seconds_by_round": seconds,
         "seconds": spread(seconds)._asdict(),
-        "cpu_seconds": spread(cpu_seconds)._asdict(),
         "node_bytes": None if len(known) < len(sent) else median(known),
         "over_it": {
             x: ratio(by_name[label].seconds[at], seconds)._asdict() for x, label in others.items()
-        },
-        "cpu_over_it": {
-            x: ratio(by_name[label].cpu_seconds[at], cpu_seconds)._asdict()
-            for x, label in others.items()
         },
         "over_first": over_first,
     }
@@ -252,22 +246,19 @@ def _times(
     *,
     alone: bool,
 ) -> str:
-    """The times at one rate; a rank alone has no links, so its table shows CPU times instead."""
+    """The times at one rate; a rank alone has no links."""
     over = [f"{name}/it" for name in ours]
     wire = [] if alone else ["a node sends"]
-    cpu_over = [f"CPU {text}" for text in over] if alone else []
     first = [f"over {precision}" for precision in precisions]
-    rows = [("", "seconds per step", *over, *first, "CPU", *cpu_over, *wire, "gap")]
+    rows = [("", "seconds per step", *over, *first, *wire, "gap")]
     for peer in found["peers"]:
-        ratios, cpu, over_first = peer["over_it"], peer["cpu_over_it"], peer["over_first"]
+        ratios, over_first = peer["over_it"], peer["over_first"]
         rows.append(
             (
                 f"{peer['name']}: {peer['title']}",
                 between(peer["seconds"], ".4f"),
                 *(between(ratios[x], ".3f") if x in ratios else "" for x in ours),
                 *(between(over_first, ".3f") if over_first else "" for _ in first),
-                f"{peer['cpu_seconds']['median']:.4f}",
-                *(f"{cpu[x]['median']:.3f}" if x in cpu else "" for x in ours if cpu_over),
                 *(bytes_or_dash(peer["node_bytes"]) for _ in wire),
                 f"{peer['largest_loss_gap']:.1e}",
             )

@@ -3,9 +3,7 @@
 [Note: taking turns] A shared machine is fast one minute and slow the next, so two times that were
 taken minutes apart cannot be compared. Here the peers of a comparison take steps in turns, round by
 round, and each of them begins a round equally often. A ratio is taken inside each round, between
-neighbours in time. The report is the median over rounds, with the least and the most. CPU time is
-reported too: if ranks share cores with each other or with other programs, it tells how much work a
-step is, while the time on the clock depends on who got a core.
+neighbours in time. The report is the median over rounds, with the least and the most.
 
 If the rates of links can be set, each round has a turn of every peer at every rate.
 
@@ -177,7 +175,6 @@ class Laps(NamedTuple):
 
     name: str
     seconds: list[float]  # per step, one for each turn
-    cpu_seconds: list[float]  # the same, of all threads of the process
     sent_bytes: list[float | None]  # per step, by the gauge
     held_bytes: int
     peak_bytes: int | None  # growth of memory in a step at most; None if unknown
@@ -241,7 +238,7 @@ def take_turns(
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], [], [], 0, None, []) for peer in peers]
+    laps = [Laps(peer.name, [], [], 0, None, []) for peer in peers]
 
     def turn(i: int, steps: int) -> Timed:
         def work() -> None:
@@ -261,7 +258,6 @@ def take_turns(
                 i = (number + place) % len(peers)
                 found = turn(i, setting.steps)
                 laps[i].seconds.append(found.seconds / setting.steps)
-                laps[i].cpu_seconds.append(found.cpu_seconds / setting.steps)
                 sent = found.sent_bytes
                 laps[i].sent_bytes.append(None if sent is None else sent / setting.steps)
     settings[0].put()
@@ -276,7 +272,6 @@ class Timed(NamedTuple):
     """What some work cost."""
 
     seconds: float
-    cpu_seconds: float  # of all threads of the process
     sent_bytes: int | None  # by the gauge
 
 
@@ -297,13 +292,13 @@ def timed(
 
     before = look()
     _device.finish(device)
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
     work()
     _device.finish(device)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    seconds = time.perf_counter() - started
     after = look()
     sent = None if before is None or after is None else after - before
-    return Timed(seconds, cpu_seconds, sent)
+    return Timed(seconds, sent)
 
 
 def nbytes(values: Any) -> int:
