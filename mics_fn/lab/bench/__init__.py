@@ -54,8 +54,8 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
 
 The peer `host` has parameters and states in host memory, `fsdp2-offload` is FSDP2 with its
 `CPUOffloadPolicy`, which keeps gradients there too. Both run on a machine without an accelerator,
-where host memory is the memory of the device: the times compare what each does besides copying, and
-the tables say by formula how many bytes lie where. With `pin_memory=True`, the default of that
+where host memory is the memory of the device: the times compare what each does besides copying.
+With `pin_memory=True`, the default of that
 policy, `fully_shard` raises RuntimeError there: "Cannot access accelerator device when none is
 available." So the peer locks host memory only beside an accelerator.
 

@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import (
     BenchPeer,
     BenchTurns,
     Laps,
     between,
     is_first,
-    nbytes,
     ratio,
     say,
     spread,
@@ -112,8 +110,7 @@ def _ours(
         nonlocal state
         state = mf.opt_step(state, shards, donate=True)
 
-    peer = BenchPeer("opt_step(donate=True)", step, lambda: nbytes((state.params, state.opt)))
-    return peer, lambda: state.params
+    return BenchPeer("opt_step(donate=True)", step), lambda: state.params
 
 
 def _theirs(
@@ -124,11 +121,7 @@ def _theirs(
         param.grad = grads[name].clone()
     optimizer = torch.optim.AdamW(params.values(), 1e-3, fused=True)
 
-    def held() -> int:
-        states = [dict(state) for state in optimizer.state.values()]
-        return nbytes(([p.detach() for p in params.values()], states))
-
-    return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step(), held), params
+    return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step()), params
 
 
 def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
@@ -141,8 +134,6 @@ def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
                 "seconds_by_round": lap.seconds,
                 "ns_per_element": spread(per_element)._asdict(),
                 "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
-                "held_bytes": lap.held_bytes,
-                "peak_bytes": lap.peak_bytes,
             }
         )
     return found
@@ -156,16 +147,14 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             f"{part['name']}: {part['elements']:,} elements in {part['leaves']:,} leaves, AdamW, "
             f"{config.turns}"
         )
-        rows = [("", "ns an element", "opt_step over it", "states", "in a step")]
+        rows = [("", "ns an element", "opt_step over it")]
         for peer in part["peers"]:
-            peak, ours = peer["peak_bytes"], peer is part["peers"][0]
+            ours = peer is part["peers"][0]
             rows.append(
                 (
                     peer["name"],
                     between(peer["ns_per_element"], ".2f"),
                     "" if ours else between(peer["opt_step_ratio"], ".3f"),
-                    human_bytes(peer["held_bytes"]),
-                    "-" if peak is None else human_bytes(peak),
                 )
             )
         gap = part["largest_param_gap"]

@@ -388,8 +388,8 @@ def _trainer(
     del needs["states"]  # measured
     how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live]]
     how += [where] * bool(where) + ["overlapped"] * overlap
-    name, host = f"Trainer p={cut.states}, {', '.join(how)}", ("states",) if where else ()
-    return BenchPeer(name, lambda step: trainer.step(joined[step]).loss, held, needs, host)
+    name = f"Trainer p={cut.states}, {', '.join(how)}"
+    return BenchPeer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
 
 
 def _plain(stage: Stage) -> BenchPeer:
@@ -438,8 +438,7 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> Be
     name += ", offloaded" * offload
     wider = dtypes.param.itemsize / size
     needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
-    peer = _torch_loop(name, stage, model, begin, needs)
-    return peer._replace(host=("states", "sums")) if offload else peer
+    return _torch_loop(name, stage, model, begin, needs)
 
 
 def _mesh(stage: Stage, full: bool) -> DeviceMesh:

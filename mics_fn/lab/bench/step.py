@@ -65,10 +65,7 @@ LEGEND = """\
 seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
 round. a node sends: bytes per step through its network interface, the median; "-" if nodes have
 none of their own. gap: the largest relative difference from the loss of {first} at any of these
-steps. states: parameters and optimizer state of the fullest rank. in a step: by how much memory
-grows beyond them while the other peers exist too. on the device, on the host: states, and by
-formula what a step needs beyond them but activations, by the memory that it lies in; on the CPU
-both are one."""
+steps."""
 OVER_FIRST = """
 x/it compares peers of one precision; over {first}: a peer's time over its own with that one."""
 
@@ -125,16 +122,12 @@ def _run(
 
 def _merge(laps: Sequence[Laps]) -> Laps:
     """The laps of one peer on all ranks as one: a step takes as long as its slowest rank."""
-    peaks = [lap.peak_bytes for lap in laps]
     sent = zip(*(lap.sent_bytes for lap in laps), strict=True)
     return Laps(
         laps[0].name,
         [max(each) for each in zip(*(lap.seconds for lap in laps), strict=True)],
         [_most(each) for each in sent],  # ranks of a node count the same bytes
-        max(lap.held_bytes for lap in laps),
-        _most(peaks),
         [fmean(each) for each in zip(*(lap.results for lap in laps), strict=True)],
-        {place: max(lap.places[place] for lap in laps) for place in laps[0].places},
     )
 
 
@@ -181,9 +174,6 @@ def _overall(name: str, lap: Laps, losses: list[float], gaps: list[float]) -> di
         "title": lap.name,
         "losses": losses,
         "largest_loss_gap": max(gaps),  # relative to the first peer at the same step
-        "held_bytes": lap.held_bytes,
-        "peak_bytes": lap.peak_bytes,
-        "places": lap.places,
     }
 
 
@@ -219,7 +209,7 @@ def _precision(label: str) -> str:
 
 
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
-    """The figures as tables: for each world one block per rate, then losses and memory."""
+    """The figures as tables: for each world one per rate."""
     blocks, legend = [], ""
     for part in filter(None, (figures["alone"], figures["together"])):
         alone = part["ranks"] == 1
@@ -231,7 +221,6 @@ def render_step(figures: dict[str, Any], config: StepConfig) -> str:
             title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
             precisions = config.precisions[:1] if len(config.precisions) > 1 else ()
             blocks.append(_times(title, found, part["ours"], precisions, alone=alone))
-        blocks.append(_memory(f"world {part['ranks']}, the whole run", part["peers"]))
         legend = LEGEND.format(first=part["first"])
         if len(config.precisions) > 1:
             legend += OVER_FIRST.format(first=config.precisions[0])
@@ -262,22 +251,6 @@ def _times(
                 *(bytes_or_dash(peer["node_bytes"]) for _ in wire),
                 f"{peer['largest_loss_gap']:.1e}",
             )
-        )
-    return table(title, rows)
-
-
-def _memory(title: str, peers: Sequence[dict[str, Any]]) -> str:
-    rows = [["", "loss at end", "gap", "states", "in a step", "on the device", "on the host"]]
-    for peer in peers:
-        rows.append(
-            [
-                f"{peer['name']}: {peer['title']}",
-                f"{peer['losses'][-1]:.6f}",
-                f"{peer['largest_loss_gap']:.1e}",
-                human_bytes(peer["held_bytes"]),
-                bytes_or_dash(peer["peak_bytes"]),
-                *(human_bytes(peer["places"][place]) for place in ("device", "host")),
-            ]
         )
     return table(title, rows)
 
