@@ -78,28 +78,27 @@ def launched_bench(tmp_path: Path, *argv: str) -> tuple[dict[str, Any], str]:
     return json.loads(file.read_text()), done.stdout
 
 
-def test_step(forked_bench: Callable) -> None:
-    argv = ["step", "--rounds", "2", "--steps", "2", "--accumulate", "2"]
+@pytest.mark.parametrize("n", [1, 4])
+def test_step(n: int, forked_bench: Callable) -> None:
+    argv = ["step", "--ranks", f"{n}", "--rounds", "2", "--steps", "2", "--accumulate", "2"]
     figures, printed = forked_bench(*argv, *TINY)
-    assert figures["params"] == NUM_PARAMS
-    alone, together = figures["alone"], figures["together"]
-    assert (alone["ranks"], together["ranks"]) == (1, 4)
-    titles = {peer["name"]: peer["title"] for peer in alone["peers"]}
+    assert (figures["params"], figures["ranks"]) == (NUM_PARAMS, n)
+    titles, p = {peer["name"]: peer["title"] for peer in figures["peers"]}, min(n, 2)
+    alone = {"plain": "plain torch loop"} if n == 1 else {}
     assert titles == {
-        "keep": "Trainer p=1, keep",
-        "zero3": "Trainer p=1, two buckets",
-        "fsdp2": "FSDP2 p=1, default",
-        "fsdp2-keep": "FSDP2 p=1, keep",
-        "plain": "plain torch loop",
+        "keep": f"Trainer p={p}, keep",
+        "zero3": f"Trainer p={p}, two buckets",
+        "fsdp2": f"FSDP2 p={p}, default",
+        "fsdp2-keep": f"FSDP2 p={p}, keep",
+        **alone,
     }
-    assert [peer["name"] for peer in together["peers"]] == list(titles)[:-1]
-    for part in (alone, together):
-        (at,) = part["rates"]
-        assert (at["rate"], at["steps"], part["ours"]) == ("as-is", 2, ["keep", "zero3"])
-        check_rate(at, part["ours"], rounds=2)
-        check_peers_agree(part, steps_taken=2 + 2 * 2)
-        assert all(f"{peer['name']}: {peer['title']}" in printed for peer in part["peers"])
-    assert "a node sends" in printed.split("world 4")[1]
+    (at,) = figures["rates"]
+    assert (at["rate"], at["steps"], figures["ours"]) == ("as-is", 2, ["keep", "zero3"])
+    check_rate(at, figures["ours"], rounds=2)
+    check_peers_agree(figures, steps_taken=2 + 2 * 2)
+    assert all(f"{name}: {title}" in printed for name, title in titles.items())
+    assert f"world {n}, nodes of {p}, p = {p}, " in printed
+    assert "a node sends" in printed
 
 
 @pytest.mark.thorough
@@ -111,11 +110,9 @@ def test_step_with_every_peer_at_several_rates(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     peers = [",".join(TOGETHER[:3]), *TOGETHER[3:]]
-    argv = ["step", "--skip-alone", "--rounds", "2", "--warmup", "1", "--peers", *peers]
+    argv = ["step", "--rounds", "2", "--warmup", "1", "--peers", *peers]
     argv += ["--rates", "unshaped:2,1gbit", "--steps", "1"]
-    figures, printed = forked_bench(*argv, *TINY)
-    part = figures["together"]
-    assert figures["alone"] is None
+    part, printed = forked_bench(*argv, *TINY)
     assert [peer["name"] for peer in part["peers"]] == TOGETHER
     assert [(at["rate"], at["steps"]) for at in part["rates"]] == [("unshaped", 2), ("1gbit", 1)]
     for at in part["rates"]:
@@ -147,10 +144,9 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
 @pytest.mark.thorough
 def test_step_with_precisions(forked_bench: Callable) -> None:
     f32, bf16 = "f32", "compute=bf16,reduce=bf16"
-    argv = ["step", "--skip-alone", "--rounds", "2", "--steps", "1"]
+    argv = ["step", "--rounds", "2", "--steps", "1"]
     argv += ["--peers", "keep", "hpz", "fsdp2", "ddp", "--precision", f32, bf16]
-    figures, printed = forked_bench(*argv, *TINY)
-    part = figures["together"]
+    part, printed = forked_bench(*argv, *TINY)
     peers = {peer["name"]: peer for peer in part["rates"][0]["peers"]}
     mixed = [
         f"{name}@{precision}" for name in ("keep", "hpz", "fsdp2") for precision in (f32, bf16)
@@ -258,7 +254,7 @@ def test_what_is_hidden_by_hop_2() -> None:
 def test_memory_of_each_peer_alone(tmp_path: Path) -> None:
     argv = ["step", "--rss", "--ranks", "2", "--rounds", "1", "--steps", "1", "--peers", "zero3"]
     figures, printed = launched_bench(tmp_path, *argv)
-    assert (figures["params"], figures["config"]["alone"]) == (NUM_PARAMS, False)
+    assert figures["params"] == NUM_PARAMS
     (peer,) = figures["peers"]
     full, parts = 4 * NUM_PARAMS, peer["formula"]
     assert peer["title"] == "Trainer p=2, two buckets"
@@ -395,7 +391,7 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["opt", "--json", "no/such/folder/f.json"], "there is no folder no/such/folder"),
         (["step", "--peers", "keep,fsdp"], "there is no peer fsdp\n  fix: choose from keep zero3"),
         (["step", "--peers", "keep", "keep"], "one is given twice"),
-        (["step", "--peers", "plain", "--skip-alone"], "none of these is measured with 4 ranks"),
+        (["step", "--peers", "plain"], "none of these is measured with 4 ranks"),
         (
             ["step", "--peers", "ddp", "--ranks", "1"],
             "choose from keep zero3 least host fsdp2 fsdp2-keep fsdp2-offload plain",

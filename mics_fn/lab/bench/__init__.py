@@ -90,8 +90,8 @@ s against 7.38), and 19.5 MB. At 1 Gbit/s p = 2 takes 0.76 and 0.79 (0.73 to 0.8
 day 0.84 to 0.87 in three runs: four ranks share two cores there, and each codes for 0.03 to 0.07 s
 of a processor in a step of 0.5 s.
 
-The command on each rank of such nodes is `python -m mics_fn bench step --skip-alone --rounds 3
---partition-size 2 --peers keep zero3 wide-zero3 fsdp2 fsdp2-full --rates unshaped:3 1gbit:2
-200mbit:1`, with `--accumulate 4` for the lower table. `--rates` needs a module `rigmark` (or what
+The command on each rank of such nodes is `python -m mics_fn bench step --rounds 3 --partition-size
+2 --peers keep zero3 wide-zero3 fsdp2 fsdp2-full --rates unshaped:3 1gbit:2 200mbit:1`, with
+`--accumulate 4` for the lower table. `--rates` needs a module `rigmark` (or what
 `MICS_FN_LINKS` names) with `set_rate(rate)` to shape the links; without it leave the flag out.
 """

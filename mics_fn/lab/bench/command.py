@@ -75,7 +75,6 @@ def _add_step_flags(parser: argparse.ArgumentParser) -> None:
     text = "precisions, each a text such as compute=bf16,reduce=bf16: every peer that takes"
     text += " them is measured with each, and compared with itself under the first"
     add("--precision", default=[], help=text, metavar="TEXT", nargs="+")
-    add("--skip-alone", action="store_true", help="do not compare in a world of one")
     instead = parser.add_mutually_exclusive_group()
     text = "measure memory instead of time, with each peer in new processes"
     instead.add_argument("--rss", action="store_true", help=text)
@@ -191,7 +190,6 @@ def _step_config(args: argparse.Namespace, ranks: int) -> StepConfig:
         peers=tuple(itertools.chain(*args.peers)),
         precisions=_precisions(args),
         rates=read_rates(list(itertools.chain(*args.rates)), args.steps),
-        alone=not (args.skip_alone or args.rss or args.overlap),
         accumulate=args.accumulate,
         sequences=args.sequences,
         device=args.device,

@@ -238,7 +238,6 @@ class StepConfig:
         precisions: texts of precisions; each peer that takes one is built with each of them. ()
             means float32, which is then not part of a name.
         rates: rates of the links between nodes, which are all measured in one run.
-        alone: whether to compare peers also in a world of one, if they make sense there.
         accumulate: micro-steps in a step.
         sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
@@ -253,7 +252,6 @@ class StepConfig:
     peers: tuple[str, ...] = DEFAULT_PEERS
     precisions: tuple[str, ...] = ()
     rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
-    alone: bool = True
     accumulate: int = 1
     sequences: int = 1
     device: str = "auto"
@@ -271,13 +269,11 @@ def steps_at(config: StepConfig, place: int) -> list[int]:
 
 
 class Stage(NamedTuple):
-    """What a peer is built from, on this rank of a world of all ranks or of this rank alone."""
+    """What a peer is built from, on this rank."""
 
     config: StepConfig
     device: torch.device
     world_size: int
-    partition_size: int
-    own: Any  # the process group of this rank alone; None in a world of all ranks
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
     precision: Precision = Precision()  # for the next peer
@@ -288,21 +284,13 @@ def make_stage(
     device: torch.device,
     closing: contextlib.ExitStack,
     *,
-    own: Any = None,
     steps: int | None = None,
 ) -> Stage:
-    """A stage of all ranks, or of this one alone if its `own` group is given."""
-    world_size = 1 if own is not None else dist.get_world_size()
-    p = 1 if own is not None else config.partition_size
+    """A stage of all ranks."""
     if steps is None:
         steps = config.turns.all_steps(*(rate.steps for rate in config.rates))
     batches = _batches(config, dist.get_rank(), device, steps)
-    return Stage(config, device, world_size, p, own, batches, closing)
-
-
-def own_group() -> Any:
-    """The process group of this rank alone; all ranks must call it, since they count groups."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return Stage(config, device, dist.get_world_size(), batches, closing)
 
 
 def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) -> list[list[Batch]]:
@@ -343,12 +331,10 @@ def _trainer(
     ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. States may lie
     elsewhere, and buckets be stepped while others are in hop 2.
     """
-    config, n, p = stage.config, stage.world_size, stage.partition_size
-    p = n if wide else p
+    config, n = stage.config, stage.world_size
+    p = n if wide else config.partition_size
     cut = cut_of(place, n, config.node_size) if place else Cut(p, p, p)
-    if stage.own is not None:
-        groups = mf.make_groups(1, ranks=[dist.get_rank()], device=stage.device)
-    elif place:
+    if place:
         groups = make_place(place, n, config.node_size, device=stage.device)
     else:
         groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
@@ -413,7 +399,8 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> Be
     With `keep` parameters are gathered once per step, otherwise again for backward. With `offload`
     parameters, gradients and states lie in host memory, all of them: it knows nothing in between.
     """
-    config, p = stage.config, stage.world_size if full else stage.partition_size
+    config = stage.config
+    p = stage.world_size if full else config.partition_size
     dtypes = stage.precision.dtypes("", torch.float32)
     model = make_model(config, stage.device).to(dtypes.param)
     options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
@@ -442,10 +429,8 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> Be
 
 
 def _mesh(stage: Stage, full: bool) -> DeviceMesh:
-    kind, p = stage.device.type, stage.partition_size
-    if stage.own is not None:
-        return DeviceMesh.from_group(stage.own, kind)
-    if full:
+    kind, p = stage.device.type, stage.config.partition_size
+    if full or stage.world_size == 1:
         return init_device_mesh(kind, (stage.world_size,))
     sizes = (stage.world_size // p, p)
     return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
@@ -538,7 +523,7 @@ PEERS = {
 
 
 def kind_of(label: str) -> PeerKind:
-    """A peer by its label: a name, or a name and a precision as in `phases`."""
+    """A peer by its label: a name, or a name and a precision as in `labels`."""
     return PEERS[label.partition("@")[0]]
 
 
@@ -547,24 +532,17 @@ def build(stage: Stage, label: str) -> BenchPeer:
     return kind_of(label).build(stage._replace(precision=Precision.parse(label.partition("@")[2])))
 
 
-def phases(config: StepConfig, world_size: int) -> dict[int, list[str]]:
-    """The world sizes to measure in, each with the labels of the peers that make sense there.
+def labels(config: StepConfig, world_size: int) -> list[str]:
+    """The labels of the peers that make sense in a world of this size.
 
     With precisions, a peer that takes them is there once per precision, as "name@precision".
     """
-    found = {}
-    if config.alone or world_size == 1:
-        found[1] = [name for name in config.peers if PEERS[name].alone]
-    if world_size > 1:
-        found[world_size] = [name for name in config.peers if PEERS[name].together]
-    return {size: _with_precisions(config, names) for size, names in found.items() if names}
-
-
-def _with_precisions(config: StepConfig, names: Iterable[str]) -> list[str]:
     found = []
-    for name in names:
-        mixed = PEERS[name].mixed and config.precisions
-        found += [f"{name}@{precision}" for precision in config.precisions] if mixed else [name]
+    for name in config.peers:
+        kind = PEERS[name]
+        mixed = kind.mixed and config.precisions
+        if kind.alone if world_size == 1 else kind.together:
+            found += [f"{name}@{precision}" for precision in config.precisions] if mixed else [name]
     return found
 
 
@@ -577,9 +555,9 @@ def check_peers(config: StepConfig, world_size: int) -> None:
         raise PlanError(message(what, fix=f"choose from {' '.join(PEERS)}"))
     if len(set(config.peers)) < len(config.peers):
         raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
-    if not phases(config, world_size):
+    if not labels(config, world_size):
         every = replace(config, peers=tuple(PEERS), precisions=())
-        fits = " ".join(phases(every, world_size)[world_size])
+        fits = " ".join(labels(every, world_size))
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(message(what, fix=f"choose from {fits}"))
     others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]

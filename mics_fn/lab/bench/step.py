@@ -27,7 +27,7 @@ import mics_fn as mf
 from mics_fn._torch import storage_id
 from mics_fn.errors import PlanError, human_bytes, message
 from mics_fn.inspection import Timeline
-from mics_fn.lab.bench.links import AS_IS, Rate, node_interface, sent_bytes, settings_of
+from mics_fn.lab.bench.links import AS_IS, node_interface, sent_bytes, settings_of
 from mics_fn.lab.bench.stage import (
     DEFAULT_PEERS,
     OVERLAP_PEERS,
@@ -35,9 +35,8 @@ from mics_fn.lab.bench.stage import (
     StepConfig,
     build,
     kind_of,
+    labels,
     make_stage,
-    own_group,
-    phases,
     steps_at,
 )
 from mics_fn.lab.bench.turns import (
@@ -71,53 +70,31 @@ x/it compares peers of one precision; over {first}: a peer's time over its own w
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
-    """Both comparisons, as one rank of a job.
+    """Compare peers that take turns, as one rank of a job.
 
     Returns:
-        On rank 0 the figures of a world of one (`alone`, measured while the others wait) and of all
-        ranks (`together`), each None if it was not measured; {} on the others.
+        On rank 0 the figures by peer, and by rate and peer; {} on the others.
     """
     device = start(config.device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chosen = phases(config, world_size)
-    alone = together = None
-    if 1 in chosen:
-        own, names = own_group(), chosen[1]
-        if rank == 0:
-            say(f"world 1: {', '.join(names)} take turns ...")
-            single = replace(config, rates=(Rate(AS_IS, config.turns.steps),))
-            alone = _compare(_run(single, device, names, own), names, single, of_ranks=1)
-        dist.barrier()
-    if world_size > 1 and world_size in chosen:
-        names = chosen[world_size]
-        say(f"world {world_size}: {', '.join(names)} take turns ...")
-        found = of_all_ranks(_run(config, device, names))
-        every = [[Laps(*lap) for lap in laps] for laps in found]
-        merged = [_merge(laps) for laps in zip(*every, strict=True)]
-        together = _compare(merged, names, config, of_ranks=world_size)
-    if rank:
-        return {}
-    return {"params": gpt.num_params(config.model), "alone": alone, "together": together}
-
-
-def _run(
-    config: StepConfig, device: torch.device, names: Sequence[str], own: Any = None
-) -> list[Laps]:
-    """This rank's part of one comparison, among all ranks or within its `own` group."""
+    world_size = dist.get_world_size()
+    names = labels(config, world_size)
+    say(f"world {world_size}: {', '.join(names)} take turns ...")
+    interface = node_interface(config.node_size)
     with contextlib.ExitStack() as closing:
-        stage = make_stage(config, device, closing, own=own)
-        peers = [build(stage, name) for name in names]
-        if own is not None:
-            return take_turns(peers, config.turns, device=device)
-        interface = node_interface(config.node_size)
-        return take_turns(
-            peers,
+        stage = make_stage(config, device, closing)
+        laps = take_turns(
+            [build(stage, name) for name in names],
             config.turns,
             device=device,
             fence=dist.barrier,
             settings=settings_of(config.rates),
             gauge=lambda: sent_bytes(interface),
         )
+    every = [[Laps(*lap) for lap in found] for found in of_all_ranks(laps)]
+    if not is_first():
+        return {}
+    merged = [_merge(found) for found in zip(*every, strict=True)]
+    return _compare(merged, names, config, of_ranks=world_size)
 
 
 def _merge(laps: Sequence[Laps]) -> Laps:
@@ -158,6 +135,7 @@ def _compare(
             found["largest_loss_gap"] = max(gaps[name][step] for step in steps)
         every.append({"rate": rate.name, "steps": rate.steps, "peers": list(timed.values())})
     return {
+        "params": gpt.num_params(config.model),
         "ranks": of_ranks,
         "ours": list(dict.fromkeys(map(_base, ours))),
         "first": first,
@@ -209,37 +187,28 @@ def _precision(label: str) -> str:
 
 
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
-    """The figures as tables: for each world one per rate."""
-    blocks, legend = [], ""
-    for part in filter(None, (figures["alone"], figures["together"])):
-        alone = part["ranks"] == 1
-        layout = "" if alone else f", nodes of {config.node_size}, p = {config.partition_size}"
-        world = f"world {part['ranks']}{layout}"
-        world += f", {figures['params']:,} parameters, accumulate {config.accumulate}"
-        for found in part["rates"]:
-            links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
-            title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
-            precisions = config.precisions[:1] if len(config.precisions) > 1 else ()
-            blocks.append(_times(title, found, part["ours"], precisions, alone=alone))
-        legend = LEGEND.format(first=part["first"])
-        if len(config.precisions) > 1:
-            legend += OVER_FIRST.format(first=config.precisions[0])
+    """The figures as tables, one per rate."""
+    blocks = []
+    world = f"world {figures['ranks']}, nodes of {config.node_size}, p = {config.partition_size}"
+    world += f", {figures['params']:,} parameters, accumulate {config.accumulate}"
+    for found in figures["rates"]:
+        links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
+        title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
+        precisions = config.precisions[:1] if len(config.precisions) > 1 else ()
+        blocks.append(_times(title, found, figures["ours"], precisions))
+    legend = LEGEND.format(first=figures["first"])
+    if len(config.precisions) > 1:
+        legend += OVER_FIRST.format(first=config.precisions[0])
     return "\n\n".join([*blocks, legend])
 
 
 def _times(
-    title: str,
-    found: dict[str, Any],
-    ours: Sequence[str],
-    precisions: Sequence[str],
-    *,
-    alone: bool,
+    title: str, found: dict[str, Any], ours: Sequence[str], precisions: Sequence[str]
 ) -> str:
-    """The times at one rate; a rank alone has no links."""
+    """The times at one rate."""
     over = [f"{name}/it" for name in ours]
-    wire = [] if alone else ["a node sends"]
     first = [f"over {precision}" for precision in precisions]
-    rows = [("", "seconds per step", *over, *first, *wire, "gap")]
+    rows = [("", "seconds per step", *over, *first, "a node sends", "gap")]
     for peer in found["peers"]:
         ratios, over_first = peer["over_it"], peer["over_first"]
         rows.append(
@@ -248,7 +217,7 @@ def _times(
                 between(peer["seconds"], ".4f"),
                 *(between(ratios[x], ".3f") if x in ratios else "" for x in ours),
                 *(between(over_first, ".3f") if over_first else "" for _ in first),
-                *(bytes_or_dash(peer["node_bytes"]) for _ in wire),
+                bytes_or_dash(peer["node_bytes"]),
                 f"{peer['largest_loss_gap']:.1e}",
             )
         )
@@ -330,7 +299,7 @@ def measure_overlap(config: StepConfig) -> dict[str, Any]:
     """
     device = start(config.device)
     world_size = dist.get_world_size()
-    names = phases(config, world_size)[world_size]
+    names = labels(config, world_size)
     say(f"world {world_size}: {', '.join(names)} take turns ...")
     with contextlib.ExitStack() as closing:
         stage = make_stage(config, device, closing)
@@ -452,9 +421,8 @@ def check_rss(config: StepConfig) -> None:
 
 def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
     """Measure one peer after the other, each on its own ranks."""
-    names = phases(replace(config, alone=False), ranks)[ranks]
     peers = []
-    for name in names:
+    for name in labels(config, ranks):
         say(f"{name}: alone in new processes, twice ...")
         found = [
             launch(measure_rss, ranks, MemoryRun(config, name, tight)) for tight in (False, True)
@@ -480,8 +448,7 @@ def measure_rss(run: MemoryRun) -> dict[str, Any]:
 def _take_steps(run: MemoryRun, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
     """Build the peer and take its steps; the peaks of memory until warm-up ended, and after it."""
     with contextlib.ExitStack() as closing:
-        own = own_group() if dist.get_world_size() == 1 else None
-        stage = make_stage(run.config, device, closing, own=own, steps=warmup + steps)
+        stage = make_stage(run.config, device, closing, steps=warmup + steps)
         peer = build(stage, run.name)
         for number in range(warmup):
             peer.step(number)

@@ -98,7 +98,7 @@ def _status_bytes(name: str) -> int | None:
     return None
 
 
-TIMEOUT_S = 3600.0  # as long as ranks wait while rank 0 measures alone
+TIMEOUT_S = 3600.0  # as long as ranks of a job wait while the first one measures alone
 _calls = itertools.count()  # of `of_all_ranks`, equal on all ranks
 
 
