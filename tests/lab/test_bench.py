@@ -145,19 +145,19 @@ def check_rate(at: dict, ours: list[str], *, rounds: int) -> None:
 def test_step_with_precisions(forked_bench: Callable) -> None:
     f32, bf16 = "f32", "compute=bf16,reduce=bf16"
     argv = ["step", "--rounds", "2", "--steps", "1"]
-    argv += ["--peers", "keep", "hpz", "fsdp2", "ddp", "--precision", f32, bf16]
+    argv += ["--peers", "keep", "hpz", "fsdp2", "--precision", f32, bf16]
     part, printed = forked_bench(*argv, *TINY)
     peers = {peer["name"]: peer for peer in part["rates"][0]["peers"]}
     mixed = [
         f"{name}@{precision}" for name in ("keep", "hpz", "fsdp2") for precision in (f32, bf16)
     ]
-    assert list(peers) == [*mixed, "ddp"]
+    assert list(peers) == mixed
     assert part["ours"] == ["keep", "hpz"]
     for label, peer in peers.items():
         name, _, precision = label.partition("@")
         seconds = peer["seconds_by_round"]
         others = [f"{x}@{precision}" for x in part["ours"] if x != name]
-        over = [ratio(peers[x]["seconds_by_round"], seconds)._asdict() for x in others if precision]
+        over = [ratio(peers[x]["seconds_by_round"], seconds)._asdict() for x in others]
         assert list(peer["over_it"].values()) == over, "peers are compared in one precision"
         first = peers[f"{name}@{f32}"]["seconds_by_round"] if precision == bf16 else None
         assert peer["over_first"] == (first and ratio(seconds, first)._asdict())
@@ -199,9 +199,8 @@ def test_each_peer_holds_its_share(ranks: Callable) -> None:
     every = ranks(4).run(held_by_peers, labels)
     for label in labels:
         name = label.partition("@")[0]
-        wide = name in ("zero1", "hpz", "hybrid") or "wide" in name or "full" in name
-        share = 1 if name == "ddp" else 4 if wide else NODE
-        least = 12 * NUM_PARAMS / share
+        wide = name == "hpz" or "wide" in name or "full" in name
+        least = 12 * NUM_PARAMS / (4 if wide else NODE)
         # A leaf is padded to 16 bytes of what travels: 8 elements at most.
         padding = 3 * 4 * 8 * len(list(MODEL.parameters())) if "@" in label else 2000
         assert least <= max(found[label] for found in every) <= least + padding, label
@@ -393,8 +392,8 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
         (["step", "--peers", "keep", "keep"], "one is given twice"),
         (["step", "--peers", "plain"], "none of these is measured with 4 ranks"),
         (
-            ["step", "--peers", "ddp", "--ranks", "1"],
-            "choose from keep zero3 least host fsdp2 fsdp2-keep fsdp2-offload plain",
+            ["step", "--peers", "fsdp2-full", "--ranks", "1"],
+            "choose from keep zero3 least fsdp2 fsdp2-keep plain",
         ),
         (["step", "--precision", "compute=bf17"], "'bf17' is not a dtype"),
         (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),

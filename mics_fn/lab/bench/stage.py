@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mics_fn as mf
 from mics_fn._device import is_async
@@ -27,7 +26,7 @@ from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import buckets_of
 from mics_fn.shards import Bucket, Precision
 
-# Placements by name, with the formula for what a rank should hold under each of them.
+# The formula for what a rank should hold.
 
 FILLED = 2  # buckets of full gradients that backward is making, in the dtype that computes
 
@@ -38,39 +37,6 @@ class Cut(NamedTuple):
     states: int
     params: int  # gathered parameters, from their first use in a step to its end
     grads: int  # gradients, after each micro-step
-
-
-# Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
-# those of a node, "1" is whole.
-PLACES = {
-    "ddp": "111",
-    "zero1": "n11",
-    "zero2": "n1n",
-    "zero3": "nnn",
-    "mics": "kkk",
-    "fsdp": "kkk",
-    "hpz": "nkn",
-    "hybrid": "nkk",
-}
-
-
-def cut_of(name: str, num_ranks: int, node_size: int) -> Cut:
-    """The numbers of a placement in a world."""
-    sizes = {"n": num_ranks, "k": node_size, "1": 1}
-    return Cut(*(sizes[letter] for letter in PLACES[name]))
-
-
-def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.Groups:
-    """Groups of a placement, made by all ranks.
-
-    Args:
-        name: a key of `PLACES`.
-        num_ranks, node_size: the world.
-        options: other options of `make_groups`.
-    """
-    partition_size = cut_of(name, num_ranks, node_size).states
-    groups = mf.make_groups(partition_size, node_size=node_size, **options)
-    return placement.place(groups, name)
 
 
 def memory_formula(
@@ -313,32 +279,26 @@ def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
 
 # The peers of `bench step`: `Trainer` in several modes, and the ways to train of torch itself.
 
-HOST = "states=host, params=host"
-
 
 def _trainer(
     stage: Stage,
     *,
     live: int | None,
     wide: bool = False,
-    place: str | None = None,
-    where: str = "",
+    place: str = "",
     overlap: bool = False,
 ) -> BenchPeer:
-    """`Trainer` with the partition groups of the stage, `wide` ones of all ranks, or a placement.
+    """`Trainer` with the partition groups of the stage, or `wide` ones of all ranks.
 
     It keeps all gathered parameters, or has a budget of `live` buckets. Two give the memory of
-    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. States may lie
-    elsewhere, and buckets be stepped while others are in hop 2.
+    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. Parameters may
+    have a placement, and buckets be stepped while others are in hop 2.
     """
-    config, n = stage.config, stage.world_size
-    p = n if wide else config.partition_size
-    cut = cut_of(place, n, config.node_size) if place else Cut(p, p, p)
-    if place:
-        groups = make_place(place, n, config.node_size, device=stage.device)
-    else:
-        groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
-    stage.closing.enter_context(groups)
+    config = stage.config
+    p = stage.world_size if wide else config.partition_size
+    groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
+    groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
+    route = groups.hierarchy.route
     model = make_model(config, stage.device)
     # A parameter that is larger than a bucket has a bucket of its own.
     largest = max(parameter.numel() for parameter in model.parameters())
@@ -352,7 +312,6 @@ def _trainer(
         accumulate=config.accumulate,
         live_bytes=budget,
         precision=stage.precision,
-        where=where,
         overlap_step=overlap,
         guard=mf.optim.Guard(on_nonfinite="ignore") if overlap else None,
     )
@@ -364,8 +323,8 @@ def _trainer(
 
     needs = memory_formula(
         buckets_of(trainer.state.params),
-        cut,
-        groups.hierarchy.route.sizes,
+        Cut(p, route.split(route.hold)[1].size, route.split(route.late)[1].size),
+        route.sizes,
         live_bytes=budget,
         num_replicas=groups.num_replicas,
         micro_steps=config.accumulate,
@@ -373,8 +332,8 @@ def _trainer(
     )
     del needs["states"]  # measured
     how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live]]
-    how += [where] * bool(where) + ["overlapped"] * overlap
-    name = f"Trainer p={cut.states}, {', '.join(how)}"
+    how += ["overlapped"] * overlap
+    name = f"Trainer p={p}, {', '.join(how)}"
     return BenchPeer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
 
 
@@ -382,22 +341,10 @@ def _plain(stage: Stage) -> BenchPeer:
     return _torch_loop("plain torch loop", stage, make_model(stage.config, stage.device))
 
 
-def _ddp(stage: Stage) -> BenchPeer:
-    model = DistributedDataParallel(
-        make_model(stage.config, stage.device), gradient_as_bucket_view=True
-    )
-
-    def begin(last: bool) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if last else model.no_sync()
-
-    return _torch_loop("DDP", stage, model, begin)
-
-
-def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> BenchPeer:
+def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
-    With `keep` parameters are gathered once per step, otherwise again for backward. With `offload`
-    parameters, gradients and states lie in host memory, all of them: it knows nothing in between.
+    With `keep` parameters are gathered once per step, otherwise again for backward.
     """
     config = stage.config
     p = stage.world_size if full else config.partition_size
@@ -405,24 +352,20 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> Be
     model = make_model(config, stage.device).to(dtypes.param)
     options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_async(stage.device))
     for block in model.blocks:
         fully_shard(block, **options)
     root = fully_shard(model, **options)
 
-    def begin(last: bool) -> contextlib.AbstractContextManager:
+    def begin(last: bool) -> None:
         # As in MiCS: hop 1 in each micro-step, hop 2 in the last one.
         root.set_requires_all_reduce(last)
         if keep:
             root.set_reshard_after_backward(last)
-        return contextlib.nullcontext()
 
     size = dtypes.compute.itemsize
     blocks = [sum(x.numel() * size for x in block.parameters()) for block in model.blocks]
     whole = sum(x.numel() * size for x in model.parameters())
     name = ("FSDP2 full" if full else "FSDP2") + f" p={p}, " + ("keep" if keep else "default")
-    name += ", offloaded" * offload
     wider = dtypes.param.itemsize / size
     needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
     return _torch_loop(name, stage, model, begin, needs)
@@ -440,9 +383,7 @@ def _torch_loop(
     name: str,
     stage: Stage,
     model: nn.Module,
-    begin: Callable[[bool], contextlib.AbstractContextManager] = lambda last: (
-        contextlib.nullcontext()
-    ),
+    begin: Callable[[bool], None] = lambda last: None,
     needs: dict[str, float] | None = None,
 ) -> BenchPeer:
     """A training loop of plain torch; `begin` is told whether a micro-step is the last one."""
@@ -453,9 +394,9 @@ def _torch_loop(
     def step(number: int) -> Tensor:
         losses = []
         for micro, batch in enumerate(stage.batches[number]):
-            with begin(micro == last):
-                loss = gpt.loss(model, batch)
-                (loss / config.accumulate if last else loss).backward()
+            begin(micro == last)
+            loss = gpt.loss(model, batch)
+            (loss / config.accumulate if last else loss).backward()
             losses.append(loss.detach())
         optimizer.step()
         # At the end, so that no gradients stay in memory between steps, as for every peer.
@@ -501,23 +442,16 @@ class PeerKind(NamedTuple):
     mixed: bool = True  # takes precisions
 
 
-def _placed(place: str) -> PeerKind:
-    return PeerKind(partial(_trainer, live=2, place=place), ours=True, alone=False)
-
-
 PEERS = {
     "keep": PeerKind(partial(_trainer, live=None), ours=True),
     "zero3": PeerKind(partial(_trainer, live=2), ours=True),
     "least": PeerKind(partial(_trainer, live=0), ours=True),
     "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
-    **{name: _placed(name) for name in ("zero1", "hpz", "hybrid")},
+    "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
     "overlap": PeerKind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
-    "host": PeerKind(partial(_trainer, live=2, where=HOST), ours=True),
     "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
-    "fsdp2-offload": PeerKind(partial(_fsdp2, full=False, keep=False, offload=True)),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
-    "ddp": PeerKind(_ddp, alone=False, mixed=False),
     "plain": PeerKind(_plain, together=False, mixed=False),
 }
 
