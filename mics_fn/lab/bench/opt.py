@@ -1,7 +1,6 @@
 """`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,6 @@ import mics_fn as mf
 from mics_fn.lab.bench.turns import (
     BenchPeer,
     BenchTurns,
-    Laps,
     between,
     is_first,
     ratio,
@@ -84,14 +82,23 @@ def _compare(
     theirs, reference = _theirs(values, grads)
     laps = take_turns([ours, theirs], config.turns, device=groups.device)
     found = mf.unshard(params(), groups)
-    gap = max(float((found[k] - p.detach()).abs().max()) for k, p in reference.items())
     numel = sum(p.numel() for p in reference.values())
     return {
         "name": name,
         "leaves": len(shapes),
         "elements": numel,
-        "largest_param_gap": gap,
-        "peers": _figures(laps, numel),
+        "largest_param_gap": max(
+            float((found[k] - p.detach()).abs().max()) for k, p in reference.items()
+        ),
+        "peers": [
+            {
+                "name": lap.name,
+                "seconds_by_round": lap.seconds,
+                "ns_per_element": spread([x / numel * 1e9 for x in lap.seconds])._asdict(),
+                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
+            }
+            for lap in laps
+        ],
     }
 
 
@@ -124,21 +131,6 @@ def _theirs(
     return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step()), params
 
 
-def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
-    found = []
-    for lap in laps:
-        per_element = [seconds / numel * 1e9 for seconds in lap.seconds]
-        found.append(
-            {
-                "name": lap.name,
-                "seconds_by_round": lap.seconds,
-                "ns_per_element": spread(per_element)._asdict(),
-                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
-            }
-        )
-    return found
-
-
 def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
     """The figures as tables."""
     blocks = []
@@ -148,15 +140,9 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             f"{config.turns}"
         )
         rows = [("", "ns an element", "opt_step over it")]
-        for peer in part["peers"]:
-            ours = peer is part["peers"][0]
-            rows.append(
-                (
-                    peer["name"],
-                    between(peer["ns_per_element"], ".2f"),
-                    "" if ours else between(peer["opt_step_ratio"], ".3f"),
-                )
-            )
+        for i, peer in enumerate(part["peers"]):
+            over = between(peer["opt_step_ratio"], ".3f") if i else ""
+            rows.append((peer["name"], between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
     return "\n\n".join(blocks)

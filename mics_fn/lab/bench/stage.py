@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mics_fn as mf
@@ -20,7 +20,7 @@ from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import placement
 from mics_fn.lab.bench.links import AS_IS, Rate
-from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, nbytes
+from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job, nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import buckets_of
@@ -193,17 +193,14 @@ DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
 OVERLAP_PEERS = ("keep", "overlap")  # of `--overlap`
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """Everything that decides what is measured.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What is trained, and on what.
 
     Args:
-        node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
+        node_size: nodes are groups of so many ranks.
         turns: how many steps.
-        peers: names from `PEERS`.
-        precisions: texts of precisions; each peer that takes one is built with each of them. ()
-            means float32, which is then not part of a name.
-        rates: rates of the links between nodes, which are all measured in one run.
+        precisions: texts of precisions; all is measured with each of them.
         accumulate: micro-steps in a step.
         sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
@@ -213,17 +210,34 @@ class StepConfig:
     """
 
     node_size: int
-    partition_size: int
     turns: BenchTurns = field(default_factory=BenchTurns)
-    peers: tuple[str, ...] = DEFAULT_PEERS
     precisions: tuple[str, ...] = ()
-    rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
     accumulate: int = 1
     sequences: int = 1
     device: str = "auto"
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
     lr: float = 3e-4
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(TrainConfig):
+    """Everything that decides what is measured.
+
+    Args:
+        partition_size: ranks that share one replica.
+        peers: names from `PEERS`; of the precisions those that take one are built with each of
+            them. () means float32, which is then not part of a name.
+        rates: rates of the links between nodes, which are all measured in one run.
+        overlap: measure also what is hidden behind hop 2.
+        rss: measure memory instead, each peer in processes of its own.
+    """
+
+    partition_size: int
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
+    overlap: bool = False
+    rss: bool = False
 
 
 def steps_at(config: StepConfig, place: int) -> list[int]:
@@ -239,7 +253,6 @@ class Stage(NamedTuple):
 
     config: StepConfig
     device: torch.device
-    world_size: int
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
     precision: Precision = Precision()  # for the next peer
@@ -255,12 +268,12 @@ def make_stage(
     """A stage of all ranks."""
     if steps is None:
         steps = config.turns.all_steps(*(rate.steps for rate in config.rates))
-    batches = _batches(config, dist.get_rank(), device, steps)
-    return Stage(config, device, dist.get_world_size(), batches, closing)
+    return Stage(config, device, make_batches(config, device, steps), closing)
 
 
-def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) -> list[list[Batch]]:
-    text = load_text(TEXT_BYTES)
+def make_batches(config: TrainConfig, device: torch.device, steps: int) -> list[list[Batch]]:
+    """The batches of this rank, by step and micro-step."""
+    text, rank = load_text(TEXT_BYTES), dist.get_rank()
     sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
     found = []
     for step in range(steps):
@@ -272,7 +285,13 @@ def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) ->
     return found
 
 
-def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
+def joined(micros: Sequence[Batch]) -> Batch:
+    """The batches of all micro-steps as one."""
+    x, y = map(torch.cat, zip(*micros, strict=True))
+    return x, y
+
+
+def make_model(config: TrainConfig, device: torch.device) -> gpt.GPT:
     """The GPT with the parameters that every peer starts from."""
     return gpt.seeded(config.model, device, config.seed)
 
@@ -295,32 +314,14 @@ def _trainer(
     have a placement, and buckets be stepped while others are in hop 2.
     """
     config = stage.config
-    p = stage.world_size if wide else config.partition_size
+    p = dist.get_world_size() if wide else config.partition_size
     groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
     groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
-    route = groups.hierarchy.route
-    model = make_model(config, stage.device)
-    # A parameter that is larger than a bucket has a bucket of its own.
-    largest = max(parameter.numel() for parameter in model.parameters())
-    largest *= stage.precision.dtypes("", torch.float32).compute.itemsize
-    budget = None if live is None else live * largest
-    trainer = mf.Trainer(
-        model,
-        mf.optim.adamw(config.lr),
-        groups,
-        loss=gpt.loss,
-        accumulate=config.accumulate,
-        live_bytes=budget,
-        precision=stage.precision,
-        overlap_step=overlap,
-        guard=mf.optim.Guard(on_nonfinite="ignore") if overlap else None,
+    guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
+    trainer, budget = make_trainer(
+        config, groups, live, stage.precision, overlap_step=overlap, guard=guard
     )
-    del model
-    joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
-
-    def held() -> int:
-        return nbytes((trainer.state.params, trainer.state.opt))
-
+    batches, route = [joined(micros) for micros in stage.batches], groups.hierarchy.route
     needs = memory_formula(
         buckets_of(trainer.state.params),
         Cut(p, route.split(route.hold)[1].size, route.split(route.late)[1].size),
@@ -331,10 +332,34 @@ def _trainer(
         exchanged=not is_async(stage.device),
     )
     del needs["states"]  # measured
-    how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live]]
-    how += ["overlapped"] * overlap
-    name = f"Trainer p={p}, {', '.join(how)}"
-    return BenchPeer(name, lambda step: trainer.step(joined[step]).loss, held, needs)
+    how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live], *["overlapped"] * overlap]
+    return BenchPeer(
+        f"Trainer p={p}, {', '.join(how)}",
+        lambda step: trainer.step(batches[step]).loss,
+        lambda: nbytes((trainer.state.params, trainer.state.opt)),
+        needs,
+    )
+
+
+def make_trainer(
+    config: TrainConfig, groups: mf.Groups, live: int | None, precision: Precision, **options: Any
+) -> tuple[mf.Trainer, int | None]:
+    """A trainer of the GPT, and the bytes of its budget of `live` buckets; None keeps all."""
+    model = make_model(config, groups.device)
+    # A parameter that is larger than a bucket has a bucket of its own.
+    largest = max(parameter.numel() for parameter in model.parameters())
+    largest *= precision.dtypes("", torch.float32).compute.itemsize
+    trainer = mf.Trainer(
+        model,
+        mf.optim.adamw(config.lr),
+        groups,
+        loss=gpt.loss,
+        accumulate=config.accumulate,
+        live_bytes=None if live is None else live * largest,
+        precision=precision,
+        **options,
+    )
+    return trainer, None if live is None else live * largest
 
 
 def _plain(stage: Stage) -> BenchPeer:
@@ -346,11 +371,14 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
 
     With `keep` parameters are gathered once per step, otherwise again for backward.
     """
-    config = stage.config
-    p = stage.world_size if full else config.partition_size
+    config, n = stage.config, dist.get_world_size()
+    p = n if full else config.partition_size
     dtypes = stage.precision.dtypes("", torch.float32)
     model = make_model(config, stage.device).to(dtypes.param)
-    options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
+    sizes = (n,) if full or n == 1 else (n // p, p)
+    names = ("replicate", "shard")[-len(sizes) :]
+    mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
     for block in model.blocks:
         fully_shard(block, **options)
@@ -369,14 +397,6 @@ def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     wider = dtypes.param.itemsize / size
     needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
     return _torch_loop(name, stage, model, begin, needs)
-
-
-def _mesh(stage: Stage, full: bool) -> DeviceMesh:
-    kind, p = stage.device.type, stage.config.partition_size
-    if full or stage.world_size == 1:
-        return init_device_mesh(kind, (stage.world_size,))
-    sizes = (stage.world_size // p, p)
-    return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def _torch_loop(
@@ -481,7 +501,7 @@ def labels(config: StepConfig, world_size: int) -> list[str]:
 
 
 def check_peers(config: StepConfig, world_size: int) -> None:
-    """Raise PlanError for names that are not those of peers, and if nothing is left to measure."""
+    """Raise PlanError for peers, precisions, and flags that do not fit together."""
     asked = f"--peers {' '.join(config.peers)}"
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
@@ -499,3 +519,17 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if own and others:
         what = f"--precision {own[0]!r}: {others[0]} has one precision for all parameters"
         raise PlanError(message(what, fix="leave the overrides out, or that peer"))
+    if config.overlap:
+        others = [name for name in config.peers if not PEERS[name].ours]
+        if others:
+            fix = "choose peers of this library, such as keep overlap"
+            raise PlanError(message(f"--overlap: {others[0]} has no timeline", fix=fix))
+        if config.partition_size == world_size:
+            what = f"--overlap: a partition group of all {world_size} ranks has no hop 2"
+            raise PlanError(message(what, fix=f"pass --partition-size, less than {world_size}"))
+    if config.rss and config.rates[0].name != AS_IS:
+        text = "--rss with --rates: memory does not depend on them"
+        raise PlanError(message(text, fix="leave one of them out"))
+    if config.rss and in_job():
+        fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
+        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))

@@ -202,7 +202,7 @@ def take_turns(
     device: torch.device,
     fence: Callable[[], Any] = lambda: None,
     settings: Sequence[BenchSetting] = (),
-    gauge: Callable[[], int | None] = lambda: None,
+    gauge: Callable[[], Any] = lambda: None,
 ) -> list[Laps]:
     """Time peers in turns.
 
@@ -220,7 +220,7 @@ def take_turns(
     """
     laps = [Laps(peer.name, [], [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> Timed:
+    def turn(i: int, steps: int) -> tuple[float, Any]:
         def work() -> None:
             for _ in range(steps):
                 laps[i].results.append(peers[i].step(len(laps[i].results)))
@@ -236,18 +236,10 @@ def take_turns(
             setting.put()
             for place in range(len(peers)):
                 i = (number + place) % len(peers)
-                found = turn(i, setting.steps)
-                laps[i].seconds.append(found.seconds / setting.steps)
-                sent = found.sent_bytes
+                seconds, sent = turn(i, setting.steps)
+                laps[i].seconds.append(seconds / setting.steps)
                 laps[i].sent_bytes.append(None if sent is None else sent / setting.steps)
     return laps
-
-
-class Timed(NamedTuple):
-    """What some work cost."""
-
-    seconds: float
-    sent_bytes: int | None  # by the gauge
 
 
 def timed(
@@ -255,11 +247,11 @@ def timed(
     *,
     device: torch.device,
     fence: Callable[[], Any],
-    gauge: Callable[[], int | None],
-) -> Timed:
-    """Do some work between fences, and measure what it cost."""
+    gauge: Callable[[], Any],
+) -> tuple[float, Any]:
+    """Do some work between fences; its seconds, and by how much the gauge rose, if it is known."""
 
-    def look() -> int | None:
+    def look() -> Any:
         fence()
         seen = gauge()
         fence()  # no rank may send before all have read their gauges
@@ -272,8 +264,7 @@ def timed(
     _device.finish(device)
     seconds = time.perf_counter() - started
     after = look()
-    sent = None if before is None or after is None else after - before
-    return Timed(seconds, sent)
+    return seconds, None if before is None or after is None else after - before
 
 
 def nbytes(values: Any) -> int:
