@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Layout, groups_of, random
+from placements import cut_of
 from storage_count import StorageCount
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -24,7 +25,7 @@ import mics_fn as mf
 from mics_fn import _torch, spans
 from mics_fn.groups import LEAST_RING
 from mics_fn.inspection.watching import NOT_WATCHED, Event, Timeline
-from mics_fn.lab.bench import stage
+from mics_fn.lab.bench.stage import memory_formula
 from mics_fn.schedules.schedule import Schedule
 
 DIM, DEPTH = 16, 4
@@ -438,9 +439,9 @@ def held(layout: Layout, live_bytes: int | None, accumulate: int) -> tuple[Any, 
         found, sizes = trainer.last_step, [x.gather.size for x in groups.hierarchy.route.levels]
     buckets = list({leaf.bucket: None for leaf in trainer.state.params.values()})
     place = "fsdp" if layout.partition_size < layout.world_size else "zero3"
-    cut = stage.cut_of(place, layout.world_size, NODE)
+    cut = cut_of(place, layout.world_size, NODE)
     how: dict[str, Any] = {"live_bytes": live_bytes, "num_replicas": groups.num_replicas}
-    formula = stage.memory_formula(buckets, cut, sizes, micro_steps=accumulate, **how)
+    formula = memory_formula(buckets, cut, sizes, micro_steps=accumulate, **how)
     return found.memory(), formula
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from placements import PLACES, cut_of, make_place
 from storage_count import StorageCount
 from torch import nn
 
@@ -14,13 +15,7 @@ import mics_fn as mf
 from mics_fn import tree
 from mics_fn.collectives import checksum
 from mics_fn.lab import report
-from mics_fn.lab.bench.stage import (
-    PLACES,
-    Cut,
-    cut_of,
-    make_place,
-    memory_formula,
-)
+from mics_fn.lab.bench.stage import Cut, memory_formula
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import wire_bytes

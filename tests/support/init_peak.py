@@ -8,7 +8,7 @@ from torch import nn
 
 from mics_fn import tree
 from mics_fn.init import init_model
-from mics_fn.lab.bench.turns import STATUS, peak_growth
+from mics_fn.lab.bench.turns import STATUS, peak_bytes, reset_peak
 from mics_fn.shards.leaf import Fixed, Sharded, is_leaf
 
 
@@ -31,6 +31,14 @@ class InitMemory(NamedTuple):
     def formula(self) -> int:
         """Its shards, and one parameter at a time."""
         return self.held + self.largest
+
+
+def peak_growth(work: Callable[[], Any], device: torch.device) -> int | None:
+    """The most bytes by which memory grows while `work` runs; None if they cannot be read."""
+    before = reset_peak(device)
+    work()
+    after = peak_bytes(device)
+    return None if before is None or after is None else max(0, after - before)
 
 
 def code_bytes() -> int:

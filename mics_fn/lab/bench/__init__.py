@@ -52,13 +52,6 @@ rounds, with the least and the most; below 1 is in favour of this library. The m
   certainly under way. On each rank of such nodes: `python -m mics_fn bench step --overlap
   --partition-size 2 --dim 256 --rounds 3 --rates 200mbit:1`
 
-The peer `host` has parameters and states in host memory, `fsdp2-offload` is FSDP2 with its
-`CPUOffloadPolicy`, which keeps gradients there too. Both run on a machine without an accelerator,
-where host memory is the memory of the device: the times compare what each does besides copying, and
-the tables say by formula how many bytes lie where. With `pin_memory=True`, the default of that
-policy, `fully_shard` raises RuntimeError there: "Cannot access accelerator device when none is
-available." So the peer locks host memory only beside an accelerator.
-
 Steps over emulated nodes with shaped links, 2 nodes of 2 ranks, in seconds (medians of 3 rounds,
 all peers of a line in one run) and MB that a node sends in a step. "On a budget" is `live_bytes`
 of two buckets; FSDP2 has a bucket per block, on a (replicate, shard) mesh, or over all ranks
@@ -81,7 +74,7 @@ In `compute=bf16,reduce=bf16` a step at 200 Mbit/s takes 0.50 (0.50 to 0.51) of 
 float32, at p = 2 and with all kept: 1.24 s against 2.47, with 27.5 MB per node (FSDP2: 1.40
 against 2.81). At p = 4 on a budget, `hpz` takes 0.75 (0.71 to 1.01) of the time of `zero3` there,
 with 54.9 MB per node against 77.1. The flags are `--precision f32 compute=bf16,reduce=bf16`, and
-peers `wide-zero3 hpz hybrid zero1`.
+peers `wide-zero3 hpz`.
 
 With codes, in float32 otherwise, a step takes at 200 Mbit/s: p = 2 with `hop2=int8[256]` 0.32 of
 its time without (0.79 s against 2.48), and 13.9 MB; p = 4 with `gather=int8[256],
@@ -90,8 +83,8 @@ s against 7.38), and 19.5 MB. At 1 Gbit/s p = 2 takes 0.76 and 0.79 (0.73 to 0.8
 day 0.84 to 0.87 in three runs: four ranks share two cores there, and each codes for 0.03 to 0.07 s
 of a processor in a step of 0.5 s.
 
-The command on each rank of such nodes is `python -m mics_fn bench step --skip-alone --rounds 3
---partition-size 2 --peers keep zero3 wide-zero3 fsdp2 fsdp2-full --rates unshaped:3 1gbit:2
-200mbit:1`, with `--accumulate 4` for the lower table. `--rates` needs a module `rigmark` (or what
+The command on each rank of such nodes is `python -m mics_fn bench step --rounds 3 --partition-size
+2 --peers keep zero3 wide-zero3 fsdp2 fsdp2-full --rates unshaped:3 1gbit:2 200mbit:1`, with
+`--accumulate 4` for the lower table. `--rates` needs a module `rigmark` (or what
 `MICS_FN_LINKS` names) with `set_rate(rate)` to shape the links; without it leave the flag out.
 """

@@ -1,63 +1,34 @@
 """`bench bytes`: what a step sends at each level, as counted, by formula, and on the wire."""
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
+import torch.distributed as dist
 
 import mics_fn as mf
-from mics_fn import _device
 from mics_fn.collectives import Codec
 from mics_fn.groups import Comm, Topology, valid_partition_sizes
-from mics_fn.lab.bench.links import HEADER_BYTES, Counters, count_wire, node_interface
-from mics_fn.lab.bench.turns import (
-    between,
-    is_first,
-    of_all_ranks,
-    say,
-    spread,
-    start,
-    world_size,
-)
-from mics_fn.lab.models import gpt
-from mics_fn.lab.models.text import load_text
+from mics_fn.lab.bench.links import HEADER_BYTES, Counters, node_interface, read_counters
+from mics_fn.lab.bench.stage import TrainConfig, joined, make_batches, make_trainer
+from mics_fn.lab.bench.turns import is_first, of_all_ranks, say, start, timed
 from mics_fn.lab.report import buckets_of, table, wire_bytes
 from mics_fn.shards import Bucket, Precision
 
-TEXT_BYTES = 500_000
 
-
-@dataclass(frozen=True)
-class BytesConfig:
+@dataclass(frozen=True, kw_only=True)
+class BytesConfig(TrainConfig):
     """Everything that decides what is measured.
 
     Args:
-        node_size: ranks of a node.
         partition_sizes: ranks that share one replica; () takes all sizes that fit.
-        steps: measured steps; the bytes that leave a node are averaged over them.
-        warmup: steps before them.
-        accumulate: micro-steps in a step.
-        sequences: samples per rank and micro-step.
-        device: "auto", "cpu" or "cuda".
-        model: sizes of the GPT.
-        precisions: their texts; each partition size is measured with each.
         live_buckets: the budget for gathered parameters in units of the largest one, as peers of
             `bench step` have it; None keeps all.
     """
 
-    node_size: int
     partition_sizes: tuple[int, ...] = ()
-    steps: int = 5
-    warmup: int = 2
-    accumulate: int = 1
-    sequences: int = 1
-    device: str = "auto"
-    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
-    precisions: tuple[str, ...] = ("f32",)
     live_buckets: int | None = None
 
 
@@ -68,7 +39,6 @@ class RankBytes(NamedTuple):
     formula: dict[str, tuple[float, str]]  # for one step: name -> (bytes, formula in words)
     crossing: float  # bytes of the formula that leave the node
     wire: Counters | None  # of its node in all steps; None if the node has no counters of its own
-    seconds: list[float]  # one per step
 
 
 def measure_bytes(config: BytesConfig) -> dict[str, Any]:
@@ -80,7 +50,7 @@ def measure_bytes(config: BytesConfig) -> dict[str, Any]:
     device = start(config.device)
     interface = node_interface(config.node_size)
     sizes = config.partition_sizes
-    sizes = sizes or valid_partition_sizes(Topology.of(world_size(), config.node_size))
+    sizes = sizes or valid_partition_sizes(Topology.of(dist.get_world_size(), config.node_size))
     found = []
     for p, precision in itertools.product(sizes, config.precisions):
         say(f"p = {p}, {precision}: counting ...")
@@ -98,36 +68,24 @@ def _run(
     config: BytesConfig, groups: mf.Groups, interface: str | None, precision: str
 ) -> tuple[int, RankBytes]:
     """Padded bytes of the parameters, and what this rank's steps sent."""
-    model, live = gpt.seeded(config.model, groups.device), config.live_buckets
-    # A parameter that is larger than a bucket has a bucket of its own.
-    largest = max(parameter.numel() for parameter in model.parameters())
-    largest *= Precision.parse(precision).dtypes("", torch.float32).compute.itemsize
-    trainer = mf.Trainer(
-        model,
-        mf.optim.adamw(3e-4),
-        groups,
-        loss=gpt.loss,
-        accumulate=config.accumulate,
-        live_bytes=None if live is None else live * largest,
-        precision=precision,
-    )
-    size = config.sequences * config.accumulate
-    text, context = load_text(TEXT_BYTES), config.model.context
-    batch = text.batch("train", step=0, rank=groups.rank, size=size, context=context)
-    for _ in range(config.warmup):
+    trainer, _ = make_trainer(config, groups, config.live_buckets, Precision.parse(precision))
+    batch = joined(make_batches(config, groups.device, 1)[0])
+    for _ in range(config.turns.warmup):
         trainer.step(batch)
-    ledger, seconds = [], []
+    ledger = []
 
     def measured() -> None:
-        for _ in range(config.steps):
+        for _ in range(config.turns.steps):
             groups.traffic.clear()
-            started = time.perf_counter()
             trainer.step(batch)
-            _device.finish(groups.device)
-            seconds.append(time.perf_counter() - started)
             ledger.append(groups.traffic.snapshot())
 
-    wire = count_wire(measured, interface)
+    _, wire = timed(
+        measured,
+        device=groups.device,
+        fence=dist.barrier,
+        gauge=lambda: read_counters(interface),
+    )
     buckets = buckets_of(trainer.state.params)
     schedule = getattr(trainer.schedule, "schedule", None)
     formula, crossing = formulas_of(
@@ -138,7 +96,7 @@ def _run(
         fetches=None if schedule is None else Counter(schedule.fetches),
     )
     full_bytes = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
-    return full_bytes, RankBytes(ledger, formula, crossing, wire, seconds)
+    return full_bytes, RankBytes(ledger, formula, crossing, wire)
 
 
 def _rebuilt(*values: Any) -> RankBytes:
@@ -203,8 +161,6 @@ def _summarize(
             "why": why,
         }
     nodes = [every[i : i + config.node_size] for i in range(0, len(every), config.node_size)]
-    wire = [_wire(node, config.steps) for node in nodes]
-    slowest = [max(each) for each in zip(*(rank.seconds for rank in every), strict=True)]
     return {
         "partition_size": groups.partition_size,
         "num_replicas": groups.num_replicas,
@@ -212,8 +168,7 @@ def _summarize(
         "full_bytes": full_bytes,
         "steady": all(step == rank.ledger[0] for rank in every for step in rank.ledger),
         "rows": rows,
-        "wire": wire,
-        "seconds": spread(slowest)._asdict(),
+        "wire": [_wire(node, config.turns.steps) for node in nodes],
     }
 
 
@@ -221,10 +176,9 @@ def _wire(node: list[RankBytes], steps: int) -> dict[str, float | None]:
     """The bytes that left one node in a step, and those of the formula."""
     formula, wire = sum(rank.crossing for rank in node), node[0].wire
     if wire is None:
-        return {"formula": formula, "counted": None, "payload": None, "resent": None}
+        return {"formula": formula, "counted": None, "payload": None}
     payload = (wire.nbytes - HEADER_BYTES * wire.packets) / steps
-    counted = {"counted": wire.nbytes / steps, "payload": payload, "resent": wire.resent / steps}
-    return {"formula": formula, **counted}
+    return {"formula": formula, "counted": wire.nbytes / steps, "payload": payload}
 
 
 def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
@@ -246,26 +200,18 @@ def render_bytes(figures: dict[str, Any], config: BytesConfig) -> str:
         leaving = part["wire"][0]["formula"]
         if not interface and leaving:
             rows.append(("out of a node", "", "", f"{leaving:,.0f}", "-", "of all its ranks"))
-        nodes = part["wire"] if interface else []
-        for number, wire in enumerate(nodes):
-            cells = (f"{wire['counted']:,.0f}", f"{wire['formula']:,.0f}")
-            less = f"{_ratio(wire['payload'], wire['formula'])} without headers"
-            less += f", {wire['resent']:,.0f} segments sent again" if wire["resent"] else ""
-            name = f"node {number}, {interface}"
-            rows.append((name, "", *cells, _ratio(wire["counted"], wire["formula"]), less))
-        time = f"seconds per step: {between(part['seconds'], '.3f')}"
+        for number, wire in enumerate(part["wire"] if interface else ()):
+            formula = wire["formula"]
+            cells = (f"{wire['counted']:,.0f}", f"{formula:,.0f}", _ratio(wire["counted"], formula))
+            less = f"{_ratio(wire['payload'], formula)} without headers"
+            rows.append((f"node {number}, {interface}", "", *cells, less))
         steady = "the same in every step" if part["steady"] else "NOT THE SAME IN EVERY STEP"
-        blocks.append(f"{table(title, rows)}\n  {steady}; {time}")
-    if interface is None:
-        blocks.append(
-            "the bytes that leave a node are not counted, because the nodes here share a network"
-        )
-    else:
-        blocks.append(
-            f"node: bytes of its ranks through {interface}, the mean of {config.steps} steps; "
-            f"headers are {HEADER_BYTES} bytes per packet"
-        )
-    return "\n\n".join(blocks)
+        blocks.append(f"{table(title, rows)}\n  {steady}")
+    last = "the bytes that leave a node are not counted, because the nodes here share a network"
+    if interface:
+        last = f"node: bytes of its ranks through {interface}, the mean of {config.turns.steps} "
+        last += f"steps; headers are {HEADER_BYTES} bytes per packet"
+    return "\n\n".join([*blocks, last])
 
 
 def _ratio(counted: float, formula: float) -> str:

@@ -31,6 +31,10 @@ from mics_fn.offload import (
 )
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_ADAMW: dict[str, Any] = {
+    **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+    **{"fused": True, "amsgrad": False, "maximize": False},
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ def measure_disk(config: DiskConfig) -> dict[str, Any]:
 
     Returns:
         Seconds of each peer, and the ratios of speeds, each the median over rounds with the least
-        and the most; the file system, and whether direct I/O was used; the bytes per second of
-        plain reading and writing; and whether the steps were bit-equal to memory.
+        and the most; whether direct I/O was used; the bytes per second of plain reading and
+        writing; and whether the steps were bit-equal to memory.
     """
     laps: dict[str, list[float]] = {}
     facts: dict[str, Any] = {}
@@ -109,25 +113,7 @@ def _one_round(config: DiskConfig, laps: dict[str, list[float]], facts: dict[str
             laps.setdefault(name, []).append(turn())
         facts["equal"] = facts.get("equal", True) and bench.equal()
         facts["nbytes"], facts["direct"] = bench.nbytes, bench.scratch.direct
-        facts["system"] = file_system_of(bench.scratch.path)
         bench.close()
-
-
-def file_system_of(path: Path) -> str:
-    """The kind of the file system that a file lies on, as Linux calls it; "" if it cannot be told.
-
-    >>> file_system_of(Path("/proc/self/status"))
-    'proc'
-    """
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return ""
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    # The third field is the device, and the kind follows the dash that ends the optional fields.
-    kinds = [line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number]
-    return kinds[-1] if kinds else ""
 
 
 class _DiskBench:
@@ -242,22 +228,8 @@ class _DiskBench:
 
 def _adamw(param: Tensor, grad: Tensor, moments: list[Tensor], step: int) -> None:
     """One fused step, which needs the number of the step before."""
-    adamw(
-        [param],
-        [grad],
-        [moments[0]],
-        [moments[1]],
-        [],
-        [torch.tensor(float(step))],
-        fused=True,
-        amsgrad=False,
-        beta1=0.9,
-        beta2=0.999,
-        lr=1e-3,
-        weight_decay=0.01,
-        eps=1e-8,
-        maximize=False,
-    )
+    m, v = moments
+    adamw([param], [grad], [m], [v], [], [torch.tensor(float(step))], **_ADAMW)
 
 
 def render_disk(figures: dict[str, Any], config: DiskConfig) -> str:
@@ -266,11 +238,10 @@ def render_disk(figures: dict[str, Any], config: DiskConfig) -> str:
     for name, seconds in figures["seconds"].items():
         plain, other, slower = (between(x, ".2f") for x in figures["ratios"][name].values())
         rows.append((name, between(seconds, ".2f"), plain, other, slower))
-    how = "direct I/O" if figures["direct"] else "the cache of the system, synced,"
-    system, speed = figures["system"] or "an unknown file system", figures["speed"]["median"]
+    how = "direct I/O," if figures["direct"] else "the cache of the system, synced,"
     title = (
-        f"{human_bytes(figures['nbytes'])} of moments read and written, by {how} on {system}, "
-        f"plain at {human_bytes(speed)}/s; {config.rounds} rounds in turns"
+        f"{human_bytes(figures['nbytes'])} of moments read and written, by {how} "
+        f"plain at {human_bytes(figures['speed']['median'])}/s; {config.rounds} rounds in turns"
     )
     equal = "bit-equal to" if figures["equal"] else "NOT THE SAME AS"
     return f"{table(title, rows)}\n\nparameters and moments are {equal} those in memory"

@@ -8,7 +8,7 @@ which returns on rank 0 once the rate is in force. The variable MICS_FN_LINKS na
 import importlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +20,19 @@ from mics_fn.lab.bench.turns import BenchSetting, of_all_ranks
 
 HEADER_BYTES = 66  # per packet: Ethernet 14, IPv4 20, TCP 20, and timestamps of TCP 12
 NET_DEV = Path("/proc/net/dev")
-SNMP = Path("/proc/net/snmp")
 LINKS = "MICS_FN_LINKS"
 DEFAULT_LINKS = "rigmark"
 AS_IS = "as-is"
 
 
 class Counters(NamedTuple):
-    """What a network interface has sent so far, and how many TCP segments were sent again."""
+    """What a network interface has sent so far."""
 
     nbytes: int
     packets: int
-    resent: int
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        return Counters(self.nbytes - earlier.nbytes, self.packets - earlier.packets)
 
 
 class Rate(NamedTuple):
@@ -61,50 +62,22 @@ def node_interface(node_size: int) -> str | None:
     return name if len(nodes) > 1 and apart and counted else None
 
 
-def read_counters(interface: str) -> Counters | None:
+def read_counters(interface: str | None) -> Counters | None:
     """What an interface of this network namespace has sent; None if it does not exist."""
-    if not NET_DEV.exists():
+    if interface is None or not NET_DEV.exists():
         return None
     for line in NET_DEV.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name.strip() == interface:
             columns = rest.split()
-            return Counters(int(columns[8]), int(columns[9]), _resent())
+            return Counters(int(columns[8]), int(columns[9]))
     return None
-
-
-def _resent() -> int:
-    """TCP segments that this network namespace sent again; 0 if that is not known."""
-    names, values = [], []
-    if SNMP.exists():
-        lines = [line.split() for line in SNMP.read_text().splitlines()]
-        names, values = [line for line in lines if line[:1] == ["Tcp:"]][:2]
-    return int(dict(zip(names, values, strict=True)).get("RetransSegs", 0))
 
 
 def sent_bytes(interface: str | None) -> int | None:
     """Bytes that this node has sent so far; None if it has no interface of its own."""
-    found = None if interface is None else read_counters(interface)
+    found = read_counters(interface)
     return None if found is None else found.nbytes
-
-
-def count_wire(work: Callable[[], None], interface: str | None) -> Counters | None:
-    """Do the work on all ranks, and count what left this node meanwhile."""
-
-    def look() -> Counters | None:
-        if dist.is_initialized():
-            dist.barrier()
-        seen = None if interface is None else read_counters(interface)
-        if dist.is_initialized():
-            dist.barrier()  # no rank may send before all have read their counters
-        return seen
-
-    before = look()
-    work()
-    after = look()
-    if before is None or after is None:
-        return None
-    return Counters(*(late - early for late, early in zip(after, before, strict=True)))
 
 
 def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:

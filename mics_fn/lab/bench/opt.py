@@ -1,7 +1,6 @@
 """`bench opt`: the optimizer's step on flat shards against torch's own on unsharded parameters."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mics_fn as mf
-from mics_fn.errors import human_bytes
 from mics_fn.lab.bench.turns import (
     BenchPeer,
     BenchTurns,
-    Laps,
     between,
     is_first,
-    nbytes,
     ratio,
     say,
     spread,
@@ -86,14 +82,23 @@ def _compare(
     theirs, reference = _theirs(values, grads)
     laps = take_turns([ours, theirs], config.turns, device=groups.device)
     found = mf.unshard(params(), groups)
-    gap = max(float((found[k] - p.detach()).abs().max()) for k, p in reference.items())
     numel = sum(p.numel() for p in reference.values())
     return {
         "name": name,
         "leaves": len(shapes),
         "elements": numel,
-        "largest_param_gap": gap,
-        "peers": _figures(laps, numel),
+        "largest_param_gap": max(
+            float((found[k] - p.detach()).abs().max()) for k, p in reference.items()
+        ),
+        "peers": [
+            {
+                "name": lap.name,
+                "seconds_by_round": lap.seconds,
+                "ns_per_element": spread([x / numel * 1e9 for x in lap.seconds])._asdict(),
+                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
+            }
+            for lap in laps
+        ],
     }
 
 
@@ -112,8 +117,7 @@ def _ours(
         nonlocal state
         state = mf.opt_step(state, shards, donate=True)
 
-    peer = BenchPeer("opt_step(donate=True)", step, lambda: nbytes((state.params, state.opt)))
-    return peer, lambda: state.params
+    return BenchPeer("opt_step(donate=True)", step), lambda: state.params
 
 
 def _theirs(
@@ -124,29 +128,7 @@ def _theirs(
         param.grad = grads[name].clone()
     optimizer = torch.optim.AdamW(params.values(), 1e-3, fused=True)
 
-    def held() -> int:
-        states = [dict(state) for state in optimizer.state.values()]
-        return nbytes(([p.detach() for p in params.values()], states))
-
-    return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step(), held), params
-
-
-def _figures(laps: Sequence[Laps], numel: int) -> list[dict[str, Any]]:
-    found = []
-    for lap in laps:
-        per_element = [seconds / numel * 1e9 for seconds in lap.seconds]
-        found.append(
-            {
-                "name": lap.name,
-                "seconds_by_round": lap.seconds,
-                "ns_per_element": spread(per_element)._asdict(),
-                "opt_step_ratio": ratio(laps[0].seconds, lap.seconds)._asdict(),
-                "cpu_ratio": ratio(laps[0].cpu_seconds, lap.cpu_seconds)._asdict(),
-                "held_bytes": lap.held_bytes,
-                "peak_bytes": lap.peak_bytes,
-            }
-        )
-    return found
+    return BenchPeer("torch.optim.AdamW(fused=True)", lambda number: optimizer.step()), params
 
 
 def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
@@ -157,19 +139,10 @@ def render_opt(figures: dict[str, Any], config: OptConfig) -> str:
             f"{part['name']}: {part['elements']:,} elements in {part['leaves']:,} leaves, AdamW, "
             f"{config.turns}"
         )
-        rows = [("", "ns an element", "opt_step over it", "in CPU time", "states", "in a step")]
-        for peer in part["peers"]:
-            peak, ours = peer["peak_bytes"], peer is part["peers"][0]
-            rows.append(
-                (
-                    peer["name"],
-                    between(peer["ns_per_element"], ".2f"),
-                    "" if ours else between(peer["opt_step_ratio"], ".3f"),
-                    "" if ours else f"{peer['cpu_ratio']['median']:.3f}",
-                    human_bytes(peer["held_bytes"]),
-                    "-" if peak is None else human_bytes(peak),
-                )
-            )
+        rows = [("", "ns an element", "opt_step over it")]
+        for i, peer in enumerate(part["peers"]):
+            over = between(peer["opt_step_ratio"], ".3f") if i else ""
+            rows.append((peer["name"], between(peer["ns_per_element"], ".2f"), over))
         gap = part["largest_param_gap"]
         blocks.append(table(title, rows) + f"\n  largest difference of a parameter: {gap:.1e}")
     return "\n\n".join(blocks)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import mics_fn as mf
-from mics_fn import tree
 from mics_fn.checkpoint import Line, Manifest, SavedTensor, Writer, load, save, start_save
 from mics_fn.errors import human_bytes
-from mics_fn.lab.bench.turns import between, say, spread, start
+from mics_fn.lab.bench.turns import between, nbytes, say, spread, start
 from mics_fn.lab.report import add_count, table
+from mics_fn.offload import read_all, write_all
 
 WRITERS = (4, 64, 1024, 16384)
 
@@ -81,8 +80,7 @@ class _SaveBench:
         params = {f"h.{i}.w": torch.randn(rows, 1024) for i in range(config.leaves)}
         self.state = mf.init_state(mf.shard(params, groups), mf.optim.adamw(1e-3))
         self.folder, self.groups = folder, groups
-        tensors = [x for x in tree.flatten(self.state)[0] if isinstance(x, Tensor)]
-        self.nbytes = sum(x.numel() * x.itemsize for x in tensors)
+        self.nbytes = nbytes(self.state)
         self.plain = torch.randint(0, 255, (self.nbytes,), dtype=torch.uint8)
         self.copy = torch.zeros_like(self.plain)
         self.matrix = torch.randn(512, 512)
@@ -113,18 +111,14 @@ class _SaveBench:
     def write(self) -> None:
         (self.folder / "plain").unlink(missing_ok=True)
         number = os.open(self.folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        rest = memoryview(self.plain.numpy())  # pyright: ignore[reportArgumentType]
-        while rest:
-            rest = rest[os.write(number, rest) :]
+        write_all(number, self.plain, 0)
         os.fsync(number)
         os.close(number)
 
     def read(self) -> None:
         number = os.open(self.folder / "plain", os.O_RDONLY)
-        rest, at = memoryview(self.copy.numpy()), 0  # pyright: ignore[reportArgumentType]
-        while rest:
-            count = os.preadv(number, [rest[: 4 * 2**20]], at)
-            rest, at = rest[count:], at + count
+        for at in range(0, self.nbytes, 4 * 2**20):
+            read_all(number, self.copy[at : at + 4 * 2**20], at)
         os.close(number)
 
     def save(self, step: int) -> None:
@@ -192,13 +186,9 @@ def render_saves(figures: dict[str, Any], config: SavesConfig) -> str:
     rows = [(name, between(found, ".2f")) for name, found in figures["ratios"].items()]
     title = f"a state of {human_bytes(figures['nbytes'])}: ratio of two turns that follow another"
     first, head = table(title, rows), ("writers", "time", "manifest", "memory")
-    found = [
-        (f"{x['writers']:,}", f"{x['seconds']:.3f} s", *map(human_bytes, _sizes(x)))
-        for x in figures["writers"]
-    ]
+    found = []
+    for x in figures["writers"]:
+        sizes = map(human_bytes, (x["nbytes"], x["peak_bytes"]))
+        found.append((f"{x['writers']:,}", f"{x['seconds']:.3f} s", *sizes))
     second = table("the first rank's manifest of 6,000 tensors", [head, *found])
     return f"{first}\n\n{second}"
-
-
-def _sizes(found: dict[str, Any]) -> tuple[float, float]:
-    return found["nbytes"], found["peak_bytes"]

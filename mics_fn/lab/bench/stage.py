@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mics_fn as mf
 from mics_fn._device import is_async
@@ -21,13 +20,13 @@ from mics_fn.collectives import Codec, mean_bytes
 from mics_fn.errors import PlanError, message
 from mics_fn.groups import placement
 from mics_fn.lab.bench.links import AS_IS, Rate
-from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, nbytes
+from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job, nbytes
 from mics_fn.lab.models import gpt
 from mics_fn.lab.models.text import load_text
 from mics_fn.lab.report import buckets_of
 from mics_fn.shards import Bucket, Precision
 
-# Placements by name, with the formula for what a rank should hold under each of them.
+# The formula for what a rank should hold.
 
 FILLED = 2  # buckets of full gradients that backward is making, in the dtype that computes
 
@@ -38,39 +37,6 @@ class Cut(NamedTuple):
     states: int
     params: int  # gathered parameters, from their first use in a step to its end
     grads: int  # gradients, after each micro-step
-
-
-# Over how many ranks a placement cuts states, parameters and gradients: "n" are all ranks, "k"
-# those of a node, "1" is whole.
-PLACES = {
-    "ddp": "111",
-    "zero1": "n11",
-    "zero2": "n1n",
-    "zero3": "nnn",
-    "mics": "kkk",
-    "fsdp": "kkk",
-    "hpz": "nkn",
-    "hybrid": "nkk",
-}
-
-
-def cut_of(name: str, num_ranks: int, node_size: int) -> Cut:
-    """The numbers of a placement in a world."""
-    sizes = {"n": num_ranks, "k": node_size, "1": 1}
-    return Cut(*(sizes[letter] for letter in PLACES[name]))
-
-
-def make_place(name: str, num_ranks: int, node_size: int, **options: Any) -> mf.Groups:
-    """Groups of a placement, made by all ranks.
-
-    Args:
-        name: a key of `PLACES`.
-        num_ranks, node_size: the world.
-        options: other options of `make_groups`.
-    """
-    partition_size = cut_of(name, num_ranks, node_size).states
-    groups = mf.make_groups(partition_size, node_size=node_size, **options)
-    return placement.place(groups, name)
 
 
 def memory_formula(
@@ -227,18 +193,14 @@ DEFAULT_PEERS = ("keep", "zero3", "fsdp2", "fsdp2-keep", "plain")
 OVERLAP_PEERS = ("keep", "overlap")  # of `--overlap`
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """Everything that decides what is measured.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What is trained, and on what.
 
     Args:
-        node_size, partition_size: the layout; nodes are groups of `node_size` ranks.
+        node_size: nodes are groups of so many ranks.
         turns: how many steps.
-        peers: names from `PEERS`.
-        precisions: texts of precisions; each peer that takes one is built with each of them. ()
-            means float32, which is then not part of a name.
-        rates: rates of the links between nodes, which are all measured in one run.
-        alone: whether to compare peers also in a world of one, if they make sense there.
+        precisions: texts of precisions; all is measured with each of them.
         accumulate: micro-steps in a step.
         sequences: samples per rank and micro-step.
         device: "auto", "cpu" or "cuda".
@@ -248,18 +210,34 @@ class StepConfig:
     """
 
     node_size: int
-    partition_size: int
     turns: BenchTurns = field(default_factory=BenchTurns)
-    peers: tuple[str, ...] = DEFAULT_PEERS
     precisions: tuple[str, ...] = ()
-    rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
-    alone: bool = True
     accumulate: int = 1
     sequences: int = 1
     device: str = "auto"
     model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
     lr: float = 3e-4
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(TrainConfig):
+    """Everything that decides what is measured.
+
+    Args:
+        partition_size: ranks that share one replica.
+        peers: names from `PEERS`; of the precisions those that take one are built with each of
+            them. () means float32, which is then not part of a name.
+        rates: rates of the links between nodes, which are all measured in one run.
+        overlap: measure also what is hidden behind hop 2.
+        rss: measure memory instead, each peer in processes of its own.
+    """
+
+    partition_size: int
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    rates: tuple[Rate, ...] = (Rate(AS_IS, BenchTurns.steps),)
+    overlap: bool = False
+    rss: bool = False
 
 
 def steps_at(config: StepConfig, place: int) -> list[int]:
@@ -271,13 +249,10 @@ def steps_at(config: StepConfig, place: int) -> list[int]:
 
 
 class Stage(NamedTuple):
-    """What a peer is built from, on this rank of a world of all ranks or of this rank alone."""
+    """What a peer is built from, on this rank."""
 
     config: StepConfig
     device: torch.device
-    world_size: int
-    partition_size: int
-    own: Any  # the process group of this rank alone; None in a world of all ranks
     batches: list[list[Batch]]  # by step and micro-step, the same for every peer
     closing: contextlib.ExitStack  # closes what peers leave open
     precision: Precision = Precision()  # for the next peer
@@ -288,25 +263,17 @@ def make_stage(
     device: torch.device,
     closing: contextlib.ExitStack,
     *,
-    own: Any = None,
     steps: int | None = None,
 ) -> Stage:
-    """A stage of all ranks, or of this one alone if its `own` group is given."""
-    world_size = 1 if own is not None else dist.get_world_size()
-    p = 1 if own is not None else config.partition_size
+    """A stage of all ranks."""
     if steps is None:
         steps = config.turns.all_steps(*(rate.steps for rate in config.rates))
-    batches = _batches(config, dist.get_rank(), device, steps)
-    return Stage(config, device, world_size, p, own, batches, closing)
+    return Stage(config, device, make_batches(config, device, steps), closing)
 
 
-def own_group() -> Any:
-    """The process group of this rank alone; all ranks must call it, since they count groups."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-
-def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) -> list[list[Batch]]:
-    text = load_text(TEXT_BYTES)
+def make_batches(config: TrainConfig, device: torch.device, steps: int) -> list[list[Batch]]:
+    """The batches of this rank, by step and micro-step."""
+    text, rank = load_text(TEXT_BYTES), dist.get_rank()
     sizes = {"size": config.sequences, "context": config.model.context, "seed": config.seed}
     found = []
     for step in range(steps):
@@ -318,14 +285,18 @@ def _batches(config: StepConfig, rank: int, device: torch.device, steps: int) ->
     return found
 
 
-def make_model(config: StepConfig, device: torch.device) -> gpt.GPT:
+def joined(micros: Sequence[Batch]) -> Batch:
+    """The batches of all micro-steps as one."""
+    x, y = map(torch.cat, zip(*micros, strict=True))
+    return x, y
+
+
+def make_model(config: TrainConfig, device: torch.device) -> gpt.GPT:
     """The GPT with the parameters that every peer starts from."""
     return gpt.seeded(config.model, device, config.seed)
 
 
 # The peers of `bench step`: `Trainer` in several modes, and the ways to train of torch itself.
-
-HOST = "states=host, params=host"
 
 
 def _trainer(
@@ -333,132 +304,106 @@ def _trainer(
     *,
     live: int | None,
     wide: bool = False,
-    place: str | None = None,
-    where: str = "",
+    place: str = "",
     overlap: bool = False,
 ) -> BenchPeer:
-    """`Trainer` with the partition groups of the stage, `wide` ones of all ranks, or a placement.
+    """`Trainer` with the partition groups of the stage, or `wide` ones of all ranks.
 
     It keeps all gathered parameters, or has a budget of `live` buckets. Two give the memory of
-    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. States may lie
-    elsewhere, and buckets be stepped while others are in hop 2.
+    ZeRO-3: a bucket in use, the next one, and one more that `live_bytes` allows. Parameters may
+    have a placement, and buckets be stepped while others are in hop 2.
     """
-    config, n, p = stage.config, stage.world_size, stage.partition_size
-    p = n if wide else p
-    cut = cut_of(place, n, config.node_size) if place else Cut(p, p, p)
-    if stage.own is not None:
-        groups = mf.make_groups(1, ranks=[dist.get_rank()], device=stage.device)
-    elif place:
-        groups = make_place(place, n, config.node_size, device=stage.device)
-    else:
-        groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
-    stage.closing.enter_context(groups)
-    model = make_model(config, stage.device)
-    # A parameter that is larger than a bucket has a bucket of its own.
-    largest = max(parameter.numel() for parameter in model.parameters())
-    largest *= stage.precision.dtypes("", torch.float32).compute.itemsize
-    budget = None if live is None else live * largest
-    trainer = mf.Trainer(
-        model,
-        mf.optim.adamw(config.lr),
-        groups,
-        loss=gpt.loss,
-        accumulate=config.accumulate,
-        live_bytes=budget,
-        precision=stage.precision,
-        where=where,
-        overlap_step=overlap,
-        guard=mf.optim.Guard(on_nonfinite="ignore") if overlap else None,
+    config = stage.config
+    p = dist.get_world_size() if wide else config.partition_size
+    groups = mf.make_groups(p, node_size=config.node_size, device=stage.device)
+    groups = stage.closing.enter_context(placement.place(groups, place) if place else groups)
+    guard = mf.optim.Guard(on_nonfinite="ignore") if overlap else None
+    trainer, budget = make_trainer(
+        config, groups, live, stage.precision, overlap_step=overlap, guard=guard
     )
-    del model
-    joined = [tuple(map(torch.cat, zip(*micros, strict=True))) for micros in stage.batches]
-
-    def held() -> int:
-        return nbytes((trainer.state.params, trainer.state.opt))
-
+    batches, route = [joined(micros) for micros in stage.batches], groups.hierarchy.route
     needs = memory_formula(
         buckets_of(trainer.state.params),
-        cut,
-        groups.hierarchy.route.sizes,
+        Cut(p, route.split(route.hold)[1].size, route.split(route.late)[1].size),
+        route.sizes,
         live_bytes=budget,
         num_replicas=groups.num_replicas,
         micro_steps=config.accumulate,
         exchanged=not is_async(stage.device),
     )
     del needs["states"]  # measured
-    how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live]]
-    how += [where] * bool(where) + ["overlapped"] * overlap
-    name, host = f"Trainer p={cut.states}, {', '.join(how)}", ("states",) if where else ()
-    return BenchPeer(name, lambda step: trainer.step(joined[step]).loss, held, needs, host)
+    how = [place or {None: "keep", 0: "least", 2: "two buckets"}[live], *["overlapped"] * overlap]
+    return BenchPeer(
+        f"Trainer p={p}, {', '.join(how)}",
+        lambda step: trainer.step(batches[step]).loss,
+        lambda: nbytes((trainer.state.params, trainer.state.opt)),
+        needs,
+    )
+
+
+def make_trainer(
+    config: TrainConfig, groups: mf.Groups, live: int | None, precision: Precision, **options: Any
+) -> tuple[mf.Trainer, int | None]:
+    """A trainer of the GPT, and the bytes of its budget of `live` buckets; None keeps all."""
+    model = make_model(config, groups.device)
+    # A parameter that is larger than a bucket has a bucket of its own.
+    largest = max(parameter.numel() for parameter in model.parameters())
+    largest *= precision.dtypes("", torch.float32).compute.itemsize
+    trainer = mf.Trainer(
+        model,
+        mf.optim.adamw(config.lr),
+        groups,
+        loss=gpt.loss,
+        accumulate=config.accumulate,
+        live_bytes=None if live is None else live * largest,
+        precision=precision,
+        **options,
+    )
+    return trainer, None if live is None else live * largest
 
 
 def _plain(stage: Stage) -> BenchPeer:
     return _torch_loop("plain torch loop", stage, make_model(stage.config, stage.device))
 
 
-def _ddp(stage: Stage) -> BenchPeer:
-    model = DistributedDataParallel(
-        make_model(stage.config, stage.device), gradient_as_bucket_view=True
-    )
-
-    def begin(last: bool) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if last else model.no_sync()
-
-    return _torch_loop("DDP", stage, model, begin)
-
-
-def _fsdp2(stage: Stage, *, full: bool, keep: bool, offload: bool = False) -> BenchPeer:
+def _fsdp2(stage: Stage, *, full: bool, keep: bool) -> BenchPeer:
     """FSDP2 on a (replicate, shard) mesh, or on one of all ranks.
 
-    With `keep` parameters are gathered once per step, otherwise again for backward. With `offload`
-    parameters, gradients and states lie in host memory, all of them: it knows nothing in between.
+    With `keep` parameters are gathered once per step, otherwise again for backward.
     """
-    config, p = stage.config, stage.world_size if full else stage.partition_size
+    config, n = stage.config, dist.get_world_size()
+    p = n if full else config.partition_size
     dtypes = stage.precision.dtypes("", torch.float32)
     model = make_model(config, stage.device).to(dtypes.param)
-    options: dict[str, Any] = {"mesh": _mesh(stage, full), "reshard_after_forward": not keep}
+    sizes = (n,) if full or n == 1 else (n // p, p)
+    names = ("replicate", "shard")[-len(sizes) :]
+    mesh = init_device_mesh(stage.device.type, sizes, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep}
     options["mp_policy"] = MixedPrecisionPolicy(dtypes.compute, dtypes.reduce)
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_async(stage.device))
     for block in model.blocks:
         fully_shard(block, **options)
     root = fully_shard(model, **options)
 
-    def begin(last: bool) -> contextlib.AbstractContextManager:
+    def begin(last: bool) -> None:
         # As in MiCS: hop 1 in each micro-step, hop 2 in the last one.
         root.set_requires_all_reduce(last)
         if keep:
             root.set_reshard_after_backward(last)
-        return contextlib.nullcontext()
 
     size = dtypes.compute.itemsize
     blocks = [sum(x.numel() * size for x in block.parameters()) for block in model.blocks]
     whole = sum(x.numel() * size for x in model.parameters())
     name = ("FSDP2 full" if full else "FSDP2") + f" p={p}, " + ("keep" if keep else "default")
-    name += ", offloaded" * offload
     wider = dtypes.param.itemsize / size
     needs = _needs([*blocks, whole - sum(blocks)], p, keep=keep, wider=wider)
-    peer = _torch_loop(name, stage, model, begin, needs)
-    return peer._replace(host=("states", "sums")) if offload else peer
-
-
-def _mesh(stage: Stage, full: bool) -> DeviceMesh:
-    kind, p = stage.device.type, stage.partition_size
-    if stage.own is not None:
-        return DeviceMesh.from_group(stage.own, kind)
-    if full:
-        return init_device_mesh(kind, (stage.world_size,))
-    sizes = (stage.world_size // p, p)
-    return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
+    return _torch_loop(name, stage, model, begin, needs)
 
 
 def _torch_loop(
     name: str,
     stage: Stage,
     model: nn.Module,
-    begin: Callable[[bool], contextlib.AbstractContextManager] = lambda last: (
-        contextlib.nullcontext()
-    ),
+    begin: Callable[[bool], None] = lambda last: None,
     needs: dict[str, float] | None = None,
 ) -> BenchPeer:
     """A training loop of plain torch; `begin` is told whether a micro-step is the last one."""
@@ -469,9 +414,9 @@ def _torch_loop(
     def step(number: int) -> Tensor:
         losses = []
         for micro, batch in enumerate(stage.batches[number]):
-            with begin(micro == last):
-                loss = gpt.loss(model, batch)
-                (loss / config.accumulate if last else loss).backward()
+            begin(micro == last)
+            loss = gpt.loss(model, batch)
+            (loss / config.accumulate if last else loss).backward()
             losses.append(loss.detach())
         optimizer.step()
         # At the end, so that no gradients stay in memory between steps, as for every peer.
@@ -517,29 +462,22 @@ class PeerKind(NamedTuple):
     mixed: bool = True  # takes precisions
 
 
-def _placed(place: str) -> PeerKind:
-    return PeerKind(partial(_trainer, live=2, place=place), ours=True, alone=False)
-
-
 PEERS = {
     "keep": PeerKind(partial(_trainer, live=None), ours=True),
     "zero3": PeerKind(partial(_trainer, live=2), ours=True),
     "least": PeerKind(partial(_trainer, live=0), ours=True),
     "wide-zero3": PeerKind(partial(_trainer, wide=True, live=2), ours=True, alone=False),
-    **{name: _placed(name) for name in ("zero1", "hpz", "hybrid")},
+    "hpz": PeerKind(partial(_trainer, wide=True, live=2, place="hpz"), ours=True, alone=False),
     "overlap": PeerKind(partial(_trainer, live=None, overlap=True), ours=True, alone=False),
-    "host": PeerKind(partial(_trainer, live=2, where=HOST), ours=True),
     "fsdp2": PeerKind(partial(_fsdp2, full=False, keep=False)),
     "fsdp2-keep": PeerKind(partial(_fsdp2, full=False, keep=True)),
-    "fsdp2-offload": PeerKind(partial(_fsdp2, full=False, keep=False, offload=True)),
     "fsdp2-full": PeerKind(partial(_fsdp2, full=True, keep=False), alone=False),
-    "ddp": PeerKind(_ddp, alone=False, mixed=False),
     "plain": PeerKind(_plain, together=False, mixed=False),
 }
 
 
 def kind_of(label: str) -> PeerKind:
-    """A peer by its label: a name, or a name and a precision as in `phases`."""
+    """A peer by its label: a name, or a name and a precision as in `labels`."""
     return PEERS[label.partition("@")[0]]
 
 
@@ -548,29 +486,22 @@ def build(stage: Stage, label: str) -> BenchPeer:
     return kind_of(label).build(stage._replace(precision=Precision.parse(label.partition("@")[2])))
 
 
-def phases(config: StepConfig, world_size: int) -> dict[int, list[str]]:
-    """The world sizes to measure in, each with the labels of the peers that make sense there.
+def labels(config: StepConfig, world_size: int) -> list[str]:
+    """The labels of the peers that make sense in a world of this size.
 
     With precisions, a peer that takes them is there once per precision, as "name@precision".
     """
-    found = {}
-    if config.alone or world_size == 1:
-        found[1] = [name for name in config.peers if PEERS[name].alone]
-    if world_size > 1:
-        found[world_size] = [name for name in config.peers if PEERS[name].together]
-    return {size: _with_precisions(config, names) for size, names in found.items() if names}
-
-
-def _with_precisions(config: StepConfig, names: Iterable[str]) -> list[str]:
     found = []
-    for name in names:
-        mixed = PEERS[name].mixed and config.precisions
-        found += [f"{name}@{precision}" for precision in config.precisions] if mixed else [name]
+    for name in config.peers:
+        kind = PEERS[name]
+        mixed = kind.mixed and config.precisions
+        if kind.alone if world_size == 1 else kind.together:
+            found += [f"{name}@{precision}" for precision in config.precisions] if mixed else [name]
     return found
 
 
 def check_peers(config: StepConfig, world_size: int) -> None:
-    """Raise PlanError for names that are not those of peers, and if nothing is left to measure."""
+    """Raise PlanError for peers, precisions, and flags that do not fit together."""
     asked = f"--peers {' '.join(config.peers)}"
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
@@ -578,9 +509,9 @@ def check_peers(config: StepConfig, world_size: int) -> None:
         raise PlanError(message(what, fix=f"choose from {' '.join(PEERS)}"))
     if len(set(config.peers)) < len(config.peers):
         raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
-    if not phases(config, world_size):
+    if not labels(config, world_size):
         every = replace(config, peers=tuple(PEERS), precisions=())
-        fits = " ".join(phases(every, world_size)[world_size])
+        fits = " ".join(labels(every, world_size))
         what = f"{asked}: none of these is measured with {world_size} ranks"
         raise PlanError(message(what, fix=f"choose from {fits}"))
     others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
@@ -588,3 +519,17 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     if own and others:
         what = f"--precision {own[0]!r}: {others[0]} has one precision for all parameters"
         raise PlanError(message(what, fix="leave the overrides out, or that peer"))
+    if config.overlap:
+        others = [name for name in config.peers if not PEERS[name].ours]
+        if others:
+            fix = "choose peers of this library, such as keep overlap"
+            raise PlanError(message(f"--overlap: {others[0]} has no timeline", fix=fix))
+        if config.partition_size == world_size:
+            what = f"--overlap: a partition group of all {world_size} ranks has no hop 2"
+            raise PlanError(message(what, fix=f"pass --partition-size, less than {world_size}"))
+    if config.rss and config.rates[0].name != AS_IS:
+        text = "--rss with --rates: memory does not depend on them"
+        raise PlanError(message(text, fix="leave one of them out"))
+    if config.rss and in_job():
+        fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
+        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))

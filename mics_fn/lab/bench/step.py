@@ -25,19 +25,15 @@ import torch.distributed as dist
 
 import mics_fn as mf
 from mics_fn._torch import storage_id
-from mics_fn.errors import PlanError, human_bytes, message
+from mics_fn.errors import human_bytes
 from mics_fn.inspection import Timeline
-from mics_fn.lab.bench.links import AS_IS, Rate, node_interface, sent_bytes, settings_of
+from mics_fn.lab.bench.links import AS_IS, node_interface, sent_bytes, settings_of
 from mics_fn.lab.bench.stage import (
-    DEFAULT_PEERS,
-    OVERLAP_PEERS,
-    PEERS,
     StepConfig,
     build,
     kind_of,
+    labels,
     make_stage,
-    own_group,
-    phases,
     steps_at,
 )
 from mics_fn.lab.bench.turns import (
@@ -45,7 +41,6 @@ from mics_fn.lab.bench.turns import (
     Laps,
     between,
     give_back_at_once,
-    in_job,
     is_first,
     memory_bytes,
     of_all_ranks,
@@ -63,154 +58,108 @@ from mics_fn.lab.report import bytes_or_dash, table
 
 LEGEND = """\
 seconds per step: of the slowest rank. x/it: the time of x divided by that of this row, round by
-round. CPU: seconds of all threads of a rank in a step, the median, also for x/it. a node sends:
-bytes per step through its network interface, the median; "-" if nodes have none of their own. gap:
-the largest relative difference from the loss of {first} at any of these steps. states: parameters
-and optimizer state of the fullest rank. in a step: by how much memory grows beyond them while the
-other peers exist too. on the device, on the host: states, and by formula what a step needs beyond
-them but activations, by the memory that it lies in; on the CPU both are one."""
+round. a node sends: bytes per step through its network interface, the median; "-" if nodes have
+none of their own. gap: the largest relative difference from the loss of {first} at any of these
+steps."""
 OVER_FIRST = """
 x/it compares peers of one precision; over {first}: a peer's time over its own with that one."""
+HIDDEN = """
+optimizer, exposed: seconds of a step in which leaves are updated, and those of them in which no hop
+2 was certainly under way; means over ranks. hidden: the share of the optimizer that is not exposed;
+the goal is 0.80 at 200mbit. Each is the median over rounds, with the least and the most."""
 
 
 def measure_step(config: StepConfig) -> dict[str, Any]:
-    """Both comparisons, as one rank of a job.
+    """Compare peers that take turns, as one rank of a job.
 
     Returns:
-        On rank 0 the figures of a world of one (`alone`, measured while the others wait) and of all
-        ranks (`together`), each None if it was not measured; {} on the others.
+        On rank 0 the figures by peer, and by rate and peer; {} on the others.
     """
     device = start(config.device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chosen = phases(config, world_size)
-    alone = together = None
-    if 1 in chosen:
-        own, names = own_group(), chosen[1]
-        if rank == 0:
-            say(f"world 1: {', '.join(names)} take turns ...")
-            single = replace(config, rates=(Rate(AS_IS, config.turns.steps),))
-            alone = _compare(_run(single, device, names, own), names, single, of_ranks=1)
-        dist.barrier()
-    if world_size > 1 and world_size in chosen:
-        names = chosen[world_size]
-        say(f"world {world_size}: {', '.join(names)} take turns ...")
-        found = of_all_ranks(_run(config, device, names))
-        every = [[Laps(*lap) for lap in laps] for laps in found]
-        merged = [_merge(laps) for laps in zip(*every, strict=True)]
-        together = _compare(merged, names, config, of_ranks=world_size)
-    if rank:
-        return {}
-    return {"params": gpt.num_params(config.model), "alone": alone, "together": together}
-
-
-def _run(
-    config: StepConfig, device: torch.device, names: Sequence[str], own: Any = None
-) -> list[Laps]:
-    """This rank's part of one comparison, among all ranks or within its `own` group."""
+    names = labels(config, dist.get_world_size())
+    say(f"world {dist.get_world_size()}: {', '.join(names)} take turns ...")
+    interface, updates = node_interface(config.node_size), {name: list[Updates]() for name in names}
     with contextlib.ExitStack() as closing:
-        stage = make_stage(config, device, closing, own=own)
-        peers = [build(stage, name) for name in names]
-        if own is not None:
-            return take_turns(peers, config.turns, device=device)
-        interface = node_interface(config.node_size)
-        return take_turns(
-            peers,
+        stage = make_stage(config, device, closing)
+        peers = {name: build(stage, name) for name in names}
+        if config.overlap:
+            peers = {name: _watched(peer, updates[name]) for name, peer in peers.items()}
+        laps = take_turns(
+            list(peers.values()),
             config.turns,
             device=device,
             fence=dist.barrier,
             settings=settings_of(config.rates),
             gauge=lambda: sent_bytes(interface),
         )
+    every, updated = zip(*of_all_ranks((laps, updates)), strict=True)
+    if not is_first():
+        return {}
+    merged = [_merge([Laps(*lap) for lap in found]) for found in zip(*every, strict=True)]
+    return _compare(config, dict(zip(names, merged, strict=True)), updated)
 
 
 def _merge(laps: Sequence[Laps]) -> Laps:
     """The laps of one peer on all ranks as one: a step takes as long as its slowest rank."""
-    peaks = [lap.peak_bytes for lap in laps]
-    sent = zip(*(lap.sent_bytes for lap in laps), strict=True)
-    return Laps(
-        laps[0].name,
-        [max(each) for each in zip(*(lap.seconds for lap in laps), strict=True)],
-        [fmean(each) for each in zip(*(lap.cpu_seconds for lap in laps), strict=True)],
-        [_most(each) for each in sent],  # ranks of a node count the same bytes
-        max(lap.held_bytes for lap in laps),
-        _most(peaks),
-        [fmean(each) for each in zip(*(lap.results for lap in laps), strict=True)],
-        {place: max(lap.places[place] for lap in laps) for place in laps[0].places},
-    )
-
-
-def _most(values: Sequence[Any]) -> Any:
-    """The largest value; None if one is not known."""
-    return None if None in values else max(values)
+    _, seconds, sent, results = (list(zip(*each, strict=True)) for each in zip(*laps, strict=True))
+    # Ranks of a node count the same bytes.
+    most = [None if None in each else max(each) for each in sent]
+    return Laps(laps[0].name, list(map(max, seconds)), most, list(map(fmean, results)))
 
 
 def _compare(
-    laps: list[Laps], names: Sequence[str], config: StepConfig, *, of_ranks: int
+    config: StepConfig, laps: dict[str, Laps], updated: Sequence[dict[str, list]]
 ) -> dict[str, Any]:
-    """The figures of one comparison."""
-    by_name = dict(zip(names, laps, strict=True))
-    ours = [name for name in names if kind_of(name).ours]
-    first = (ours or names)[0]
-    losses = {name: [float(loss) for loss in lap.results] for name, lap in by_name.items()}
+    """The figures of one comparison, from the laps by peer, and each rank's updates by peer."""
+    ours = [name for name in laps if kind_of(name).ours]
+    first = (ours or [*laps])[0]
     gaps = {
-        name: [abs(a - b) / abs(b) for a, b in zip(losses[first], own, strict=True)]
-        for name, own in losses.items()
+        name: [abs(a - b) / abs(b) for a, b in zip(laps[first].results, lap.results, strict=True)]
+        for name, lap in laps.items()
     }
-    peers = [_overall(name, lap, losses[name], gaps[name]) for name, lap in by_name.items()]
-    every = []
+    rates = []
     for place, rate in enumerate(config.rates):
-        at = slice(place, None, len(config.rates))
-        timed = {name: _timed(by_name, name, ours, at) for name in names}
-        for name, found in timed.items():
-            steps = steps_at(config, place)
+        steps, peers = steps_at(config, place), []
+        for name in laps:
+            found = _timed(laps, name, ours, slice(place, None, len(config.rates)))
             found["largest_loss_gap"] = max(gaps[name][step] for step in steps)
-        every.append({"rate": rate.name, "steps": rate.steps, "peers": list(timed.values())})
+            if config.overlap:
+                rounds = [steps[i : i + rate.steps] for i in range(0, len(steps), rate.steps)]
+                found |= _hidden([rank[name] for rank in updated], rounds)
+            peers.append(found)
+        rates.append({"rate": rate.name, "steps": rate.steps, "peers": peers})
     return {
-        "ranks": of_ranks,
+        "params": gpt.num_params(config.model),
         "ours": list(dict.fromkeys(map(_base, ours))),
         "first": first,
-        "steps_taken": len(losses[first]),
-        "peers": peers,
-        "rates": every,
+        "peers": [
+            {
+                "name": name,
+                "title": lap.name,
+                "losses": lap.results,
+                "largest_loss_gap": max(gaps[name]),  # relative to the first peer at the same step
+            }
+            for name, lap in laps.items()
+        ],
+        "rates": rates,
     }
 
 
-def _overall(name: str, lap: Laps, losses: list[float], gaps: list[float]) -> dict[str, Any]:
-    """The figures of one peer that do not depend on the rate of links."""
-    return {
-        "name": name,
-        "title": lap.name,
-        "losses": losses,
-        "largest_loss_gap": max(gaps),  # relative to the first peer at the same step
-        "held_bytes": lap.held_bytes,
-        "peak_bytes": lap.peak_bytes,
-        "places": lap.places,
-    }
-
-
-def _timed(by_name: dict[str, Laps], name: str, ours: Sequence[str], at: slice) -> dict[str, Any]:
+def _timed(laps: dict[str, Laps], name: str, ours: Sequence[str], at: slice) -> dict[str, Any]:
     """Times and bytes of one peer at one rate, and the times of our peers divided by them."""
-    lap = by_name[name]
-    seconds, cpu_seconds, sent = lap.seconds[at], lap.cpu_seconds[at], lap.sent_bytes[at]
+    seconds, sent = laps[name].seconds[at], laps[name].sent_bytes[at]
     known = [nbytes for nbytes in sent if nbytes is not None]
     # Peers are compared in one precision, and each peer with itself in the first precision.
     others = {_base(x): x for x in ours if x != name and _precision(x) == _precision(name)}
-    first = next(x for x in by_name if _base(x) == _base(name))
-    over_first = ratio(seconds, by_name[first].seconds[at])._asdict() if first != name else None
+    first = next(x for x in laps if _base(x) == _base(name))
+    over_first = ratio(seconds, laps[first].seconds[at])._asdict() if first != name else None
     return {
         "name": name,
-        "title": lap.name,
+        "title": laps[name].name,
         "seconds_by_round": seconds,
         "seconds": spread(seconds)._asdict(),
-        "cpu_seconds": spread(cpu_seconds)._asdict(),
         "node_bytes": None if len(known) < len(sent) else median(known),
-        "over_it": {
-            x: ratio(by_name[label].seconds[at], seconds)._asdict() for x, label in others.items()
-        },
-        "cpu_over_it": {
-            x: ratio(by_name[label].cpu_seconds[at], cpu_seconds)._asdict()
-            for x, label in others.items()
-        },
+        "over_it": {x: ratio(laps[y].seconds[at], seconds)._asdict() for x, y in others.items()},
         "over_first": over_first,
     }
 
@@ -225,81 +174,38 @@ def _precision(label: str) -> str:
 
 
 def render_step(figures: dict[str, Any], config: StepConfig) -> str:
-    """The figures as tables: for each world one block per rate, then losses and memory."""
-    blocks, legend = [], ""
-    for part in filter(None, (figures["alone"], figures["together"])):
-        alone = part["ranks"] == 1
-        layout = "" if alone else f", nodes of {config.node_size}, p = {config.partition_size}"
-        world = f"world {part['ranks']}{layout}"
-        world += f", {figures['params']:,} parameters, accumulate {config.accumulate}"
-        for found in part["rates"]:
-            links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
-            title = f"{world}{links}: {replace(config.turns, steps=found['steps'])}"
-            precisions = config.precisions[:1] if len(config.precisions) > 1 else ()
-            blocks.append(_times(title, found, part["ours"], precisions, alone=alone))
-        blocks.append(_memory(f"world {part['ranks']}, the whole run", part["peers"]))
-        legend = LEGEND.format(first=part["first"])
-        if len(config.precisions) > 1:
-            legend += OVER_FIRST.format(first=config.precisions[0])
-    return "\n\n".join([*blocks, legend])
+    """The figures as tables, one per rate."""
+    blocks, ours = [], figures["ours"]
+    several = config.precisions[:1] if len(config.precisions) > 1 else ()
+    hidden = ("optimizer", "exposed", "hidden") if config.overlap else ()
+    head = ["", "seconds per step", *(f"{name}/it" for name in ours)]
+    head += [*(f"over {x}" for x in several), *hidden, "a node sends", "gap"]
+    for found in figures["rates"]:
+        links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
+        title = f"{_world(figures, config)}{links}: {replace(config.turns, steps=found['steps'])}"
+        rows = [head]
+        for peer in found["peers"]:
+            ratios, over_first = peer["over_it"], peer["over_first"]
+            row = [f"{peer['name']}: {peer['title']}", between(peer["seconds"], ".4f")]
+            row += [between(ratios[x], ".3f") if x in ratios else "" for x in ours]
+            row += [between(over_first, ".3f") if over_first else "" for _ in several]
+            row += [between(peer[x], ".2f" if x == "hidden" else ".4f") for x in hidden]
+            row += [bytes_or_dash(peer["node_bytes"]), f"{peer['largest_loss_gap']:.1e}"]
+            rows.append(row)
+        blocks.append(table(title, rows))
+    legend = LEGEND.format(first=figures["first"])
+    legend += OVER_FIRST.format(first=several[0]) if several else ""
+    return "\n\n".join([*blocks, legend + HIDDEN * config.overlap])
 
 
-def _times(
-    title: str,
-    found: dict[str, Any],
-    ours: Sequence[str],
-    precisions: Sequence[str],
-    *,
-    alone: bool,
-) -> str:
-    """The times at one rate; a rank alone has no links, so its table shows CPU times instead."""
-    over = [f"{name}/it" for name in ours]
-    wire = [] if alone else ["a node sends"]
-    cpu_over = [f"CPU {text}" for text in over] if alone else []
-    first = [f"over {precision}" for precision in precisions]
-    rows = [("", "seconds per step", *over, *first, "CPU", *cpu_over, *wire, "gap")]
-    for peer in found["peers"]:
-        ratios, cpu, over_first = peer["over_it"], peer["cpu_over_it"], peer["over_first"]
-        rows.append(
-            (
-                f"{peer['name']}: {peer['title']}",
-                between(peer["seconds"], ".4f"),
-                *(between(ratios[x], ".3f") if x in ratios else "" for x in ours),
-                *(between(over_first, ".3f") if over_first else "" for _ in first),
-                f"{peer['cpu_seconds']['median']:.4f}",
-                *(f"{cpu[x]['median']:.3f}" if x in cpu else "" for x in ours if cpu_over),
-                *(bytes_or_dash(peer["node_bytes"]) for _ in wire),
-                f"{peer['largest_loss_gap']:.1e}",
-            )
-        )
-    return table(title, rows)
-
-
-def _memory(title: str, peers: Sequence[dict[str, Any]]) -> str:
-    rows = [["", "loss at end", "gap", "states", "in a step", "on the device", "on the host"]]
-    for peer in peers:
-        rows.append(
-            [
-                f"{peer['name']}: {peer['title']}",
-                f"{peer['losses'][-1]:.6f}",
-                f"{peer['largest_loss_gap']:.1e}",
-                human_bytes(peer["held_bytes"]),
-                bytes_or_dash(peer["peak_bytes"]),
-                *(human_bytes(peer["places"][place]) for place in ("device", "host")),
-            ]
-        )
-    return table(title, rows)
+def _world(figures: dict[str, Any], config: StepConfig) -> str:
+    world = f"nodes of {config.node_size}, p = {config.partition_size}"
+    return f"{world}, {figures['params']:,} parameters, accumulate {config.accumulate}"
 
 
 # `bench step --overlap`: which share of the optimizer is hidden behind hop 2.
 
-GOAL = 0.80  # of the optimizer, hidden at 200 Mbit/s
 _WAITED_S = 1e-3
-_OVERLAP_LEGEND = f"""\
-seconds per step: of the slowest rank. optimizer, exposed: seconds of a step in which leaves are
-updated, and those of them in which no hop 2 was certainly under way; means over ranks. hidden: the
-share of the optimizer that is not exposed; the goal is {GOAL:.2f} at 200mbit. Each is the median
-over rounds, with the least and the most. gap: relative, from the first peer at the same step."""
 
 
 class Updates(NamedTuple):
@@ -345,109 +251,26 @@ def _within(start: float, end: float, ranges: Sequence[tuple[float, float]]) -> 
     return found
 
 
-def check_overlap(config: StepConfig, ranks: int) -> StepConfig:
-    """The config with peers that have timelines; PlanError where there is no hop 2."""
-    peers = OVERLAP_PEERS if config.peers == DEFAULT_PEERS else config.peers
-    others = [name for name in peers if not PEERS[name].ours]
-    if others:
-        text = f"--overlap: {others[0]} has no timeline"
-        raise PlanError(message(text, fix="choose peers of this library, such as keep overlap"))
-    if config.partition_size == ranks:
-        text = f"--overlap: a partition group of all {ranks} ranks has no hop 2"
-        raise PlanError(message(text, fix=f"pass --partition-size, less than {ranks}"))
-    return replace(config, peers=peers)
+def _watched(peer: BenchPeer, updates: list[Updates]) -> BenchPeer:
+    """The same peer, which adds what the timelines of its steps say."""
 
-
-def measure_overlap(config: StepConfig) -> dict[str, Any]:
-    """Compare peers that take turns, as one rank of a job.
-
-    Returns:
-        On rank 0 the figures by rate and peer; {} on the others.
-    """
-    device = start(config.device)
-    world_size = dist.get_world_size()
-    names = phases(config, world_size)[world_size]
-    say(f"world {world_size}: {', '.join(names)} take turns ...")
-    with contextlib.ExitStack() as closing:
-        stage = make_stage(config, device, closing)
-        peers = [_watched(build(stage, name)) for name in names]
-        laps = take_turns(
-            peers,
-            config.turns,
-            device=device,
-            fence=dist.barrier,
-            settings=settings_of(config.rates),
-        )
-    every = [[Laps(*lap) for lap in found] for found in of_all_ranks(laps)]
-    if not is_first():
-        return {}
-    rates = [
-        {
-            "rate": rate.name,
-            "steps": rate.steps,
-            "peers": [
-                _figures(name, config, place, [found[i] for found in every])
-                for i, name in enumerate(names)
-            ],
-        }
-        for place, rate in enumerate(config.rates)
-    ]
-    losses = [[[loss for _, _, loss in lap.results] for lap in found] for found in every]
-    gap = max(
-        abs(a - b) / abs(b)
-        for found in losses
-        for own in found
-        for a, b in zip(own, found[0], strict=True)
-    )
-    return {"params": gpt.num_params(config.model), "rates": rates, "largest_loss_gap": gap}
-
-
-def _watched(peer: BenchPeer) -> BenchPeer:
-    """The same peer, whose steps give what their timelines say, and the loss."""
-
-    def step(number: int) -> tuple[float, float, float]:
+    def step(number: int) -> float:
         with mf.inspection.watch() as watched:
             loss = peer.step(number)
-        found = updates_of(watched.timeline())
-        return found.seconds, found.exposed, float(loss)
+        updates.append(updates_of(watched.timeline()))
+        return float(loss)
 
     return peer._replace(step=step)
 
 
-def _figures(name: str, config: StepConfig, place: int, laps: Sequence[Laps]) -> dict[str, Any]:
-    """One peer at one rate, from what it measured on each rank."""
-    turns = slice(place, None, len(config.rates))
-    steps, each = steps_at(config, place), config.rates[place].steps
-    rounds = [steps[i : i + each] for i in range(0, len(steps), each)]
-    sums = [[sum(lap.results[k][i] for lap in laps for k in own) for i in (0, 1)] for own in rounds]
-    seconds = zip(*(lap.seconds[turns] for lap in laps), strict=True)
-    count = each * len(laps)
+def _hidden(ranks: Sequence[list], rounds: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What is hidden of one peer, from its updates by rank and step, and the steps by round."""
+    sums = [[fmean(rank[k][i] for rank in ranks for k in own) for i in (0, 1)] for own in rounds]
     return {
-        "name": name,
-        "title": laps[0].name,
-        "seconds": spread([max(found) for found in seconds])._asdict(),
-        "optimizer_s": spread([found / count for found, _ in sums])._asdict(),
-        "exposed_s": spread([found / count for _, found in sums])._asdict(),
+        "optimizer": spread([found for found, _ in sums])._asdict(),
+        "exposed": spread([exposed for _, exposed in sums])._asdict(),
         "hidden": spread([1 - exposed / found for found, exposed in sums])._asdict(),
     }
-
-
-def render_overlap(figures: dict[str, Any], config: StepConfig) -> str:
-    """The figures as a table for each rate."""
-    blocks = []
-    for found in figures["rates"]:
-        links = "" if found["rate"] == AS_IS else f", links {found['rate']}"
-        title = f"nodes of {config.node_size}, p = {config.partition_size}, {figures['params']:,} "
-        title += f"parameters, accumulate {config.accumulate}{links}: "
-        title += f"{replace(config.turns, steps=found['steps'])}"
-        rows = [["", "seconds per step", "optimizer", "exposed", "hidden"]]
-        for peer in found["peers"]:
-            times = [between(peer[key], ".4f") for key in ("seconds", "optimizer_s", "exposed_s")]
-            rows.append([peer["title"], *times, between(peer["hidden"], ".2f")])
-        blocks.append(table(title, rows))
-    return "\n\n".join(
-        [*blocks, f"largest gap of a loss {figures['largest_loss_gap']:.1e}", _OVERLAP_LEGEND]
-    )
 
 
 # `bench step --rss`: the memory of a rank that runs one peer and nothing else.
@@ -460,65 +283,47 @@ the same with an allocator that returns freed memory at once. formula: states, a
 step needs: gathered parameters, sums of gradients, what is being reduced, and gradients in full;
 and what autograd saves of {tokens} tokens. used to start: the most while the model is built, in
 full, and in warm-up."""
-PARTS = ("states", "parameters", "sums", "hops", "in full", "activations")
-
-
-class MemoryRun(NamedTuple):
-    """One peer, which is measured in its own processes."""
-
-    config: StepConfig
-    name: str
-    tight: bool  # whether freed memory is given back at once
-
-
-def check_rss(config: StepConfig) -> None:
-    """Refuse what `--rss` cannot do.
-
-    Raises:
-        PlanError: there are rates, on which memory does not depend; or this process belongs to a
-            job, whose processes cannot be started anew for each peer.
-    """
-    if config.rates[0].name != AS_IS:
-        text = "--rss with --rates: memory does not depend on them"
-        raise PlanError(message(text, fix="leave one of them out"))
-    if in_job():
-        fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
-        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))
 
 
 def run_rss(config: StepConfig, ranks: int) -> dict[str, Any]:
     """Measure one peer after the other, each on its own ranks."""
-    names = phases(replace(config, alone=False), ranks)[ranks]
     peers = []
-    for name in names:
+    for name in labels(config, ranks):
         say(f"{name}: alone in new processes, twice ...")
-        found = [
-            launch(measure_rss, ranks, MemoryRun(config, name, tight)) for tight in (False, True)
-        ]
-        peers.append(_rss_figures(name, *found))
+        usual, tight = (launch(measure_rss, ranks, config, name, each) for each in (False, True))
+        peers.append(
+            {
+                "name": name,
+                "title": tight[0]["title"],
+                "before": max(rank["before"] or 0 for rank in usual),
+                "resident": _grown(usual, "steps"),
+                "used": _grown(tight, "steps"),
+                "used to start": _grown(tight, "start"),
+                "formula": max((x["formula"] for x in tight), key=lambda parts: parts["states"]),
+            }
+        )
     return {"params": gpt.num_params(config.model), "peers": peers}
 
 
-def measure_rss(run: MemoryRun) -> dict[str, Any]:
-    """The memory of one peer, as one rank of several."""
-    config, turns = run.config, run.config.turns
-    device = start(config.device)
-    if run.tight:
+def measure_rss(config: StepConfig, name: str, tight: bool) -> dict[str, Any]:
+    """The memory of one peer, as one rank of several; if `tight`, memory is given back at once."""
+    turns, device = config.turns, start(config.device)
+    if tight:
         give_back_at_once()
     tiny = gpt.GPTConfig(256, config.model.context, dim=16, num_heads=2, num_blocks=1)
-    _take_steps(run._replace(config=replace(config, model=tiny)), device, TINY_STEPS, 0)
+    _take_steps(replace(config, model=tiny), name, device, TINY_STEPS, 0)
     gc.collect()
     before = reset_peak(device)
-    found = _take_steps(run, device, turns.warmup, turns.rounds * turns.steps)
+    found = _take_steps(config, name, device, turns.warmup, turns.rounds * turns.steps)
     return {"before": memory_bytes(device) if before is None else before, **found}
 
 
-def _take_steps(run: MemoryRun, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
+def _take_steps(
+    config: StepConfig, name: str, device: torch.device, warmup: int, steps: int
+) -> dict[str, Any]:
     """Build the peer and take its steps; the peaks of memory until warm-up ended, and after it."""
     with contextlib.ExitStack() as closing:
-        own = own_group() if dist.get_world_size() == 1 else None
-        stage = make_stage(run.config, device, closing, own=own, steps=warmup + steps)
-        peer = build(stage, run.name)
+        peer = build(make_stage(config, device, closing, steps=warmup + steps), name)
         for number in range(warmup):
             peer.step(number)
         dist.barrier()
@@ -526,14 +331,9 @@ def _take_steps(run: MemoryRun, device: torch.device, warmup: int, steps: int) -
         known = reset_peak(device) is not None
         for number in range(warmup, warmup + steps):
             peer.step(number)
-        return {
-            "title": peer.name,
-            "start": first,
-            "steps": peak_bytes(device) if known else None,
-            "held": peer.held_bytes(),
-            "needs": peer.needs,
-            "saved": _saved_bytes(run.config),
-        }
+        last = peak_bytes(device) if known else None
+        formula = {"states": peer.held_bytes(), **peer.needs, "activations": _saved_bytes(config)}
+        return {"title": peer.name, "start": first, "steps": last, "formula": formula}
 
 
 def _saved_bytes(config: StepConfig) -> int:
@@ -555,21 +355,6 @@ def _saved_bytes(config: StepConfig) -> int:
     return sum(found.values())
 
 
-def _rss_figures(name: str, usual: Sequence[dict], tight: Sequence[dict]) -> dict[str, Any]:
-    formula = {"states": max(rank["held"] for rank in tight), **tight[0]["needs"]}
-    formula["activations"] = tight[0]["saved"]
-    return {
-        "name": name,
-        "title": tight[0]["title"],
-        "before_bytes": max(rank["before"] or 0 for rank in usual),
-        "resident_bytes": _grown(usual, "steps"),
-        "used_bytes": _grown(tight, "steps"),
-        "used_to_start_bytes": _grown(tight, "start"),
-        "formula": formula,
-        "formula_bytes": sum(formula.values()),
-    }
-
-
 def _grown(ranks: Sequence[dict], key: str) -> int | None:
     """By how many bytes the fullest rank grew; None if that could not be measured."""
     if any(rank[key] is None or rank["before"] is None for rank in ranks):
@@ -579,27 +364,15 @@ def _grown(ranks: Sequence[dict], key: str) -> int | None:
 
 def render_rss(figures: dict[str, Any], config: StepConfig) -> str:
     """The figures as a table."""
-    heads = ("", "before", "resident", "used", "formula", "used/formula")
-    rows: list[tuple[str, ...]] = [(*heads, f"= {PARTS[0]}", *(f"+ {x}" for x in PARTS[1:]))]
-    rows[0] += ("used to start",)
+    first, *parts = figures["peers"][0]["formula"]
+    head = ["", "before", "resident", "used", "formula", "used/formula", f"= {first}"]
+    rows = [[*head, *(f"+ {part}" for part in parts), "used to start"]]
     for peer in figures["peers"]:
-        parts, used = peer["formula"], peer["used_bytes"]
-        rows.append(
-            (
-                f"{peer['name']}: {peer['title']}",
-                *(
-                    bytes_or_dash(peer[key])
-                    for key in ("before_bytes", "resident_bytes", "used_bytes")
-                ),
-                human_bytes(peer["formula_bytes"]),
-                "-" if used is None else f"{used / peer['formula_bytes']:.2f}",
-                *(human_bytes(parts[key]) for key in PARTS),
-                bytes_or_dash(peer["used_to_start_bytes"]),
-            )
-        )
-    title = (
-        f"memory of a rank, {figures['params']:,} parameters, accumulate {config.accumulate}, nodes"
-        f" of {config.node_size}, p = {config.partition_size}"
-    )
-    tokens = config.sequences * config.model.context
-    return f"{table(title, rows)}\n\n{_RSS_LEGEND.format(tokens=tokens)}"
+        formula, used = sum(peer["formula"].values()), peer["used"]
+        row = [f"{peer['name']}: {peer['title']}"]
+        row += [bytes_or_dash(peer[key]) for key in ("before", "resident", "used")]
+        row += [human_bytes(formula), "-" if used is None else f"{used / formula:.2f}"]
+        row += map(human_bytes, peer["formula"].values())
+        rows.append([*row, bytes_or_dash(peer["used to start"])])
+    legend = _RSS_LEGEND.format(tokens=config.sequences * config.model.context)
+    return f"{table(f'memory of a rank, {_world(figures, config)}', rows)}\n\n{legend}"

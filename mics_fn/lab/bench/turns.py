@@ -3,9 +3,7 @@
 [Note: taking turns] A shared machine is fast one minute and slow the next, so two times that were
 taken minutes apart cannot be compared. Here the peers of a comparison take steps in turns, round by
 round, and each of them begins a round equally often. A ratio is taken inside each round, between
-neighbours in time. The report is the median over rounds, with the least and the most. CPU time is
-reported too: if ranks share cores with each other or with other programs, it tells how much work a
-step is, while the time on the clock depends on who got a core.
+neighbours in time. The report is the median over rounds, with the least and the most.
 
 If the rates of links can be set, each round has a turn of every peer at every rate.
 
@@ -90,14 +88,6 @@ def give_back_at_once(smallest: int = 65536) -> bool:
         return False
 
 
-def peak_growth(work: Callable[[], Any], device: torch.device) -> int | None:
-    """The most bytes by which memory grows while `work` runs; None if they cannot be read."""
-    before = reset_peak(device)
-    work()
-    after = peak_bytes(device)
-    return None if before is None or after is None else max(0, after - before)
-
-
 def _status_bytes(name: str) -> int | None:
     """A field of /proc/self/status."""
     if not STATUS.exists():
@@ -108,8 +98,7 @@ def _status_bytes(name: str) -> int | None:
     return None
 
 
-TIMEOUT_S = 3600.0  # as long as ranks wait while rank 0 measures alone
-PEAK_STEPS = 2
+TIMEOUT_S = 3600.0  # as long as ranks of a job wait while the first one measures alone
 _calls = itertools.count()  # of `of_all_ranks`, equal on all ranks
 
 
@@ -156,20 +145,12 @@ class BenchPeer(NamedTuple):
         step: takes one step; called with the number of the step, counted from 0.
         held_bytes: gives the bytes of parameters and optimizer state on this rank.
         needs: the bytes that a step needs beyond those, by kind, from a formula.
-        host: the kinds of these that lie in host memory, with "states" for the former.
     """
 
     name: str
     step: Callable[[int], Any]
-    held_bytes: Callable[[], int]
+    held_bytes: Callable[[], int] = lambda: 0
     needs: dict[str, float] = {}
-    host: tuple[str, ...] = ()
-
-    def places(self) -> dict[str, float]:
-        """The bytes of a step on the device and in host memory."""
-        parts = {"states": self.held_bytes(), **self.needs}
-        host = sum(parts[kind] for kind in self.host)
-        return {"device": sum(parts.values()) - host, "host": host}
 
 
 class Laps(NamedTuple):
@@ -177,12 +158,8 @@ class Laps(NamedTuple):
 
     name: str
     seconds: list[float]  # per step, one for each turn
-    cpu_seconds: list[float]  # the same, of all threads of the process
     sent_bytes: list[float | None]  # per step, by the gauge
-    held_bytes: int
-    peak_bytes: int | None  # growth of memory in a step at most; None if unknown
     results: list[Any]  # one per step
-    places: dict[str, float] = {}  # bytes of a step by place, by formula
 
 
 @dataclass(frozen=True)
@@ -200,12 +177,12 @@ class BenchTurns:
     warmup: int = 2
 
     def all_steps(self, *steps: int) -> int:
-        """How many steps each peer takes, with those that measure its memory.
+        """How many steps each peer takes.
 
         Args:
             steps: the steps of a turn under each setting; default `self.steps`.
         """
-        return self.warmup + self.rounds * sum(steps or (self.steps,)) + PEAK_STEPS
+        return self.warmup + self.rounds * sum(steps or (self.steps,))
 
     def __str__(self) -> str:
         return f"{self.rounds} rounds of {self.steps} steps in turns, median (least-most)"
@@ -225,9 +202,9 @@ def take_turns(
     device: torch.device,
     fence: Callable[[], Any] = lambda: None,
     settings: Sequence[BenchSetting] = (),
-    gauge: Callable[[], int | None] = lambda: None,
+    gauge: Callable[[], Any] = lambda: None,
 ) -> list[Laps]:
-    """Time peers in turns, then measure the memory of each.
+    """Time peers in turns.
 
     Args:
         peers: what to compare; each takes the same steps in the same order.
@@ -235,15 +212,15 @@ def take_turns(
         device: the device on which they work.
         fence: called around each turn, so that the ranks start together.
         settings: in each round every peer has a turn under each of these, of as many steps as it
-            says; warm-up and memory use the first. () leaves conditions as they are.
+            says; warm-up uses the first. () leaves conditions as they are.
         gauge: gives the bytes that were sent so far.
 
     Returns:
         The measurements of each peer.
     """
-    laps = [Laps(peer.name, [], [], [], 0, None, []) for peer in peers]
+    laps = [Laps(peer.name, [], [], []) for peer in peers]
 
-    def turn(i: int, steps: int) -> Timed:
+    def turn(i: int, steps: int) -> tuple[float, Any]:
         def work() -> None:
             for _ in range(steps):
                 laps[i].results.append(peers[i].step(len(laps[i].results)))
@@ -259,25 +236,10 @@ def take_turns(
             setting.put()
             for place in range(len(peers)):
                 i = (number + place) % len(peers)
-                found = turn(i, setting.steps)
-                laps[i].seconds.append(found.seconds / setting.steps)
-                laps[i].cpu_seconds.append(found.cpu_seconds / setting.steps)
-                sent = found.sent_bytes
+                seconds, sent = turn(i, setting.steps)
+                laps[i].seconds.append(seconds / setting.steps)
                 laps[i].sent_bytes.append(None if sent is None else sent / setting.steps)
-    settings[0].put()
-    peaks = [peak_growth(lambda i=i: turn(i, PEAK_STEPS), device) for i in range(len(peers))]
-    return [
-        lap._replace(held_bytes=peer.held_bytes(), peak_bytes=peak, places=peer.places())
-        for lap, peer, peak in zip(laps, peers, peaks, strict=True)
-    ]
-
-
-class Timed(NamedTuple):
-    """What some work cost."""
-
-    seconds: float
-    cpu_seconds: float  # of all threads of the process
-    sent_bytes: int | None  # by the gauge
+    return laps
 
 
 def timed(
@@ -285,11 +247,11 @@ def timed(
     *,
     device: torch.device,
     fence: Callable[[], Any],
-    gauge: Callable[[], int | None],
-) -> Timed:
-    """Do some work between fences, and measure what it cost."""
+    gauge: Callable[[], Any],
+) -> tuple[float, Any]:
+    """Do some work between fences; its seconds, and by how much the gauge rose, if it is known."""
 
-    def look() -> int | None:
+    def look() -> Any:
         fence()
         seen = gauge()
         fence()  # no rank may send before all have read their gauges
@@ -297,13 +259,12 @@ def timed(
 
     before = look()
     _device.finish(device)
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
     work()
     _device.finish(device)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    seconds = time.perf_counter() - started
     after = look()
-    sent = None if before is None or after is None else after - before
-    return Timed(seconds, cpu_seconds, sent)
+    return seconds, None if before is None or after is None else after - before
 
 
 def nbytes(values: Any) -> int:

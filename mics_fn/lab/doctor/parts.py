@@ -181,7 +181,6 @@ def speed(job: DoctorConfig) -> None:
         partition_size=me.size,
         turns=job.turns,
         peers=("keep", "zero3", "fsdp2-keep", "fsdp2"),
-        alone=me.size == 1,
         accumulate=job.training.accumulate,
         sequences=job.training.sequences,
         device=job.device,
@@ -190,7 +189,7 @@ def speed(job: DoctorConfig) -> None:
     found = measure_step(config)
     if not found:
         return
-    peers = (found["alone"] or found["together"])["rates"][0]["peers"]
+    peers = found["rates"][0]["peers"]
     for peer in peers:
         me.say(f"{peer['title']}: median of a step", peer["seconds"]["median"], unit="s")
     titles = {peer["name"]: peer["title"] for peer in peers}
