@@ -48,9 +48,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(n: int) -> RankPool:
         if n not in _pools:
-            # A hang is a failure with a stack, within the limit of a test; a busy machine needs
-            # more than a minute for hundreds of small messages between several ranks.
-            _pools[n] = RankPool(n, timeout_s=100)
+            _pools[n] = RankPool(n)  # a hang is a failure with a stack, within the limit of a test
         return _pools[n]
 
     yield pool

@@ -26,8 +26,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 30_800,
-    "lines without lab": 26_351,
+    "lines": 29_950,
+    "lines without lab": 25_925,
     "lines of the longest file": 700,
     "files": 150,
     "percent of lines that import": 9.4,
