@@ -27,7 +27,7 @@ from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Hierarchy, require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
@@ -61,6 +61,12 @@ from mics_fn.tree import Tree
 # backward.
 
 _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
+
+
+def _refuse_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
+    """The vmap rule of nodes that have none."""
+    text = "defer: shards are batched by vmap, and a schedule fetches one model at a time"
+    raise LeafError(message(text, fix="use gather under vmap over shards"))
 
 
 class _Join(torch.autograd.Function):
@@ -99,6 +105,8 @@ class _Join(torch.autograd.Function):
         homes = [use.home for use in uses for _ in use.members]
         seen = with_zeros(_seen_together(uses, tangents), ctx.like)
         return tuple(_here(t, home.device) for t, home in zip(seen, homes, strict=True))
+
+    vmap = staticmethod(_refuse_batch)
 
 
 def _here(tangent: Tensor, device: torch.device) -> Tensor:
@@ -145,6 +153,8 @@ class _Fetch(torch.autograd.Function):
         # both of its parts in the same layout, so each tangent gets memory of its own.
         found = linear_map("gather", [ctx.live.uses[ctx.index].uncoded], *tangents)
         return tuple(tangent.clone() for tangent in found)
+
+    vmap = staticmethod(_refuse_batch)
 
 
 class _Start(torch.autograd.Function):

@@ -498,6 +498,9 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
     found = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tied):
+            if (leaf.bucket, leaf.slot) not in at:
+                text = f"{leaf!r} is tied to a leaf that is not in this tree"
+                raise LeafError(message(text, fix="keep tied leaves in one tree"))
             found.append(at[leaf.bucket, leaf.slot])
         else:
             found.append(i)

@@ -122,7 +122,8 @@ def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:
             continue
         if has_codes(x) and x.codes.codec == bucket.codes:
             continue
-        text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {x.dtype}"
+        kind = f"codes of {x.codes.codec}" if has_codes(x) else x.dtype
+        text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {kind}"
         fix = "keep the leaf that shard or load_shards gave; set() changes its values"
         raise LeafError(message(text, [f"expected codes, {bucket.codes}"], fix))
 

@@ -135,13 +135,15 @@ class ModuleBuffers:
 
     Raises:
       LeafError: a buffer lies in the memory of a parameter, or of a buffer of another dtype; or a
-        persistent one is float8, which no mean over ranks has.
+        persistent one is float8, which no mean over ranks has; or torch cannot copy it.
     """
 
     def __init__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], saved: Mapping
     ) -> None:
         names, self.shared = [*params, *buffers], []
+        for name, x in buffers.items():
+            _check_copied(name, x)
         for group in overlaps([*params.values(), *buffers.values()]):
             here = {names[i]: buffers[names[i]] for i in group if i >= len(params)}
             if here and len(here) < len(group):
@@ -206,6 +208,18 @@ class ModuleBuffers:
             for name, mean in zip(mine, means, strict=True):
                 values[name] = mean.view(values[name].shape)
         return self.copies(values) if self.shared else values
+
+
+def _check_copied(name: str, x: Tensor) -> None:
+    """Raise LeafError unless each step can begin with a copy of a buffer."""
+    wrong = "nested" if x.is_nested else "quantized" if x.is_quantized else ""
+    try:
+        torch.empty(0 if wrong else 1, dtype=x.dtype).clone()
+    except RuntimeError:
+        wrong = f"{x.dtype}, of which torch makes no copies"
+    if wrong:
+        text = f"Trainer: buffer {name!r} is {wrong}"
+        raise LeafError(message(text, fix="keep the numbers that it stands for in buffers"))
 
 
 # A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.

@@ -158,7 +158,7 @@ def over_shards(layout, live):
         tree.map_leaves(lambda x: torch.stack([x, x.sin(), x * 2]), params), batch
     )
     if live is not None:  # a schedule fetches one model at a time
-        with pytest.raises(RuntimeError, match="does not have vmap support"):
+        with pytest.raises(mf.errors.LeafError, match="shards are batched by vmap"):
             vmap(loss, in_dims=(0, None))(models, batch)
         return
     close(vmap(loss, in_dims=(0, None))(models, batch), want)

@@ -125,7 +125,7 @@ def saved_states(layout: Layout, folder: str) -> None:
 def refused_options() -> None:
     groups = groups_of(ALONE)
     for how, text in (
-        ({"hop2": 3}, "reduced_by: hop2=3 is not a function"),
+        ({"hop2": 3}, "reduced_by: hop2=3, expected a function"),
         (
             {"hop2": plain_hop, "replica_sync": mf.replicas.local_sgd(2)},
             "Trainer: replica_sync= and hop2= are both given",
