@@ -331,8 +331,9 @@ def _stepped(state: TrainState, grads: Any, ahead: Unpacked, donate: bool) -> Tr
             increment_version(after.pieces)
             if variables:
                 params = tree.map_leaves(Tensor.requires_grad_, params)
-    if found_inf() is None:  # a masked one is not written then
-        lose_if_aborted(params, "params", f"opt_step at step {state.step}", _home_of(ahead))
+    home = _home_of(ahead)
+    if found_inf() is None and home is not None:  # a masked step is not written then
+        lose_if_aborted(params, f"opt_step at step {state.step}", home.device, home)
     return TrainState(state.step + 1, params, opt, state.buffers, state.transform)
 
 

@@ -370,31 +370,29 @@ class Writing:
             self.give_away()
 
 
-def lose_if_aborted(shards: Tree, root: str, to: str, home: Any) -> None:
+def lose_if_aborted(shards: Tree, to: str, device: torch.device, home: Any) -> None:
     """Let leaves be lost where collectives are aborted before a device has written them.
 
     See [Note: aborted collectives] in `_device`.
 
     Args:
-      shards: the leaves, as a step has left them.
-      root: the beginning of their paths in the error.
+      shards: parameters, as a step has left them.
       to: what has written them.
-      home: the groups whose collectives they depend on; None if these are not known.
+      device: that has done so; nothing happens on the CPU.
+      home: the groups whose collectives they depend on.
     """
-    leaves, spec = tree.flatten(shards, is_leaf)
-    first = home or getattr(_first_trained(leaves), "data", None)
-    device = getattr(first, "device", None)
-    if device is None or not _device.is_async(device):
+    if not _device.is_async(device):
         return
+    leaves, spec = tree.flatten(shards, is_leaf)
     refs = [weakref.ref(leaf) for leaf in leaves]
 
     def lose() -> None:
         lost = Writing()
-        lost.covers_leaves([ref() for ref in refs], spec, root, to)
+        lost.covers_leaves([ref() for ref in refs], spec, "params", to)
         lost.give_away()
 
     _device.Queued(device, lose)
-    if home is not None and home.life.failed is not None:
+    if home.partition.life.failed is not None:
         lose()
 
 

@@ -31,6 +31,7 @@ from mics_fn.optim import (
 from mics_fn.shards import (
     Writing,
     check_equal,
+    homes_of,
     lose_if_aborted,
     open_shards,
     refuse_derivative,
@@ -231,7 +232,8 @@ class ReplicaSync:
                 writing.covers(params, "params", "ReplicaSync.after")
                 merged = map_columns(lambda p, new: p.copy_(new), params, merged, donate=True)
                 writing.give_away()
-        lose_if_aborted(merged, "params", "ReplicaSync.after", None)
+        for home in dict.fromkeys(homes_of("ReplicaSync.after", groups, merged)):
+            lose_if_aborted(merged, "ReplicaSync.after", home.device, home)
         return merged, replace(state, outer=outer)
 
     def _refuse_derivative(self, verb: str, params: Tree) -> None:

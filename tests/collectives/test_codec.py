@@ -4,7 +4,7 @@ import importlib.util
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch

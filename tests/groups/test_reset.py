@@ -336,7 +336,7 @@ def test_a_world_of_one():
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [(lambda path: None, "a function"), (None, "got"), ({}, "no groups"), (3, "got int")],
+    [(lambda path: None, "got function"), (None, "got"), ({}, "no groups"), (3, "got int")],
 )
 def test_what_is_no_groups_is_refused(wrong: Any, says: str) -> None:
     with pytest.raises(MicsError, match=says):

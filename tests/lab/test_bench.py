@@ -397,7 +397,7 @@ def test_as_ranks_of_a_job_only_the_first_prints(tmp_path: Path) -> None:
             ["step", "--peers", "fsdp2-full", "--ranks", "1"],
             "choose from keep zero3 least fsdp2 fsdp2-keep plain",
         ),
-        (["step", "--precision", "compute=bf17"], "'bf17' is not a dtype"),
+        (["step", "--precision", "compute=bf17"], "'bf17' is not a torch.dtype"),
         (["step", "--precision", "f32", "compute=fp32"], "one of them is given twice"),
         (
             ["step", "--precision", "bf16; *norm*: f32"],

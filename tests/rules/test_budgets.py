@@ -26,8 +26,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 29_950,
-    "lines without lab": 25_925,
+    "lines": 29_970,
+    "lines without lab": 25_945,
     "lines of the longest file": 700,
     "files": 150,
     "percent of lines that import": 9.4,
@@ -120,7 +120,7 @@ def flows_of_rank(folder: str) -> dict[str, tuple[int, int]]:
         if event == "call" and code.co_filename.startswith(root):
             seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
-    def counted(flow: Callable[[int], Any], runs: int = 20) -> tuple[int, int]:
+    def counted(flow: Callable[[int], Any], runs: int = 60) -> tuple[int, int]:
         found: list[tuple[int, int]] = []
         for number in range(runs):
             seen.clear()
