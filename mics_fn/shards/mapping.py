@@ -20,7 +20,7 @@ from mics_fn.shards.leaf import (
     reduced_over,
 )
 from mics_fn.shards.linear import linear_map
-from mics_fn.shards.opened import BucketUse, check_leaves, refuse_none
+from mics_fn.shards.opened import BucketUse, check_leaves, refuse_none, values_up_to
 from mics_fn.tree import Tree
 
 
@@ -46,7 +46,8 @@ def map(fn: Callable[..., Tensor], shards: Tree, *rest: Tree) -> Tree:
     Raises:
       LeafError: a leaf of `shards` is not a shard, or `fn` gave something else than a tensor like
         the piece.
-      LeafError: `shards` is None, or a tree of `rest` has leaves that are cut in another way.
+      LeafError: `shards` is None, or a tree of `rest` has another structure, or leaves
+        that are cut in another way.
 
     Example:
       >>> groups = make_groups(1)
@@ -81,7 +82,10 @@ def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, number
         own = {p: _for_parts(other, p) for p in parts}
         return [own[leaf.bucket.parts] if isinstance(leaf, Sharded) else 0 for leaf in leaves]
     found: list[Any] = []
-    paths, given = tree.paths(shards, root, is_leaf), spec.flatten_up_to(other)
+    paths, given = (
+        tree.paths(shards, root, is_leaf),
+        values_up_to(spec, shards, other, f"map: {root}"),
+    )
     for path, leaf, value in zip(paths, leaves, given, strict=True):
         if isinstance(value, Sharded) and isinstance(leaf, Sharded):
             if (value.bucket, value.slot) != (leaf.bucket, leaf.slot):

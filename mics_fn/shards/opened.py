@@ -292,6 +292,24 @@ def open_shards(verb: str, shards: Tree, groups: Any, *, root: str = "shards") -
     return Opened(verb, shards, root, leaves, spec, homes, uses)
 
 
+def values_up_to(spec: Any, shards: Tree, given: Tree, what: str) -> list[Any]:
+    """The values of another tree in the order of the leaves of shards, whose structure is `spec`.
+
+    Args:
+      what: the verb and the name of the other tree, for errors.
+
+    Raises:
+      LeafError: its structure differs; optree would print all of its tensors.
+    """
+    try:
+        return spec.flatten_up_to(given)
+    except ValueError:
+        root = what.rpartition(" ")[2]
+        where = tree.first_mismatch(shards, given, root, is_leaf) or "structure"
+        text, fix = f"{what} is another tree", "pass one of the structure of the shards"
+        raise LeafError(message(text, [f"first difference: {where}"], fix)) from None
+
+
 def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> list[BucketUse]:
     """Leaves by bucket, in the order of bucket numbers.
 

@@ -40,6 +40,7 @@ from mics_fn.shards.opened import (
     check_leaves,
     open_shards,
     require_tree,
+    values_up_to,
 )
 from mics_fn.shards.pack import (
     brought,
@@ -374,7 +375,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     if like is None:
         like = layout_of(verb, "grads", grads, groups)
     opened = open_shards(verb, like, groups, root="grads")
-    given, slots = _up_to(opened, grads, "grads"), opened.leaves
+    given, slots = values_up_to(opened.spec, opened.given, grads, f"{verb}: grads"), opened.leaves
     full = _full_grads(opened, given)
     out: list[Any] = [None if isinstance(slot, Sharded) else slot for slot in slots]
     far = []
@@ -404,17 +405,6 @@ def _settled(owed: _Owed, found: Sequence[Tensor]) -> Tree:
             if i is not None:
                 out[i] = Sharded(pieces[i], use.bucket, slot)
     return owed.spec.unflatten(out)
-
-
-def _up_to(opened: Opened, given: Tree, root: str) -> list[Any]:
-    """The values of a tree of full tensors in the order of the shards; optree would print them."""
-    try:
-        return opened.spec.flatten_up_to(given)
-    except ValueError:
-        where = tree.first_mismatch(opened.given, given, root, is_leaf) or "structure"
-        text = f"{opened.verb}: {root} is another tree than that which was sharded"
-        fix = "give a value, or None where there is no gradient, for each leaf of that"
-        raise LeafError(message(text, [f"first difference: {where}"], fix)) from None
 
 
 def _full_grads(opened: Opened, given: Sequence[Any]) -> list[Tensor | None]:
@@ -612,7 +602,7 @@ def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
 
 def _checked(opened: Opened, full: Tree) -> list[Any]:
     """One full value per leaf of the tree; None for those that are tied or `Nothing`."""
-    given = _up_to(opened, full, "full")
+    given = values_up_to(opened.spec, opened.given, full, "cut: full")
     paths = tree.paths(opened.given, "full", is_leaf)
     for i, leaf in enumerate(opened.leaves):
         if isinstance(leaf, Tied):

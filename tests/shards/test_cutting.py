@@ -176,6 +176,7 @@ def odd_cuts(layout: Layout) -> None:
     same_bits(mf.shards.cut(equal, groups, like=both), both)
     same_bits(mf.shards.cut({"v": params["a"], "w": None}, groups, like=both), both)
     for full, text in (
+        ({"b": params["b"]}, "cut: full is another tree\n  first difference: full.a"),
         ({**params, "a": random(1, 6)}, "cut: full.a is float32 of shape (6,)"),
         ({**params, "a": random(1, 5).double()}, "expected float32 or bfloat16 of shape (5,)"),
     ):
@@ -239,6 +240,7 @@ def maps(layout: Layout) -> None:
             "shards.a is Tensor, not a shard",
         ),
         (lambda: mf.shards.map(torch.add, shards, other), "which is cut in another way"),
+        (lambda: mf.shards.map(torch.add, shards, {"a": 1.0, "n": None}), "rest[0].b is missing"),
         (
             lambda: mf.shards.map(torch.add, shards, {"a": 1.0, "b": "x", "n": None}),
             "rest[0].b is str",
