@@ -108,11 +108,9 @@ class OnDemand:
         fix = "on_demand(live_bytes=) also takes a text such as '512MiB'"
         checks.integer("OnDemand", "live_bytes", self.live_bytes, 0, optional=True, fix=fix)
         checks.integer("OnDemand", "prefetch", self.prefetch, 0, fix="0 fetches nothing ahead")
-        plans, such_as = (
-            "from a record and sizes to a Schedule",
-            "pass a function such as schedules.plan",
-        )
-        checks.function("OnDemand", "planner", self.planner, plans, such_as)
+        fix = "pass a function such as schedules.plan"
+        plans = "from a record and sizes to a Schedule"
+        checks.function("OnDemand", "planner", self.planner, plans, fix)
 
     @property
     def schedule(self) -> Schedule | None:
