@@ -6,6 +6,7 @@ is called but `is_async`, `backend` and `total_memory`.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -108,10 +109,10 @@ class Queued:
 
     def __init__(self, device: torch.device, lose: Callable[[], None] = lambda: None) -> None:
         self.lost, self._lose, self._event = False, lose, record(device)
-        with suppress(IndexError):  # the monitor may have emptied it meanwhile
-            while _QUEUED[0].over():
+        with _LOCK:
+            while _QUEUED and _QUEUED[0].over():
                 _QUEUED.popleft()
-        _QUEUED.append(self)
+            _QUEUED.append(self)
 
     def over(self) -> bool:
         """Whether the device has come to its end, however; the host does not wait."""
@@ -144,8 +145,9 @@ class HostCopy:
         return self._host.tolist()
 
 
+_LOCK = threading.RLock()  # of these two, which the monitor empties; a signal may come in between
 _QUEUED = deque[Queued]()  # in the order in which it was queued; those at the front may be over
-_FLAGS = deque[torch.Tensor](maxlen=1)
+_FLAGS: list[torch.Tensor] = []  # the one of now, if a step asked for it since the last abort
 
 
 def abort_flag(device: torch.device) -> torch.Tensor | None:
@@ -153,9 +155,10 @@ def abort_flag(device: torch.device) -> torch.Tensor | None:
 
     None if a device cannot read host memory in its own time.
     """
-    if not _FLAGS:
-        _FLAGS.append(host_buffer(4, device).view(torch.float32)[0].zero_())
-    flag = _FLAGS[0]
+    with _LOCK:
+        if not _FLAGS:
+            _FLAGS.append(host_buffer(4, device).view(torch.float32)[0].zero_())
+        flag = _FLAGS[0]
     return flag if is_locked(flag) else None
 
 
@@ -167,17 +170,19 @@ def is_locked(memory: torch.Tensor) -> bool:
 def drain(seconds: float) -> None:
     """Give all that is queued so much time to end."""
     deadline = time.monotonic() + seconds
-    while not all(queued.over() for queued in list(_QUEUED)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with _LOCK:
+            if all(queued.over() for queued in _QUEUED):
+                return
         time.sleep(1e-3)
 
 
 def lose_queued() -> None:
     """Judge all that is queued, before collectives are aborted."""
-    while _FLAGS:
-        with suppress(IndexError):
-            _FLAGS.popleft().fill_(1)
-    while _QUEUED:
-        with suppress(IndexError):
+    with _LOCK:
+        while _FLAGS:
+            _FLAGS.pop().fill_(1)
+        while _QUEUED:
             _QUEUED.popleft().judge()
 
 

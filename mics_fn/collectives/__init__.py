@@ -91,9 +91,9 @@ from mics_fn.collectives.agreement import (
     checksum,
     collect_all,
     collect_bytes,
+    collect_values,
     in_parts,
     in_step,
-    read_all,
     same_call,
 )
 from mics_fn.collectives.codec import Codec
@@ -152,7 +152,6 @@ __all__ = [
     "checksum",
     "collect",
     "collect_all",
-    "read_all",
     "collect_bytes",
     "finish_readers",
     "hand_over",
@@ -166,6 +165,7 @@ __all__ = [
     "needs_derivative",
     "push_all",
     "refuse_derivative",
+    "collect_values",
     "same_call",
     "scatter_comms",
     "scatter_steps",

@@ -58,7 +58,7 @@ def agree(
     if groups.partition_size * groups.num_replicas == 1 or (what, mine) in groups.agreed:
         return
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=groups.device)
-    if len(set(map(bytes, read_all(groups, sent).values()))) > 1:
+    if len(set(map(bytes, collect_values(groups, sent).values()))) > 1:
         raise report_outside(groups, _difference(groups, what, facts, fixes or {}))
     groups.agreed.add((what, mine))
 
@@ -149,29 +149,33 @@ def _weights(device: torch.device) -> Tensor:
 
 def collect_all(groups: Home, tensor: Tensor) -> dict[int, Tensor]:
     """A small tensor from each rank of `groups`, by global rank."""
-    found = collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
-    return dict(zip(groups.stacked_ranks, found, strict=True))
+    return dict(zip(groups.stacked_ranks, _stacked(groups, tensor), strict=True))
 
 
-def read_all(groups: Home, tensor: Tensor) -> dict[int, Any]:
+def _stacked(groups: Home, tensor: Tensor) -> Tensor:
+    """A small tensor from each rank, in the order of `stacked_ranks`."""
+    return collect(groups.replicas, collect(groups.partition, tensor)).flatten(0, 1)
+
+
+def collect_values(groups: Home, tensor: Tensor) -> dict[int, Any]:
     """The values of a small tensor from each rank, as `tolist` gives them, by global rank.
 
     Raises:
       GroupsError: collectives were aborted while the host waited, so these are no rank's values.
     """
-    found = {rank: other.tolist() for rank, other in collect_all(groups, tensor).items()}
+    found = _stacked(groups, tensor).tolist()  # one wait for all of them
     groups.partition.check_open()
-    return found
+    return dict(zip(groups.stacked_ranks, found, strict=True))
 
 
 def collect_bytes(groups: Home, data: bytes) -> dict[int, bytes]:
     """A byte string from each rank of `groups`, by global rank; lengths may differ."""
     device = groups.device
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths = {rank: n for rank, (n,) in read_all(groups, length).items()}
+    lengths = {rank: n for rank, (n,) in collect_values(groups, length).items()}
     padded = torch.zeros(max(*lengths.values(), 1), dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    found = read_all(groups, padded)
+    found = collect_values(groups, padded)
     return {rank: bytes(found[rank][:n]) for rank, n in lengths.items()}
 
 

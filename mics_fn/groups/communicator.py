@@ -129,10 +129,10 @@ class Comm:
 
         The first call after they failed while this rank waited for its device raises why.
         """
-        failed, unheard = self.life.failed, self.life.unheard
-        if unheard is not None and not self.closed:
-            self.life.unheard = None
-            raise unheard
+        failed, unraised = self.life.failed, self.life.unraised
+        if unraised is not None and not self.closed:
+            self.life.unraised = None
+            raise unraised
         if not self.closed and failed is None:
             return
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used"

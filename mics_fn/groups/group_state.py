@@ -78,7 +78,7 @@ class GroupState:
     call: Any = None  # the last call, as `Calls` describes it
     _failed_s: float = 0.0  # seconds since a rank failed; counted only on an accelerator
     aborted: bool = False  # whether collectives in flight on an accelerator were ended
-    unheard: Exception | None = None  # why they failed, if no call of this rank has raised it yet
+    unraised: BaseException | None = None  # why they failed, if no call of this rank raised it
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
     standing: Mapping[int | None, Failure] = field(default_factory=dict)
     told: Failure | None = None  # what this rank said of itself last
@@ -124,10 +124,16 @@ class GroupState:
         for listener in list(self.listeners):
             listener(store, news)
 
-    def fail(self, error: BaseException) -> None:
-        """Note why no collective on these groups can end any more; the first reason stays."""
+    def fail(self, error: BaseException, *, raised: bool = True) -> None:
+        """Note why no collective on these groups can end any more; the first reason stays.
+
+        Args:
+          error: why.
+          raised: whether a call of this rank raises it; else the next one does.
+        """
         if self.failed is None:  # the error itself would keep all that its traceback refers to
             self.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self.unraised = None if raised else error
 
     def check(
         self,
@@ -356,7 +362,7 @@ class GroupState:
         failure = self.idle.behind(store, self.key)
         if failure is None:
             text = f"the device of rank {self.rank} waits for a collective for {self.timeout_s:g} s"
-            self._fail_unheard(CollectiveError(text))
+            self.fail(CollectiveError(text), raised=False)
             self._abort()
         return failure
 
@@ -377,12 +383,8 @@ class GroupState:
         if self._failed_s > _GRACE_S:
             if self.failed is None:
                 failure = self.first(next(iter(self.standing.values())))
-                self._fail_unheard(failure.error("a result of its device"))
+                self.fail(failure.error("a result of its device"), raised=False)
             self._abort()
-
-    def _fail_unheard(self, error: Exception) -> None:
-        self.unheard = error
-        self.fail(error)
 
     def _let_go(self) -> None:
         self.closed = True

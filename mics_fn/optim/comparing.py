@@ -36,8 +36,8 @@ from mics_fn.collectives import (
     Pending,
     checksum,
     collect_bytes,
+    collect_values,
     hand_over,
-    read_all,
     send_from,
     start_collect,
 )
@@ -96,7 +96,7 @@ def same_options(verb: str, facts: Facts, homes: Iterable[Any]) -> None:
     for home in homes:
         sent = tree.digest(f"{name}\n{text}" for name, text in sorted(mine.items()))
         digest = torch.tensor(list(sent), dtype=torch.uint8, device=home.device)
-        if len(set(map(bytes, read_all(home, digest).values()))) > 1:
+        if len(set(map(bytes, collect_values(home, digest).values()))) > 1:
             found = collect_bytes(home, json.dumps(mine).encode())
             _differ(verb, {rank: json.loads(text) for rank, text in found.items()})
         home.agreed.add(OPTIONS)
@@ -255,7 +255,7 @@ def _check_equal(sent: list[Tensor], home: Groups) -> None:
     """Raise DesyncError on all ranks unless equal parts have equal sizes."""
     mine = digest(f"{tuple(x.shape)} {x.dtype}" for x in sent)
     said = torch.tensor(list(mine), dtype=torch.uint8, device=home.device)
-    found = {rank: bytes(row) for rank, row in read_all(home, said).items()}
+    found = {rank: bytes(row) for rank, row in collect_values(home, said).items()}
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
         if len({found[rank] for rank in ranks}) > 1:
@@ -390,7 +390,7 @@ def compare_once(state: Any, home: Any) -> None:
 def _steps(step: int, home: Groups) -> dict[int, int]:
     """The step of each rank, by global rank."""
     mine = torch.tensor(step, dtype=torch.int64, device=home.device)
-    steps = read_all(home, mine)
+    steps = collect_values(home, mine)
     if len(set(steps.values())) == 1:
         home.agreed.add(_SEEN)
     return steps
@@ -577,7 +577,7 @@ class Comparison:
         data = [getattr(leaf, "data", leaf) for leaf in leaves]
         kept = [i for i, x in enumerate(data) if isinstance(x, Tensor)]
         sums = [torch.tensor(self._state.step), *(checksum_of(data[i]).cpu() for i in kept)]
-        rows = read_all(home, torch.stack(sums).to(home.device))
+        rows = collect_values(home, torch.stack(sums).to(home.device))
         at = next(
             i for i in range(len(sums)) if any(_bits_differ(rows, ranks, i) for ranks in places)
         )

@@ -340,23 +340,16 @@ class StepTotals:
       loss: this rank's loss, 0-dim and float64, on the device.
       samples, tokens: how many this rank had.
       weighted: whether losses have weights, so that unlike batches are meant.
-      flag: `abort_flag` as it was when the step began.
     """
 
+    flag: Any = None  # `abort_flag` as it was when the step began
+
     def __init__(
-        self,
-        home: Groups,
-        loss: Tensor,
-        samples: int,
-        tokens: int,
-        *,
-        weighted: bool = False,
-        flag: Any = None,
+        self, home: Groups, loss: Tensor, samples: int, tokens: int, *, weighted: bool = False
     ) -> None:
-        self._flag = flag
         self.home, self.own_loss, self._counts = home, loss, (samples, tokens)
         self._weighted, self._found = weighted, torch.empty(0)
-        self._back: _device.HostCopy | None = None  # what came back, on the host
+        self._copy: _device.HostCopy | None = None  # of what came back, on the host
 
     def exchange(self, squares: Tensor | None = None) -> Tensor:
         """Send it, once; the host does not wait on an accelerator.
@@ -372,26 +365,26 @@ class StepTotals:
         sent = torch.stack([self.own_loss, zero if squares is None else squares, *counts])
         alone = self.home.world_size == 1
         self._found = sent if alone else start_mean_over_ranks(self.home, sent, TOTALS).wait()
-        self._fetch(self._found)
         return self._found[1]
 
-    def _fetch(self, numbers: Tensor) -> None:
+    def fetch(self) -> None:
+        """Begin to bring what came back to the host; it waits where that is read."""
         if _device.is_async(self.home.device):
-            self._back = _device.HostCopy(numbers)
+            self._copy = _device.HostCopy(self._found)
 
-    def masks(self, found_inf: Tensor) -> None:
-        """Let a step be masked, too, if collectives were aborted before the last one was done.
+    def mask(self, found_inf: Tensor) -> None:
+        """Mask a step, too, if collectives were aborted before the last one was done; `fetch` both.
 
         Args:
           found_inf: as `Verdict` has it; it is written to, behind the last collective.
         """
-        flag = self._flag.to(found_inf.device, non_blocking=True)
+        flag = self.flag.to(found_inf.device, non_blocking=True)
         torch.maximum(found_inf, flag, out=found_inf)
-        self._fetch(torch.cat([self._found, torch.stack([found_inf, flag])]))
+        self._copy = _device.HostCopy(torch.cat([self._found, torch.stack([found_inf, flag])]))
 
     def outcome(self) -> tuple[bool, bool]:
         """Of a masked step, whether it was refused, and whether that was since it was aborted."""
-        *_, refused, aborted = cast(_device.HostCopy, self._back).numbers
+        *_, refused, aborted = cast(_device.HostCopy, self._copy).numbers
         return bool(refused), bool(aborted)
 
     def reaches(self, homes: Iterable[Any]) -> bool:
@@ -407,10 +400,10 @@ class StepTotals:
     @cached_property
     def _read(self) -> list[float]:
         """What came back; the host waits for that, and for nothing that was queued later."""
-        if self._back is None:
+        if self._copy is None:
             return self._found.tolist()
-        found = self._back.numbers
-        if self._back.queued.lost:
+        found = self._copy.numbers
+        if self._copy.queued.lost:
             self.home.partition.check_open()  # which raises
         return found
 
@@ -680,6 +673,7 @@ class Guard:
         if not decides and self.max_norm is None:
             if totals is not None:
                 totals.exchange()
+                totals.fetch()
             return Verdict(self._limited(grads, 1.0, donate), None, None, False, True, self)
         if totals is not None and totals.reaches(homes):
             highest = here = _norm_by(totals, grads, groups) / self.scale.value
@@ -691,12 +685,14 @@ class Guard:
                 totals.exchange()
         norm = here if exact else None
         factor = clip_factor(here, self.max_norm or math.inf)
-        if not decides:
-            return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
-        if not (wait or self.chosen or self.in_row) and totals is not None:
+        if decides and not (wait or self.chosen or self.in_row) and totals is not None:
             bad = (highest + totals.loss).isfinite().logical_not().float()
             given = self._limited(grads, 1.0 if self.max_norm is None else factor, donate)
             return Verdict(given, norm, None, False, True, self, None, bad)
+        if totals is not None:
+            totals.fetch()
+        if not decides:
+            return Verdict(self._limited(grads, factor, donate), norm, None, False, True, self)
         # The host waits once for both numbers.
         times, highest = torch.stack([factor, highest]).tolist()
         for home in homes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.collectives import SHORT_NAMES, Wire, read_all
+from mics_fn.collectives import SHORT_NAMES, Wire, collect_values
 from mics_fn.errors import GroupsError, LeafError, PlanError, message, name_some
 from mics_fn.groups import Groups, placement
 from mics_fn.init import warn_of_compile
@@ -76,7 +76,7 @@ def _quarter_of_memory(home: Groups) -> int:
     if not _device.is_async(home.device):  # the ranks of a machine share its memory
         found //= home.plan.topology.sizes[-1]
     mine = torch.tensor(found // 4, dtype=torch.int64, device=home.device)
-    return min(read_all(home, mine).values())
+    return min(collect_values(home, mine).values())
 
 
 # What is compared for a `Trainer`: options that change numbers, and every K steps replicas.

@@ -413,10 +413,8 @@ def reduced_by(
       >>> before - trainer.params()["bias"]
       tensor([0.0500])
     """
-    verb, fix = (
-        "reduced_by",
-        "it is given gradients of this replica, and returns their mean over all",
-    )
+    verb = "reduced_by"
+    fix = "it is given gradients of this replica, and returns their mean over all"
     form = "hop2(grads, groups)" if init is None else "hop2(grads, state, groups)"
     checks.function(verb, "hop2", hop2, form, fix, optional=False)
     checks.call(verb, hop2, form, fix)

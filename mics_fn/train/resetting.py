@@ -126,9 +126,7 @@ def rejoin(trainer: Any, found: Mapping[int, Said], *, heal: bool) -> None:
     member, whole = trainer.member, [rank for rank in found if not found[rank].lost]
     home = member.home
     if not whole:
-        cut = any(said.cut for said in found.values())
-        why = "on no rank it is whole" if cut else "all ranks have just begun"
-        raise _no_replica(home, found, [], why)
+        raise _no_replica(home, found, [], "no rank has a whole state")
     newest = max(found[rank].at for rank in whole)
     ready = [rank for rank in whole if found[rank].ready and found[rank].calls == newest[0] - 1]
     if home.rank in ready:

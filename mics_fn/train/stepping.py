@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, spans, tree
-from mics_fn.collectives import read_all
+from mics_fn.collectives import collect_values
 from mics_fn.deferred import GradSum, defer
 from mics_fn.errors import MicsError, message
 from mics_fn.groups import Groups
@@ -164,7 +164,7 @@ def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: S
         buffers = trainer.program.buffers.average(buffers, over)
     masked, found_inf = None, verdict.found_inf
     if found_inf is not None:
-        totals.masks(found_inf)
+        totals.mask(found_inf)
         place = trainer.epochs.place_before
         masked = Masked(totals, _plain(old.opt), trainer.sync_state, place)
         for name, new in buffers.items():
@@ -173,7 +173,7 @@ def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: S
     ready = Ready(verdict, buffers, kept, masked)
     if trainer.recoverable:  # see [Note: steps written together] in `resetting`
         trainer.member.ready = ready
-        read_all(home, torch.zeros(1, dtype=torch.int64, device=home.device))
+        collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
     commit.write()  # no collective is left, but those of a merge
     return ready
 
@@ -228,12 +228,11 @@ def can_be_masked(trainer: Any, grads: Any) -> bool:
     device = trainer.member.home.device
     if not _device.is_async(device) or masked is None or comes(trainer):
         return False
-    if _device.abort_flag(device) is None:
-        return False
     more = sync.apart or sync.reduce is not None or trainer.recoverable
     buckets = {getattr(x, "bucket", None) for x in tree.flatten(state.params, is_leaf)[0]}
     coded = any(x is not None and (x.state or x.codes) for x in buckets)
-    return masked(state.opt) and not (more or coded or isinstance(grads, GradSum))
+    more = more or coded or isinstance(grads, GradSum) or _device.abort_flag(device) is None
+    return masked(state.opt) and not more
 
 
 def settle(trainer: Any) -> None:
@@ -343,10 +342,12 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
         if drift is not None:
             trainer.state = drift.finish(trainer.on_drift)
         loss, buffers = done.end()
-        totals = StepTotals(home, loss, *counts, weighted=trainer.weight is not None, flag=flag)
+        totals = StepTotals(home, loss, *counts, weighted=trainer.weight is not None)
+        totals.flag = flag
         if early:
             verdict = update_early(trainer, total, buffers)
             totals.exchange()
+            totals.fetch()
         elif late:
             verdict = update_late(trainer, total, buffers, commit, totals)
         else:

@@ -344,7 +344,7 @@ def told_late(late: tuple[int, ...]) -> str:
         small(mf.make_groups(2, timeout_s=20), recoverable=True, deterministic=True)
         for _ in range(2)
     )
-    collect = stepping.read_all
+    collect = stepping.collect_values
     for k in range(2):
         for each in (trainer, other):
             each.step(batch(k))
@@ -355,12 +355,12 @@ def told_late(late: tuple[int, ...]) -> str:
 
     try:
         if dist.get_rank() in late:
-            stepping.read_all = fail
+            stepping.collect_values = fail
         trainer.step(batch(2))
     except PeerFailed:
         assert dist.get_rank() in late
     finally:
-        stepping.read_all = collect
+        stepping.collect_values = collect
     other.step(batch(2))
     assert (trainer.member.ready is not None) == (dist.get_rank() in late)
     trainer.reset()

@@ -1,0 +1,74 @@
+"""What a device still has to do when collectives are aborted, with events that are over at will."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mics_fn import _device
+
+CPU = torch.device("cpu")
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    made: list[FakeEvent] = []
+
+    def record(device: torch.device) -> Any:
+        made.append(FakeEvent())
+        return made[-1]
+
+    monkeypatch.setattr(_device, "record", record)
+    _device._QUEUED.clear()
+    _device._FLAGS.clear()
+    return made
+
+
+def test_what_was_not_over_before_an_abort_is_lost(events: list[FakeEvent]):
+    lost: list[int] = []
+    queued = [_device.Queued(CPU, lambda i=i: lost.append(i)) for i in range(4)]
+    events[0].over = events[2].over = True
+    _device.lose_queued()
+    assert lost == [1, 3]
+    assert [each.wait() for each in queued] == [True, False, True, False]  # however they end
+    _device.lose_queued()
+    assert lost == [1, 3]
+
+
+def test_what_is_over_is_not_kept(events: list[FakeEvent]):
+    for _ in range(5):
+        _device.Queued(CPU)
+        events[-1].over = True
+    assert len(_device._QUEUED) == 1
+
+
+def test_a_flag_says_whether_an_abort_began_since_it_was_asked_for(
+    events: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+):
+    assert _device.abort_flag(CPU) is None  # a device reads such memory at the call
+    monkeypatch.setattr(_device, "is_locked", lambda memory: True)
+    before = _device.abort_flag(CPU)
+    assert before is _device.abort_flag(CPU)
+    assert before == 0
+    _device.lose_queued()
+    after = _device.abort_flag(CPU)
+    assert (before, after) == (1, 0)
+
+
+def test_time_is_given_to_what_is_queued(events: list[FakeEvent]):
+    queued = _device.Queued(CPU)
+    _device.drain(0.01)
+    assert not queued.over()
+    events[0].over = True
+    _device.drain(60.0)  # at once
