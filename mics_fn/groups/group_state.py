@@ -39,6 +39,7 @@ from mics_fn.groups.peers import (
     Failure,
     Idle,
     Turns,
+    abort,
     discard,
     failure_of,
     free,
@@ -344,7 +345,7 @@ class GroupState:
             self.aborted = True
             _device.lose_queued()
         groups = [group for group in self.owned if _torch.is_alive(group)]
-        return [_started(partial(_torch.abort, group)) for group in groups]
+        return [abort(group) for group in groups]
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call; called by the monitor at each tick."""

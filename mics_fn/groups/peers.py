@@ -47,6 +47,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -136,8 +137,25 @@ def discard(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "gloo":
         dist.destroy_process_group(group)
     else:
-        task = partial(_torch.abort, group)
-        start(threading.Thread(target=quietly, args=(task,), daemon=True))
+        abort(group)
+
+
+_ABORTS = WeakSet[threading.Thread]()
+
+
+def abort(group: dist.ProcessGroup) -> threading.Thread:
+    """Abort a process group on a thread, which is returned."""
+    task = partial(_torch.abort, group)
+    thread = start(threading.Thread(target=quietly, args=(task,), daemon=True))
+    _ABORTS.add(thread)
+    return thread
+
+
+def end_aborts(patience_s: float) -> None:
+    """Wait for aborts at exit: a thread that comes back from C++ after Python ends the process."""
+    deadline = time.monotonic() + patience_s
+    for thread in list(_ABORTS):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def free(groups: list[dist.ProcessGroup], tidy: Callable[[], None]) -> None:

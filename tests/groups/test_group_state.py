@@ -93,16 +93,41 @@ def test_an_uncaught_error_ends_a_process_that_no_block_closes(tmp_path: Any) ->
     assert "KeyError: 'mine'" in ended.stderr
 
 
+ABORTED = """
+import ctypes, sys, time, datetime, mics_fn as mf, torch.distributed as dist
+from mics_fn import _torch
+libc, store = ctypes.CDLL(None), dist.HashStore()
+for _ in range(3):  # each sleeps for as many seconds as the exit code says, when Python is gone
+    libc.on_exit(libc.sleep, None)
+def abort(group):
+    store.wait(["nothing"], datetime.timedelta(seconds=1.5))  # it waits in C++
+groups = mf.make_groups()
+_torch.abort, _torch.is_alive = abort, lambda group: True
+groups.life.own(object())
+groups.life._abort()
+_torch.is_alive = lambda group: False
+raise KeyError("mine")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no on_exit")
+def test_a_process_does_not_end_before_its_groups_are_aborted() -> None:
+    """Python would end a thread that comes back from C++ after it, and that ends C++ by -6."""
+    ended = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, timeout=100)
+    assert (ended.returncode, b"KeyError: 'mine'" in ended.stderr) == (1, True), ended.stderr
+
+
 class FakeGroup:
     """A process group that says what was done to it."""
 
     def __init__(self, hangs: bool = False) -> None:
-        self.hangs, self.ended = hangs, ""
+        self.goes_on, self.ended = threading.Event(), ""
+        if not hangs:
+            self.goes_on.set()
 
     def end(self, how: str) -> None:
         self.ended = how
-        if self.hangs:
-            threading.Event().wait()
+        self.goes_on.wait()
 
 
 @pytest.fixture
@@ -253,3 +278,5 @@ def test_groups_that_cannot_be_aborted_in_time_are_left(fakes: Any) -> None:
         raise ValueError("mine")
     assert time.monotonic() - started < 1.5
     assert [group.ended for group in owned] == ["aborted"] * 4, "all at once, whichever hangs"
+    for group in owned:
+        group.goes_on.set()
