@@ -81,15 +81,6 @@ from mics_fn.checkpoint.manifest import Line, Manifest, SavedTensor, Writer
 from mics_fn.checkpoint.saving import PendingSave, check_folder, save, start_save
 
 __all__ = [
-    "Line",
-    "Loaded",
-    "Manifest",
-    "PendingSave",
-    "SavedTensor",
-    "Verified",
-    "Writer",
-    "check_folder",
-    "check_writable",
     "latest",
     "load",
     "load_dcp",

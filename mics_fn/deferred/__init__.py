@@ -59,5 +59,3 @@ when buckets are fetched, write a policy in the wing `schedules`, and leave this
 
 from mics_fn.deferred.deferring import bucket_sizes, defer, record
 from mics_fn.deferred.grad_sum import GradSum, check_loss
-
-__all__ = ["GradSum", "bucket_sizes", "check_loss", "defer", "record"]

@@ -52,19 +52,3 @@ from mics_fn.init.filling import (
 )
 from mics_fn.init.model import init_model
 from mics_fn.init.torch_files import File, Limits, check_shape, is_text
-
-__all__ = [
-    "DTYPES",
-    "File",
-    "Limits",
-    "check_shape",
-    "init_model",
-    "is_text",
-    "load_shards",
-    "on_meta_copy",
-    "read_shards",
-    "refuse_lazy",
-    "strict_json",
-    "warn_of_compile",
-    "with_texts",
-]

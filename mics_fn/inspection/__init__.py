@@ -80,15 +80,4 @@ from mics_fn.inspection.access import get, set
 from mics_fn.inspection.table import Summary, summary
 from mics_fn.inspection.watching import NOT_WATCHED, Event, StepMemory, Timeline, Watched, watch
 
-__all__ = [
-    "NOT_WATCHED",
-    "Event",
-    "StepMemory",
-    "Summary",
-    "Timeline",
-    "Watched",
-    "get",
-    "set",
-    "summary",
-    "watch",
-]
+__all__ = ["watch"]

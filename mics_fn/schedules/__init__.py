@@ -66,26 +66,4 @@ from mics_fn.schedules.policy import Learned, OnDemand, keep_all, on_demand
 from mics_fn.schedules.run import Run
 from mics_fn.schedules.schedule import Action, Offsets, Schedule, first_difference, offsets, plan
 
-__all__ = [
-    "LEFT",
-    "NEWS",
-    "Action",
-    "Calls",
-    "Channel",
-    "JobMessages",
-    "Learned",
-    "Offsets",
-    "OnDemand",
-    "Run",
-    "Schedule",
-    "Stuck",
-    "call_text",
-    "first_difference",
-    "issued",
-    "joined",
-    "keep_all",
-    "made",
-    "offsets",
-    "on_demand",
-    "plan",
-]
+__all__ = ["Action", "Schedule", "plan"]

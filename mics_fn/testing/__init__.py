@@ -26,4 +26,4 @@ raise `InjectedError`.
 
 from mics_fn.testing.injector import InjectedError, Injection, inject
 
-__all__ = ["InjectedError", "Injection", "inject"]
+__all__ = ["inject"]

@@ -109,11 +109,3 @@ from mics_fn.train.carried import Checkpoints
 from mics_fn.train.loop import sampler
 from mics_fn.train.metrics import StepMetrics
 from mics_fn.train.trainer import Trainer
-
-__all__ = [
-    "Checkpoints",
-    "StepMetrics",
-    "Trainer",
-    "replicas",
-    "sampler",
-]

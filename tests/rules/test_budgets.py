@@ -26,8 +26,8 @@ import mics_fn as mf
 
 # Lines are lines of code: without docstrings, comments and blanks.
 BUDGETS = {
-    "lines": 29_970,
-    "lines without lab": 25_945,
+    "lines": 29_675,
+    "lines without lab": 25_650,
     "lines of the longest file": 700,
     "files": 150,
     "percent of lines that import": 9.4,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,8 +187,13 @@ def is_shown(file: str) -> bool:
 
 @cache
 def names_of_face(wing: str) -> list[str]:
-    """The `__all__` of a wing."""
-    return getattr(importlib.import_module(f"mics_fn.{wing}"), "__all__", [])
+    """What the `__init__` of a wing imports from its files, or defines."""
+    page = files()[f"{wing}/__init__"]
+    imports = (part.names for part in page.body if isinstance(part, ast.ImportFrom))
+    own = [part.name for part in page.body if isinstance(part, ast.ClassDef | ast.FunctionDef)]
+    loaded = {part.id for part in ast.walk(page) if isinstance(part, ast.Name)}
+    shown = [alias.asname or alias.name for alias in chain.from_iterable(imports)]
+    return own + [name for name in shown if name not in loaded]
 
 
 def test_a_face_shows_what_others_use_and_no_more():
