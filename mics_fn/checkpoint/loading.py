@@ -12,27 +12,9 @@ import torch
 from torch import Tensor
 
 from mics_fn import checks, spans, tree
-from mics_fn.checkpoint.directory import (
-    READ,
-    FileRecord,
-    Folder,
-    PartFile,
-    as_load_error,
-    check_files,
-    load_errors,
-    manifest_in,
-    slice_name,
-)
+from mics_fn.checkpoint import directory, snapshot
 from mics_fn.checkpoint.manifest import Manifest, SavedTensor, covering, decoded, kind_of, within
 from mics_fn.checkpoint.saving import EXTRA, folder_to_read, together
-from mics_fn.checkpoint.snapshot import (
-    Contents,
-    Replicas,
-    as_saved,
-    contents_of,
-    homes_by_bucket,
-    main_home,
-)
 from mics_fn.errors import (
     FileError,
     human_bytes,
@@ -78,9 +60,9 @@ class Sources:
 
     # Does it fit?
 
-    def check(self, target: Contents, replicas: Replicas) -> None:
+    def check(self, target: snapshot.Contents, replicas: snapshot.Replicas) -> None:
         """Raise FileError unless everything in the target is here, and nothing else."""
-        target, _ = as_saved(target, self.tensors)
+        target, _ = snapshot.as_saved(target, self.tensors)
         wrong, cells, writers = [], target.cells_of_homes(), self.manifest.writers
         sizes = [[each.partition_size, each.num_replicas] for each in target.homes]
         # Whether this rank has the place of the one that had its number.
@@ -135,9 +117,9 @@ class Sources:
 
     # Reading.
 
-    def fill(self, target: Contents) -> Any:
+    def fill(self, target: snapshot.Contents) -> Any:
         """Read all that the target has on this rank; returns what this rank gave as extra."""
-        target, conversions = as_saved(target, self.tensors)
+        target, conversions = snapshot.as_saved(target, self.tensors)
         found = list[Wanted]()
         for name, piece in target.held.items():
             found += self._wanted(name, piece.data, piece.origin)
@@ -147,7 +129,7 @@ class Sources:
         if self.manifest.extra == "own":  # on fewer or more ranks that of another one
             own = self.home.position % len(self.manifest.writers)
         with ExitStack() as closing:
-            files = dict[int, PartFile]()
+            files = dict[int, directory.PartFile]()
 
             def read(wanted: list[Wanted]) -> None:
                 for i in sorted({x.writer for x in wanted}.difference(files)):
@@ -175,11 +157,11 @@ class Sources:
             low, high = max(part.start, origin), min(part.stop, stop)
             writer, where = (
                 self.manifest.writer(found.line, part.cell),
-                slice_name(found.name, part),
+                directory.slice_name(found.name, part),
             )
             while low < high:  # in portions that several threads can take
                 start = low - part.start
-                end = (start * x.itemsize // READ + 1) * READ // x.itemsize
+                end = (start * x.itemsize // directory.READ + 1) * directory.READ // x.itemsize
                 until = min(high, part.start + end)
                 wanted.append(Wanted(writer, where, start, x, low - origin, until - origin))
                 low = until
@@ -187,7 +169,7 @@ class Sources:
 
     def _open(self, writer: int) -> Any:
         known = self.manifest.writers[writer]
-        return _opened(self.path, known.file, FileRecord(known.nbytes, known.header))
+        return _opened(self.path, known.file, directory.FileRecord(known.nbytes, known.header))
 
 
 class Wanted(NamedTuple):
@@ -200,7 +182,7 @@ class Wanted(NamedTuple):
     low: int  # in the flattened target
     high: int
 
-    def read(self, part: PartFile) -> None:
+    def read(self, part: directory.PartFile) -> None:
         """Read these elements into the target."""
         x: Any = self.target
         direct = x.is_cpu and x.is_contiguous() and not is_apart(x)
@@ -209,7 +191,7 @@ class Wanted(NamedTuple):
             out = x.as_strided((count,), (1,), x.storage_offset() + self.low)
         else:
             out = torch.empty(count, dtype=x.dtype)
-        with load_errors(part.path):
+        with directory.load_errors(part.path):
             part.read(self.name, self.start, out)
         if is_apart(x):
             set_part(x, self.low, out)
@@ -225,31 +207,31 @@ class Wanted(NamedTuple):
 class _opened:
     """A block with a file of a checkpoint."""
 
-    def __init__(self, path: Path, name: str, record: FileRecord) -> None:
+    def __init__(self, path: Path, name: str, record: directory.FileRecord) -> None:
         self._facts = path, name, record
 
-    def __enter__(self) -> PartFile:
+    def __enter__(self) -> directory.PartFile:
         path, name, record = self._facts
-        check_files(path, [name])
-        with load_errors(path / name):
-            self._part = PartFile(path, name, record)
+        directory.check_files(path, [name])
+        with directory.load_errors(path / name):
+            self._part = directory.PartFile(path, name, record)
         return self._part
 
     def __exit__(self, *error: Any) -> None:
         self._part.close()
 
 
-def _extra_in(part: PartFile) -> Any:
+def _extra_in(part: directory.PartFile) -> Any:
     """What a rank gave to `save` besides the state."""
     names = [name for name in part.names() if name.startswith(EXTRA)]
     if EXTRA not in names:
         return None
     try:
-        with load_errors(part.path):
+        with directory.load_errors(part.path):
             tensors = {name: part.whole(name) for name in names if name != EXTRA}
             return decoded(bytes(part.whole(EXTRA).tolist()).decode(), tensors)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # also of recursion
-        raise as_load_error(ValueError(f"{EXTRA}: {error}"), part.path) from error
+        raise directory.as_load_error(ValueError(f"{EXTRA}: {error}"), part.path) from error
 
 
 class Loaded(NamedTuple):
@@ -273,7 +255,7 @@ def load(
     *,
     step: int | None = None,
     on_corrupt: Literal["raise", "previous"] = "raise",
-    replicas: Replicas = "equal",
+    replicas: snapshot.Replicas = "equal",
     donate: bool = False,
 ) -> Loaded:
     """A state that was saved, for any number of ranks, levels and placement. All ranks call it.
@@ -332,8 +314,8 @@ def load(
     if spans.observers:
         spans.passing("load")
     like = reclaimed(like)  # of what a write that was cut short has left, only the memory
-    home = main_home("load", groups, homes_by_bucket("load", like, groups))
-    folder, refused = Folder(path), dict[int, FileError]()
+    home = snapshot.main_home("load", groups, snapshot.homes_by_bucket("load", like, groups))
+    folder, refused = directory.Folder(path), dict[int, FileError]()
     # Several steps may be read into this memory one after the other, but it is given away once.
     given = copy_of(like, into=lambda x: x) if donate else like
     with Writing() as writing:
@@ -361,7 +343,9 @@ def load(
                 return found
 
 
-def _chosen(folder: Folder, step: int | None, refused: Mapping[int, FileError]) -> list[Any]:
+def _chosen(
+    folder: directory.Folder, step: int | None, refused: Mapping[int, FileError]
+) -> list[Any]:
     """The step to load, and its folder; raises the first error if no step is left."""
     if refused:
         older = [each for each in folder.committed() if each < min(refused)]
@@ -378,13 +362,13 @@ def _load(
     like: Tree,
     groups: Any,
     home: Groups,
-    replicas: Replicas,
+    replicas: snapshot.Replicas,
     writing: Writing | None,
 ) -> Loaded:
     """Read one step; with `writing` into the memory of `like`, which it covers."""
     with together(home) as exchange:
-        manifest, digest = manifest_in(path, step)
-        target = contents_of("load", like, groups, replicas)
+        manifest, digest = directory.manifest_in(path, step)
+        target = snapshot.contents_of("load", like, groups, replicas)
         sources = Sources(path, manifest, home)
         sources.check(target, replicas)
         exchange.mine = digest
@@ -395,7 +379,7 @@ def _load(
         state = copy_of(like, into=None if writing is None else lambda x: x)
         if writing is not None:
             writing.give_away()
-        extra = sources.fill(contents_of("load", state, groups, replicas))
+        extra = sources.fill(snapshot.contents_of("load", state, groups, replicas))
         state = with_values(state, manifest.values)
     return Loaded(state, step, extra)
 
@@ -544,9 +528,9 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
     checks.integer("verify", "step", step, 0, optional=True, fix="None takes the newest one")
     started = time.perf_counter()
     number, place = folder_to_read("verify", path).find(step)
-    manifest, _ = manifest_in(place, number)
+    manifest, _ = directory.manifest_in(place, number)
     written = [i for i, writer in enumerate(manifest.writers) if writer.file]
-    check_files(place, [manifest.writers[i].file for i in written])
+    directory.check_files(place, [manifest.writers[i].file for i in written])
     each(lambda i: _check_file(place, manifest, i), written, _VERIFY_THREADS, "mics_fn verify")
     nbytes = sum(writer.nbytes for writer in manifest.writers)
     seconds = time.perf_counter() - started
@@ -555,8 +539,10 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verified:
 
 def _check_file(place: Path, manifest: Manifest, number: int) -> None:
     writer = manifest.writers[number]
-    with load_errors(place / writer.file):
-        part = PartFile(place, writer.file, FileRecord(writer.nbytes, writer.header))
+    with directory.load_errors(place / writer.file):
+        part = directory.PartFile(
+            place, writer.file, directory.FileRecord(writer.nbytes, writer.header)
+        )
         try:
             for name, tensor in wanted_in(manifest, number).items():
                 part.expect(name, tensor)
@@ -577,5 +563,5 @@ def wanted_in(manifest: Manifest, number: int) -> dict[str, SavedTensor]:
         part = within(tensor, line, manifest.cell(tensor.line, number))
         if part is not None:
             shape = (part.stop - part.start,)
-            found[slice_name(tensor.name, part)] = replace(tensor, shape=shape)
+            found[directory.slice_name(tensor.name, part)] = replace(tensor, shape=shape)
     return found

@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, _torch, tree
-from mics_fn.checkpoint.manifest import (
-    Line,
-    SavedTensor,
-    Slice,
-    line_of_bytes,
-    places_in_bytes,
-    savable,
-    within,
-)
+from mics_fn.checkpoint import manifest
 from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError, message
 from mics_fn.groups import Groups
@@ -98,9 +90,9 @@ class Contents:
       leaves: the leaves that lie on lines; while replicas are apart once for each replica.
     """
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[manifest.Line] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
-    cut: list[SavedTensor] = field(default_factory=list)
+    cut: list[manifest.SavedTensor] = field(default_factory=list)
     plain: dict[str, Tensor] = field(default_factory=dict)
     held: dict[str, LocalPiece] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -123,12 +115,12 @@ class Contents:
         """The checksum of each tensor that this rank holds in full, by name."""
         return {name: f"{int(checksum(x))}" for name, x in self.plain.items()}
 
-    def mine(self) -> dict[str, tuple[Slice, Tensor]]:
+    def mine(self) -> dict[str, tuple[manifest.Slice, Tensor]]:
         """The slices of cut tensors that this rank writes, by name."""
-        found: dict[str, tuple[Slice, Tensor]] = {}
+        found: dict[str, tuple[manifest.Slice, Tensor]] = {}
         for tensor in self.cut:
             piece = self.held.get(tensor.name)
-            part = within(tensor, self.lines[tensor.line], self.cells[tensor.line])
+            part = manifest.within(tensor, self.lines[tensor.line], self.cells[tensor.line])
             if piece is not None and part is not None:
                 low = part.start - piece.origin
                 found[tensor.name] = part, piece.data[low : low + part.stop - part.start]
@@ -137,7 +129,7 @@ class Contents:
 
 def on_bytes(
     plain: Mapping[str, Tensor], ranks: int, number: int, place: int
-) -> tuple[Line, list[SavedTensor], dict[str, tuple[Slice, Tensor]]]:
+) -> tuple[manifest.Line, list[manifest.SavedTensor], dict[str, tuple[manifest.Slice, Tensor]]]:
     """Tensors that are equal on all ranks: their line, their places, and what this rank writes.
 
     Args:
@@ -147,10 +139,10 @@ def on_bytes(
       place: the number of this rank among them.
     """
     facts = [(name, x.dtype, tuple(x.shape)) for name, x in plain.items()]
-    line, found = line_of_bytes(facts, ranks), {}
-    stored = places_in_bytes(facts, number)
+    line, found = manifest.line_of_bytes(facts, ranks), {}
+    stored = manifest.places_in_bytes(facts, number)
     for tensor in stored:
-        part = within(tensor, line, place)
+        part = manifest.within(tensor, line, place)
         if part is not None:
             flat = plain[tensor.name].detach().reshape(-1)
             found[tensor.name] = part, flat[part.start : part.stop]
@@ -228,7 +220,9 @@ class _Reader:
             self._owners[leaf.bucket, leaf.slot] = name
             self._cut(name, leaf)
         elif isinstance(leaf, Tensor) or is_leaf(leaf):
-            self.found.plain[name] = savable(self.verb, name, leaf.data if is_leaf(leaf) else leaf)
+            self.found.plain[name] = manifest.savable(
+                self.verb, name, leaf.data if is_leaf(leaf) else leaf
+            )
         elif isinstance(leaf, bool | int | float | str):
             self.found.values[name] = leaf
         else:
@@ -238,7 +232,7 @@ class _Reader:
 
     def _cut(self, name: str, leaf: Any) -> None:
         bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.main)
-        route, data = home.hierarchy.route, savable(self.verb, name, leaf.data)
+        route, data = home.hierarchy.route, manifest.savable(self.verb, name, leaf.data)
         right = bucket.parts == route.size
         piece = pieces(bucket, route.chunk)[leaf.slot] if right else None
         if piece is None or data.shape != (piece.length,):
@@ -254,7 +248,9 @@ class _Reader:
                 number, length = self._line(bucket, home, part), part.of(bucket.numel)
                 offset = i * length + part.of(bucket.offsets[leaf.slot])
                 own = f"{part.name}{whose}"
-                self.found.cut.append(SavedTensor(own, part.data.dtype, part.shape, number, offset))
+                self.found.cut.append(
+                    manifest.SavedTensor(own, part.data.dtype, part.shape, number, offset)
+                )
                 if i == image:
                     self.found.held[own] = LocalPiece(part.data, part.of(piece.origin))
             mine = data if i == image else None
@@ -270,10 +266,10 @@ class _Reader:
             p, r, chunk = home.partition_size, home.num_replicas, home.hierarchy.route.chunk
             at, number = home.replicas.rank, self.found.homes.index(home)
             if self.apart:
-                self.found.lines.append(Line(length * r, p * r, 1, number))
+                self.found.lines.append(manifest.Line(length * r, p * r, 1, number))
                 self.found.cells.append(at * p + chunk)
             else:
-                self.found.lines.append(Line(length, p, r, number))
+                self.found.lines.append(manifest.Line(length, p, r, number))
                 self.found.cells.append(chunk * r + at)
         return self._lines[key]
 
@@ -340,7 +336,7 @@ class Conversion(NamedTuple):
     """
 
     held: SavedLeaf
-    saved: list[SavedTensor]
+    saved: list[manifest.SavedTensor]
     codec: Codec | None
 
     def memory(self) -> list[tuple[str, Tensor, int]]:
@@ -384,7 +380,7 @@ class Conversion(NamedTuple):
 
 
 def as_saved(
-    target: Contents, saved: Mapping[str, SavedTensor]
+    target: Contents, saved: Mapping[str, manifest.SavedTensor]
 ) -> tuple[Contents, list[Conversion]]:
     """The contents of a state in the form in which they were saved, and what has to be converted.
 
@@ -411,21 +407,25 @@ def as_saved(
 
 
 def _stored(
-    held: SavedLeaf, codec: Codec | None, saved: Mapping[str, SavedTensor]
-) -> list[SavedTensor]:
+    held: SavedLeaf, codec: Codec | None, saved: Mapping[str, manifest.SavedTensor]
+) -> list[manifest.SavedTensor]:
     """What a leaf of this shape is saved as; whether that is what was saved is checked later."""
     if codec is None:
         name = f"{held.name}{held.image}"
         dtype = saved[name].dtype
-        return [SavedTensor(name, dtype if dtype.is_floating_point else torch.float32, held.shape)]
+        return [
+            manifest.SavedTensor(
+                name, dtype if dtype.is_floating_point else torch.float32, held.shape
+            )
+        ]
     block: Any = codec.block
-    numel = SavedTensor(held.name, torch.float32, held.shape).numel
+    numel = manifest.SavedTensor(held.name, torch.float32, held.shape).numel
     blocks = -(-numel // block)
     row = torch.empty(codec.nbytes(block), dtype=torch.uint8, device="meta")
     nbytes = codec.blocks(row, block)[0].shape[1]
     first, second = names_of_codes(held.name, codec, held.image)
     shapes = (first, torch.uint8, (blocks * nbytes,)), (second, torch.bfloat16, (blocks,))
-    return [SavedTensor(*each) for each in shapes]
+    return [manifest.SavedTensor(*each) for each in shapes]
 
 
 def _codecs_in(saved: Iterable[str]) -> dict[str, Codec]:

@@ -28,13 +28,7 @@ from mics_fn.errors import (
     name_ranks,
     rank_lines,
 )
-from mics_fn.groups.environment import (
-    NCCL_SETTINGS,
-    Launch,
-    launched_world_size,
-    nccl_problems,
-    read_launch,
-)
+from mics_fn.groups import environment
 from mics_fn.groups.peers import Process, without_a_word
 from mics_fn.groups.rendezvous import meet, part_of_start, returning, some_rank_lives, until_read
 from mics_fn.groups.store_thread import BoundedStore, StoreLost, StoreThread, bounded
@@ -194,7 +188,7 @@ def init_distributed(
     checks.flag("init_distributed", "cpu_groups", cpu_groups)
     if spans.observers:
         spans.passing("start: init_distributed")
-    launch = None if dist.is_initialized() else read_launch(os.environ)
+    launch = None if dist.is_initialized() else environment.read_launch(os.environ)
     deadline = time.monotonic() + timeout_s
     chosen, problem = _choose(device, launch)
     own = _device.backend(chosen)
@@ -232,7 +226,9 @@ def init_distributed(
     return chosen
 
 
-def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.device, str]:
+def _choose(
+    device: str | torch.device, launch: environment.Launch | None
+) -> tuple[torch.device, str]:
     """Choose this rank's device; return the device and a problem, if any."""
     if device == "auto" and dist.is_initialized():
         device = _served_kind(dist.get_backend_config())
@@ -244,7 +240,7 @@ def _choose(device: str | torch.device, launch: Launch | None) -> tuple[torch.de
 
 
 def _agreed_store(
-    launch: Launch, mine: dict[str, Any], timeout_s: float, deadline: float
+    launch: environment.Launch, mine: dict[str, Any], timeout_s: float, deadline: float
 ) -> tuple[Any, bool, list[str]]:
     """The store of the launch, once all ranks found their devices fit for a start.
 
@@ -311,7 +307,7 @@ def _check_processes(processes: Sequence[str], store: Any, idle_s: float = 0.0) 
             raise without_a_word(first, "killed").error("the start of torch.distributed")
 
 
-def _missing(store: Any, launch: Launch) -> list[int]:
+def _missing(store: Any, launch: environment.Launch) -> list[int]:
     """The ranks that do not say, like this one, that they waited in vain to be connected."""
     key, others = "mics_fn/not connected", range(launch.world_size)
 
@@ -338,7 +334,7 @@ def _asked(store: Any, ask: Callable[[BoundedStore], Any]) -> Any:
 
 
 def _no_store(
-    launch: Launch, timeout_s: float, error: Exception, missing: Sequence[int] = ()
+    launch: environment.Launch, timeout_s: float, error: Exception, missing: Sequence[int] = ()
 ) -> MicsError:
     """The error of a rank that cannot reach the store, or the others through it."""
     first = first_line(error, f"no answer within {timeout_s:g} s")
@@ -390,7 +386,7 @@ def own_failures(backend: str, *, begun: bool) -> None:
       backend: of the groups.
       begun: whether a group with NCCL may have been made before.
     """
-    found = nccl_problems(os.environ, begun=begun) if backend == "nccl" else {}
+    found = environment.nccl_problems(os.environ, begun=begun) if backend == "nccl" else {}
     for name, problem in found.items():
         if (name, problem) not in _WARNED:
             _WARNED.add((name, problem))
@@ -398,7 +394,7 @@ def own_failures(backend: str, *, begun: bool) -> None:
             warnings.warn(message(name, [problem], fix), stacklevel=3)
 
 
-_VALUES = {setting.name: setting.value for setting in NCCL_SETTINGS}
+_VALUES = {setting.name: setting.value for setting in environment.NCCL_SETTINGS}
 _WARNED = set[tuple[str, str]]()  # of what this process was warned
 
 
@@ -416,7 +412,7 @@ def require_distributed() -> bool:
     """
     if dist.is_available() and dist.is_initialized():
         return True
-    size = launched_world_size(os.environ)
+    size = environment.launched_world_size(os.environ)
     if size > 1:
         what = f"make_groups: {size} ranks were launched, but torch.distributed is not initialised"
         fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"

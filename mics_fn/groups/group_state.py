@@ -35,17 +35,7 @@ import torch.distributed as dist
 
 from mics_fn import _device, _torch
 from mics_fn.errors import CollectiveError, GroupsError, MicsError, message
-from mics_fn.groups.peers import (
-    Failure,
-    Idle,
-    Turns,
-    abort,
-    discard,
-    failure_of,
-    free,
-    quietly,
-    same_place,
-)
+from mics_fn.groups import peers
 from mics_fn.schedules import LEFT, JobMessages, Stuck, call_text, issued, made
 from mics_fn.threads import start
 
@@ -81,8 +71,8 @@ class GroupState:
     aborted: bool = False  # whether collectives in flight on an accelerator were ended
     unraised: BaseException | None = None  # why they failed, if no call of this rank raised it
     # What other ranks said of failures, by rank, first things first; the monitor sets it.
-    standing: Mapping[int | None, Failure] = field(default_factory=dict)
-    told: Failure | None = None  # what this rank said of itself last
+    standing: Mapping[int | None, peers.Failure] = field(default_factory=dict)
+    told: peers.Failure | None = None  # what this rank said of itself last
     stands: bool = False  # whether it has not withdrawn that
     # The exception that was handled when these groups began, which is not the reason of their end.
     amid: int = field(default_factory=lambda: id(sys.exception()))
@@ -95,15 +85,15 @@ class GroupState:
     # Of the monitor: tell a failure; make one final (False if it was withdrawn); withdraw that of
     # this rank (False if another rank has given up because of it); look at once, which returns
     # whether some rank gives no sign at present.
-    report: Callable[[Failure], None] = lambda failure: None
-    settle: Callable[[Failure], bool] = lambda failure: True
+    report: Callable[[peers.Failure], None] = lambda failure: None
+    settle: Callable[[peers.Failure], bool] = lambda failure: True
     retract: Callable[[], bool] = lambda: True
     listen: Callable[[], bool] = bool
     left: Callable[[], None] = lambda: None  # tells the monitor that these groups are closed here
     depart: Callable[[str], Callable[[], None]] = lambda how: quiet  # `Departures.depart`
     again: Any = None  # makes groups like these; see `make`
     follows: Any = None  # gives what took the place of these groups in a `reset`
-    turns: Turns = field(default_factory=Turns)
+    turns: peers.Turns = field(default_factory=peers.Turns)
     ready: Any = None  # on an accelerator, the event behind the last collective
     # Called by the monitor at each tick, with its store and whether there is news in it.
     listeners: list[Callable[[Any, bool], None]] = field(default_factory=list)
@@ -113,7 +103,7 @@ class GroupState:
     endings: list[Callable[[], None]] = field(default_factory=list)  # what `close` waits for
 
     def __post_init__(self) -> None:
-        self.idle = Idle(self.ranks, self.rank)
+        self.idle = peers.Idle(self.ranks, self.rank)
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Take over a process group, which `close` will destroy."""
@@ -166,14 +156,14 @@ class GroupState:
             if lacks or idle_s > self.heartbeat_s:
                 self._give_up(failure, stuck[0].text if stuck else "")
 
-    def _shares(self, failure: Failure) -> bool:
+    def _shares(self, failure: peers.Failure) -> bool:
         """Return whether this rank raised the same error, so that the other one may continue."""
         if failure.final or self.told is None:
             return False
         both = {failure.kind, self.told.kind} == {"interrupted"}
-        return both or any(same_place(made, failure.made or {}) for made in self._raised_at)
+        return both or any(peers.same_place(made, failure.made or {}) for made in self._raised_at)
 
-    def _give_up(self, failure: Failure, waits: str) -> None:
+    def _give_up(self, failure: peers.Failure, waits: str) -> None:
         """Raise the error of a failure, unless it was withdrawn meanwhile."""
         if self.failed is None:
             self.job.raise_reported()
@@ -197,7 +187,7 @@ class GroupState:
         self.standing = {**self.standing, failure.rank: failure}
         return self.finish(failure.error(stuck[0].text if stuck else ""))
 
-    def first(self, failure: Failure) -> Failure:
+    def first(self, failure: peers.Failure) -> peers.Failure:
         """Return the first of the failures that led to this one."""
         seen = set[int | None]()
         while failure.because is not None and failure.rank not in seen:
@@ -258,7 +248,7 @@ class GroupState:
         if self.call is not None:
             operation, leaf = call_text(self.call), str(self.call[2])
         known = {"step": self.step, "operation": operation, "leaf": leaf, **counts}
-        failure = failure_of(error, self.rank, final=final, **known)
+        failure = peers.failure_of(error, self.rank, final=final, **known)
         did = "left its groups" if final else "failed"
         text = f"rank {self.rank} {did}: {failure.text}"
         if isinstance(error, SystemExit):
@@ -278,7 +268,7 @@ class GroupState:
         if self.forked:
             return self._let_go()
         if error is not None:  # first: what is aborted fails elsewhere
-            quietly(partial(self.tell, error, final=True))
+            peers.quietly(partial(self.tell, error, final=True))
         tasks = self.left, self.depart(LEFT)
         if self.on_device and not self.aborted:
             _device.drain(_PATIENCE_S)
@@ -312,15 +302,15 @@ class GroupState:
 
     def retire(self) -> None:
         """Give up the process groups, as all ranks do; see [Note: retired groups] in `peers`."""
-        self._end("called reset", discard, 0.0)
+        self._end("called reset", peers.discard, 0.0)
 
     def _end(self, how: str, end: Callable[[dist.ProcessGroup], None], patience_s: float) -> None:
         """Abort or destroy the process groups; a thread frees the rest."""
         tidy = self.depart(how)
         groups = [group for group in self.owned if _torch.is_alive(group)]
         self._let_go()
-        quietly(self.left)
-        if end is discard and self.on_device and not self.aborted:
+        peers.quietly(self.left)
+        if end is peers.discard and self.on_device and not self.aborted:
             _device.drain(_GRACE_S)
             _device.lose_queued()
         for i in reversed(range(len(groups))):
@@ -336,7 +326,7 @@ class GroupState:
         self.report, self.settle, self.listen, self.left = quiet, bool, bool, quiet
         self.retract = lambda: True
         if groups:
-            thread = threading.Thread(target=free, args=(groups, tidy), daemon=True)
+            thread = threading.Thread(target=peers.free, args=(groups, tidy), daemon=True)
             start(thread).join(patience_s)
 
     def _abort(self) -> list[threading.Thread]:
@@ -345,14 +335,14 @@ class GroupState:
             self.aborted = True
             _device.lose_queued()
         groups = [group for group in self.owned if _torch.is_alive(group)]
-        return [abort(group) for group in groups]
+        return [peers.abort(group) for group in groups]
 
     def pass_time(self, passed_s: float) -> None:
         """Count the time without a call; called by the monitor at each tick."""
         calls = {calls.key: (calls.number, calls.issued) for calls in list(self.job.calls)}
         self.idle.pass_time(calls, passed_s)
 
-    def overdue(self, store: Any) -> Failure | None:
+    def overdue(self, store: Any) -> peers.Failure | None:
         """The rank that is behind, if this one's device has waited for `timeout_s`.
 
         If none is, the groups have failed: a host that waits for a device finds that out nowhere.
@@ -407,7 +397,7 @@ def end_in_fork(error: Exception) -> None:
     """Let all open groups fail in a process that was forked from a rank."""
     for life in OPEN:
         life.fail(error)
-        life.forked, life.turns = True, Turns()
+        life.forked, life.turns = True, peers.Turns()
         life.active.clear()
     OPEN.clear()
 
@@ -420,7 +410,7 @@ def never_destruct() -> None:
 
 
 def _started(task: Callable[[], None]) -> threading.Thread:
-    return start(threading.Thread(target=quietly, args=(task,), daemon=True))
+    return start(threading.Thread(target=peers.quietly, args=(task,), daemon=True))
 
 
 # `ErrorReport`: a step of a program, of whose error the other ranks hear.
@@ -453,7 +443,7 @@ class ErrorReport:
 def tell_all(error: BaseException, *, final: bool = False, kind: str = "") -> None:
     """Report an error of this rank to the ranks of all open groups, as `GroupState.tell`."""
     for life in list(OPEN):
-        quietly(partial(life.tell, error, final=final, kind=kind))
+        peers.quietly(partial(life.tell, error, final=final, kind=kind))
 
 
 @contextmanager

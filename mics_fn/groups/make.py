@@ -26,16 +26,8 @@ from mics_fn.errors import (
     message,
     name_ranks,
 )
+from mics_fn.groups import distributed
 from mics_fn.groups.communicator import Maker, Traffic
-from mics_fn.groups.distributed import (
-    Spot,
-    check_distinct,
-    device_and_backend,
-    own_failures,
-    require_distributed,
-    spot_of,
-    universe_of,
-)
 from mics_fn.groups.environment import node_of
 from mics_fn.groups.group_state import GroupState, check_fork, withdraw_all
 from mics_fn.groups.groups import Groups, Hierarchy, Level, Route
@@ -163,7 +155,7 @@ class Location(NamedTuple):
     host: str  # empty if the user defines what a node is
 
 
-def told(facts: Sequence[Fact], location: Location, spot: Spot) -> list[Any]:
+def told(facts: Sequence[Fact], location: Location, spot: distributed.Spot) -> list[Any]:
     """What a rank writes down for `judged`."""
     return [[fact.value for fact in facts], location, spot]
 
@@ -177,7 +169,9 @@ def judged(facts: Sequence[Fact], found: Mapping[int, Any]) -> int:
       PlanError: nodes hold unequal numbers of ranks, or ranks of a node are not next to each other.
     """
     _compare(facts, {rank: values for rank, (values, _, _) in found.items()})
-    check_distinct("make_groups", {rank: Spot(*spot) for rank, (_, _, spot) in found.items()})
+    distributed.check_distinct(
+        "make_groups", {rank: distributed.Spot(*spot) for rank, (_, _, spot) in found.items()}
+    )
     return node_size_of({rank: Location(*location) for rank, (_, location, _) in found.items()})
 
 
@@ -312,16 +306,16 @@ def make_groups(
     References: MiCS, Zhang et al., VLDB 2022, arXiv:2205.00119.
     """
     check_fork("make_groups")
-    started = require_distributed()
+    started = distributed.require_distributed()
     if spans.observers:
         spans.passing("start: make_groups")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    universe = universe_of(ranks, mesh, rank, world_size)
+    universe = distributed.universe_of(ranks, mesh, rank, world_size)
     checks.flag("make_groups", "whole", whole)
     if mesh is not None and partition_size is None:
         partition_size = _shard_dim(mesh)
-    chosen, served_by = device_and_backend(device, mesh, backend)
-    own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
+    chosen, served_by = distributed.device_and_backend(device, mesh, backend)
+    distributed.own_failures(served_by, begun=started and "nccl" in dist.get_backend_config())
     wiring = {"node_size": node_size, "nodes_per_rack": nodes_per_rack, "topology": topology}
     sizes = {"num_ranks": len(universe), "world_size": world_size, "mean_over": mean_over}
     problem = _problem(timeout_s, heartbeat_s, **wiring, **sizes)
@@ -341,7 +335,10 @@ def make_groups(
         elif len(universe) > 1:
             listen()
             store = monitor.join(life, life.timeout_s)
-            facts, spot = _facts(common, here), spot_of(chosen, alone=served_by != "gloo")
+            facts, spot = (
+                _facts(common, here),
+                distributed.spot_of(chosen, alone=served_by != "gloo"),
+            )
             wait = {"timeout_s": life.timeout_s, "check": partial(life.check, ())}
             mine, judge = told(facts, here, spot), partial(judged, facts)
             returning.take_over(store, universe, rank, "make_groups")

@@ -29,15 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mics_fn.errors import CollectiveError, DesyncError, message, name_ranks
-from mics_fn.schedules.messages import (
-    Departures,
-    JobMessages,
-    Log,
-    Stuck,
-    deadlocked,
-    neighbours,
-    note_of,
-)
+from mics_fn.schedules import messages
 from mics_fn.schedules.policy import Learned, Seen
 from mics_fn.store import Store, later, poll
 
@@ -100,14 +92,14 @@ class Channel:
         self.runs = 0  # number of runs so far
         self.fixed: dict[Any, Any] = {}  # policy and `Learned` of schedules given without a policy
         self.seen = Seen()  # what runs have learned
-        self.job = JobMessages(store, key, rank)
-        self.departures = Departures(self.job, job_size)
+        self.job = messages.JobMessages(store, key, rank)
+        self.departures = messages.Departures(self.job, job_size)
         self.job.gone, self.job.await_call = self.departures.closed, self.departures.check
         self._store = store if len(ranks) > 1 else None
         self._shared, self._all = store, f"{key}/all"  # for all ranks of the groups, every replica
         self._key = f"{key}/order/{min(ranks, default=0)}"
         self._ranks, self._rank, self._timeout_s = ranks, rank, timeout_s
-        self._log = None if self._store is None else Log(self._store, f"{self._key}/left")
+        self._log = None if self._store is None else messages.Log(self._store, f"{self._key}/left")
         self._left: dict[int, dict[int, tuple[Step, str]]] = {}  # by run, then by rank
         self._notes: dict[int, Any] = {}  # what other ranks wrote about their waits; see `messages`
         self._note = ""  # what this rank wrote down about its wait
@@ -241,7 +233,7 @@ class Channel:
         if len(set(found.values())) > 1:
             self.refuse({rank: text for rank, (_, text) in found.items()})
 
-    def look(self, stuck: Sequence[Stuck] = (), issued: Counts | None = None) -> None:
+    def look(self, stuck: Sequence[messages.Stuck] = (), issued: Counts | None = None) -> None:
         """Raise the error that explains a wait without progress, if the others wrote down why.
 
         Args:
@@ -285,21 +277,21 @@ class Channel:
         """Make all ranks of the groups raise this error at their next poll."""
         self.job.report(text)
 
-    def _look_for_stuck(self, store: Store, stuck: Sequence[Stuck], made: Counts) -> None:
+    def _look_for_stuck(self, store: Store, stuck: Sequence[messages.Stuck], made: Counts) -> None:
         """See [Note: waiting in two places] in `schedules.messages`."""
         after = f", after {self._recent[-1].last_step()}" if self._recent else ""
         text = f"waits for {stuck[0].text}{after}"
-        mine = json.dumps(note_of(stuck, made, text))
+        mine = json.dumps(messages.note_of(stuck, made, text))
         if mine != self._note:
             store.set(f"mics_fn/stuck/{self._rank}", mine)
             self._note = mine
             self.job.tell()
-        for other in neighbours(self._rank, stuck):
+        for other in messages.neighbours(self._rank, stuck):
             if other not in self._notes:
                 key = f"mics_fn/stuck/{other}"
                 self._notes[other] = json.loads((store.check([key]) and store.get(key)) or "null")
             note = self._notes[other]
-            if note and deadlocked(stuck, made, note, other, self._rank):
+            if note and messages.deadlocked(stuck, made, note, other, self._rank):
                 found = {other: note["text"], self._rank: text}
                 self.job.raise_everywhere(_STUCK[0], found, _STUCK[1])
 
@@ -365,7 +357,9 @@ class Channels(Channel):
         self._in_each(lambda part: part.announce_leave(number, step, text))
         self._in_each(lambda part: part.await_leave(number, text))
 
-    def look(self, stuck: Sequence[Stuck] = (), issued: Mapping[str, int] | None = None) -> None:
+    def look(
+        self, stuck: Sequence[messages.Stuck] = (), issued: Mapping[str, int] | None = None
+    ) -> None:
         """Look in every group."""
         self._in_each(lambda part: part.look(stuck, issued))
 

@@ -47,19 +47,9 @@ from mics_fn.collectives import (
 )
 from mics_fn.errors import LeafError, disagreement, message, rank_lines
 from mics_fn.groups import Buffers, Comm
+from mics_fn.shards import pack
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
 from mics_fn.shards.opened import BucketUse
-from mics_fn.shards.pack import (
-    is_elsewhere,
-    kept_row,
-    note_origins,
-    pack_chunk,
-    pack_full,
-    split_chunk,
-    split_full,
-    whole_chunk,
-    zero_padding,
-)
 
 # Checks of batches under `vmap`: ranks must have equally many rows, and row k must match.
 
@@ -183,15 +173,15 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
         route = use.route
         what, wire = (use.verb, "gather", use.bucket), use.gather_wire
         lone = route.split(0)[1]  # it holds no level, so nothing stays for a later gather
-        row = kept_row(use.bucket, route.chunk, use.by_slot(pieces))
+        row = pack.kept_row(use.bucket, route.chunk, use.by_slot(pieces))
         if wire and row is not None:
             codes = SentCodes(wire, lone, Buffers(), use.bucket.chunk, row)
             pendings.append(_gather_codes(use, codes, what))
             continue
         how = {"dtype": use.bucket.dtype if wire else use.bucket.compute, **like}
-        chunk = pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
+        chunk = pack.pack_chunk(use.bucket, route.chunk, use.by_slot(pieces), **how)
         if wire and chunk.ndim == 1 and moves(chunk):
-            chunk = zero_padding(use.bucket, route.chunk, chunk)
+            chunk = pack.zero_padding(use.bucket, route.chunk, chunk)
             pendings.append(_gather_codes(use, SentCodes.of(wire, lone, chunk, Buffers()), what))
         else:
             chunk = chunk.to(use.bucket.compute)  # cast before sending
@@ -203,7 +193,7 @@ def _all_gather(uses: Sequence[BucketUse], data: Sequence[Tensor | None]) -> Sta
             if full.ndim > 2:  # batched: chunks must be adjacent before the batch can come first
                 full = full.movedim(0, -2).contiguous()
             full = full if full.ndim == 1 else full.flatten(-2)
-            out += use.by_member(split_full(use.bucket, full))
+            out += use.by_member(pack.split_full(use.bucket, full))
         return out
 
     return Started(pendings, finish)
@@ -223,8 +213,8 @@ def _reduce_scatter(
     pendings, packed = [], []
     for use, leaves in deal(uses, data):
         buffers, dtype = use.hierarchy.pools.reducing, use.bucket.reduce
-        full = pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
-        note_origins(use.bucket, full)
+        full = pack.pack_full(use.bucket, use.by_slot(leaves), dtype=dtype, buffers=buffers, **like)
+        pack.note_origins(use.bucket, full)
         parts = full.unflatten(-1, (use.bucket.parts, -1)).movedim(-2, 0).contiguous()
         what = (use.verb, "hop 1", use.bucket)
         wire = use.bucket.hop1 if parts.ndim == 2 else None
@@ -261,19 +251,19 @@ def replica_mean(
     pendings, like = [], _like(uses, data, full=False)
     for use, given in deal(uses, data):
         pieces, number = use.by_slot(given), use.route.chunk
-        chunk = whole_chunk(use.bucket, number, pieces)
+        chunk = pack.whole_chunk(use.bucket, number, pieces)
         if chunk is None:
-            chunk = pack_chunk(use.bucket, number, pieces, **like)
+            chunk = pack.pack_chunk(use.bucket, number, pieces, **like)
         elif not in_place or use.missing:  # leaves that the tree lacks must not change
             chunk = chunk.clone()
         else:
             finish_readers([chunk])
         if use.bucket.parts == 1:  # there was no hop 1
-            note_origins(use.bucket, chunk)
+            pack.note_origins(use.bucket, chunk)
         what, wire = (use.verb, "hop 2", use.bucket), use.bucket.mean_wire
         if isinstance(wire, Codec):
             if chunk.ndim == 1:
-                chunk = zero_padding(use.bucket, number, chunk)
+                chunk = pack.zero_padding(use.bucket, number, chunk)
             else:
                 wire = use.bucket.uncoded.mean_wire
         pendings.append(start_mean(use.replicas, chunk, wire, what))
@@ -284,7 +274,7 @@ def _pieces(uses: Sequence[BucketUse], chunks: Sequence[Tensor]) -> list[Tensor]
     return [
         piece
         for use, chunk in zip(uses, chunks, strict=True)
-        for piece in use.by_member(split_chunk(use.bucket, use.route.chunk, chunk))
+        for piece in use.by_member(pack.split_chunk(use.bucket, use.route.chunk, chunk))
     ]
 
 
@@ -306,7 +296,7 @@ def _like(uses: Sequence[BucketUse], data: Sequence[Tensor | None], *, full: boo
             if value is not None:
                 own = len(use.bucket.shapes[slot]) if full else 1
                 device = use.hierarchy.device
-                device = device if is_elsewhere(value, device) else value.device
+                device = device if pack.is_elsewhere(value, device) else value.device
                 return {"batch": value.shape[: value.ndim - own], "device": device}
     return {"device": uses[0].hierarchy.device} if uses else {}
 

@@ -18,6 +18,7 @@ from mics_fn.collectives import check_replicas, needs_derivative
 from mics_fn.errors import DonatedError, LeafError, message
 from mics_fn.groups import Groups
 from mics_fn.offload import laid_like
+from mics_fn.shards import pack
 from mics_fn.shards.bucket import pieces
 from mics_fn.shards.leaf import (
     Fixed,
@@ -41,13 +42,6 @@ from mics_fn.shards.opened import (
     open_shards,
     require_tree,
     values_up_to,
-)
-from mics_fn.shards.pack import (
-    brought,
-    check_finite,
-    coded_pieces,
-    dense,
-    split_chunk,
 )
 from mics_fn.shards.sharding import layout_of
 from mics_fn.tree import Tree
@@ -193,7 +187,7 @@ def _near(uses: Sequence[BucketUse], data: Sequence[Any]) -> list[Any]:
                 if i is not None:
                     piece = data[i]
                     if use.away:
-                        piece = brought(piece, use.hierarchy.device, use.bucket.compute)
+                        piece = pack.brought(piece, use.hierarchy.device, use.bucket.compute)
                     piece = piece.to(use.bucket.compute)
                     batch = piece.shape[:-1]
                     full[i] = piece.reshape((*batch, *shape) if batch else shape)
@@ -370,7 +364,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
     given = tree.flatten(grads, is_leaf)[0]
     if any(isinstance(grad, Tensor) and grad.layout is not torch.strided for grad in given):
         grads = tree.map_leaves(
-            lambda x: dense(x) if isinstance(x, Tensor) else x, grads, is_leaf=is_leaf
+            lambda x: pack.dense(x) if isinstance(x, Tensor) else x, grads, is_leaf=is_leaf
         )
     if like is None:
         like = layout_of(verb, "grads", grads, groups)
@@ -591,12 +585,12 @@ def _parts(use: BucketUse, values: Sequence[Tensor]) -> dict[int, Tensor]:
         return dict(zip(use.members, apply("part", [use], found), strict=True))  # pyright: ignore
     device = next((value.device for value in values), use.home.device)
     chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=device)
-    views = use.by_member(split_chunk(bucket, use.route.chunk, chunk))
+    views = use.by_member(pack.split_chunk(bucket, use.route.chunk, chunk))
     for view, i in zip(views, use.members, strict=True):
         view.copy_(found[i])
     if bucket.codes is not None and chunk.numel() and not chunk.is_meta:
         names = [""] * len(bucket.shapes)  # `_check_value` has found all values to be finite
-        views = use.by_member(coded_pieces(bucket, use.route.chunk, chunk, names))
+        views = use.by_member(pack.coded_pieces(bucket, use.route.chunk, chunk, names))
     return dict(zip(use.members, views, strict=True))
 
 
@@ -633,7 +627,7 @@ def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None
         fix = "pass the full tensor, on the device of the groups"
         raise LeafError(message(f"cut: {path} is {got}, expected {expected}", fix=fix))
     if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
-        check_finite(f"cut: {path}", leaf.bucket.codes, value)
+        pack.check_finite(f"cut: {path}", leaf.bucket.codes, value)
 
 
 def _compare(opened: Opened, values: Sequence[Any]) -> None:

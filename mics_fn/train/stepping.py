@@ -43,14 +43,7 @@ from mics_fn.optim import (
     tell_memory,
 )
 from mics_fn.shards import Writing, is_leaf
-from mics_fn.train.given import (
-    Masked,
-    Ready,
-    compare_options,
-    start_comparison,
-    warn_of_hop2,
-    warn_of_overlap,
-)
+from mics_fn.train import given
 from mics_fn.train.loop import learning
 from mics_fn.train.metrics import StepMetrics, Weights, counted, weights_of
 from mics_fn.train.program import Values, cut, to_device
@@ -64,11 +57,11 @@ def begin(trainer: Any, params: Tree, optimizer: Any, buffers: Values) -> None:
 
     Communication: that of `compare_options`, and of the policy that merges replicas.
     """
-    warn_of_hop2(params, trainer.replica_sync)
-    warn_of_overlap(trainer)
+    given.warn_of_hop2(params, trainer.replica_sync)
+    given.warn_of_overlap(trainer)
     params = move(params, trainer.where, device=trainer.member.home.device)
     trainer.state = init_state(params, optimizer, buffers=buffers, where=trainer.where)
-    compare_options(trainer, params, trainer.groups, trainer.guard)
+    given.compare_options(trainer, params, trainer.groups, trainer.guard)
     trainer.sync_state = trainer.replica_sync.init(params, trainer.groups)
 
 
@@ -90,7 +83,7 @@ def update_early(trainer: Any, total: GradSum, buffers: Values) -> Verdict:
     if spans.watchers:
         tell_memory(trainer.ahead)
     verdict = Verdict(total, None, None, False, True, trainer.guard)
-    write(trainer, Ready(verdict, buffers, trainer.sync_state))
+    write(trainer, given.Ready(verdict, buffers, trainer.sync_state))
     return verdict
 
 
@@ -135,7 +128,7 @@ def update_late(
     """Call `update` on offloaded states, prefetched while gradients are reduced and checked."""
     if spans.watchers:
         tell_memory(trainer.ahead)
-    found: list[Ready] = []
+    found: list[given.Ready] = []
 
     def judged() -> Any:
         found.append(_judged(trainer, reduced(trainer, total), buffers, commit, totals))
@@ -152,7 +145,9 @@ def update_late(
     return found[0].verdict
 
 
-def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals) -> Ready:
+def _judged(
+    trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: StepTotals
+) -> given.Ready:
     """Check a step before it is written, and defer signals from then on."""
     settle(trainer)  # the guard counts steps in a row
     sync, home, old = trainer.replica_sync, trainer.member.home, trainer.ahead
@@ -166,11 +161,11 @@ def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: S
     if found_inf is not None:
         totals.mask(found_inf)
         place = trainer.epochs.place_before
-        masked = Masked(totals, _plain(old.opt), trainer.sync_state, place)
+        masked = given.Masked(totals, _plain(old.opt), trainer.sync_state, place)
         for name, new in buffers.items():
             if new.shape == old.buffers[name].shape:
                 new.copy_(torch.where(found_inf > 0, old.buffers[name], new))
-    ready = Ready(verdict, buffers, kept, masked)
+    ready = given.Ready(verdict, buffers, kept, masked)
     if trainer.recoverable:  # see [Note: steps written together] in `resetting`
         trainer.member.ready = ready
         collect_values(home, torch.zeros(1, dtype=torch.int64, device=home.device))
@@ -179,7 +174,7 @@ def _judged(trainer: Any, grads: Any, buffers: Values, commit: Commit, totals: S
 
 
 @torch.no_grad()
-def write(trainer: Any, ready: Ready, stepped: TrainState | None = None) -> None:
+def write(trainer: Any, ready: given.Ready, stepped: TrainState | None = None) -> None:
     """Write a step, for which no other rank is needed.
 
     Args:
@@ -325,7 +320,7 @@ def one_step(trainer: Any, batch: Any) -> StepMetrics:
     batch = to_device(batch, home.device)
     parts = cut(batch, trainer.accumulate)
     state, counts = trainer.ahead, trainer.epochs.using(batch)
-    drift = start_comparison(trainer, trainer.program.buffers.averaged)
+    drift = given.start_comparison(trainer, trainer.program.buffers.averaged)
     where = trainer.where if trainer.where.sets("grads") else None
     total = GradSum(len(parts), dtype=trainer.grad_dtype, where=where)
     commit = Commit()

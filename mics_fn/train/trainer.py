@@ -16,16 +16,7 @@ from mics_fn.offload import Where
 from mics_fn.optim import Guard, Optimizer, TrainState
 from mics_fn.schedules import OnDemand, Schedule
 from mics_fn.shards import GroupsTree, Precision, precision_of, refuse_derivative, unshard
-from mics_fn.train.given import (
-    Member,
-    as_shards,
-    check_buffers,
-    check_compiled,
-    check_model,
-    check_options,
-    homes_for,
-    schedules_for,
-)
+from mics_fn.train import given
 from mics_fn.train.loop import Epochs, ProgressBar, check_fit, train_for
 from mics_fn.train.metrics import StepMetrics, evaluated
 from mics_fn.train.plain import Checkpoint, NothingSaved
@@ -245,27 +236,27 @@ class Trainer(Exporting):
         bucket: Callable[[str], object] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        check_model(model, loss, optimizer, groups, guard, deterministic)
+        given.check_model(model, loss, optimizer, groups, guard, deterministic)
         self.accumulate, self.deterministic, self.weight = accumulate, deterministic, weight
         self.recoverable, self.check_replicas, self.on_drift = recoverable, check_replicas, on_drift
         self.where, self.overlap_step = where, overlap_step
         self.precision, self.guard = precision_of(precision), guard or Guard()
         self.replica_sync, self.grad_dtype = policy_of(replica_sync, hop2), grad_dtype
-        check_options(self, prefetch, schedule, checkpoint)
+        given.check_options(self, prefetch, schedule, checkpoint)
         self.program, self.epochs = program_of(model, loss, self.precision), Epochs()
         own, buffers = self.program.take()
-        groups, home = homes_for(groups, own if params is None else params, deterministic)
+        groups, home = given.homes_for(groups, own if params is None else params, deterministic)
         self.groups, apart = cast(Any, groups), self.replica_sync.apart
-        self.member = Member(home, compared=apart, lost=home.life.returning)
-        check_buffers(buffers, home)
+        self.member = given.Member(home, compared=apart, lost=home.life.returning)
+        given.check_buffers(buffers, home)
         options: dict[str, Any] = {"replicas": replicas, "source_rank": source_rank, "order": order}
         options |= {"frozen": frozen, "bucket_bytes": bucket_bytes, "bucket": bucket}
         wanted = None if precision is None else self.precision
-        params = as_shards(own, params, groups, home, wanted, options)
+        params = given.as_shards(own, params, groups, home, wanted, options)
         self.guard.check_groups(params, groups)
         full_bytes = sum(bucket_sizes(params, groups))
-        check_compiled(model, loss, full_bytes)
-        chosen, self.eval_schedule = schedules_for(live_bytes, prefetch, full_bytes, home)
+        given.check_compiled(model, loss, full_bytes)
+        chosen, self.eval_schedule = given.schedules_for(live_bytes, prefetch, full_bytes, home)
         self.schedule = schedule or chosen
         begin(self, params, optimizer, buffers)
         self.last_step, self.checkpoint = NOT_WATCHED, checkpoint or NothingSaved()
