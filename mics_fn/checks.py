@@ -163,7 +163,7 @@ def call(verb: str, fn: Callable[..., Any] | None, form: str, fix: str) -> None:
     why = None if fn is None else misfit(fn, arguments.split(","), {})
     if why is not None:
         text = f"{verb}: {name} cannot be called as {form}"
-        raise PlanError(message(text, [f"it takes {why}"], fix))
+        raise PlanError(text, [f"it takes {why}"], fix)
 
 
 def parameters(fn: Callable[..., Any]) -> Mapping[str, Parameter]:
@@ -339,11 +339,11 @@ def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[st
     if not isinstance(pattern, str) or not isinstance(value, kind):
         fix = f"give pairs of a pattern and a {kind.__name__}"
         text = f"{kind.__name__}: override {override!r} is not a pair"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
     if not pattern or pattern != pattern.strip() or set(pattern) & {*marks, "\n"}:
         written = ", ".join(f"for {mark!r}" for mark in marks)
         text = f"{kind.__name__}: the override {pattern!r} has a pattern without a text form"
-        raise PlanError(message(text, fix=f"write ? {written} and for spaces at its ends"))
+        raise PlanError(text, fix=f"write ? {written} and for spaces at its ends")
     return pattern, value
 
 

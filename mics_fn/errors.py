@@ -26,7 +26,21 @@ T = TypeVar("T", bound=Hashable)
 
 
 class MicsError(Exception):
-    """The base of every error that mics_fn raises on purpose."""
+    """The base of every error that mics_fn raises on purpose.
+
+    Args:
+      text: the headline, or the whole text.
+      lines: details, which are indented below it.
+      fix: what to do about it.
+
+    >>> print(LeafError("shard: no leaf", ["params.w: got None"], fix="pass tensors"))
+    shard: no leaf
+      params.w: got None
+      fix: pass tensors
+    """
+
+    def __init__(self, text: str, lines: Iterable[str] = (), fix: str = "") -> None:
+        super().__init__(message(text, lines, fix))
 
     # Python unpickles an error by calling its class with `args`, which is the text alone: the other
     # arguments would be missing. So the fields travel, and no class is called.
@@ -184,14 +198,8 @@ class LostStateError(DesyncError):
 
 
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
-    """One error text: a headline, indented details, and the fix.
-
-    >>> print(message("shard: no leaf", ["params.w: got None"], fix="pass tensors"))
-    shard: no leaf
-      params.w: got None
-      fix: pass tensors
-    """
-    out = [what, *(f"  {line}" for line in lines)]
+    """One error text: a headline, indented details, and the fix."""
+    out = [f"{what}", *(f"  {line}" for line in lines)]
     if fix:
         out.append(f"  fix: {fix}")
     return "\n".join(out)
@@ -257,7 +265,7 @@ def disagreement(
       rank 1: 8
       fix: pass the same number
     """
-    return DesyncError(message(what, [*first, *rank_lines(found)], fix))
+    return DesyncError(what, [*first, *rank_lines(found)], fix)
 
 
 def rank_lines(found: Mapping[int, str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 
 _ADDRESS = "pass a clone(), which has memory of its own"
 
@@ -39,7 +39,7 @@ class ReadOnly(torch.Tensor):
     def refusal(self, what: str, fix: str = "") -> LeafError:
         """The error for something that cannot be done with this tensor."""
         text = f"{what} {self.noun}, {self.lies_in()}"
-        return LeafError(message(text, fix=fix or self.how_to_change))
+        return LeafError(text, fix=fix or self.how_to_change)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

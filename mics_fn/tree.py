@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import optree
 
 from mics_fn import _torch
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 
 NAMESPACE = "mics_fn"
 
@@ -58,7 +58,7 @@ def node(cls: T) -> T:
     """
     if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
         text = f"tree.node: {getattr(cls, '__name__', cls)!r:.60} is not a dataclass"
-        raise LeafError(message(text, fix="write @tree.node above @dataclass(frozen=True)"))
+        raise LeafError(text, fix="write @tree.node above @dataclass(frozen=True)")
     fields = dataclasses.fields(cls)
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -191,7 +191,7 @@ def refuse_equal_paths(verb: str, tree: Tree, root: str, is_leaf: IsLeaf | None 
     same = [place.codify(root) for place, path in zip(places, found, strict=True) if path == first]
     text = f"{verb}: {len(same)} leaves have the path {first}"
     fix = "rename keys, so that no two leaves have the same keys and indexes joined by dots"
-    raise LeafError(message(text, [" and ".join(same)], fix))
+    raise LeafError(text, [" and ".join(same)], fix)
 
 
 def spread(
@@ -222,7 +222,7 @@ def spread(
         return [prefix] * len(leaves)
     if isinstance(prefix, type):
         text = f"{what} is the class {prefix.__name__}"
-        raise LeafError(message(text, fix=f"pass {what} for all leaves, as a value"))
+        raise LeafError(text, fix=f"pass {what} for all leaves, as a value")
     if callable(prefix):
         values = [prefix(path) for path in paths(tree, is_leaf=is_leaf)]
     else:
@@ -231,13 +231,13 @@ def spread(
         except ValueError as error:
             text, lines = f"{what}: not a prefix of the tree it goes with", str(error).splitlines()
             fix = "give one value, a function of the path, or a tree that stops early"
-            raise LeafError(message(text, lines[:1], fix)) from None
+            raise LeafError(text, lines[:1], fix) from None
         values, _ = flatten(full, is_value)
     for path, value in zip(paths(tree, what, is_leaf), values, strict=True):
         if not is_value(value):
             text = f"{path}: got {type(value).__name__}, which is no {what}"
             fix = f"pass {what} for all leaves, a function from the path of a leaf, or a tree"
-            raise LeafError(message(text, fix=fix))
+            raise LeafError(text, fix=fix)
     return values
 
 

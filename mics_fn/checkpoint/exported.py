@@ -32,7 +32,7 @@ from mics_fn import _torch, checks, tree
 from mics_fn.checkpoint.directory import NewDirectory, free_path, new_directory, sync
 from mics_fn.checkpoint.manifest import savable
 from mics_fn.collectives import agree, in_step
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.init import Limits, read_shards
 from mics_fn.optim import TrainState, by_leaf
@@ -78,7 +78,7 @@ def one_job(verb: str, groups: Any) -> Groups:
     """
     require_groups(verb, groups)
     if _torch.inside_torch_func():
-        raise LeafError(message(f"{verb}: cannot be used inside torch.func", fix="call it outside"))
+        raise LeafError(f"{verb}: cannot be used inside torch.func", fix="call it outside")
     groups.partition.check_open()
     return groups
 
@@ -115,13 +115,13 @@ def saved_leaves(
         checks.instance(verb, "names(...)", name, str, "a str or None")
         if key_of.setdefault(name, key) != key:
             what = f"{verb}: params.{key_of[name]} and params.{key} would both be {name!r}"
-            raise LeafError(message(what, fix="let names= give each its own name, or None"))
+            raise LeafError(what, fix="let names= give each its own name, or None")
         if own in found:
             found[own] = found[own]._replace(also=(*found[own].also, name))
         else:
             found[own] = saved(verb, name, own, params[own], dtype)
     if not found:
-        raise LeafError(message(f"{verb}: there is no leaf to write", fix="pass parameters"))
+        raise LeafError(f"{verb}: there is no leaf to write", fix="pass parameters")
     return sorted(found.values(), key=lambda leaf: leaf.bucket)
 
 
@@ -141,7 +141,7 @@ def saved(
     bucket = getattr(leaf, "bucket", None)
     if bucket is not None and data.dtype != bucket.dtype:
         what = f"{verb}: {key} is {data.dtype} in a bucket of {bucket.dtype}"
-        raise LeafError(message(what, fix="write it from a tree that was sharded in that dtype"))
+        raise LeafError(what, fix="write it from a tree that was sharded in that dtype")
     kind = dtype if dtype is not None and data.dtype.is_floating_point else data.dtype
     number = -1 if bucket is None else bucket.index
     return Saved(name, key, tuple(leaf.shape), kind, number, tree)
@@ -260,7 +260,7 @@ def optimizer_leaves(
     if len(found) != 1:
         what = f"{verb}: the state has {len(found)} optimizers that torch has names for, expected 1"
         fix = "use adamw, adam, sgd or from_torch, alone or in a chain; or pass state.params"
-        raise PlanError(message(what, fix=fix))
+        raise PlanError(what, fix=fix)
     values: dict[str, Any] = {}
     leaves: list[Saved] = []
     moments = {name: by_leaf(moment) for name, moment in found[0].moments.items()}
@@ -432,7 +432,7 @@ def save_dcp(
     with in_step(verb, home, f"path={str(path)!r}, {prefix!r}, {max_file_bytes}, {dtype}"):
         if param_group is not None and not isinstance(params, TrainState):
             text, fix = f"{verb}: param_group= has no effect", "pass a TrainState, or leave it out"
-            raise PlanError(message(text, fix=fix))
+            raise PlanError(text, fix=fix)
         target = free_path(verb, path)
         opt = params.opt if isinstance(params, TrainState) else None
         values = params.params if isinstance(params, TrainState) else params
@@ -619,7 +619,7 @@ def _check_config(config: Any) -> None:
     wrong = isinstance(config, nn.Module)  # which would save its own weights
     if wrong or not (config is None or isinstance(config, dict) or _saves_itself(config)):
         what = f"{_VERB}: config is {type(config).__name__}, expected a dict, or an object with"
-        raise LeafError(message(f"{what} save_pretrained(path)", fix="pass model.config"))
+        raise LeafError(f"{what} save_pretrained(path)", fix="pass model.config")
 
 
 def _saves_itself(config: Any) -> bool:

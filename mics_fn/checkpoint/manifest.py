@@ -269,7 +269,7 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
         if isinstance(x, Tensor):
             if path in tensors:
                 text, fix = f"save: two tensors have the path {path}", "rename a key of one of them"
-                raise LeafError(message(text, fix=fix))
+                raise LeafError(text, fix=fix)
             tensors[path] = savable("save", path, x)
             as_bytes = in_file(x.dtype, 1)[0] != x.dtype
             return {_TENSOR: [path, dtype_name(x.dtype), *x.shape] if as_bytes else path}
@@ -284,7 +284,7 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
             return found if isinstance(x, list) else {_TUPLE: found}
         text = f"save: {path} is {type(x).__name__}"
         fix = "keep dicts of texts, lists, tuples, numbers, texts and tensors in it"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
 
     return json.dumps(plain(value, root), separators=(",", ":")), tensors
 
@@ -332,7 +332,7 @@ def savable(verb: str, name: str, x: Tensor) -> Tensor:
         what = f"is of {x.dtype}, which is not saved"
         fix = "pass the integers or floats that it stands for, such as x.view(torch.uint8)"
     if what:
-        raise LeafError(message(f"{verb}: {name} {what}", fix=fix))
+        raise LeafError(f"{verb}: {name} {what}", fix=fix)
     return x.detach()
 
 

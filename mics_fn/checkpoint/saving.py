@@ -236,7 +236,7 @@ def agree_on(
             found = contents_of("save", state, groups, options.replicas)
             if not (found.cut or found.plain):
                 fix = "pass a TrainState, or a tree with shards or tensors"
-                raise LeafError(message("save: the state has no tensor to save", fix=fix))
+                raise LeafError("save: the state has no tensor to save", fix=fix)
             if isinstance(extra, Exception):
                 raise extra
             text, tensors = encoded(extra, EXTRA)
@@ -333,7 +333,7 @@ def _compare(said: dict[int, list[str]]) -> None:
                 fix = (
                     "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
                 )
-                raise LostStateError(message(text, rank_lines(texts), fix))
+                raise LostStateError(text, rank_lines(texts), fix)
             raise disagreement(text, texts, fix)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mics_fn import _device, _torch, tree
 from mics_fn.checkpoint import manifest
 from mics_fn.collectives import Codec, checksum
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.offload import Hold, is_apart, is_coded, is_stored, mapped, read, set_part
 from mics_fn.optim import TrainState, by_leaf
@@ -228,7 +228,7 @@ class _Reader:
         else:
             text = f"{self.verb}: {name} is {type(leaf).__name__}"
             fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
-            raise LeafError(message(text, fix=fix))
+            raise LeafError(text, fix=fix)
 
     def _cut(self, name: str, leaf: Any) -> None:
         bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.main)
@@ -238,7 +238,7 @@ class _Reader:
         if piece is None or data.shape != (piece.length,):
             text = f"{self.verb}: {name} is cut in {bucket.parts}, here {tuple(data.shape)}"
             fix = "pass the groups that the tree was sharded with"
-            raise PlanError(message(f"{text}; its groups have {route.size} ranks", fix=fix))
+            raise PlanError(f"{text}; its groups have {route.size} ranks", fix=fix)
         images = home.num_replicas if self.apart else 1
         image = home.replicas.rank if self.apart else 0
         parts = parts_of(name, data, leaf)
@@ -317,7 +317,7 @@ def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
             lines = [found[0].describe(), home.describe()]
             fix = "save the leaves of each of them in a folder of its own"
             text = f"{verb}: leaves live on groups of different ranks"
-            raise PlanError(message(text, lines, fix))
+            raise PlanError(text, lines, fix)
     return found[0]
 
 

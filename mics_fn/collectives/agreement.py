@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mics_fn.collectives.levels import collect
-from mics_fn.errors import DesyncError, MicsError, by_value, disagreement, message
+from mics_fn.errors import DesyncError, MicsError, by_value, disagreement
 from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
 from mics_fn.schedules import NEWS
 from mics_fn.store import later
@@ -421,7 +421,7 @@ def _compared(
         return verdict
     if any(each["left"] for each in found.values()):
         fix = "call the same verbs in the same order on every rank"
-        return DesyncError(message(f"{what}: a rank has left it, as one failed elsewhere", fix=fix))
+        return DesyncError(f"{what}: a rank has left it, as one failed elsewhere", fix=fix)
     return None
 
 

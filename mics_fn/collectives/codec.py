@@ -21,7 +21,7 @@ from mics_fn import checks
 from mics_fn.collectives import fused, pieces
 from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.collectives.pieces import KINDS, Rows
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 
 _FORM = re.compile(r"\s*(\w+)\s*(?:\[\s*([0-9]{1,9})\s*\])?\s*")
 _MOST = 2**16  # elements of a block
@@ -84,7 +84,7 @@ class Codec:
         found = _FORM.fullmatch(text)
         if not found or found[1] not in KINDS:
             what = f"Codec.parse: {text!r} is not a codec"
-            raise PlanError(message(what, [f"there are {', '.join(KINDS)}"], _FIX))
+            raise PlanError(what, [f"there are {', '.join(KINDS)}"], _FIX)
         return cls(found[1], int(found[2]) if found[2] else None)
 
     def __str__(self) -> str:
@@ -190,7 +190,7 @@ class Codec:
         given = [*([] if own is None else [("own", own)])]
         given += [(f"parts[{i}]", part) for i, part in enumerate(parts)]
         if not given:
-            raise PlanError(message(f"{verb}: there is no part", fix="give at least one"))
+            raise PlanError(f"{verb}: there is no part", fix="give at least one")
         read = [self._part(verb, name, part, out) for name, part in given]
         refuse_derivative(verb, [out, *(part for _, part in given)], _DETACH)
         if out.numel():
@@ -246,7 +246,7 @@ class Codec:
             lines = [f"got {codes.dtype} {tuple(codes.shape)}"]
             lines += [f"expected torch.uint8 (..., {width}) for {n} values"]
             fix = "pass what encode of the same codec gave, and the n of that"
-            raise LeafError(message(f"{verb}: {name} are not such codes", lines, fix))
+            raise LeafError(f"{verb}: {name} are not such codes", lines, fix)
         rows = codes.detach().reshape(math.prod(codes.shape[:-1]), width)
         if not rows.numel():
             return Rows(rows, rows, rows)  # nothing is read
@@ -259,7 +259,7 @@ class Codec:
         if part.device != out.device or tuple(part.shape[:-1]) != batch:
             lines = [f"got {tuple(part.shape)} on {part.device}"]
             lines += [f"out is {tuple(out.shape)} on {out.device}"]
-            raise LeafError(message(f"{verb}: {name} does not match out", lines))
+            raise LeafError(f"{verb}: {name} does not match out", lines)
         if part.dtype == torch.uint8:
             return self._rows(verb, name, part, n)
         _check_values(verb, name, part)
@@ -276,7 +276,7 @@ def _check_values(verb: str, name: str, x: Any) -> None:
     """Raise LeafError unless a value is a float tensor with at least one dim."""
     if x.dtype not in _FLOATS or not x.ndim:
         lines = [f"got {x.dtype} {tuple(x.shape)}", f"expected {_ALLOWED}, of at least 1 dim"]
-        raise LeafError(message(f"{verb}: {name} cannot be coded", lines))
+        raise LeafError(f"{verb}: {name} cannot be coded", lines)
 
 
 def _check(
@@ -291,7 +291,7 @@ def _check(
     if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
         lines = [f"got {x.dtype} {tuple(x.shape)} on {x.device}"]
         lines += [f"expected {dtype} {shape} on {device}"]
-        raise LeafError(message(f"{verb}: {name} has another shape, dtype or device", lines))
+        raise LeafError(f"{verb}: {name} has another shape, dtype or device", lines)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 
 _RULES = threading.local()
 
@@ -43,4 +43,4 @@ def refuse_derivative(verb: str, values: Iterable[Any], fix: str) -> None:
     """Raise LeafError if the result of a verb without a derivative could be differentiated."""
     if needs_derivative(values):
         text = f"{verb}: its result has no derivative, and here one would be needed"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)

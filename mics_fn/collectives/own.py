@@ -15,7 +15,7 @@ from mics_fn import checks
 from mics_fn.collectives import levels
 from mics_fn.collectives.derivatives import refuse_derivative
 from mics_fn.collectives.pending import Collective, Pending, Steps
-from mics_fn.errors import CollectiveError, LeafError, message
+from mics_fn.errors import CollectiveError, LeafError
 from mics_fn.groups import Comm
 
 _ISSUE = "pass functools.partial of a function of torch.distributed, with its tensors"
@@ -117,7 +117,7 @@ def start(
         if how["async_op"] and not hasattr(work, "is_completed"):
             text = f"start: {name!r} gave {type(work).__name__}, and nothing to wait for"
             fix = "return what a function of torch.distributed gives for async_op=True"
-            raise CollectiveError(message(text, fix=fix))
+            raise CollectiveError(text, fix=fix)
         return work
 
     def steps() -> Steps:
@@ -134,5 +134,5 @@ def _check(verb: str, comm: Comm, tensors: Sequence[Any]) -> None:
         if not isinstance(x, Tensor) or x.is_meta:
             got = "on meta, without data" if isinstance(x, Tensor) else type(x).__name__
             text = f"{verb}: tensor {i} is {got}"
-            raise LeafError(message(text, fix="pass tensors of the device of the groups"))
+            raise LeafError(text, fix="pass tensors of the device of the groups")
     refuse_derivative(verb, tensors, _FIX)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mics_fn import _device, _torch, interrupts, spans
-from mics_fn.errors import CollectiveError, first_line, message, name_ranks
+from mics_fn.errors import CollectiveError, first_line, name_ranks
 from mics_fn.groups import Comm, GroupState
 from mics_fn.schedules import Stuck, call_text, made
 from mics_fn.threads import Latch, start
@@ -85,22 +85,18 @@ class Collective:
     def late(self) -> CollectiveError:
         """The error to raise if it does not finish in time."""
         return CollectiveError(
-            message(
-                f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
-                [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
-                fix="look for a rank that stopped, or that calls other verbs",
-            )
+            f"{self.op} over '{self.comm.name}' did not finish in {self.comm.timeout_s:g} s",
+            [f"waiting: rank {dist.get_rank()} of {name_ranks(self.comm.ranks)}"],
+            fix="look for a rank that stopped, or that calls other verbs",
         )
 
     def _failed(self, error: Exception, number: int, *, wait: bool) -> Exception:
         """What to raise; it may wait for a moment to learn which rank was the cause."""
         first = first_line(error)
         own = CollectiveError(
-            message(
-                f"{self.op} over '{self.comm.name}' failed: {first}",
-                [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
-                fix="look at the other ranks' errors, then make new groups: these are broken",
-            )
+            f"{self.op} over '{self.comm.name}' failed: {first}",
+            [f"on rank {dist.get_rank()}; its group is {name_ranks(self.comm.ranks)}"],
+            fix="look at the other ranks' errors, then make new groups: these are broken",
         )
         comm = self.comm
         call = Stuck(comm.calls.key, number, comm.ranks, f"{self.op} over '{comm.name}'")
@@ -495,7 +491,7 @@ class Task(Collective):
         """The error to raise if it does not finish in time."""
         self._stop.set()
         text = f"{self.op} did not finish in {self.comm.timeout_s:g} s"
-        return CollectiveError(message(text, fix="look at the disk of this machine"))
+        return CollectiveError(text, fix="look at the disk of this machine")
 
     def __del__(self) -> None:
         self._stop.set()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mics_fn.collectives.codec import Codec
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.groups import Route
 
 # The arithmetic of means: how parts from several ranks are added and divided.
@@ -180,4 +180,4 @@ def check_level(wire: Wire, names: tuple[str, ...]) -> None:
     if wire.level and wire.level not in names:
         text = f"precision: {wire} names a level that these groups do not have"
         fix = f"name one of {', '.join(names) or 'none'}, or leave out @{wire.level}"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)

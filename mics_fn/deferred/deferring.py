@@ -27,7 +27,7 @@ from mics_fn.deferred.grad_sum import GradSum, Graph, check_loss, differentiate
 from mics_fn.deferred.live import LiveBuckets, sizes_of
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import Deferred, Geometry, from_dynamo
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Hierarchy, require_replicas, tell_all
 from mics_fn.schedules import Channel, Learned, OnDemand, Run, Schedule, joined
 from mics_fn.shards import (
@@ -66,7 +66,7 @@ _FIRST = 2**62  # sequence numbers of ordinary nodes count up from 0
 def _refuse_batch(info: Any, in_dims: tuple, *inputs: Any) -> Any:
     """The vmap rule of nodes that have none."""
     text = "defer: shards are batched by vmap, and a schedule fetches one model at a time"
-    raise LeafError(message(text, fix="use gather under vmap over shards"))
+    raise LeafError(text, fix="use gather under vmap over shards")
 
 
 class _Join(torch.autograd.Function):
@@ -470,7 +470,7 @@ def bucket_sizes(
     """
     if groups is not None and partition_size is not None:
         text = "bucket_sizes: groups and partition_size= are both given"
-        raise PlanError(message(text, fix="pass groups, or the size of others without them"))
+        raise PlanError(text, fix="pass groups, or the size of others without them")
     if groups is not None:
         return sizes_of(open_shards("bucket_sizes", shards, groups).uses)
     checks.integer("bucket_sizes", "partition_size", partition_size, optional=True)
@@ -493,7 +493,7 @@ def described(schedule: Any) -> str:
         return schedule.describe()
     if not isinstance(schedule, Schedule):
         text = f"defer: schedule={schedule!r:.60} is neither a schedule nor a policy"
-        raise PlanError(message(text, fix="pass a Schedule, on_demand(...) or keep_all()"))
+        raise PlanError(text, fix="pass a Schedule, on_demand(...) or keep_all()")
     return str(schedule)
 
 

@@ -43,7 +43,7 @@ def check_loss(verb: str, loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind_of(loss)
         text = f"{verb}: the loss {got}, expected one number"
-        raise LeafError(message(text, fix=_as_one_number(loss)))
+        raise LeafError(text, fix=_as_one_number(loss))
 
 
 def _kind_of(value: Any) -> str:
@@ -168,7 +168,7 @@ class Passes:
             if learned.recomputes:
                 text = "backward: a block is checkpointed with use_reentrant=True, unlike before"
                 lines = [f"{self._run.name(min(new))} got no gradient"]
-                raise LeafError(message(text, lines, "use use_reentrant=False, or step again"))
+                raise LeafError(text, lines, "use use_reentrant=False, or step again")
         if self._reached:
             return
         if not loss.requires_grad:
@@ -202,7 +202,7 @@ class Passes:
             who = f", on any of {n} ranks" if n > 1 else ""
             text = f"backward: the loss gave no parameter a gradient{who}"
             fix = "compute it from the model, or the parameters, that the loss function is given"
-            raise LeafError(message(text, [self._cause], fix))
+            raise LeafError(text, [self._cause], fix)
 
     def _event(self) -> str:
         return f"no gradient/{min(self._ranks)}"
@@ -284,7 +284,7 @@ class GradSum:
         refuse_derivative("defer(into=)", (), "leave into= out inside torch.func")
         if self._bound is not None:
             text = "defer: into= is in use by another run"
-            raise LeafError(message(text, fix="make a new GradSum for each step"))
+            raise LeafError(text, fix="make a new GradSum for each step")
         variables = [piece.detach().requires_grad_() for piece in opened.pieces]
         how = (opened.uses, run, self.micro_steps, self.dtype, let_go)
         places = places_of(self._where, opened) if self._where.moves("grads") else {}
@@ -315,7 +315,7 @@ class GradSum:
         bound = self._bound
         if bound is None or bound.reduction.passes == self.micro_steps:
             fix = "defer(..., into=) first, and give micro_steps= as many passes as there are"
-            raise LeafError(message(f"GradSum.backward: {self._done()}", fix=fix))
+            raise LeafError(f"GradSum.backward: {self._done()}", fix=fix)
         check_loss("GradSum.backward", loss)
         if loss.requires_grad and bound.variables:
             self._differentiate(bound, loss, retain_graph)
@@ -353,7 +353,7 @@ class GradSum:
         if bound.reduction.has(index):
             text = "backward: a bucket got gradients in two parts in one pass"
             fix = "use torch.utils.checkpoint, instead of a backward that runs in backward"
-            raise LeafError(message(text, [f"bucket {index}"], fix))
+            raise LeafError(text, [f"bucket {index}"], fix)
         if not bound.passes.keeps(index, grads):
             bound.reduction.add(index, grads)
 
@@ -431,10 +431,10 @@ class GradSum:
         bound = self._bound
         if bound is None or bound.reduction.passes != self.micro_steps:
             fix = "call backward for each micro-step first"
-            raise LeafError(message(f"GradSum.{verb}: {self._done()}", fix=fix))
+            raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
         if self._released:
             text = f"GradSum.{verb}: its memory was given back"
-            raise LeafError(message(text, fix="call release() last"))
+            raise LeafError(text, fix="call release() last")
         return bound
 
     def release(self) -> None:
@@ -448,7 +448,7 @@ def _of_sums(where: Where) -> Where:
     """The places of sums of gradients, after a check that some are given."""
     if where != Where() and not where.sets("grads"):
         text = f"GradSum: where='{where}' has no effect: it does not say where grads lie"
-        raise PlanError(message(text, fix="write grads=, as in where='grads=host'"))
+        raise PlanError(text, fix="write grads=, as in where='grads=host'")
     return where
 
 

@@ -20,7 +20,7 @@ from mics_fn._torch import version
 from mics_fn.collectives import SentCodes, Task, moves, push_all, start_coded_gather, start_fetch
 from mics_fn.deferred.reduction import Reduction
 from mics_fn.deferred.tensor import GatheredBucket
-from mics_fn.errors import DonatedError, GroupsError, LeafError, message
+from mics_fn.errors import DonatedError, GroupsError, LeafError
 from mics_fn.groups import Arena, Buffers
 from mics_fn.schedules import Channel, Learned, Offsets, OnDemand, Run, Schedule, offsets
 from mics_fn.shards import (
@@ -70,7 +70,7 @@ class Copies:
             if any(odd):
                 text = f"defer: {name} was written to, which changes no shard"
                 fix = "change parameters between steps, in the shards; or write to a clone()"
-                raise LeafError(message(text, [f"shape {tuple(leaf.shape)}"], fix))
+                raise LeafError(text, [f"shape {tuple(leaf.shape)}"], fix)
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         return self._use.by_member(split_full(self._use.bucket, whole))
@@ -265,11 +265,11 @@ class LiveBuckets:
         """Make these buckets live at the same time; see `deferred.gathered.Source`."""
         if self._closed:
             text = "a deferred parameter is used after its run ended"
-            raise GroupsError(message(text, fix="call defer again"))
+            raise GroupsError(text, fix="call defer again")
         for i in ids:
             if version(self._chunks[i]) != self._versions[i]:
                 text = f"{self._name(i)} was changed after its run began"
-                raise DonatedError(message(text, fix="call defer again after an update"))
+                raise DonatedError(text, fix="call defer again after an update")
         with _torch.without_torch_func():
             for action in self.run.use(ids):
                 (index,) = action.buckets

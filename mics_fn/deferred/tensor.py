@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _device, _torch
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 from mics_fn.read_only import ReadOnly
 from mics_fn.shards import dtype_name
 
@@ -145,7 +145,7 @@ class Deferred(ReadOnly):
 
     def __tensor_flatten__(self) -> Any:
         """Raise LeafError: torch.compile calls this, and would trace through the fetch."""
-        raise LeafError(message(_COMPILED, [self.lies_in()], _COMPILED_FIX))
+        raise LeafError(_COMPILED, [self.lies_in()], _COMPILED_FIX)
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 
@@ -166,7 +166,7 @@ def from_dynamo(error: BaseException) -> LeafError | None:
     """The refusal of a deferred parameter, if dynamo wrapped it in an error of its own."""
     if isinstance(error, LeafError) or _COMPILED not in f"{error}":
         return None
-    return LeafError(message(_COMPILED, fix=_COMPILED_FIX))
+    return LeafError(_COMPILED, fix=_COMPILED_FIX)
 
 
 def _plain(deferred: Deferred) -> Tensor:

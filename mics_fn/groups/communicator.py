@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn import _device, _torch
-from mics_fn.errors import GroupsError, PeerFailed, first_line, message, name_ranks
+from mics_fn.errors import GroupsError, PeerFailed, first_line, name_ranks
 from mics_fn.groups.group_state import NO_FORK, GroupState
 from mics_fn.groups.rendezvous import rejoin_error
 from mics_fn.groups.store_thread import bounded
@@ -138,12 +138,12 @@ class Comm:
         what = f"'{self.name}' of ranks {fold_ranks(self.ranks)} is used"
         if self.closed:
             fix = "keep them open, or call make_groups again"
-            raise GroupsError(message(f"{what} after its groups were closed", fix=fix))
+            raise GroupsError(f"{what} after its groups were closed", fix=fix)
         if self.life.forked:
-            raise GroupsError(message(f"{what} in a fork of rank {self.life.rank}", fix=NO_FORK))
+            raise GroupsError(f"{what} in a fork of rank {self.life.rank}", fix=NO_FORK)
         fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
         lines = [f"rank {self.life.rank}: {failed}"]
-        raise GroupsError(message(f"{what} after its groups have failed", lines, fix))
+        raise GroupsError(f"{what} after its groups have failed", lines, fix)
 
     def stream(self, device: torch.device) -> torch.Stream:
         """The stream of all its collectives on an accelerator, in the order they are issued in."""
@@ -162,12 +162,12 @@ class Comm:
             raise rejoin_error(f"'{self.name}' of {name_ranks(self.ranks)}", self.life.rank)
         if self.group is None:
             what = f"'{self.name}' holds rank {self.ranks[0]} alone and has no process group"
-            raise GroupsError(message(what, fix="skip communication where size is 1"))
+            raise GroupsError(what, fix="skip communication where size is 1")
         group = self.group()
         if not _torch.is_alive(group):
             what = f"'{self.name}' is used after torch.distributed was shut down"
             fix = "close the groups before destroy_process_group(), make new ones after init"
-            raise GroupsError(message(what, fix=fix))
+            raise GroupsError(what, fix=fix)
         return group
 
 
@@ -216,7 +216,7 @@ class Maker:
                 store.compare_set(failed, "", what if late else "")
             what = store.get(failed).decode() if store.check([failed]) else ""
             if what:  # of a rank that failed because of another one, it may be
-                found = GroupsError(message(f"make_groups: {what}", fix=_FIX))
+                found = GroupsError(f"make_groups: {what}", fix=_FIX)
                 raise self.life.explained(found, wait=True)
         except BaseException as error:
             what = "could not make its groups"
@@ -274,7 +274,7 @@ class Maker:
             for group in _torch.groups_named(unique):
                 self.life.own(group)
             what = f"{name_ranks([self.rank])} did not make all groups within {self.timeout_s:g} s"
-            raise GroupsError(message(f"make_groups: {what}", fix=_FIX)) from error
+            raise GroupsError(f"make_groups: {what}", fix=_FIX) from error
         except PeerFailed:
             raise
         except (RuntimeError, ValueError) as error:
@@ -306,4 +306,4 @@ class Maker:
     ) -> GroupsError:
         what = f"make_groups: rank {self.rank} cannot {did} '{name}' of {name_ranks(members)}"
         first = first_line(error)
-        return GroupsError(message(what, [first], _FIX))
+        return GroupsError(what, [first], _FIX)

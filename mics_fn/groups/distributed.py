@@ -99,7 +99,7 @@ def check_served(backend: str | None, device: torch.device) -> None:
     found = backends_of("" if backend is None else backend.lower())
     if found and device.type not in found:
         what = f"make_groups: backend={backend!r} serves {', '.join(found)}, not {device.type}"
-        raise PlanError(message(what, fix="pass the backend of the device, or leave it out"))
+        raise PlanError(what, fix="pass the backend of the device, or leave it out")
 
 
 class Spot(NamedTuple):
@@ -139,7 +139,7 @@ def check_distinct(verb: str, spots: Mapping[int, Spot]) -> None:
         fix = "start one rank per device, show each rank one of its own (srun --gpus-per-task=1), "
         fix += "or pass device='cpu'; to share one in a test, set another NCCL_HOSTID on each rank"
         what = f"{verb}: several ranks use one device"
-        raise GroupsError(message(what, [*lines[:8], *(["..."] if len(lines) > 8 else [])], fix))
+        raise GroupsError(what, [*lines[:8], *(["..."] if len(lines) > 8 else [])], fix)
 
 
 _LOST = "mics_fn/lost at the start"  # the key of the first rank that was seen to have ended
@@ -341,12 +341,12 @@ def _no_store(
     if missing:
         what = f"init_distributed: {name_ranks(missing)} did not connect with the others"
         fix = "look at their own output, and start the job again"
-        return CollectiveError(message(f"{what} within {timeout_s:g} s", [first], fix))
+        return CollectiveError(f"{what} within {timeout_s:g} s", [first], fix)
     if "connectFullMesh" in first:  # a host's name often leads to its own loopback address
         what = f"init_distributed: rank {launch.rank} found the store, but gloo could not connect"
         fix = "set GLOO_SOCKET_IFNAME, on each node, to the interface that the other nodes reach,"
         fix += " such as eth0; `ip -br addr` lists interfaces"
-        return GroupsError(message(f"{what} it with the other ranks", [first], fix))
+        return GroupsError(f"{what} it with the other ranks", [first], fix)
     what = f"init_distributed: rank {launch.rank} cannot start with the store"
     fix = "start rank 0, or torchrun, on the host of MASTER_ADDR and with a free MASTER_PORT"
     where = f"{what} at {launch.master_addr}:{launch.master_port}"
@@ -362,7 +362,7 @@ def _judge_devices(found: Mapping[int, dict[str, Any]]) -> list[str]:
     if wrong:
         what = "init_distributed: a rank does not have the device that was asked for"
         fix = "pass device='auto' or 'cpu', or use a torch and a driver for this device"
-        raise GroupsError(message(what, rank_lines(wrong), fix))
+        raise GroupsError(what, rank_lines(wrong), fix)
     if len({spot.device.partition(":")[0] for spot in spots.values()}) > 1:
         texts = {
             rank: f"{spot.device.partition(':')[0]} on {spot.host} (device={found[rank]['asked']})"
@@ -416,7 +416,7 @@ def require_distributed() -> bool:
     if size > 1:
         what = f"make_groups: {size} ranks were launched, but torch.distributed is not initialised"
         fix = "call mics_fn.init_distributed() or torch.distributed.init_process_group() first"
-        raise GroupsError(message(what, fix=fix))
+        raise GroupsError(what, fix=fix)
     return False
 
 
@@ -434,7 +434,7 @@ def universe_of(
       PlanError: they are not distinct ranks of the world, or this rank is not one of them.
     """
     if mesh is not None and ranks is not None:
-        raise PlanError(message("make_groups: ranks= and mesh= are both given", fix="pass one"))
+        raise PlanError("make_groups: ranks= and mesh= are both given", fix="pass one")
     if mesh is None and ranks is None:
         return tuple(range(world_size))
     if mesh is not None:
@@ -446,11 +446,11 @@ def universe_of(
     if wrong or len(set(found)) != len(found):
         world, fix = f"a world of {world_size}", f"give each of 0 to {world_size - 1} at most once"
         what = f"make_groups: {given}{list(found)} are not distinct ranks of {world}"
-        raise PlanError(message(what, fix=fix))
+        raise PlanError(what, fix=fix)
     if rank not in found:
         what = f"make_groups: rank {rank} is not one of {given}{fold_ranks(found) or []}"
         fix = "pass on each rank the ranks that it shares groups with, itself included"
-        raise PlanError(message(what, fix=fix))
+        raise PlanError(what, fix=fix)
     return found
 
 
@@ -472,7 +472,7 @@ def device_and_backend(
         device, problem = device_of(device)
         if problem:
             fix = "pass device='cpu', or use a torch and a driver for this device"
-            raise GroupsError(message(f"make_groups: {problem}", fix=fix))
+            raise GroupsError(f"make_groups: {problem}", fix=fix)
         check_served(backend, device)
     if not dist.is_initialized():
         own = torch.get_default_device() if device is None else device
@@ -489,5 +489,5 @@ def device_and_backend(
     if chosen.type not in of_device:
         what = f"make_groups: the default group serves {config}, not {chosen.type}"
         fix = "pass device= or backend=, or start it with a backend for that device; for the CPU, "
-        raise GroupsError(message(what, fix=f"{fix}init_distributed(cpu_groups=True)"))
+        raise GroupsError(what, fix=f"{fix}init_distributed(cpu_groups=True)")
     return chosen, of_device[chosen.type]

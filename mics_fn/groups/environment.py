@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from mics_fn.errors import GroupsError, message
+from mics_fn.errors import GroupsError
 
 
 class _Names(NamedTuple):
@@ -78,7 +78,7 @@ def read_launch(env: Mapping[str, str]) -> Launch | None:
         if name in env and _int(env, name) > 1 and env[name] != env.get(_SLURM.size):
             text = f"init_distributed: {name}={env[name]}, of a launcher that is not known"
             names = ", ".join((*_TORCHRUN[1:4], *_ADDRESS))
-            raise GroupsError(message(text, fix=f"let the script that it runs set {names}"))
+            raise GroupsError(text, fix=f"let the script that it runs set {names}")
     if not _in_slurm_step(env):
         return None
     by_step = _SLURM.size in env
@@ -167,7 +167,7 @@ def _launch_of(env: Mapping[str, str], names: _Names) -> Launch:
         pairs = zip(_ADDRESS, (addr, port), strict=True)
         missing = " and ".join(name for name, value in pairs if value is None)
         what = f"init_distributed: {names.source} runs {world} ranks, without {missing}"
-        raise GroupsError(message(what, fix=_FIXES[names.source]))
+        raise GroupsError(what, fix=_FIXES[names.source])
     return Launch(names.source, rank, world, local, node_size, addr, port)
 
 
@@ -196,7 +196,7 @@ def _require(env: Mapping[str, str], needed: Sequence[str], launcher: str) -> No
         there = [name for name in needed if name in env]
         what = f"the environment has {', '.join(there)} but not {', '.join(missing)}"
         fix = f"launch with {launcher}, or set them all"
-        raise GroupsError(message(f"init_distributed: {what}", fix=fix))
+        raise GroupsError(f"init_distributed: {what}", fix=fix)
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
@@ -217,7 +217,7 @@ def _int(env: Mapping[str, str], name: str, *, least: int = 1) -> int:
     value = int(env[name])
     if value < least:
         kind = "a positive number" if least else "a number"
-        raise GroupsError(message(f"{name}={env[name]!r} is not {kind}", fix="set it, or unset it"))
+        raise GroupsError(f"{name}={env[name]!r} is not {kind}", fix="set it, or unset it")
     return value
 
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _device, _torch
-from mics_fn.errors import CollectiveError, GroupsError, MicsError, message
+from mics_fn.errors import CollectiveError, GroupsError, MicsError
 from mics_fn.groups import peers
 from mics_fn.schedules import LEFT, JobMessages, Stuck, call_text, issued, made
 from mics_fn.threads import start
@@ -490,7 +490,7 @@ def check_fork(what: str) -> None:
       what: what was called.
     """
     if _inherited and dist.is_initialized() and _torch.default_store() is _inherited[0]:
-        raise GroupsError(message(f"{what}: this process is a fork of a rank", fix=NO_FORK))
+        raise GroupsError(f"{what}: this process is a fork of a rank", fix=NO_FORK)
 
 
 def _after_fork() -> None:

@@ -404,7 +404,7 @@ def require_replicas(verb: str, homes: Iterable[Groups | Hierarchy]) -> None:
     """Raise GroupsError unless all of these know the other replicas, which hierarchies do not."""
     if any(isinstance(home, Hierarchy) for home in homes):
         fix = "pass groups, which know the other replicas"
-        raise GroupsError(message(f"{verb}: got a hierarchy, needs groups", fix=fix))
+        raise GroupsError(f"{verb}: got a hierarchy, needs groups", fix=fix)
 
 
 Home = Groups | Hierarchy  # the groups of a leaf, as the verbs take them

@@ -23,7 +23,6 @@ from mics_fn.errors import (
     PlanError,
     by_value,
     first_line,
-    message,
     name_ranks,
 )
 from mics_fn.groups import distributed
@@ -106,7 +105,7 @@ def _met(life: GroupState, like: Maker, mine: Any, judge: Judge) -> tuple[Any, A
     by_rank = dict(zip(like.ranks, processes, strict=True))
     if by_rank[like.rank] != monitor.process:
         text = f"reset: the ranks met a process of rank {like.rank} that has ended since"
-        raise GroupsError(message(text, fix="call reset again on all ranks"))
+        raise GroupsError(text, fix="call reset again on all ranks")
     monitor.name(life, key, by_rank)
     return store, found
 
@@ -187,7 +186,7 @@ def _compare(facts: Sequence[Fact], found: Mapping[int, Sequence[str]]) -> None:
             fixes.append(fact.fix)
     if names:
         what = f"make_groups: ranks disagree on {', '.join(names)}"
-        raise DesyncError(message(what, lines, "; ".join(fixes)))
+        raise DesyncError(what, lines, "; ".join(fixes))
 
 
 def node_size_of(locations: Mapping[int, Location]) -> int:
@@ -206,9 +205,7 @@ def node_size_of(locations: Mapping[int, Location]) -> int:
         if node in nodes and node != last:
             lines = [f"one node, by {source}: {name_ranks([*nodes[node], rank])}"]
             fix = "order ranks= by node, or pass node_size= or topology="
-            raise PlanError(
-                message("make_groups: ranks of one node are not next to each other", lines, fix)
-            )
+            raise PlanError("make_groups: ranks of one node are not next to each other", lines, fix)
         nodes.setdefault(node, []).append(rank)
         hosts.setdefault(node, set()).add(host)
         last = node
@@ -217,13 +214,13 @@ def node_size_of(locations: Mapping[int, Location]) -> int:
         if len(names) > 1:
             what = f"make_groups: {source} puts {name_ranks(nodes[node])} on one node"
             fix = "start ranks node by node (Slurm: --distribution=block), or pass node_size="
-            raise PlanError(message(what, [f"but they run on {', '.join(sorted(names))}"], fix))
+            raise PlanError(what, [f"but they run on {', '.join(sorted(names))}"], fix)
     if len({len(ranks) for ranks in nodes.values()}) > 1:
         what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
         lines = [f"{len(ranks)} on one node: {name_ranks(ranks)}" for ranks in nodes.values()]
         fix = "use equally many ranks of every node, or pass node_size= or topology="
         shown = lines if len(lines) <= 8 else [*lines[:8], "..."]
-        raise PlanError(message(what, shown, fix))
+        raise PlanError(what, shown, fix)
     return len(nodes[last or ""])
 
 
@@ -367,7 +364,7 @@ def _before(ranks: Sequence[int], rank: int, timeout_s: float) -> Meeting | None
     except (RuntimeError, TimeoutError) as error:
         first = first_line(error, f"no answer within {timeout_s:g} s")
         text = f"make_groups: rank {rank} cannot reach the store that the other ranks use"
-        raise GroupsError(message(text, [first], "start the job again")) from error
+        raise GroupsError(text, [first], "start the job again") from error
 
 
 def _shard_dim(mesh: DeviceMesh) -> int | None:
@@ -376,7 +373,7 @@ def _shard_dim(mesh: DeviceMesh) -> int | None:
         names = mesh.mesh_dim_names
         what = f"make_groups: no shard dimension in a mesh of {mesh.ndim} dimensions {names}"
         fix = "pass partition_size=, or a 2-D part such as mesh['replicate', 'shard']"
-        raise PlanError(message(what, fix=fix))
+        raise PlanError(what, fix=fix)
     return mesh.size(1) if mesh.ndim == 2 else None
 
 
@@ -396,19 +393,19 @@ def _problem(
         check_limits(timeout_s, heartbeat_s, num_ranks)
         if mean_over is not None and (type(mean_over) is not int or mean_over < 1):
             fix = "pass the number of data-parallel ranks whose losses are averaged"
-            raise PlanError(message(f"mean_over={mean_over!r} is not a positive int", fix=fix))
+            raise PlanError(f"mean_over={mean_over!r} is not a positive int", fix=fix)
         if not isinstance(topology, Topology | None):
             what, fix = checks.given("topology", topology), "pass Topology((2, 8)) or the like"
-            raise PlanError(message(f"{what}, expected a Topology", fix=fix))
+            raise PlanError(f"{what}, expected a Topology", fix=fix)
         if topology is None:
             if node_size is not None:
                 Topology.of(world_size, node_size)
         elif node_size is not None or nodes_per_rack is not None:
             fix = "pass topology= alone, or node_size= and nodes_per_rack="
-            raise PlanError(message("topology= and node sizes are both given", fix=fix))
+            raise PlanError("topology= and node sizes are both given", fix=fix)
         elif topology.world_size != num_ranks:
             what = f"topology {topology} has {topology.world_size} ranks, the job has {num_ranks}"
-            raise PlanError(message(what, fix="give sizes whose product is the number of ranks"))
+            raise PlanError(what, fix="give sizes whose product is the number of ranks")
     except PlanError as error:
         return PlanError(f"make_groups: {error}")
     return None

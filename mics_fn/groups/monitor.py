@@ -35,7 +35,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mics_fn import _torch
-from mics_fn.errors import GroupsError, PeerFailed, message
+from mics_fn.errors import GroupsError, PeerFailed
 from mics_fn.groups.environment import read_launch
 from mics_fn.groups.group_state import GroupState
 from mics_fn.groups.peers import (
@@ -91,7 +91,7 @@ class Launcher:
             return
         text = f"the launcher of rank {lives[0].rank} (process {self._pid}) is gone"
         self._pid = None
-        error = GroupsError(message(text, fix="start the job again"))
+        error = GroupsError(text, fix="start the job again")
         grace_s = min(life.heartbeat_s for life in lives) / 2
         end = threading.Timer(grace_s, _end, (text, grace_s))
         end.daemon = True

@@ -115,7 +115,7 @@ class Turns:
         with self.alone():
             if self._stepping:
                 text = "a step begins inside of another one of the same groups"
-                raise GroupsError(message(text, fix="let the loss compute, and step after it"))
+                raise GroupsError(text, fix="let the loss compute, and step after it")
             self._stepping = True
             try:
                 yield
@@ -126,7 +126,7 @@ class Turns:
 def _refused() -> GroupsError:
     name = threading.current_thread().name
     text = f"thread {name!r} uses groups that another thread is using"
-    return GroupsError(message(text, fix="call the verbs of one set of groups in one thread"))
+    return GroupsError(text, fix="call the verbs of one set of groups in one thread")
 
 
 # How process groups are let go of that nobody uses any more.
@@ -392,12 +392,12 @@ def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> Non
     for name, limit in given.items():
         if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
             fix = "pass seconds above 0"
-            raise PlanError(message(f"{name}={limit!r} is not a time limit", fix=fix))
+            raise PlanError(f"{name}={limit!r} is not a time limit", fix=fix)
     least = least_limit_s(ranks)
     if heartbeat_s is not None and heartbeat_s < least:
         text = f"heartbeat_s={heartbeat_s!r} would take ranks for lost that are well"
         lines = [f"signs of life come every {tick_s(ranks):g} s"]
-        raise PlanError(message(text, lines, f"pass at least {least:g}"))
+        raise PlanError(text, lines, f"pass at least {least:g}")
 
 
 @dataclass(frozen=True)

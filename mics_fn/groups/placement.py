@@ -29,7 +29,7 @@ from dataclasses import replace
 from math import prod
 from typing import Literal
 
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.groups import Groups, Hierarchy
 
@@ -95,7 +95,7 @@ def place(
         if size is not None and size not in inner:
             lines = [f"the levels of a partition group are {sizes}, outermost first"]
             fix = f"pass one of {', '.join(map(str, inner))}, or make groups with other levels"
-            raise PlanError(message(f"place: {name}={size} ends inside a level", lines, fix=fix))
+            raise PlanError(f"place: {name}={size} ends inside a level", lines, fix=fix)
         found[name] = 0 if size is None else inner.index(size)
     flat = {name: int(count > 0 and count == len(sizes)) for name, count in found.items()}
     if len(groups.flat.route.levels) != 1:
@@ -111,7 +111,7 @@ def _scheme(groups: Groups, scheme: str) -> tuple[Groups, list[int | None]]:
     """The groups of a scheme, and over how many ranks it cuts parameters and gradients."""
     if scheme == "ddp" and groups.partition_size != 1:
         text = f"place: 'ddp' needs partition groups of 1 rank, these have {groups.partition_size}"
-        raise PlanError(message(text, fix="pass make_groups(partition_size=1)"))
+        raise PlanError(text, fix="pass make_groups(partition_size=1)")
     if scheme == "fsdp":
         groups = replace(groups, hierarchy=groups.flat)
     sizes = groups.hierarchy.route.sizes

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mics_fn import tree
-from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line, message
+from mics_fn.errors import GroupsError, PeerFailed, disagreement, first_line
 from mics_fn.groups.communicator import Comm
 from mics_fn.groups.group_state import GroupState, check_fork
 from mics_fn.groups.groups import Groups, Hierarchy, Pools
@@ -64,7 +64,7 @@ def reset(groups: Any) -> Any:
     wrong = [type(home).__name__ for home in old if not isinstance(home, Groups)]
     if wrong or not old:
         text = f"reset: got {wrong[0] if wrong else 'no groups'}, expected Groups"
-        raise GroupsError(message(text, fix="pass what make_groups or place gave"))
+        raise GroupsError(text, fix="pass what make_groups or place gave")
     return tree.map_leaves(replaced(old).__getitem__, groups)
 
 

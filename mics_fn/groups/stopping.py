@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, cast
 
 from mics_fn import checks
-from mics_fn.errors import CollectiveError, MicsError, message, name_ranks
+from mics_fn.errors import CollectiveError, MicsError, name_ranks
 from mics_fn.groups.groups import Groups
 from mics_fn.schedules import NEWS
 from mics_fn.store import Store, later, poll
@@ -117,7 +117,7 @@ class StopRequest:
             late = [rank for rank, key in keys.items() if not store.check([key])]
             what = f"StopRequest: {name_ranks(late)} did not answer in {self._timeout_s:g} s"
             fix = "look for a rank that stopped, or that is not in a StopRequest of its own"
-            raise CollectiveError(message(what, fix=fix))
+            raise CollectiveError(what, fix=fix)
         return max(int(store.get(key)) for key in keys.values())
 
     def _hear(self, store: Any, news: bool) -> None:

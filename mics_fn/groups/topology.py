@@ -42,7 +42,7 @@ def parts(total: int, size: int, what: str, whole: str) -> int:
 def misfits(what: str, lines: list[str], sizes: Sequence[int]) -> PlanError:
     """The error of a size that does not fit, with those that do."""
     lines = [*lines, f"sizes that work: {', '.join(map(str, sizes))}"]
-    return PlanError(message(what, lines, f"pass one of these as {what.partition('=')[0]}="))
+    return PlanError(what, lines, f"pass one of these as {what.partition('=')[0]}=")
 
 
 FLAT = "flat"  # the name of all levels as one, in communicators and in the ledger
@@ -82,7 +82,7 @@ class Topology:
         if not len(names) == len(sizes) == len({x for x in names if type(x) is str} - {FLAT}):
             what = f"Topology: names {names} do not name {len(sizes)} sizes {sizes}"
             fix = f"pass one distinct name per size, and not {FLAT!r}, or no names"
-            raise PlanError(message(what, fix=fix))
+            raise PlanError(what, fix=fix)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "names", names)
 

@@ -89,7 +89,7 @@ class Computed(Tensor):
         found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Computed)]
         what = found[0].where if found else "a tensor of the model"
         text = f"{what} was computed from parameters before the model was trained, and is used"
-        raise LeafError(message(text, fix="compute it in forward, from the parameters given there"))
+        raise LeafError(text, fix="compute it in forward, from the parameters given there")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Computed({self.where})"
@@ -99,7 +99,7 @@ def refuse_lazy(model: nn.Module) -> None:
     """Raise LeafError for a model whose parameters have no shape yet."""
     if any(nn.parameter.is_lazy(value) for value in (*model.parameters(), *model.buffers())):
         text = f"Trainer: the {type(model).__name__} has parameters without a shape yet"
-        raise LeafError(message(text, fix="call it once on a batch, which gives them one"))
+        raise LeafError(text, fix="call it once on a batch, which gives them one")
 
 
 def warn_of_compile(verb: str, model: nn.Module, stacklevel: int) -> None:
@@ -602,7 +602,7 @@ def matched(
         makes = verb == "init_model"  # which can also make what a file lacks
         fix += "missing= says which are new" if makes else "strict=False takes a file with more"
         text = f"{verb}: the weights do not match the parameters"
-        raise LeafError(message(text, problems[:SHOWN] + more, fix=fix))
+        raise LeafError(text, problems[:SHOWN] + more, fix=fix)
     return sources
 
 

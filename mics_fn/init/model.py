@@ -111,7 +111,7 @@ def init_model(
             sources: Weights = {}
             if weights is None and (names or missing):
                 fix = "pass weights= too, or leave them out"
-                raise PlanError(message("init_model: names= and missing= need weights=", fix=fix))
+                raise PlanError("init_model: names= and missing= need weights=", fix=fix)
             if weights is not None:
                 found = opened.enter_context(open_weights("init_model", weights, limits))
                 found, buffers = renamed("init_model", found, names), made.saved_buffers()

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from mics_fn import _device, _torch, tree
 from mics_fn.collectives import checksum
-from mics_fn.errors import LeafError, first_line, message
+from mics_fn.errors import LeafError, first_line
 from mics_fn.shards import MemoryPlace
 
 
@@ -280,7 +280,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     """
     found = _device.default_generator(device)
     if found is None or device.type not in ("cpu", "cuda"):
-        raise LeafError(message(f"{device}: random numbers on this device cannot be replayed"))
+        raise LeafError(f"{device}: random numbers on this device cannot be replayed")
     return found
 
 
@@ -367,7 +367,7 @@ def left_behind(what: str) -> LeafError:
     """The error for a tensor that is still without data after its model was made."""
     text = f"{what} on a tensor that init_model left without data: it was made with the model"
     fix = "keep it in the module, as a buffer or an attribute, where init_model finds it"
-    return LeafError(message(text, fix=fix))
+    return LeafError(text, fix=fix)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

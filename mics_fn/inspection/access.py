@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mics_fn import _torch, tree
 from mics_fn.collectives import checksum, same_call, start_all_gather
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Groups, Hierarchy, require_replicas
 from mics_fn.offload import is_coded, laid_like
 from mics_fn.optim import TrainState, by_leaf, replaced
@@ -81,11 +81,11 @@ class Leaves(NamedTuple):
             root = "state" if self.is_state else "params"
             full = [tree.join(root, self.paths[i] or "") for i in hits]
             lines, fix = [f"it may be {' or '.join(full)}"], "write it in full"
-            raise LeafError(message(f"{self.verb}: {path!r} names several leaves", lines, fix))
+            raise LeafError(f"{self.verb}: {path!r} names several leaves", lines, fix)
         near = self._near(path)
         lines = [f"nearest: {', '.join(near)}"] if near else []
         fix = "print(summary(...)) shows all paths"
-        raise LeafError(message(f"{self.verb}: no leaf {path!r} here", lines, fix))
+        raise LeafError(f"{self.verb}: no leaf {path!r} here", lines, fix)
 
     def _owner(self, at: int) -> int:
         if not isinstance(self.all[at], Tied):
@@ -146,7 +146,7 @@ def leaves_of(verb: str, shards: Tree, groups: Any, *, local: bool = False) -> L
     """
     if _torch.inside_torch_func() and not local:
         fix = "call it outside; gather is what has a derivative"
-        raise LeafError(message(f"{verb}: cannot be used inside torch.func", fix=fix))
+        raise LeafError(f"{verb}: cannot be used inside torch.func", fix=fix)
     shown = by_leaf(shards)
     values, spec = tree.flatten(shown, is_leaf)
     paths: list[str | None] = [*tree.paths(shown, "", is_leaf)]
@@ -317,7 +317,7 @@ def _described(found: Leaves, at: int) -> str:
     if isinstance(leaf, Tensor) and leaf.ndim and found.in_optimizer(at):
         text = f"{where} is a plain tensor of shape {tuple(leaf.shape)}"
         why = "an optimizer from outside mics_fn may keep pieces in such tensors, of unknown leaves"
-        raise LeafError(message(text, [why], fix="read this rank's own tensor from state.opt"))
+        raise LeafError(text, [why], fix="read this rank's own tensor from state.opt")
     bucket = _bucket_of(leaf)
     if bucket is None:
         shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
@@ -327,7 +327,7 @@ def _described(found: Leaves, at: int) -> str:
     if route.size != bucket.parts or data.shape != (here,):
         text = f"{where} is one of {bucket.parts} pieces, here of shape {tuple(data.shape)}; "
         text += f"these groups have {route.size} parts"
-        raise PlanError(message(text, fix="pass the groups that the tree was sharded with"))
+        raise PlanError(text, fix="pass the groups that the tree was sharded with")
     place = f"at {bucket.offsets[slot]} of {bucket.numel}, in {bucket.parts} parts"
     return f"{found.paths[at]}, {leaf.shape} {dtype_name(data.dtype)} {place}"
 
@@ -350,7 +350,7 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     is_number = isinstance(value, int | float)
     if isinstance(value, bool) and isinstance(held, Tensor) and held.dtype != torch.bool:
         text = f"{where}: the value is {value}, and the leaf has dtype {dtype_name(held.dtype)}"
-        raise LeafError(message(text, fix=f"pass {int(value)} to fill the leaf with that number"))
+        raise LeafError(text, fix=f"pass {int(value)} to fill the leaf with that number")
     if not isinstance(held, Tensor) and is_number:
         if not isinstance(value, (int, float) if type(held) is float else type(held)):
             raise LeafError(f"{where} is {type(held).__name__}, got {value!r}")
@@ -362,12 +362,12 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     if value.layout != torch.strided or _torch.is_dtensor(value):
         got = "DTensor" if _torch.is_dtensor(value) else value.layout
         fix = "pass a plain tensor of the full shape, or a number to fill the leaf with"
-        raise LeafError(message(f"{where}: the value is {got}", fix=fix))
+        raise LeafError(f"{where}: the value is {got}", fix=fix)
     if tuple(value.shape) != tuple(leaf.shape) or _torch.has_no_data(value):
         got = f"got {tuple(value.shape)}" + (" without data" if _torch.has_no_data(value) else "")
         fix = "pass the full tensor, or a number to fill the leaf with"
         lines = [f"expected {tuple(leaf.shape)}", got]
-        raise LeafError(message(f"{where}: a value of another shape", lines, fix))
+        raise LeafError(f"{where}: a value of another shape", lines, fix)
     moved = value.detach().to(held.device)
     if has_codes(held):
         check_finite(where, leaf.bucket.codes, moved)
@@ -377,7 +377,7 @@ def _fitting(where: str, leaf: Any, value: Any) -> Any:
     if cast is None or not _survives(moved, cast):
         lines = [f"expected {dtype_name(held.dtype)}", f"got {dtype_name(value.dtype)}"]
         fix = "pass values that the leaf's dtype can hold"
-        raise LeafError(message(f"{where}: the value does not fit its dtype", lines, fix))
+        raise LeafError(f"{where}: the value does not fit its dtype", lines, fix)
     return cast
 
 
@@ -389,7 +389,7 @@ def _check_moment(where: str, held: Any, values: Tensor) -> None:
         what = "negative or not finite" if root else "not finite"
         fix = "pass finite numbers of at least 0" if root else "pass finite numbers"
         text = f"{where} has a value that is {what}, which state={codec} cannot hold"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
 
 
 def _survives(moved: Tensor, cast: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mics_fn import _device, spans
-from mics_fn.errors import MicsError, human_bytes, message
+from mics_fn.errors import MicsError, human_bytes
 from mics_fn.spans import Span
 
 # `StepMemory`: the memory of a step by kind, from what was told while it ran.
@@ -313,7 +313,7 @@ class _NotWatched(Watched):
 
     def _error(self, what: str) -> MicsError:
         fix = "with mf.inspection.watch(): trainer.step(batch)"
-        return MicsError(message(f"last_step.{what}: nobody has watched that step", fix=fix))
+        return MicsError(f"last_step.{what}: nobody has watched that step", fix=fix)
 
 
 NOT_WATCHED: Watched = _NotWatched()

@@ -148,17 +148,17 @@ class Processes:
         """
         for rank, how in self.look().items():
             fix = "look at what it says, and start again"
-            raise GroupsError(message(f"notebook.start: rank {rank} ended", [how], fix))
+            raise GroupsError(f"notebook.start: rank {rank} ended", [how], fix)
         self._check(deadline, what)
 
     def _check(self, deadline: float, what: str) -> None:
         for process in self._started:
             if process.poll() is not None:
                 text = "notebook.start: a process ended that ranks need"
-                raise GroupsError(message(text, self._printed(), "look at what it says"))
+                raise GroupsError(text, self._printed(), "look at what it says")
         if time.monotonic() > deadline:
             text = f"notebook.start: {what} took too long"
-            raise CollectiveError(message(text, self._printed(), "pass timeout_s="))
+            raise CollectiveError(text, self._printed(), "pass timeout_s=")
         time.sleep(_LOOK_S)
 
     def _printed(self) -> list[str]:
@@ -590,13 +590,13 @@ def _check_sizes(size: int, nodes: int | None, topology: Any) -> None:
         checks.integer("notebook.start", name, value, optional=optional, fix="give 1 or more")
     if nodes is not None and topology is not None:
         fix = "pass one of them"
-        raise PlanError(message("notebook.start: nodes= and topology= are both given", fix=fix))
+        raise PlanError("notebook.start: nodes= and topology= are both given", fix=fix)
     if size % (nodes or 1):
         what = f"notebook.start: {size} ranks cannot be {nodes} equal nodes"
-        raise PlanError(message(what, fix=f"choose nodes= from the divisors of {size}"))
+        raise PlanError(what, fix=f"choose nodes= from the divisors of {size}")
     if topology is not None and topology.world_size != size:
         what = f"notebook.start: {topology} has {topology.world_size} ranks, not {size}"
-        raise PlanError(message(what, fix="pass n= to match"))
+        raise PlanError(what, fix="pass n= to match")
 
 
 def _places(size: int, node_size: int, begin: str) -> tuple[StartInfo, Any]:

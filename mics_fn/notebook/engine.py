@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 import mics_fn
-from mics_fn.errors import GroupsError, MicsError, message
+from mics_fn.errors import GroupsError, MicsError
 from mics_fn.groups import Topology, tell_all, withdraw_all
 from mics_fn.interrupts import send_again
 from mics_fn.notebook.cells import is_inside
@@ -107,7 +107,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 def _refuse_exit() -> NoReturn:
     """Refuse `exit()` in a cell, which would end the rank without a word a moment later."""
     fix = "cluster.stop() in a cell without %%ranks ends all ranks, cluster.restart() renews them"
-    raise GroupsError(message("exit(): a cell cannot end its rank", fix=fix))
+    raise GroupsError("exit(): a cell cannot end its rank", fix=fix)
 
 
 def _undisturbed(show: Callable[..., None], *args: Any, **options: Any) -> None:

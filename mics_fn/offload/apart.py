@@ -46,7 +46,7 @@ from torch import Tensor
 
 from mics_fn import _torch
 from mics_fn.collectives import Codec, refuse_derivative
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 from mics_fn.read_only import ReadOnly
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ class Apart(ReadOnly):
     def __tensor_flatten__(self) -> Any:
         """Raise LeafError: torch.compile calls this, and would trace nothing."""
         text = f"torch.compile: {self.noun} enters a compiled region, {self.lies_in()}"
-        raise LeafError(message(text, fix="clone() it before, which reads it"))
+        raise LeafError(text, fix="clone() it before, which reads it")
 
     __tensor_unflatten__ = __tensor_flatten__  # torch looks for both or neither
 

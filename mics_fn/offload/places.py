@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mics_fn import checks
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 
 HOST_BYTES = 64 * 2**20
 LEAST_HOST_BYTES = 2**20
@@ -138,7 +138,7 @@ class Where:
                 base = _read(clause, clause)
             else:
                 fix = "write overrides as in '*norm*: states=device', after the rest"
-                raise PlanError(message(f"where: no pattern in {clause!r}", fix=fix))
+                raise PlanError(f"where: no pattern in {clause!r}", fix=fix)
         return cls(**(base or {}), overrides=tuple(overrides))
 
     def __str__(self) -> str:
@@ -215,11 +215,9 @@ def _checked(override: Any) -> tuple[str, Where]:
     what = f"Where: the override {pattern!r}"
     if where.overrides or where.host_bytes != HOST_BYTES:
         fix = "give it params, states or grads"
-        raise PlanError(message(f"{what} sets what a leaf does not have", [f"{where}"], fix))
+        raise PlanError(f"{what} sets what a leaf does not have", [f"{where}"], fix)
     if not where._fields():
-        raise PlanError(
-            message(f"{what} sets no place", fix="write one, as in '*norm*: states=host'")
-        )
+        raise PlanError(f"{what} sets no place", fix="write one, as in '*norm*: states=host'")
     return pattern, where
 
 
@@ -231,7 +229,7 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
         name, value = (name, value) if equals else ("states", part)
         if name in found or name not in (*_FIELDS, "host_bytes"):
             text = f"where: {part!r} in {clause!r} gives no place for another field"
-            raise PlanError(message(text, [f"fields are {', '.join(_FIELDS)}, host_bytes"]))
+            raise PlanError(text, [f"fields are {', '.join(_FIELDS)}, host_bytes"])
         found[name] = (
             checks.nbytes("where", "host_bytes", value)
             if name == "host_bytes"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, spans
 from mics_fn.collectives import needs_derivative, refuse_derivative
-from mics_fn.errors import DonatedError, PlanError, message
+from mics_fn.errors import DonatedError, PlanError
 from mics_fn.offload.apart import Apart, Coded, is_coded, like_of
 from mics_fn.offload.scratch import UNIT, Extent, Scratch, aligned, padded
 
@@ -107,7 +107,7 @@ class Stored(Apart):
         if self.extent.was_given(self.start, self.start + self.size_bytes, self._generation):
             text = f"offload: {self.lies_in()} was overwritten by a step that was given it"
             fix = "use the new state, or pass donate=False"
-            raise DonatedError(message(text, fix=fix))
+            raise DonatedError(text, fix=fix)
 
 
 def is_stored(value: Any) -> bool:
@@ -392,7 +392,7 @@ def renewed(values: Sequence[Tensor]) -> list[Tensor]:
         if x.extent.is_held:
             fix = "wait() for that save, or write to a new tensor, which empty() makes"
             text = f"renewed: {x.lies_in()} is read by a save under way"
-            raise PlanError(message(text, fix=fix))
+            raise PlanError(text, fix=fix)
     for x in given:
         x.extent.give_away(x.start, x.start + x.size_bytes)
     return [

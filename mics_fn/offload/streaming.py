@@ -55,11 +55,11 @@ class Block(NamedTuple):
         found = [into if source is None else source for source, into in pairs]
         if not all(isinstance(x, Stored) for x in found):
             fix = "read stored tensors, or write to them"
-            raise PlanError(message("stream: a block of a tensor that is not stored", fix=fix))
+            raise PlanError("stream: a block of a tensor that is not stored", fix=fix)
         for source, into in pairs:
             if source is not None and into is not None and _form(source) != _form(into):
                 text = f"stream: {source!r} would be written to {into!r}"
-                raise PlanError(message(text, fix="write to a tensor of this shape and dtype"))
+                raise PlanError(text, fix="write to a tensor of this shape and dtype")
         return found
 
 
@@ -211,7 +211,7 @@ class _Stream:
             if need > len(self._slots[slot]):
                 text = f"stream: a block of {need} bytes, with slots of {len(self._slots[slot])}"
                 fix = "cut it, as cuts() says, or pass a larger host_bytes"
-                raise PlanError(message(text, fix=fix))
+                raise PlanError(text, fix=fix)
             self._check(coming)
         if done is not None:
             self._count(done)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch, spans, tree
 from mics_fn.collectives import finish_readers
-from mics_fn.errors import LeafError, MicsError, PlanError, message
+from mics_fn.errors import LeafError, MicsError, PlanError
 from mics_fn.offload import (
     HOST_BYTES,
     Block,
@@ -291,13 +291,13 @@ def held_of(trees: Sequence[Tree]) -> list[WorkingTree]:
             runs = shards.layout.runs
             if found and runs is not found[0].runs and runs != found[0].runs:
                 fix = "pass the optimizer's state of these parameters"
-                raise LeafError(message("opt_step: the state is of another tree", fix=fix))
+                raise LeafError("opt_step: the state is of another tree", fix=fix)
             found.append(WorkingTree(shards, runs, [], list(shards.wholes)))
             continue
         given = unpacked(shards)
         runs = found[0].runs if found else given.runs()
         if len(given.pieces) != sum(len(run.members) for run in runs):
-            raise LeafError(message("opt_step: trees of different numbers of leaves"))
+            raise LeafError("opt_step: trees of different numbers of leaves")
         found.append(WorkingTree(given, runs, given.pieces, [None] * len(runs)))
     return found
 
@@ -821,7 +821,7 @@ class Late:
         pieces, count = unpacked(found).pieces, sum(map(len, self._order))
         if len(pieces) != count:
             text = f"opt_step: gradients of {count} leaves were given to what made {len(pieces)}"
-            raise LeafError(message(text, fix="return a tree like the one that it was given"))
+            raise LeafError(text, fix="return a tree like the one that it was given")
         return [pieces[i] for i in self._order[place]]
 
     def _whole(self) -> Tree:
@@ -890,11 +890,11 @@ def columns(
     if live and any(is_coded(x) for each in held for x in each.wholes):
         fix = "shard without state=, or call it under torch.no_grad()"
         text = "opt_step: a derivative is asked for, and moments are kept as codes"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
     if live and donate:
         fix = "pass donate=False, or call it under torch.no_grad()"
         text = "opt_step: donate=True where a derivative is asked for"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
     (coming,) = [x for x in reads if isinstance(x, Coming)] or [None]
     if live or any(each.batched for each in held):
         if coming is not None:

@@ -261,7 +261,7 @@ def _check_equal(sent: list[Tensor], home: Groups) -> None:
         if len({found[rank] for rank in ranks}) > 1:
             text = f"reset: {name_ranks(ranks)} hold states of different sizes"
             fix = "start the rank that came back with the same script and the same options"
-            raise DesyncError(message(text, fix=fix))
+            raise DesyncError(text, fix=fix)
 
 
 def _rounds(sources: Mapping[int, int], ranks: tuple[int, ...]) -> Iterator[dict[int, int]]:
@@ -402,7 +402,7 @@ def _torn(verb: str, steps: dict[int, int], home: Groups) -> LostStateError:
     fix = "optim.same_step(state, groups, heal=True) takes the newer state from a replica"
     if _lost(steps, home):
         fix = "no replica has all of the newest state: go back to one that all ranks have saved"
-    return LostStateError(message(f"{verb}: ranks are at different steps", lines, fix))
+    return LostStateError(f"{verb}: ranks are at different steps", lines, fix)
 
 
 def _lost(steps: dict[int, int], home: Groups) -> bool:
@@ -589,9 +589,7 @@ class Comparison:
         fix = "find what differs between these ranks, or pass on_drift='heal'"
         if not trained:
             fix = "start all ranks with the same leaves that are not trained"
-        return DesyncError(
-            message(f"{self._verb}: replicas have drifted apart", lines, fix)
-        ), trained
+        return DesyncError(f"{self._verb}: replicas have drifted apart", lines, fix), trained
 
 
 def _part(state: Any, owners: Sequence[Any], home: Any) -> Any:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mics_fn import _torch, tree
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.offload import Coded, Stored, coded, is_apart, is_coded, is_stored, laid_like, read
 from mics_fn.shards import Bucket, Nothing, Sharded, Tied, is_leaf, mark_reduced, reduced_over
 from mics_fn.tree import Tree
@@ -266,10 +266,10 @@ def made(layout: Any, r: int, moment: Tensor, name: str) -> Tensor:
         text = f"init_state: state={bucket.state} of a precision"
         if name not in (*_MEANS, *_SQUARES):
             fix = "use adamw, adam, sgd or lion; or shard without state="
-            raise PlanError(message(f"{text}: there are no codes for {name!r}", fix=fix))
+            raise PlanError(f"{text}: there are no codes for {name!r}", fix=fix)
         if moment.ndim > 1 or _torch.inside_torch_func():
             fix = "shard without state= where derivatives or vmap are wanted"
-            raise PlanError(message(f"{text}: codes have no derivative", fix=fix))
+            raise PlanError(f"{text}: codes have no derivative", fix=fix)
         moment = coded(moment, bucket.state, name in _SQUARES, f"{bucket.names}, {name}")
     return moment if taking is None else taking(layout, r, moment)
 
@@ -286,7 +286,7 @@ def check_coded(params: Tree, opt: Any) -> None:
             text = f"init_state: {path} is not kept as the codes that precision= asks for"
             lines = [f"state={next(iter(codecs.values()))}"]
             fix = "use an optimizer of this package or of torch; or shard without state="
-            raise PlanError(message(text, lines, fix))
+            raise PlanError(text, lines, fix)
 
 
 def _is_coded(leaf: Any) -> bool:
@@ -338,7 +338,7 @@ class FlatShards:
             if run.bucket is not None and not isinstance(x, Sharded):
                 text = "by_leaf: these are the runs of a tree in full, no longer shards"
                 fix = "take the leaves first: unshard(moment.by_leaf(), groups)"
-                raise LeafError(message(text, fix=fix))
+                raise LeafError(text, fix=fix)
             whole = x.data if isinstance(x, Sharded) else x
             held.update(zip(run.members, split(run, whole), strict=True))
         given, leaves = iter([held[i] for i in range(len(held))]), []

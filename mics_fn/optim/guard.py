@@ -141,7 +141,7 @@ class LossScale:
             finite = bool(finite) if finite.dtype == torch.bool and finite.ndim == 0 else finite
         if not isinstance(finite, bool):
             fix = "pass torch.isfinite(norm) or a bool, the same on all ranks"
-            raise LeafError(message(f"adjust: finite is {finite!r}, not a bool", fix=fix))
+            raise LeafError(f"adjust: finite is {finite!r}, not a bool", fix=fix)
         if self.kind == "none":
             return self
         overflows = self.overflows + (not finite)
@@ -591,14 +591,14 @@ class Guard:
                 check_limit("Guard", name, limit)
         if not isinstance(self.spike, NormSpike | None):
             fix = "make one with norm_spike"
-            raise PlanError(message(f"Guard: spike={self.spike!r} is not a watch", fix=fix))
+            raise PlanError(f"Guard: spike={self.spike!r} is not a watch", fix=fix)
         if self.on_nonfinite is not None:
             words = "skip", "raise", "ignore"
             checks.choice("Guard", "on_nonfinite", self.on_nonfinite, *words)
         what = f"Guard: on_nonfinite={self.on_nonfinite!r}"
         if self.on_nonfinite == "ignore" and self.scale.kind == "dynamic":
             fix = "pass 'skip' or 'raise', or static_scale"
-            raise PlanError(message(f"{what} with a dynamic scale", fix=fix))
+            raise PlanError(f"{what} with a dynamic scale", fix=fix)
         if self.decides and (self.chosen or self.in_row):
             watch_origins()
 

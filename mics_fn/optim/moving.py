@@ -12,7 +12,7 @@ from torch import Tensor
 from mics_fn import _device, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.collectives import refuse_derivative
-from mics_fn.errors import FileError, LeafError, PlanError, message
+from mics_fn.errors import FileError, LeafError, PlanError
 from mics_fn.groups import reports
 from mics_fn.offload import (
     DEVICE,
@@ -70,7 +70,7 @@ class Mover:
             if self.place(path) != DEVICE:
                 text = f"move: {path} is to go to {self.place(path).kind}, and is kept as codes"
                 fix = "give states= a pattern that leaves it out; or shard without state="
-                raise PlanError(message(text, fix=fix))
+                raise PlanError(text, fix=fix)
             return x
         place, at_device = self.place(path), not is_stored(x) and x.device == self._device
         if place.kind == "disk":

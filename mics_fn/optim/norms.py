@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import collect
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Comm, Groups, Home, fold_ranks
 from mics_fn.optim.columns import in_chunks, map_columns
 from mics_fn.optim.comparing import facts_from
@@ -195,7 +195,7 @@ def _by_home(grads: Tree, groups: Any) -> dict[Groups, list[Tensor]]:
         elif not is_leaf(leaf):
             path = tree.paths(grads, "grads", is_leaf)[i]
             fix = "do both hops first: reduce_grads(grads, groups)"
-            raise LeafError(message(f"global_norm: {path} is not a shard", fix=fix))
+            raise LeafError(f"global_norm: {path} is not a shard", fix=fix)
     return by_home
 
 
@@ -318,7 +318,7 @@ def norm_problem(verb: str, homes: Iterable[Home]) -> PlanError | None:
         "clip by value (max_value=, clip_by_value), or take the norm over all parts yourself and "
         "scale the gradients; if no other rank holds a part of this model: make_groups(whole=True)"
     )
-    return PlanError(message(what, lines, fix=fix))
+    return PlanError(what, lines, fix=fix)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -570,4 +570,4 @@ def _check_same(a: Opened, b: Opened) -> None:
             where = f"{path} is {y}, and lies elsewhere than that of a, {x}"
     if where:
         fix = "pass trees that were sharded together"
-        raise LeafError(message("inner: the trees differ", [where], fix))
+        raise LeafError("inner: the trees differ", [where], fix)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.adam import adam as _adam
 
 from mics_fn import _torch, checks
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.offload import read
 from mics_fn.optim.columns import Column, columns, updating
 from mics_fn.optim.comparing import facts_from
@@ -163,7 +163,7 @@ def _check_class(cls: Any, elementwise: bool) -> None:
         reason = "it is not known to be elementwise, and a shard is a flat piece"
         fix = "pass elementwise=True if what it does to an element depends on no other element"
     name = getattr(cls, "__name__", type(cls).__name__)
-    raise PlanError(message(f"from_torch: {name} cannot be used: {reason}", fix=fix))
+    raise PlanError(f"from_torch: {name} cannot be used: {reason}", fix=fix)
 
 
 def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> OptimizerNames:
@@ -179,12 +179,12 @@ def _kind_of(verb: str, cls: Any, options: dict[str, Any]) -> OptimizerNames:
         if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
             text = f"{verb}: {cls.__name__} cannot be used: it keeps {name!r}, which is neither"
             text = f"{text} a tensor with the shape of the parameter nor one without dimensions"
-            raise PlanError(message(text, fix="let _init_group make it such a tensor"))
+            raise PlanError(text, fix="let _init_group make it such a tensor")
     moments = tuple(name for name, value in kept.items() if value.ndim)
     scalars = tuple(name for name in kept if name not in moments)
     if unset := [name for name in scalars if name not in first]:
         text = f"{verb}: {cls.__name__} cannot be used: its first step makes {unset[0]!r}"
-        raise PlanError(message(text, fix="let _init_group make it"))
+        raise PlanError(text, fix="let _init_group make it")
     return OptimizerNames(moments, scalars, tuple(name for name in kept if name not in first))
 
 
@@ -375,7 +375,7 @@ def _check_differentiable(cls: Any) -> None:
     if cls not in DIFFERENTIABLE:
         text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
         fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
 
 
 def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
@@ -585,7 +585,7 @@ def warmup_cosine(
     if total_steps <= warmup_steps:
         text = f"{verb}: warmup_steps={warmup_steps}, total_steps={total_steps}"
         lines = ["the rate would never fall: the warmup is a part of the whole"]
-        raise PlanError(message(text, lines, fix))
+        raise PlanError(text, lines, fix)
 
     def lr(step: int) -> float:
         if step < warmup_steps:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mics_fn import _device, _torch, checks, spans, tree
-from mics_fn.errors import FileError, LeafError, MicsError, PlanError, message
+from mics_fn.errors import FileError, LeafError, MicsError, PlanError
 from mics_fn.groups import Groups
 from mics_fn.interrupts import Commit
 from mics_fn.offload import Where, is_stored, read
@@ -52,7 +52,7 @@ def check_grads(want: Unpacked, got: Unpacked) -> bool:
         where = tree.first_mismatch(want.closed(), got.closed(), "grads", is_leaf)
         fix = "differentiate with respect to state.params"
         raise LeafError(
-            message("opt_step: the gradients' tree differs from the parameters'", [where], fix=fix)
+            "opt_step: the gradients' tree differs from the parameters'", [where], fix=fix
         )
     if not _fits(want, got):
         for i, (a, b) in enumerate(zip(want.leaves, got.leaves, strict=True)):
@@ -91,10 +91,10 @@ def _mismatch(path: str, param: Any, grad: Any) -> LeafError:
         fix = "do both hops first: reduce_grads(grads, groups, like=state.params)"
     elif isinstance(grad, Sharded) and grad.data.device != param.data.device:
         text = f"opt_step: {path} is on {grad.data.device}, its parameter on {param.data.device}"
-        return LeafError(message(text, fix="move it to the parameter's device"))
+        return LeafError(text, fix="move it to the parameter's device")
     elif isinstance(grad, Sharded) and grad.shape == param.shape:
         lines = [f"it lies at {_place(grad)}, the parameter at {_place(param)}"]
-    return LeafError(message(f"opt_step: {path} {what}", lines, fix=fix))
+    return LeafError(f"opt_step: {path} {what}", lines, fix=fix)
 
 
 def _place(leaf: Sharded) -> str:
@@ -167,7 +167,7 @@ def _from_pickle(step: int, params: Tree, opt: Any, buffers: dict[str, Tensor]) 
 def _no_optimizer(*_: Any) -> Any:
     text = "opt_step: this state comes from a pickle, which has no optimizer"
     fix = "from dataclasses import replace; state = replace(state, transform=optimizer)"
-    raise PlanError(message(text, fix=fix))
+    raise PlanError(text, fix=fix)
 
 
 _NO_OPTIMIZER = Transform(_no_optimizer, _no_optimizer, _no_optimizer)
@@ -211,7 +211,7 @@ def init_state(
       0
     """
     if params is None:
-        raise LeafError(message("init_state: params is None", fix="pass what shard gave"))
+        raise LeafError("init_state: params is None", fix="pass what shard gave")
     transform = as_transform(optimizer)
     check_leaves("init_state", params, tree.flatten(params, is_leaf)[0], "params")
     fix = "pass tensors by name, as dict(model.named_buffers())"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim.columns import Coming, Late, map_columns, needs_fetch, settled
 from mics_fn.optim.comparing import chained
 from mics_fn.optim.flat import Unpacked, unpacked
@@ -135,7 +135,7 @@ def from_update(
         if where:
             fix = "return (updates, state) with updates as shards.map makes them from the gradients"
             what = "from_update: the updates that update gave do not fit the parameters"
-            raise LeafError(message(what, [where], fix))
+            raise LeafError(what, [where], fix)
         return map_columns(lambda p, u: p.add_(u), params, updates, donate=donate), state
 
     step.notes_writes = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -216,11 +216,11 @@ def check_rate(verb: str, name: str, lr: Any, fix: str) -> None:
     elif lr.ndim or lr.is_complex():
         shape = tuple(lr.shape)
         text = f"{verb}: {name} is a tensor of shape {shape}, expected one with 0 dims"
-        raise PlanError(message(text, fix="pass a number, or torch.tensor(number)"))
+        raise PlanError(text, fix="pass a number, or torch.tensor(number)")
     elif lr.is_meta or lr.dtype == torch.bool:
         what = "on meta" if lr.is_meta else "a tensor of torch.bool"
         text = f"{verb}: {name} is {what}, expected a number"
-        raise PlanError(message(text, fix="pass a number, or torch.tensor(number)"))
+        raise PlanError(text, fix="pass a number, or torch.tensor(number)")
     elif _can_be_read(lr):
         checks.number(verb, name, lr.item(), least=0, fix=fix)
 
@@ -238,7 +238,7 @@ def check_own(fits: bool, kind: str, state: Any) -> None:
         fix = (
             "make it with init_state(params, optimizer), or load it with the optimizer of the save"
         )
-        raise PlanError(message(f"{text}and not that of {kind}", fix=fix))
+        raise PlanError(f"{text}and not that of {kind}", fix=fix)
 
 
 def check_rule(verb: str, lr: Rate, decay_mask: Mask | None, **numbers: Any) -> None:
@@ -326,7 +326,7 @@ def _no_optimizer(given: Any) -> PlanError:
         name, fix = f"the function {name}", f"call it: {name}(...)"
     elif isinstance(given, list | tuple):
         fix = "chain(a, b) makes one of several"
-    return PlanError(message(f"{name} is not an optimizer of init and update", fix=fix))
+    return PlanError(f"{name} is not an optimizer of init and update", fix=fix)
 
 
 def _plain(shards: Tree) -> dict[str, Tensor]:
@@ -486,13 +486,13 @@ def _owners(paths: Sequence[str], patterns: Sequence[str], with_default: bool) -
         if not mine and not with_default:
             lines = [f"patterns: {', '.join(map(repr, patterns))}"]
             text = f"by_path: {path} matches no pattern, and there is no default"
-            raise PlanError(message(text, lines, "pass default=, or a pattern that matches it"))
+            raise PlanError(text, lines, "pass default=, or a pattern that matches it")
         found.append(mine[-1] if mine else len(patterns))
     for i, pattern in enumerate(patterns):
         if i not in found:
             check_matched("by_path", [pattern], paths, leaf="trained leaf")
             text = f"by_path: {pattern!r} has only leaves that a later pattern matches, too"
-            raise PlanError(message(text, fix="write the pattern of more leaves first"))
+            raise PlanError(text, fix="write the pattern of more leaves first")
     return found
 
 

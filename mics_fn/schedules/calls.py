@@ -32,7 +32,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from mics_fn.errors import CollectiveError, message, name_ranks
+from mics_fn.errors import CollectiveError, name_ranks
 from mics_fn.schedules.messages import JobMessages, Stuck
 from mics_fn.store import poll
 
@@ -257,7 +257,7 @@ class Calls:
             what = f"call {number} over '{self._name}' has no answer in {self._timeout_s:g} s"
             lines = [f"rank {self._job.rank}: {text}", f"asked: {name_ranks(self._ranks)}"]
             fix = "look for a rank that stopped, or that makes fewer calls"
-            error = CollectiveError(message(what, lines, fix))
+            error = CollectiveError(what, lines, fix)
             raise self._job.late(error, [Stuck(self.key, number + 1, ranks, text)])
 
     def read(self) -> None:

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mics_fn.errors import CollectiveError, DesyncError, message, name_ranks
+from mics_fn.errors import CollectiveError, DesyncError, name_ranks
 from mics_fn.schedules import messages
 from mics_fn.schedules.policy import Learned, Seen
 from mics_fn.store import Store, later, poll
@@ -229,7 +229,7 @@ class Channel:
             who = name_ranks(late())
             what = f"defer: {who} did not leave the schedule in {self._timeout_s:g} s"
             lines, fix = [f"rank {self._rank} left it: {text}"], "look for a rank that stopped"
-            raise self.job.late(CollectiveError(message(what, lines, fix)))
+            raise self.job.late(CollectiveError(what, lines, fix))
         if len(set(found.values())) > 1:
             self.refuse({rank: text for rank, (_, text) in found.items()})
 

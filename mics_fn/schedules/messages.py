@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-from mics_fn.errors import DesyncError, GroupsError, MicsError, disagreement, message
+from mics_fn.errors import DesyncError, GroupsError, MicsError, disagreement
 from mics_fn.store import Store, later
 
 # What ranks write in the store for the others: one key says whether there is anything new.
@@ -315,7 +315,7 @@ class Departures:
                 if how == _RESET:
                     fix = "call groups = mics_fn.reset(groups), or trainer.reset(), on all ranks"
                 what = f"a call that rank {rank} will not make, since it {how}"
-                return GroupsError(message(what, lines, fix))
+                return GroupsError(what, lines, fix)
         return None
 
     def _note(self, rank: int) -> tuple[str, Mapping[str, int]]:

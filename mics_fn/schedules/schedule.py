@@ -19,7 +19,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple, cast
 
 from mics_fn import checks
-from mics_fn.errors import PlanError, message, name_ranks
+from mics_fn.errors import PlanError, name_ranks
 
 Kind = Literal["fetch", "use", "drop", "reduce", "backward"]
 Uses = Sequence[tuple[int, ...]]  # the buckets of each use
@@ -56,7 +56,7 @@ class Action(_Fields):
         if not _fit(kind, buckets):
             what = f"Action: {checks.given('kind', kind)}, {checks.given('buckets', buckets)}"
             fix = "write it as in Action('use', (1, 2)) or Action('fetch', (0,))"
-            raise PlanError(message(what, [_EXPECTED], fix))
+            raise PlanError(what, [_EXPECTED], fix)
         return super().__new__(cls, kind, buckets)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Schedule:
             if not isinstance(action, Action) or not _fit(*action):
                 fix = "give a list of Action, or read a text with Schedule.parse(text)"
                 what = f"Schedule: actions[{i}] is {action!r}"
-                raise PlanError(message(what, [_EXPECTED], fix))
+                raise PlanError(what, [_EXPECTED], fix)
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
@@ -177,7 +177,7 @@ class Schedule:
                 if nbytes > most:
                     wrong.append(f"{nbytes} bytes would be live, of at most {most}")
             if wrong:
-                raise PlanError(message(f"Schedule.check: actions[{i}] is '{action}'", wrong))
+                raise PlanError(f"Schedule.check: actions[{i}] is '{action}'", wrong)
             if change:
                 live.symmetric_difference_update(action.buckets)
 
@@ -241,7 +241,7 @@ def check_buckets(where: str, schedule: Schedule, sizes: Sequence[int]) -> None:
     for i, action in enumerate(schedule.actions):
         if action.buckets and action.buckets[-1] >= len(sizes):  # they ascend
             why = f"bucket {action.buckets[-1]} has no size; there are {len(sizes)} sizes"
-            raise PlanError(message(f"{where}: actions[{i}] is '{action}'", [why]))
+            raise PlanError(f"{where}: actions[{i}] is '{action}'", [why])
 
 
 # `plan`: what to fetch and drop around each use, for a budget of live bytes.

@@ -385,7 +385,7 @@ def check_blocks(verb: str, leaves: Sequence[LeafSpec]) -> None:
             most = lcm(*blocks.values())
             lines = [_text(fields), f"it would be padded to a multiple of {most:,} elements"]
             fix = "choose lengths of which the longest is a multiple of the others, as 64 and 256"
-            raise PlanError(message(text, lines, fix))
+            raise PlanError(text, lines, fix)
 
 
 def warn_of_padding(verb: str, buckets: Iterable[Bucket], stacklevel: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mics_fn import _device, _torch, tree
 from mics_fn.collectives import SHORT_NAMES
-from mics_fn.errors import DonatedError, LeafError, LostStateError, message
+from mics_fn.errors import DonatedError, LeafError, LostStateError
 from mics_fn.offload import is_coded, read
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
@@ -58,7 +58,7 @@ def parts_of(leaf: Any) -> tuple[Any, ...]:
     x: Tensor = leaf.data
     if _torch.is_wrapped(x) or x.grad_fn is not None:
         text = f"{leaf!r} is computed from a tensor that requires a gradient, and cannot be copied"
-        raise LeafError(message(text, fix="detach it first, or copy what it was computed from"))
+        raise LeafError(text, fix="detach it first, or copy what it was computed from")
     if is_coded(x):
         return type(leaf), *_of_codes(x), False, leaf.bucket, leaf.slot
     x = read(x)  # a copy is in memory, wherever this leaf lives
@@ -120,7 +120,7 @@ class NotATensor:
     ) -> Any:
         name = getattr(func, "__name__", func)
         text = f"torch: {name} is given a {cls.__name__} leaf, a piece of a tensor"
-        raise LeafError(message(text, fix=_GATHER))
+        raise LeafError(text, fix=_GATHER)
 
     def __format__(self, spec: str) -> str:
         """Its text, with the mend where torch puts it into an error of its own."""
@@ -162,19 +162,19 @@ class Sharded(NotATensor):
             return
         if any(isinstance(x, Sharded) for x in tree.flatten(self.data, is_leaf)[0]):
             text = f"the Jacobian of shards of {self.shape} with respect to shards"
-            raise LeafError(message(text, [LOCAL_BASIS], SHARED_BASIS))
+            raise LeafError(text, [LOCAL_BASIS], SHARED_BASIS)
 
     def __getattr__(self, name: str) -> Any:
         # Called only for an attribute that is missing, such as the data of a donated leaf.
         if name == "data" and is_lost(self):
             fix = "Trainer.reset takes it from a replica, or load a save: trainer.state = loaded"
             why = "a write that was cut short leaves values of two steps"
-            raise LostStateError(message(self._story(), [why], fix))
+            raise LostStateError(self._story(), [why], fix)
         if name == "data" and hasattr(self, "_donated"):
             fix = "use the value that came back, or pass donate=False"
-            raise DonatedError(message(self._story(), fix=fix))
+            raise DonatedError(self._story(), fix=fix)
         fix = _GATHER if hasattr(Tensor, name) else ""
-        raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
+        raise AttributeError(f"Sharded has no attribute {name!r}", fix=fix)
 
     def __reduce__(self) -> tuple:
         return from_parts, parts_of(self)
@@ -498,7 +498,7 @@ def owner_index(leaves: Sequence[Leaf]) -> list[int]:
         if isinstance(leaf, Tied):
             if (leaf.bucket, leaf.slot) not in at:
                 text = f"{leaf!r} is tied to a leaf that is not in this tree"
-                raise LeafError(message(text, fix="keep tied leaves in one tree"))
+                raise LeafError(text, fix="keep tied leaves in one tree")
             found.append(at[leaf.bucket, leaf.slot])
         else:
             found.append(i)
@@ -525,7 +525,7 @@ def refuse_computed(verb: str, paths: Sequence[str], tensors: Sequence[Tensor]) 
             text = f"{verb}: {path} is computed from a tensor that requires a gradient, which would"
             text += " not get it"
             fix = f"{verb} outside, and differentiate through gather; or pass its detach()"
-            raise LeafError(message(text, fix=fix))
+            raise LeafError(text, fix=fix)
 
 
 def refuse_tracing() -> None:
@@ -534,7 +534,7 @@ def refuse_tracing() -> None:
         text = "gather: torch records this program (linearize, make_fx, export), and cannot record"
         text += " what ranks send"
         fix = "use jvp or vjp; or gather outside, and give full tensors to what is recorded"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
 
 
 def _as_tensors(value: Any) -> str:
@@ -550,30 +550,30 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
     """Raise LeafError unless a leaf is a tensor that can be sharded on this device."""
     if not isinstance(leaf, Tensor):
         text = f"{verb}: {where} is {type(leaf).__name__}, expected torch.Tensor"
-        raise LeafError(message(text, fix=_as_tensors(leaf)))
+        raise LeafError(text, fix=_as_tensors(leaf))
     if leaf.layout != torch.strided or leaf.is_nested or leaf.dtype not in _DTYPES:
         kind = f"{leaf.layout}, {leaf.dtype}".replace("torch.", "")
         fix = f"pass a dense tensor of {', '.join(SHORT_NAMES.values())}, bool or whole numbers"
-        raise LeafError(message(f"{verb}: {where} is {kind}", fix=fix))
+        raise LeafError(f"{verb}: {where} is {kind}", fix=fix)
     if type(leaf) not in (Tensor, nn.Parameter) and _torch.is_dtensor(leaf):
         fix = (
             "of a tensor parallel model pass its to_local(), with groups of the data-parallel part "
             "of the mesh: make_groups(mesh=mesh['dp']); else its full_tensor()"
         )
-        raise LeafError(message(f"{verb}: {where} is a DTensor", fix=fix))
+        raise LeafError(f"{verb}: {where} is a DTensor", fix=fix)
     if _torch.is_wrapper(leaf):
         text = f"{verb}: {where} is {type(leaf).__name__}, which keeps its values in other tensors"
         fix = "pass a plain tensor, as its clone() or dequantize() may be, or leave it out"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
     hooks = _torch.hooks_of(leaf) if leaf.is_leaf else ()
     if hooks:
         text = f"{verb}: {where} has hooks ({', '.join(hooks)}), which nothing would call"
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
     if not leaf.is_meta and leaf.device != device:
         text = f"{verb}: {where} is on {leaf.device}, its groups are on {device}"
         fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
 
 
 # Gradients that arrive bucket by bucket: some can be used while others are still being reduced.
@@ -706,7 +706,7 @@ def refuse_overlaps(verb: str, leaves: Mapping[str, Tensor], trained: Collection
             text = f"{verb}: {first} and {second} overlap in memory, and are not the same tensor"
             shapes = f"shapes {tuple(leaves[first].shape)} and {tuple(leaves[second].shape)}"
             fix = "clone one of them, or keep one tensor and take views of it in forward"
-            raise LeafError(message(text, [shapes], fix))
+            raise LeafError(text, [shapes], fix)
 
 
 def _near(places: Iterable[MemoryPlace]) -> list[list[MemoryPlace]]:

@@ -45,7 +45,7 @@ from mics_fn.collectives import (
     start_reduce_scatter,
     wait_all,
 )
-from mics_fn.errors import LeafError, disagreement, message, rank_lines
+from mics_fn.errors import LeafError, disagreement, rank_lines
 from mics_fn.groups import Buffers, Comm
 from mics_fn.shards import pack
 from mics_fn.shards.leaf import LOCAL_BASIS, SHARED_BASIS, refuse_tracing
@@ -144,14 +144,14 @@ def _compare(
         text = f"{name}: ranks have batches of different shapes under vmap"
         by_rank = dict(zip(comm.ranks, shapes, strict=True))
         if rows:
-            raise LeafError(message(text, [*rank_lines(by_rank), LOCAL_BASIS], SHARED_BASIS))
+            raise LeafError(text, [*rank_lines(by_rank), LOCAL_BASIS], SHARED_BASIS)
         raise disagreement(text, by_rank, "give all ranks batches of one shape")
     for d, own in enumerate(rows):
         if own is not None and all(theirs[0] >> d & 1 for theirs in found):
             shared = collect(comm, own.to(torch.uint8), "rows of a batch").sum(0)
             if bool((shared > 1).any()):
                 text = "torch.func: row k of a batch under vmap is another direction on each rank"
-                raise LeafError(message(text, [LOCAL_BASIS], SHARED_BASIS))
+                raise LeafError(text, [LOCAL_BASIS], SHARED_BASIS)
 
 
 # The linear maps between ranks, on plain tensors: one value per member of each use.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mics_fn import tree
 from mics_fn.collectives import needs_derivative
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 from mics_fn.groups import Hierarchy
 from mics_fn.offload import laid_like
 from mics_fn.shards.bucket import Bucket
@@ -90,13 +90,13 @@ def _matched(shards: Tree, leaves: Sequence[Any], spec: Any, other: Tree, number
         if isinstance(value, Sharded) and isinstance(leaf, Sharded):
             if (value.bucket, value.slot) != (leaf.bucket, leaf.slot):
                 text = f"map: {path} is {value}, which is cut in another way"
-                raise LeafError(message(text, fix="pass trees that were sharded together"))
+                raise LeafError(text, fix="pass trees that were sharded together")
             value = value.data
         elif isinstance(leaf, Sharded) and isinstance(value, Tensor) and value.numel() == 1:
             value = _for_parts(value, leaf.bucket.parts)
         elif isinstance(leaf, Sharded) and not _is_number(value):
             text = f"map: {path} is {_kind(value)}"
-            raise LeafError(message(text, fix="pass shards, or one number per leaf"))
+            raise LeafError(text, fix="pass shards, or one number per leaf")
         found.append(value)
     return found
 
@@ -128,7 +128,7 @@ def _unlike(path: str, piece: Tensor, found: Any) -> LeafError:
     text = f"map: the function gave {_kind(found)} for {path}"
     lines = [f"expected {_kind(piece)}"]
     fix = "let it give one element for each, and cast it back with .to(piece.dtype)"
-    return LeafError(message(text, lines, fix))
+    return LeafError(text, lines, fix)
 
 
 def _kind(value: Any) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import Wire, agree, checksum, collect_all
-from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement, message
+from mics_fn.errors import GroupsError, LeafError, PlanError, disagreement
 from mics_fn.groups import Comm, Hierarchy, Home, Route, current, require_replicas
 from mics_fn.shards.bucket import Bucket
 from mics_fn.shards.leaf import Leaf, Sharded, Tied, dtype_name, is_leaf, mark_reduced, owner_index
@@ -31,9 +31,7 @@ def check_leaves(verb: str, shards: Tree, leaves: Sequence[Any], root: str) -> N
             fix = "make shards with shard(params, groups)"
             if hasattr(shards, "params") and hasattr(shards, "opt"):
                 fix = "of a TrainState pass its params"
-            raise LeafError(
-                message(f"{verb}: {path} is {type(leaf).__name__}, not a shard", fix=fix)
-            )
+            raise LeafError(f"{verb}: {path} is {type(leaf).__name__}, not a shard", fix=fix)
 
 
 def require_groups(verb: str, groups: Any) -> None:
@@ -41,7 +39,7 @@ def require_groups(verb: str, groups: Any) -> None:
     if groups is None or isinstance(groups, type):
         what = "groups is None" if groups is None else checks.given("groups", groups)
         fix = "make groups first: groups = mics_fn.make_groups(partition_size)"
-        raise GroupsError(message(f"{verb}: {what}", fix=fix))
+        raise GroupsError(f"{verb}: {what}", fix=fix)
 
 
 def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
@@ -62,14 +60,14 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
     if _torch.inside_functionalize():
         text = f"{verb}: it is called inside torch.func.functionalize, whose tensors have no memory"
         fix = f"{verb} outside, and functionalize what works on full tensors"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
     refuse_none(verb, tree, root)
 
 
 def refuse_none(verb: str, tree: Tree, root: str) -> None:
     """Raise LeafError if a verb is called with None, which is a tree without leaves, for a tree."""
     if tree is None:
-        raise LeafError(message(f"{verb}: {root} is None", fix="pass a tree of tensors or shards"))
+        raise LeafError(f"{verb}: {root} is None", fix="pass a tree of tensors or shards")
 
 
 def homes_of(verb: str, groups: Any, like: Tree) -> list[Any]:
@@ -263,7 +261,7 @@ class Opened:
         """
         if any(home.apart for home in dict.fromkeys(self.homes)):
             text = f"{self.verb}: these are the groups of the steps, in which no other replica is"
-            raise PlanError(message(text, fix=_OWN_GROUPS))
+            raise PlanError(text, fix=_OWN_GROUPS)
         require_replicas(self.verb, self.homes)
         return self
 
@@ -307,7 +305,7 @@ def values_up_to(spec: Any, shards: Tree, given: Tree, what: str) -> list[Any]:
         root = what.rpartition(" ")[2]
         where = tree.first_mismatch(shards, given, root, is_leaf) or "structure"
         text, fix = f"{what} is another tree", "pass one of the structure of the shards"
-        raise LeafError(message(text, [f"first difference: {where}"], fix)) from None
+        raise LeafError(text, [f"first difference: {where}"], fix) from None
 
 
 def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> list[BucketUse]:
@@ -337,10 +335,10 @@ def grouped(leaves: Sequence[Leaf], homes: Sequence[Any], verb: str = "") -> lis
 def _check_home(verb: str, use: BucketUse, homes: Sequence[Home], leaves: Sequence[Any]) -> None:
     if any(homes[i] is not use.home for i in use.members):
         text = f"{verb}: leaves of bucket {use.bucket.index} are given different groups"
-        raise PlanError(message(text, fix=_OWN_GROUPS))
+        raise PlanError(text, fix=_OWN_GROUPS)
     if use.route.size != use.bucket.parts:
         sizes = f"{use.bucket.parts}, the groups have {use.route.size} ranks"
-        raise PlanError(message(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS))
+        raise PlanError(f"{verb}: shards are cut in {sizes}", fix=_OWN_GROUPS)
     if use.bucket.codes is not None:
         check_kept(verb, use.bucket, [None if i is None else leaves[i].data for i in use.index])
 

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from mics_fn import _device, _torch
 from mics_fn.collectives import Codec, checksum
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
 from mics_fn.offload import (
     Coded,
@@ -70,7 +70,7 @@ def check_frozen(verb: str, trained: Mapping[str, Codec | None]) -> None:
     if coded:
         text = f"{verb}: leaves that are trained cannot be kept as codes: updates would be lost"
         fix = "name them in frozen=, or give param= behind a pattern that leaves them out"
-        raise PlanError(message(text, coded[:5], fix))
+        raise PlanError(text, coded[:5], fix)
 
 
 def has_codes(data: Any) -> bool:
@@ -106,7 +106,7 @@ def check_finite(what: str, codec: Codec, values: Tensor) -> None:
     if not bool(values.isfinite().all()):
         text = f"{what} has a value that is not finite, which param={codec} cannot hold"
         fix = "keep this leaf as values: give param= behind a pattern that leaves it out"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
 
 
 def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:
@@ -125,7 +125,7 @@ def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:
         kind = f"codes of {x.codes.codec}" if has_codes(x) else x.dtype
         text = f"{verb}: leaf {slot} of bucket {bucket.index} ({bucket.names}) is {kind}"
         fix = "keep the leaf that shard or load_shards gave; set() changes its values"
-        raise LeafError(message(text, [f"expected codes, {bucket.codes}"], fix))
+        raise LeafError(text, [f"expected codes, {bucket.codes}"], fix)
 
 
 def checksum_of(data: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def sent_as(name: str, value: Any) -> torch.dtype | Wire:
         codec = NAMES[value] if value in NAMES else Codec.parse(value)
         if at and not (level.isidentifier() and level.isascii()):
             fix = "write the name of a level behind @, as in int8[256]@node"
-            raise PlanError(message(f"Precision: {name}={value}@{level} names no level", fix=fix))
+            raise PlanError(f"Precision: {name}={value}@{level} names no level", fix=fix)
         value = Wire(Rounded(codec) if isinstance(codec, torch.dtype) else codec, level)
     value = Wire(value) if isinstance(value, Codec) else value
     if not isinstance(value, Wire):
@@ -64,7 +64,7 @@ def sent_as(name: str, value: Any) -> torch.dtype | Wire:
         return value
     if name == "hop2" and value.level:
         text = f"Precision: hop2={value}: replicas have no levels"
-        raise PlanError(message(text, fix=f"write hop2={value.codec}"))
+        raise PlanError(text, fix=f"write hop2={value.codec}")
     plain = isinstance(value.codec, Rounded) and not value.level
     return value.codec.dtype if plain else value  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -83,7 +83,7 @@ def kept_as(value: Any) -> torch.dtype | Codec:
     if block is None or block not in _BLOCKS:
         text = f"Precision: state={text_of(value)} is not a way to keep moments"
         fix = "use int8 or fp8, as in state=int8[256], with a power of two from 64 to 4096; or f32"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
     return value
 
 
@@ -107,7 +107,7 @@ def check_dtype(verb: str, name: str, dtype: Any) -> None:
         if isinstance(dtype, torch.dtype):
             kept = "not a dtype to compute, reduce or keep parameters in here"
             why = kept if dtype.is_floating_point else "not a float dtype"
-        raise PlanError(message(f"{verb}: {name}={dtype!r} is {why}", fix=f"pass one of {allowed}"))
+        raise PlanError(f"{verb}: {name}={dtype!r} is {why}", fix=f"pass one of {allowed}")
 
 
 class Dtypes(NamedTuple):
@@ -226,7 +226,7 @@ class Precision:
                 base = _read(clause, fields)
             else:
                 fix = "write overrides as in '*norm*: compute=f32', after the rest"
-                raise PlanError(message(f"Precision.parse: no pattern in {clause!r}", fix=fix))
+                raise PlanError(f"Precision.parse: no pattern in {clause!r}", fix=fix)
         return cls(**(base or {}), overrides=tuple(overrides))
 
     def __str__(self) -> str:
@@ -289,7 +289,7 @@ class Precision:
         if dtype != torch.float32:
             text = f"Precision: state={codec} for {path}, whose shards are {dtype}"
             fix = "give it param=f32, or write state=f32 for it behind a pattern"
-            raise PlanError(message(text, fix=fix))
+            raise PlanError(text, fix=fix)
         return codec
 
     @property
@@ -327,11 +327,9 @@ def _checked(override: Any) -> tuple[str, Precision]:
     what = f"Precision: the override {pattern!r}"
     if precision.overrides or precision.output is not None:
         fix = f"give it {', '.join(name for name in FIELDS if name != 'output')}"
-        raise PlanError(message(f"{what} sets what a leaf does not have", [f"{precision}"], fix))
+        raise PlanError(f"{what} sets what a leaf does not have", [f"{precision}"], fix)
     if not precision._fields():
-        raise PlanError(
-            message(f"{what} sets no field", fix="write one, as in '*norm*: compute=f32'")
-        )
+        raise PlanError(f"{what} sets no field", fix="write one, as in '*norm*: compute=f32'")
     return pattern, precision
 
 
@@ -343,7 +341,7 @@ def _read(clause: str, fields: str) -> dict[str, Any]:
         name, value = name if equals else "compute", value.removeprefix("torch.")
         if name in found or name not in FIELDS:
             fix = f"give each of {', '.join(FIELDS)} once at most"
-            raise PlanError(message(f"Precision.parse: {part!r} in {clause!r}", fix=fix))
+            raise PlanError(f"Precision.parse: {part!r} in {clause!r}", fix=fix)
         found[name] = NAMES.get(value, value)
     return found
 

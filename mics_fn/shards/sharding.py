@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mics_fn import _device, _torch, checks, spans, tree
 from mics_fn.collectives import Parts, Wire, agree, broadcast, check_level, check_replicas, in_parts
-from mics_fn.errors import PlanError, message, name_ranks
+from mics_fn.errors import PlanError, name_ranks
 from mics_fn.groups import Groups, Home
 from mics_fn.offload import DEVICE, Place, Scratch, Where, store
 from mics_fn.shards.bucket import (
@@ -173,11 +173,9 @@ def check_ties(
     for i, owner in enumerate(owners):
         if homes[i] is not homes[owner]:
             raise PlanError(
-                message(
-                    f"{verb}: {paths[i]} is tied to {paths[owner]}, but on other groups",
-                    [f"{homes[owner].describe()} against {homes[i].describe()}"],
-                    fix="give tied leaves the same groups, or clone one of them",
-                )
+                f"{verb}: {paths[i]} is tied to {paths[owner]}, but on other groups",
+                [f"{homes[owner].describe()} against {homes[i].describe()}"],
+                fix="give tied leaves the same groups, or clone one of them",
             )
 
 
@@ -187,7 +185,7 @@ def check_kept_place(verb: str, bucket: Bucket, place: Place) -> None:
         text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
         lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
         fix = "give param= or where= a pattern that leaves these out"
-        raise PlanError(message(text, lines, fix))
+        raise PlanError(text, lines, fix)
 
 
 def agree_on(layout: Layout) -> None:
@@ -309,7 +307,7 @@ def shard(
     checks.integer("shard", "source_rank", source_rank, 0, optional=True)
     if source_rank is not None and replicas == "check":
         fix = "pass replicas='broadcast' to take its values"
-        raise PlanError(message(f"shard: source_rank={source_rank} has no effect", fix=fix))
+        raise PlanError(f"shard: source_rank={source_rank} has no effect", fix=fix)
     options = Chosen.checked("shard", frozen, precision, bucket_bytes, order, bucket, where)
     layout = _lay_out("shard", "params", params, groups, options)
     refuse_computed("shard", layout.paths, layout.leaves)
@@ -430,7 +428,7 @@ def _source(home: Groups, source_rank: int | None) -> int:
         return home.ranks[0]
     if source_rank not in home.ranks:
         text = f"shard: source_rank={source_rank} is not one of {name_ranks(home.ranks)}"
-        raise PlanError(message(text, fix="name a global rank of the groups"))
+        raise PlanError(text, fix="name a global rank of the groups")
     return source_rank
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mics_fn import _torch, checks, tree
 from mics_fn.collectives import check_replicas, needs_derivative
-from mics_fn.errors import DonatedError, LeafError, message
+from mics_fn.errors import DonatedError, LeafError
 from mics_fn.groups import Groups
 from mics_fn.offload import laid_like
 from mics_fn.shards import pack
@@ -378,7 +378,7 @@ def _owed(verb: str, grads: Tree, groups: Any, like: Tree | None) -> _Owed:
         if done and len(done) < len(use.members):
             text = f"{verb}: {opened.path(done[0])} is reduced already, others of its bucket"
             text += " are not"
-            raise LeafError(message(text, fix="reduce a bucket's gradients together"))
+            raise LeafError(text, fix="reduce a bucket's gradients together")
         for i in done:
             out[i] = given[i]
         if not done and use.far:
@@ -440,7 +440,7 @@ def _check_grad(what: str, slot: Any, grad: Any) -> None:
         got = f"{dtype_name(grad.dtype)} of shape {tuple(grad.shape)}"
     expected = f"{' or '.join(map(dtype_name, allowed))} of shape {shape}"
     fix = "give the gradient of the full parameter"
-    raise LeafError(message(f"{what} is {got}, expected {expected}", fix=fix))
+    raise LeafError(f"{what} is {got}, expected {expected}", fix=fix)
 
 
 def _local(grad: Tensor | None, slot: Sharded, device: torch.device) -> Sharded:
@@ -505,7 +505,7 @@ def _averaged(
     if donate and needs_derivative(data):
         text = "sync_replicas: donate=True under autograd"
         fix = "pass donate=False where gradients are differentiated"
-        raise DonatedError(message(text, fix=fix))
+        raise DonatedError(text, fix=fix)
     with Writing() as writing, torch.no_grad() if donate else nullcontext():
         if donate:
             writing.covers(grads, "grads", verb)
@@ -614,7 +614,7 @@ def _check_tied(paths: Sequence[str], given: Sequence[Any], i: int, owner: int) 
     both = isinstance(x, Tensor) and isinstance(first, Tensor)
     if not both or _torch.is_wrapped(x) or _torch.is_wrapped(first) or not torch.equal(x, first):
         text = f"cut: {paths[i]} is tied to {paths[owner]}, and has a value of its own"
-        raise LeafError(message(text, fix="pass the same tensor for both, or None for this one"))
+        raise LeafError(text, fix="pass the same tensor for both, or None for this one")
 
 
 def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None:
@@ -625,7 +625,7 @@ def _check_value(path: str, leaf: Any, value: Any, device: torch.device) -> None
         got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
         expected = f"{' or '.join(map(dtype_name, allowed))} of shape {leaf.shape} on {device}"
         fix = "pass the full tensor, on the device of the groups"
-        raise LeafError(message(f"cut: {path} is {got}, expected {expected}", fix=fix))
+        raise LeafError(f"cut: {path} is {got}, expected {expected}", fix=fix)
     if leaf.bucket is not None and leaf.bucket.codes is not None and not value.is_meta:
         pack.check_finite(f"cut: {path}", leaf.bucket.codes, value)
 

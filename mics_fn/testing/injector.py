@@ -59,7 +59,7 @@ def store_hosts() -> list[int]:
     if not found:
         text = "inject: the process that hosts the store was not found on this machine"
         fix = "choose a rank on the node of MASTER_ADDR, and a job with a TCPStore"
-        raise GroupsError(message(text, [f"its address: {address}"], fix))
+        raise GroupsError(text, [f"its address: {address}"], fix)
     return sorted(found, key=lambda pid: pid == os.getpid())
 
 
@@ -332,7 +332,7 @@ def inject(
     size = _world_size()
     if rank is not None and rank >= size:
         text = f"inject: rank={rank} in a world of {size}"
-        raise PlanError(message(text, fix=f"pass one of 0 to {size - 1}, or None for every rank"))
+        raise PlanError(text, fix=f"pass one of 0 to {size - 1}, or None for every rank")
     checks.integer("inject", "step", step, 0, fix="1 is the first one")
     if not isinstance(operation, str) or not operation:
         fix = "pass a part of the name of a point, such as 'step' or 'hop 1'"
@@ -358,7 +358,7 @@ def _named(
     happen = FAULTS[fault]
     if fault == "torn" and operation != "commit":
         text = f"inject: fault='torn' at operation={operation!r}"
-        raise PlanError(message(text, fix="pass operation='commit'"))
+        raise PlanError(text, fix="pass operation='commit'")
     return fault, happen
 
 

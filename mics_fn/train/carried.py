@@ -152,7 +152,7 @@ def take_back(
         error = wrong
     except Exception as wrong:  # whatever a file may hold; other ranks must hear of it
         why = f"{type(wrong).__name__}: {wrong}".partition("\n")[0]
-        error = LeafError(message("take_back: this is not what was saved", [why], _ASK))
+        error = LeafError("take_back: this is not what was saved", [why], _ASK)
     about = "" if taken is None else f"go on at call {taken.state['sync'].step}"
     same_call("take_back", [trainer.member.home], about, error)
     if error is not None or taken is None:
@@ -181,7 +181,7 @@ def _checked(trainer: Any, state: Tree, extra: Any, other_options: OnChange) -> 
         raise PlanError(f"{text}, expected 'raise' or 'warn'")
     if extra["format"] != FORMAT:
         text = f"take_back: extra has format {extra['format']!r}, expected {FORMAT}"
-        raise LeafError(message(text, fix="use the version of mics_fn that saved it"))
+        raise LeafError(text, fix="use the version of mics_fn that saved it")
     strict, home = other_options == "raise", trainer.member.home
     saved, now = dict(extra["options"]), dict(lasting_options(trainer))
     if extra["ranks"][1:] != [home.world_size]:
@@ -242,7 +242,7 @@ def _compare_options(saved: Mapping[str, str], now: Mapping[str, str], strict: b
         text += f" in what changes numbers: {', '.join(grave)}" if grave else " in versions"
         if grave and strict:
             fix = "make the Trainer as it was, or pass other_options='warn' to go on with the new"
-            raise PlanError(message(text, lines, fix))
+            raise PlanError(text, lines, fix)
         warnings.warn(message(text, lines), stacklevel=4)
     return not any(name.startswith("guard scale ") for name in grave)
 
@@ -260,7 +260,7 @@ def _check_like(want: Tree, got: Tree, root: str) -> None:
         line = next(found, "")
     if line:
         fix = "load it like what `carried` gives of this trainer"
-        raise LeafError(message("take_back: it does not fit this trainer", [line], fix))
+        raise LeafError("take_back: it does not fit this trainer", [line], fix)
 
 
 def _kind(leaf: Any) -> str:
@@ -286,7 +286,7 @@ def _guard_from(guard: Guard, saved: Mapping[str, Any], same_scale: bool) -> Gua
     found = [] if found is None else found
     good = isinstance(scale, list) and [type(x) for x in scale] == kinds and min(scale) >= 0
     if not good or not isinstance(found, list) or not all(type(x) is float for x in found):
-        raise LeafError(message("take_back: extra.guard is not of a guard", fix=_ASK))
+        raise LeafError("take_back: extra.guard is not of a guard", fix=_ASK)
     window = guard.spike.window if guard.spike is not None else 1
     return with_numbers(guard, list(scale if same_scale else own), found[-window:])
 

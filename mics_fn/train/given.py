@@ -218,7 +218,7 @@ def _check_loss(loss: Any) -> None:
     if len(names) == 2 and names[0] in _OUTPUTS and names[1] in _TARGETS:
         name = getattr(loss, "__name__", type(loss).__name__)
         text = f"Trainer: loss={name} takes ({', '.join(names)}), expected loss(model, batch)"
-        raise PlanError(message(text, fix=_LOSS))
+        raise PlanError(text, fix=_LOSS)
 
 
 def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -> None:
@@ -239,7 +239,7 @@ def check_options(trainer: Any, prefetch: Any, schedule: Any, checkpoint: Any) -
     checks.flag(verb, "overlap_step", trainer.overlap_step)
     if trainer.overlap_step and trainer.recoverable:
         text = "Trainer: overlap_step=True with recoverable=True, which keeps states whole"
-        raise PlanError(message(text, fix="leave one of them out"))
+        raise PlanError(text, fix="leave one of them out")
     trainer.where = where_of(trainer.where)
     checks.integer(verb, "prefetch", prefetch, 0, fix="0 fetches nothing ahead")
     if trainer.grad_dtype is not None:
@@ -276,13 +276,13 @@ def check_compiled(model: Any, loss: Any, full_bytes: int) -> None:
     if bound:
         text = f"Trainer: torch.compile made {name_some(bound)} for the modules as they were given"
         lines = ["it would go on with their parameters, and not with those that are trained"]
-        raise PlanError(message(text, lines, "leave it out; see Limits in README"))
+        raise PlanError(text, lines, "leave it out; see Limits in README")
     if compiled and full_bytes:
         text = (
             f"Trainer: torch.compile wraps {name_some(compiled)}, which would be given parameters"
         )
         fix = "use its _orig_mod, or the function itself; or partition_size=1; see Limits in README"
-        raise PlanError(message(f"{text} that are gathered while it runs", fix=fix))
+        raise PlanError(f"{text} that are gathered while it runs", fix=fix)
 
 
 def as_shards(
@@ -324,7 +324,7 @@ def as_shards(
     for path, leaf in zip(tree.paths(params, "params", is_leaf), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_meta:
             fix = "pass params=: the shards that init_model gave with this model, or full tensors"
-            raise LeafError(message(f"Trainer: {path} is on meta, without a value", fix=fix))
+            raise LeafError(f"Trainer: {path} is on meta, without a value", fix=fix)
     if own is not None:
         options.setdefault("order", tree.own_order(own))
     options.setdefault("bucket_bytes", bucket_bytes_for(params, home))
@@ -338,7 +338,7 @@ def _check_trained(leaves: Sequence[Any]) -> None:
     if not any(isinstance(leaf, Sharded) for leaf in leaves):
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
         fix = "leave requires_grad=True on some, and out of frozen="
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
 
 
 def warn_of_overlap(trainer: Any) -> None:
@@ -371,7 +371,7 @@ def check_buffers(buffers: Mapping[str, Tensor], home: Groups) -> None:
             fix = "move the model to the device of its groups first"
             if value.is_meta:
                 fix = "make the model with init_model, or give the buffer a value"
-            raise LeafError(message(text, fix=fix))
+            raise LeafError(text, fix=fix)
 
 
 def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
@@ -379,22 +379,22 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     text = "Trainer: params= are not those of the model"
     if not isinstance(given, Mapping) or sorted(own) != sorted(map(str, given)):
         found = tree.first_mismatch(dict.fromkeys(own, 0), given, "params", is_leaf)
-        raise LeafError(message(text, [found], _SAME))
+        raise LeafError(text, [found], _SAME)
     for name, value in own.items():
         want, got = tuple(value.shape), tuple(given[name].shape)
         if want != got:
             lines = [f"params.{name}: expected {want}, got {got}"]
-            raise LeafError(message(text, lines, _SAME))
+            raise LeafError(text, lines, _SAME)
         if given[name].dtype.is_floating_point != value.dtype.is_floating_point:
             dtypes = [dtype_name(x.dtype) for x in (value, given[name])]
             lines = [f"params.{name}: expected {dtypes[0]}, got {dtypes[1]}"]
-            raise LeafError(message(text, lines, _SAME))
+            raise LeafError(text, lines, _SAME)
     want, got = _owners(own), _owners(given)
     for name, owner in want.items():
         if owner != got[name]:
             words = [f"tied to {to!r}" if to != name else "not tied" for to in (owner, got[name])]
             lines = [f"params.{name}: expected {words[0]}, got {words[1]}"]
-            raise LeafError(message(text, lines, _SAME))
+            raise LeafError(text, lines, _SAME)
 
 
 def _owners(values: Mapping[str, Any]) -> dict[str, str]:
@@ -418,7 +418,7 @@ def _check_shards(
     if options:
         text = f"Trainer: {', '.join(f'{name}=' for name in options)}: params= are shards already"
         fix = "give them to what made the shards: shard, init_model or load_shards"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
     tree.refuse_equal_paths("Trainer", params, "params", is_leaf)
     opened, bare = open_shards("Trainer", params, groups), tree.paths(params, "", is_leaf)
     patterns = precision.patterns if precision is not None else []
@@ -427,7 +427,7 @@ def _check_shards(
         data, bucket, name = getattr(leaf, "data", None), leaf.bucket, tree.join("params", path)
         if isinstance(data, Tensor) and data.device != home.device:
             text = f"Trainer: {name} is on {data.device}, its groups are on {home.device}"
-            raise LeafError(message(text, fix="make shards on the device of their groups"))
+            raise LeafError(text, fix="make shards on the device of their groups")
         if precision is not None and bucket is not None:
             own = bucket.dtype if bucket.codes is None else bucket.compute  # of what became codes
             want = precision.dtypes(path, own)
@@ -436,7 +436,7 @@ def _check_shards(
                 lines = [f"{word} {_names(x)}" for word, x in (("expected", want), ("got", got))]
                 text = f"Trainer: {name} was not made with this precision="
                 fix = "make the shards with the same precision"
-                raise PlanError(message(text, [*lines, "param/compute/reduce/accumulate"], fix))
+                raise PlanError(text, [*lines, "param/compute/reduce/accumulate"], fix)
             sent: list[Any] = [*precision.wires(path, bucket.dtype)]
             numel = bucket.numels[getattr(leaf, "slot", 0)]
             sent.append(
@@ -449,7 +449,7 @@ def _check_shards(
                 how = "kept" if sent[:3] == have[:3] else "sent"
                 text = f"Trainer: {name} is not {how} as this precision= says"
                 fix = "make the shards with the same precision"
-                raise PlanError(message(text, lines, fix))
+                raise PlanError(text, lines, fix)
 
 
 def _codes(given: list[Any]) -> str:

@@ -91,7 +91,7 @@ def sampler(
     require_groups("sampler", groups)
     if not isinstance(groups, Groups):
         fix = "pass the dataset first, then the groups whose ranks take different samples"
-        raise GroupsError(message(f"sampler: groups is {type(groups).__name__}", fix=fix))
+        raise GroupsError(f"sampler: groups is {type(groups).__name__}", fix=fix)
     checks.flag("sampler", "shuffle", shuffle)
     checks.flag("sampler", "drop_last", drop_last)
     checks.integer("sampler", "seed", seed, 0, fix="pass the same number on all ranks")
@@ -103,7 +103,7 @@ def sampler(
     error: MicsError | None = None
     if size == 0 or (drop_last and size < ranks):
         text = f"sampler: {size} samples for {ranks} ranks, drop_last={drop_last}"
-        error = LeafError(message(text, fix="give each rank at least one sample"))
+        error = LeafError(text, fix="give each rank at least one sample")
     about = f"{size} samples, shuffle={shuffle}, seed={seed}, drop_last={drop_last}"
     same_call("sampler", [groups], about, error)
     if error is not None:
@@ -189,7 +189,7 @@ class Position:
         good = isinstance(saved, dict) and set(saved) == names
         if not good or not all(type(saved[name]) is int and saved[name] >= 0 for name in numbers):
             text = f"{path}: this is not the position in a pass"
-            raise LeafError(message(text, fix="take what `carried` gave"))
+            raise LeafError(text, fix="take what `carried` gave")
         start = Randoms.from_plain(saved["start"])
         if saved["loader"] is not None:  # what cannot be read is found before anything changes
             from_plain(saved["loader"]["state"])
@@ -264,7 +264,7 @@ class Resume:
                 "pass a loader like the saved one; Checkpoints(other_options='warn') takes this one"
             )
             if self.strict:
-                raise LeafError(message(text, lines, fix))
+                raise LeafError(text, lines, fix)
             warnings.warn(message(text, lines), stacklevel=5)
         return generators_of(loader)
 
@@ -292,7 +292,7 @@ def _skip(batches: Iterator[Any], used: int) -> Any:
         return next(batches)
     except StopIteration:
         text = f"Trainer.fit: a pass ended before what {used} batches of the saved run had used"
-        raise LeafError(message(text, fix="pass a loader of the same data")) from None
+        raise LeafError(text, fix="pass a loader of the same data") from None
 
 
 def has_state(loader: Any) -> bool:
@@ -538,7 +538,7 @@ def _no_batch(loader: Any) -> LeafError:
     if isinstance(loader, Iterator):
         text += f" in this pass: {type(loader).__name__} can be gone through only once"
         fix = "pass a list, a DataLoader, or another object that can be gone through again"
-    return LeafError(message(text, fix=fix))
+    return LeafError(text, fix=fix)
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mics_fn import _device
 from mics_fn.collectives import start_mean_over_ranks
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
 from mics_fn.optim import StepTotals
 from mics_fn.train.program import count
@@ -66,7 +66,7 @@ def weight_of(weight: Callable[[Any], Any], batch: Any, device: torch.device) ->
     if not one and not plain:
         got = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
         text, fix = f"Trainer: weight gave {got!r:.80}", "return one number of at least 0"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
     if isinstance(found, Tensor):
         return found.detach().reshape(()).to(device, torch.float64, non_blocking=True)
     return torch.full((), float(found), dtype=torch.float64, device=device)

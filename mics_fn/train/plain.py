@@ -46,7 +46,7 @@ def as_plain(value: Any, path: str) -> Any:
         path, value = f"a key of {path}", odd
     text = f"{path} is {type(value).__name__}, which cannot be saved"
     fix = "use dicts with names, lists, tuples, numbers, strings, None and tensors"
-    raise LeafError(message(text, fix=fix))
+    raise LeafError(text, fix=fix)
 
 
 def from_plain(value: Any) -> Any:
@@ -116,7 +116,7 @@ class Randoms(NamedTuple):
             old, new = own.get_state(), self.device
             if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
                 text = f"take_back: extra.random has no state of a generator on {device}"
-                raise LeafError(message(text, fix="take what `carried` gave"))
+                raise LeafError(text, fix="take what `carried` gave")
 
     def plain(self) -> dict[str, Any]:
         """The states in the form in which they are saved: about 15 kB of tensors.
@@ -155,7 +155,7 @@ def _plain_numpy(state: Any) -> dict[str, Any]:
     kind = state["bit_generator"]
     if kind != "MT19937":
         text = f"numpy.random uses {kind}, whose state cannot be saved"
-        raise LeafError(message(text, fix="draw from a numpy.random.Generator of your own"))
+        raise LeafError(text, fix="draw from a numpy.random.Generator of your own")
     inner = state["state"]
     rest = {"has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
     return {_KEY: torch.tensor(inner[_KEY].tolist()), "pos": int(inner["pos"]), **rest}

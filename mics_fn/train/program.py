@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from mics_fn import checks, spans
 from mics_fn.collectives import SHORT_NAMES, mean_over_ranks
 from mics_fn.deferred import check_loss
-from mics_fn.errors import LeafError, message
+from mics_fn.errors import LeafError
 from mics_fn.groups import Groups
 from mics_fn.init import on_meta_copy, refuse_lazy
 from mics_fn.shards import (
@@ -52,15 +52,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if batch is None:
         fix = "return a batch from what makes them, such as the collate_fn of a DataLoader"
-        raise LeafError(message("Trainer: the batch is None", fix=fix))
+        raise LeafError("Trainer: the batch is None", fix=fix)
     if isinstance(batch, DataLoader | Iterator):
         text = f"Trainer: the batch is a {type(batch).__name__}, which gives batches"
         fix = "pass it to trainer.fit(loader, steps), or pass one of its batches"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
     rows = [x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
     if (rows and not any(rows)) or (isinstance(batch, list | tuple | dict) and not batch):
         fix = "give each rank a sample in each step, as DataLoader(..., drop_last=True) does"
-        raise LeafError(message("Trainer: the batch has no sample", fix=fix))
+        raise LeafError("Trainer: the batch has no sample", fix=fix)
 
     def moved(x: Any, path: str) -> Any:
         if isinstance(x, Tensor):
@@ -92,10 +92,10 @@ def cut(batch: Any, parts: int) -> list[Any]:
     def check(x: Any, path: str) -> Any:
         if isinstance(x, Tensor) and (x.ndim == 0 or x.shape[0] % parts):
             text = f"Trainer.step: {path} has shape {tuple(x.shape)}, accumulate={parts}"
-            raise LeafError(message(text, fix="make dim 0 a multiple of accumulate"))
+            raise LeafError(text, fix="make dim 0 a multiple of accumulate")
         if not isinstance(x, (Tensor, *PLAIN)) and not texts(x):
             text = f"Trainer.step: {path} is {type(x).__name__}, which cannot be cut in {parts}"
-            raise LeafError(message(text, fix=f"use {_KINDS}, or accumulate=1"))
+            raise LeafError(text, fix=f"use {_KINDS}, or accumulate=1")
         return x
 
     def part(x: Any, i: int) -> Any:
@@ -163,12 +163,12 @@ class ModuleBuffers:
             if (dtype.to_real() if dtype.is_complex else dtype) not in SHORT_NAMES:
                 text = f"Trainer: buffer {name!r} is {dtype}, which has no mean over ranks"
                 fix = "keep it as bfloat16, or register it with persistent=False"
-                raise LeafError(message(text, fix=fix))
+                raise LeafError(text, fix=fix)
 
     @staticmethod
     def _refuse(first: str, second: str, kind: str, which: str) -> None:
         text = f"Trainer: buffer {second!r} lies in the memory of {kind} {first!r}, {which}"
-        raise LeafError(message(text, fix="clone it, or take the view of it in forward"))
+        raise LeafError(text, fix="clone it, or take the view of it in forward")
 
     def copies(self, values: Values) -> Values:
         """Copies that share memory as the module's buffers do; see [Note: shared buffers]."""
@@ -219,7 +219,7 @@ def _check_copied(name: str, x: Tensor) -> None:
         wrong = f"{x.dtype}, of which torch makes no copies"
     if wrong:
         text = f"Trainer: buffer {name!r} is {wrong}"
-        raise LeafError(message(text, fix="keep the numbers that it stands for in buffers"))
+        raise LeafError(text, fix="keep the numbers that it stands for in buffers")
 
 
 # A stand-in for a model, whose calls cast their inputs and outputs as a `Precision` says.
@@ -408,7 +408,7 @@ class ModuleProgram:
             if isinstance(value, Tensor) and value.is_meta:
                 text = f"Trainer.state_dict: the model saves {name!r}, which is neither a parameter"
                 fix = "register it as a buffer, or take trainer.params() and state.buffers"
-                raise LeafError(message(f"{text} nor a buffer", fix=fix))
+                raise LeafError(f"{text} nor a buffer", fix=fix)
         return found
 
     @contextmanager
@@ -474,7 +474,7 @@ def program_of(
         return ModuleProgram(model, loss, precision)
     if loss is not None:
         text, fix = "Trainer: a loss_fn takes no loss=", "it gives the loss itself"
-        raise LeafError(message(text, fix=fix))
+        raise LeafError(text, fix=fix)
     return FunctionProgram(model, precision)
 
 
@@ -496,17 +496,17 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
         given = ", ".join([*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)])
         text = f"Trainer: the {model.__class__.__name__} cannot be called with this batch, as "
         text, fix = f"{text}model({given})", _NAMED if named else _PASS_LOSS
-        raise LeafError(message(text, [f"its forward takes {why}"], fix)) from error
+        raise LeafError(text, [f"its forward takes {why}"], fix) from error
     loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     name = model.__class__.__name__
     if loss is None and hasattr(out, "loss"):
         text = f"Trainer: the {name} gave no loss: its .loss is None"
-        raise LeafError(message(text, fix="give the batch what it computes the loss from: labels"))
+        raise LeafError(text, fix="give the batch what it computes the loss from: labels")
     got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
     text = f"Trainer: the {name} gave {got}, and without loss= that is the loss"
-    raise LeafError(message(text, ["expected one number, or a result with a .loss"], _PASS_LOSS))
+    raise LeafError(text, ["expected one number, or a result with a .loss"], _PASS_LOSS)
 
 
 def _say_how_called(error: Exception, model: nn.Module, batch: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from mics_fn import checks, tree
 from mics_fn.collectives import check_same
-from mics_fn.errors import LeafError, PlanError, message
+from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim import (
     Optimizer,
     TrainState,
@@ -174,7 +174,7 @@ class ReplicaSync:
             if not isinstance(found, tuple) or len(found) != 2 or not _is_like(found[0], grads):
                 text = f"{self.name}: it gave no gradients like those that it was given"
                 fix = "return a tree of shards, as shards.map gives; with init= also the next state"
-                raise LeafError(message(text, fix=fix))
+                raise LeafError(text, fix=fix)
             mean, outer = found
             return (fresh(mean) if keeps else mean), replace(state, outer=outer)
 
@@ -445,7 +445,7 @@ def policy_of(replica_sync: ReplicaSync | None, hop2: Any) -> ReplicaSync:
         return every_step() if replica_sync is None else replica_sync
     if replica_sync is not None:
         text = "Trainer: replica_sync= and hop2= are both given"
-        raise PlanError(message(text, fix="pass one; hop2=f is replica_sync=reduced_by(f)"))
+        raise PlanError(text, fix="pass one; hop2=f is replica_sync=reduced_by(f)")
     return reduced_by(hop2)
 
 

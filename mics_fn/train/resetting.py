@@ -37,7 +37,6 @@ from mics_fn.errors import (
     FileError,
     LostStateError,
     PeerFailed,
-    message,
     name_ranks,
     rank_lines,
 )
@@ -247,7 +246,7 @@ def _gone(found: Mapping[int, Said], why: str, lines: list[str]) -> LostStateErr
     newest = max(said.step for said in found.values())
     fix = f"put a state in its place that all ranks have saved, of step {newest} or before"
     fix += "; with checkpoint= the Trainer goes back to the newest by itself"
-    return LostStateError(message(f"{what}: {why}", lines, fix))
+    return LostStateError(f"{what}: {why}", lines, fix)
 
 
 def _place(said: Said) -> str:
@@ -264,9 +263,7 @@ def torn(found: Mapping[int, Said]) -> LostStateError:
         for rank, said in found.items()
     }
     fix = "pass heal=True, or go back to a state that all ranks have saved"
-    return LostStateError(
-        message("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
-    )
+    return LostStateError("Trainer.reset: ranks are at different steps", rank_lines(texts), fix)
 
 
 _ATTEMPTS = 5  # as a rank may be lost while another one is healed

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
-from mics_fn.errors import GroupsError, message
+from mics_fn.errors import GroupsError
 from mics_fn.groups import ErrorReport, StopRequest, rejoin_error
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
@@ -68,12 +68,12 @@ class Exporting:
 
         def __getattr__(self, name: str) -> Any:
             fix = _INSTEAD.get(name, "")
-            raise AttributeError(message(f"Trainer has no attribute {name!r}", fix=fix))
+            raise AttributeError(f"Trainer has no attribute {name!r}", fix=fix)
 
     def __reduce__(self) -> tuple:
         text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
         fix = "take trainer.state_dict(), or save it with Trainer(checkpoint=Checkpoints(folder))"
-        raise GroupsError(message(text, fix=fix))
+        raise GroupsError(text, fix=fix)
 
     def params(self) -> Tree:
         """Full parameters as plain tensors, on every rank, for export.

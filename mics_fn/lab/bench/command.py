@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.groups import Topology, plan_groups, read_launch
 from mics_fn.lab.bench.bytes import BytesConfig, measure_bytes, render_bytes
 from mics_fn.lab.bench.disk import add_disk_flags, disk_config_of, measure_disk, render_disk
@@ -161,7 +161,7 @@ def _of_ranks(args: argparse.Namespace, rounds: int, ranks: int) -> dict[str, An
     node_size = args.node_size or (job.node_size if job else 2 if ranks % 2 == 0 else ranks)
     if len(set(map(Precision.parse, args.precision))) < len(args.precision):
         text = f"--precision {' '.join(map(repr, args.precision))}: one of them is given twice"
-        raise PlanError(message(text, fix="give each once"))
+        raise PlanError(text, fix="give each once")
     return _of_gpt(args, rounds) | {
         "node_size": node_size,
         "precisions": tuple(args.precision),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.lab.bench.turns import BenchSetting, of_all_ranks
 
 HEADER_BYTES = 66  # per packet: Ethernet 14, IPv4 20, TCP 20, and timestamps of TCP 12
@@ -99,12 +99,12 @@ def read_rates(words: Sequence[str], steps: int) -> tuple[Rate, ...]:
         match = re.fullmatch(rf"({AS_IS}|unshaped|\d+(?:\.\d+)?[kmg]bit)(?::([1-9]\d*))?", word)
         if match is None:
             fix = f"write 200mbit, 1gbit, unshaped or {AS_IS}, followed by :3 for turns of 3 steps"
-            raise PlanError(message(f"{text}: {word} is not a rate", fix=fix))
+            raise PlanError(f"{text}: {word} is not a rate", fix=fix)
         found.append(Rate(match[1], int(match[2] or steps)))
     names = [rate.name for rate in found]
     if AS_IS in names and len(names) > 1:
         fix = f"leave {AS_IS} out: the rate that the links had before is not known here"
-        raise PlanError(message(f"{text}: {AS_IS} cannot be combined", fix=fix))
+        raise PlanError(f"{text}: {AS_IS} cannot be combined", fix=fix)
     if AS_IS not in names:
         _links(text)
     return tuple(found)
@@ -132,7 +132,7 @@ def _links(asked: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise PlanError(message(what, [f"{LINKS}={name}: {error}"], fix)) from None
+        raise PlanError(what, [f"{LINKS}={name}: {error}"], fix) from None
     if not callable(getattr(module, "set_rate", None)):
-        raise PlanError(message(what, [f"{LINKS}={name}: it has no set_rate"], fix))
+        raise PlanError(what, [f"{LINKS}={name}: it has no set_rate"], fix)
     return module

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import mics_fn as mf
 from mics_fn._device import is_async
 from mics_fn.collectives import Codec, mean_bytes
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.groups import placement
 from mics_fn.lab.bench.links import AS_IS, Rate
 from mics_fn.lab.bench.turns import BenchPeer, BenchTurns, in_job, nbytes
@@ -506,30 +506,30 @@ def check_peers(config: StepConfig, world_size: int) -> None:
     wrong = [name for name in config.peers if name not in PEERS]
     if wrong:
         what = f"{asked}: there is no peer {' '.join(wrong)}"
-        raise PlanError(message(what, fix=f"choose from {' '.join(PEERS)}"))
+        raise PlanError(what, fix=f"choose from {' '.join(PEERS)}")
     if len(set(config.peers)) < len(config.peers):
-        raise PlanError(message(f"{asked}: one is given twice", fix="give each once"))
+        raise PlanError(f"{asked}: one is given twice", fix="give each once")
     if not labels(config, world_size):
         every = replace(config, peers=tuple(PEERS), precisions=())
         fits = " ".join(labels(every, world_size))
         what = f"{asked}: none of these is measured with {world_size} ranks"
-        raise PlanError(message(what, fix=f"choose from {fits}"))
+        raise PlanError(what, fix=f"choose from {fits}")
     others = [name for name in config.peers if PEERS[name].mixed and not PEERS[name].ours]
     own = [text for text in config.precisions if Precision.parse(text).overrides]
     if own and others:
         what = f"--precision {own[0]!r}: {others[0]} has one precision for all parameters"
-        raise PlanError(message(what, fix="leave the overrides out, or that peer"))
+        raise PlanError(what, fix="leave the overrides out, or that peer")
     if config.overlap:
         others = [name for name in config.peers if not PEERS[name].ours]
         if others:
             fix = "choose peers of this library, such as keep overlap"
-            raise PlanError(message(f"--overlap: {others[0]} has no timeline", fix=fix))
+            raise PlanError(f"--overlap: {others[0]} has no timeline", fix=fix)
         if config.partition_size == world_size:
             what = f"--overlap: a partition group of all {world_size} ranks has no hop 2"
-            raise PlanError(message(what, fix=f"pass --partition-size, less than {world_size}"))
+            raise PlanError(what, fix=f"pass --partition-size, less than {world_size}")
     if config.rss and config.rates[0].name != AS_IS:
         text = "--rss with --rates: memory does not depend on them"
-        raise PlanError(message(text, fix="leave one of them out"))
+        raise PlanError(text, fix="leave one of them out")
     if config.rss and in_job():
         fix = "run it without a launcher, on any machine: --rss starts ranks of its own"
-        raise PlanError(message("--rss in a job: it needs new processes for each peer", fix=fix))
+        raise PlanError("--rss in a job: it needs new processes for each peer", fix=fix)

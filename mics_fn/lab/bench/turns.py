@@ -30,7 +30,7 @@ from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import _device, _torch, tree
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.groups import read_launch
 from mics_fn.lab.ranks.launch import launch
 
@@ -289,7 +289,7 @@ def num_ranks(asked: int | None, default: int) -> int:
         return asked or default
     if asked not in (None, job.world_size):
         what = f"--ranks {asked} in a job of {job.world_size}"
-        raise PlanError(message(what, fix="leave it out, because the job has its ranks already"))
+        raise PlanError(what, fix="leave it out, because the job has its ranks already")
     return job.world_size
 
 

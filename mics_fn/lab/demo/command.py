@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mics_fn import _device
 from mics_fn.collectives import Wire, check_level
-from mics_fn.errors import PlanError, human_bytes, message
+from mics_fn.errors import PlanError, human_bytes
 from mics_fn.groups import Plan, Topology, plan_groups
 from mics_fn.lab.demo.training import (
     CODED_LR,
@@ -108,14 +108,14 @@ def folder_for(out: Path | None, overwrite: bool) -> Path:
     if there and not overwrite:
         fix = "pass another --out, or --overwrite to replace them"
         what = f"--out {folder}: it has the results of an earlier run"
-        raise PlanError(message(what, [", ".join(there)], fix))
+        raise PlanError(what, [", ".join(there)], fix)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as err:
         fix, why = "pass --out with a folder that you may write to", getattr(err, "strerror", err)
-        raise PlanError(message(f"--out {folder}: {why}", fix=fix)) from err
+        raise PlanError(f"--out {folder}: {why}", fix=fix) from err
     return folder
 
 
@@ -128,7 +128,7 @@ def check_text(config: DemoConfig, lengths: Sequence[int]) -> None:
     if config.model.context >= min(lengths):
         what = f"--context {config.model.context}: the shortest part of the text has"
         fix = "pass a smaller --context, such as 128"
-        raise PlanError(message(f"{what} {min(lengths):,} bytes", fix=fix))
+        raise PlanError(f"{what} {min(lengths):,} bytes", fix=fix)
 
 
 def check_memory(config: DemoConfig, given: Sequence[str], has: int | None = None) -> None:
@@ -147,7 +147,7 @@ def check_memory(config: DemoConfig, given: Sequence[str], has: int | None = Non
     flags = " ".join(given) or "the defaults"
     what = f"{flags}: {config.ranks} ranks need at least {human_bytes(sum(parts.values()))}"
     fix = "pass smaller sizes; --help names the defaults"
-    raise PlanError(message(f"{what}, and this machine has {human_bytes(has)}", lines, fix))
+    raise PlanError(f"{what}, and this machine has {human_bytes(has)}", lines, fix)
 
 
 def needed_bytes(config: DemoConfig) -> dict[str, int]:
@@ -366,7 +366,7 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     if device == "cuda" and torch.cuda.device_count() < args.ranks:
         text = f"--device cuda with {args.ranks} ranks needs as many GPUs"
         found = [f"found: {torch.cuda.device_count()}"]
-        raise PlanError(message(text, found, "use --device cpu, or fewer ranks"))
+        raise PlanError(text, found, "use --device cpu, or fewer ranks")
     return DemoConfig(
         ranks=args.ranks,
         node_size=node_size,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mics_fn.errors import PlanError, message
+from mics_fn.errors import PlanError
 from mics_fn.groups import read_launch
 from mics_fn.lab.bench.turns import BenchTurns
 from mics_fn.lab.doctor.parts import PARTS, ReportPart
@@ -105,13 +105,13 @@ def _check_alone(args: argparse.Namespace) -> None:
     if args.gpu or args.parts or args.out:
         text = "doctor: a launcher started this process as one of several ranks"
         fix = "leave out --gpu, --parts and --out to check the job; or start it without a launcher"
-        raise PlanError(message(text, fix=fix))
+        raise PlanError(text, fix=fix)
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.parts and not args.gpu:
         text = f"--parts {','.join(args.parts)} without --gpu"
-        raise PlanError(message(text, fix="add --gpu, and --device cpu where there is no GPU"))
+        raise PlanError(text, fix="add --gpu, and --device cpu where there is no GPU")
     heads = GPTConfig.num_heads
     if args.dim and args.dim % heads:
         raise PlanError(f"--dim {args.dim} is not a multiple of {heads} heads")

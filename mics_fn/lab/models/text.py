@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mics_fn.errors import MicsError, message
+from mics_fn.errors import MicsError
 
 HELD_OUT_EVERY = 10  # files
 
@@ -87,11 +87,9 @@ def load_text(max_bytes: int = 4_000_000) -> Text:
     train, held_out = (b"".join(part) for part in parts)
     if not train or not held_out:
         raise MicsError(
-            message(
-                "load_text: this Python has no library sources to read",
-                [f"{folder}: {len(files)} files that end in .py"],
-                "use a Python whose standard library is a folder of sources",
-            )
+            "load_text: this Python has no library sources to read",
+            [f"{folder}: {len(files)} files that end in .py"],
+            "use a Python whose standard library is a folder of sources",
         )
     as_tensor = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)]
     return Text(*as_tensor, num_files=sum(map(len, parts)))

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from mics_fn._torch import num_process_groups
-from mics_fn.errors import GroupsError, message, name_ranks
+from mics_fn.errors import GroupsError, name_ranks
 from mics_fn.lab.ranks.failures import RankError, RankFailure, RankTimeoutError, describe, exit_text
 
 # The child's side of `pool`: one forked rank that answers calls until its parent is gone.
@@ -430,18 +430,14 @@ def _refuse_unsafe_fork() -> None:
         raise GroupsError("ranks: this platform cannot fork processes")
     if torch.cuda.is_initialized():
         raise GroupsError(
-            message(
-                "ranks: CUDA is initialised in this process, and a forked rank cannot use it",
-                fix="fork the ranks before the first use of CUDA, or use lab.ranks.launch",
-            )
+            "ranks: CUDA is initialised in this process, and a forked rank cannot use it",
+            fix="fork the ranks before the first use of CUDA, or use lab.ranks.launch",
         )
     if dist.is_initialized():
         raise GroupsError(
-            message(
-                "ranks: a process group is initialised in this process; its connections would be "
-                "dead in a forked rank",
-                fix="call torch.distributed.destroy_process_group() first",
-            )
+            "ranks: a process group is initialised in this process; its connections would be "
+            "dead in a forked rank",
+            fix="call torch.distributed.destroy_process_group() first",
         )
 
 
