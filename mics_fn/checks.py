@@ -162,8 +162,7 @@ def call(verb: str, fn: Callable[..., Any] | None, form: str, fix: str) -> None:
     name, _, arguments = form.partition("(")
     why = None if fn is None else misfit(fn, arguments.split(","), {})
     if why is not None:
-        text = f"{verb}: {name} cannot be called as {form}"
-        raise PlanError(text, [f"it takes {why}"], fix)
+        raise PlanError(f"{verb}: {name} cannot be called as {form}", [f"it takes {why}"], fix)
 
 
 def parameters(fn: Callable[..., Any]) -> Mapping[str, Parameter]:
@@ -317,10 +316,9 @@ def check_matched(
     for pattern in patterns:
         if not any(matches(pattern, path) for path in paths):
             near = difflib.get_close_matches(pattern.strip("*"), paths, n=3, cutoff=0.0)
-            text = f"{what}: the pattern {pattern!r} matches no {leaf}"
             lines = [f"nearest: {', '.join(near)}"] if near else []
             fix = "a pattern is a whole path, such as 'h.0.weight', or has * for parts of it"
-            raise kind(message(text, lines, fix))
+            raise kind(message(f"{what}: the pattern {pattern!r} matches no {leaf}", lines, fix))
 
 
 def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[str, V]:
@@ -337,9 +335,8 @@ def checked_override(override: Any, kind: type[V], marks: str = ";") -> tuple[st
     pair = isinstance(override, tuple | list) and len(override) == 2
     pattern, value = override if pair else ("", None)
     if not isinstance(pattern, str) or not isinstance(value, kind):
-        fix = f"give pairs of a pattern and a {kind.__name__}"
         text = f"{kind.__name__}: override {override!r} is not a pair"
-        raise PlanError(text, fix=fix)
+        raise PlanError(text, fix=f"give pairs of a pattern and a {kind.__name__}")
     if not pattern or pattern != pattern.strip() or set(pattern) & {*marks, "\n"}:
         written = ", ".join(f"for {mark!r}" for mark in marks)
         text = f"{kind.__name__}: the override {pattern!r} has a pattern without a text form"

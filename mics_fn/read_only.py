@@ -58,8 +58,7 @@ class ReadOnly(torch.Tensor):
     @grad.setter
     def grad(self, value: Any) -> None:
         if value is not None:
-            fix = "give gradients to opt_step, as shards"
-            raise self.refusal(".grad = would be lost on", fix)
+            raise self.refusal(".grad = would be lost on", "give gradients to opt_step, as shards")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Raises LeafError, since no `grad` is accumulated."""

@@ -189,9 +189,8 @@ def refuse_equal_paths(verb: str, tree: Tree, root: str, is_leaf: IsLeaf | None 
     first = next(path for i, path in enumerate(found) if path in found[:i])
     places = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
     same = [place.codify(root) for place, path in zip(places, found, strict=True) if path == first]
-    text = f"{verb}: {len(same)} leaves have the path {first}"
     fix = "rename keys, so that no two leaves have the same keys and indexes joined by dots"
-    raise LeafError(text, [" and ".join(same)], fix)
+    raise LeafError(f"{verb}: {len(same)} leaves have the path {first}", [" and ".join(same)], fix)
 
 
 def spread(
@@ -235,9 +234,8 @@ def spread(
         values, _ = flatten(full, is_value)
     for path, value in zip(paths(tree, what, is_leaf), values, strict=True):
         if not is_value(value):
-            text = f"{path}: got {type(value).__name__}, which is no {what}"
             fix = f"pass {what} for all leaves, a function from the path of a leaf, or a tree"
-            raise LeafError(text, fix=fix)
+            raise LeafError(f"{path}: got {type(value).__name__}, which is no {what}", fix=fix)
     return values
 
 

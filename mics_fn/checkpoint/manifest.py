@@ -282,9 +282,8 @@ def encoded(value: Any, root: str = "extra") -> tuple[str, dict[str, Tensor]]:
         if isinstance(x, list | tuple):
             found = [plain(each, f"{path}.{i}") for i, each in enumerate(x)]
             return found if isinstance(x, list) else {_TUPLE: found}
-        text = f"save: {path} is {type(x).__name__}"
         fix = "keep dicts of texts, lists, tuples, numbers, texts and tensors in it"
-        raise LeafError(text, fix=fix)
+        raise LeafError(f"save: {path} is {type(x).__name__}", fix=fix)
 
     return json.dumps(plain(value, root), separators=(",", ":")), tensors
 

@@ -226,9 +226,8 @@ class _Reader:
         elif isinstance(leaf, bool | int | float | str):
             self.found.values[name] = leaf
         else:
-            text = f"{self.verb}: {name} is {type(leaf).__name__}"
             fix = "keep shards, tensors, numbers and texts in a state; pass the rest as extra="
-            raise LeafError(text, fix=fix)
+            raise LeafError(f"{self.verb}: {name} is {type(leaf).__name__}", fix=fix)
 
     def _cut(self, name: str, leaf: Any) -> None:
         bucket, home = leaf.bucket, self.homes.get(leaf.bucket, self.main)
@@ -314,10 +313,9 @@ def main_home(verb: str, groups: Any, homes: Mapping[Bucket, Groups]) -> Groups:
     for home in found:
         home.partition.check_open()
         if sorted(home.ranks) != sorted(found[0].ranks):
-            lines = [found[0].describe(), home.describe()]
             fix = "save the leaves of each of them in a folder of its own"
             text = f"{verb}: leaves live on groups of different ranks"
-            raise PlanError(text, lines, fix)
+            raise PlanError(text, [found[0].describe(), home.describe()], fix)
     return found[0]
 
 

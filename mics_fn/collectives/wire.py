@@ -178,6 +178,5 @@ class Wire:
 def check_level(wire: Wire, names: tuple[str, ...]) -> None:
     """Raise PlanError if a wire names a level that is not one of these."""
     if wire.level and wire.level not in names:
-        text = f"precision: {wire} names a level that these groups do not have"
         fix = f"name one of {', '.join(names) or 'none'}, or leave out @{wire.level}"
-        raise PlanError(text, fix=fix)
+        raise PlanError(f"precision: {wire} names a level that these groups do not have", fix=fix)

@@ -42,8 +42,7 @@ def check_loss(verb: str, loss: Any) -> None:
     """Raise LeafError unless a loss is one number, as a tensor."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _kind_of(loss)
-        text = f"{verb}: the loss {got}, expected one number"
-        raise LeafError(text, fix=_as_one_number(loss))
+        raise LeafError(f"{verb}: the loss {got}, expected one number", fix=_as_one_number(loss))
 
 
 def _kind_of(value: Any) -> str:
@@ -433,8 +432,7 @@ class GradSum:
             fix = "call backward for each micro-step first"
             raise LeafError(f"GradSum.{verb}: {self._done()}", fix=fix)
         if self._released:
-            text = f"GradSum.{verb}: its memory was given back"
-            raise LeafError(text, fix="call release() last")
+            raise LeafError(f"GradSum.{verb}: its memory was given back", fix="call release() last")
         return bound
 
     def release(self) -> None:

@@ -216,8 +216,7 @@ class Maker:
                 store.compare_set(failed, "", what if late else "")
             what = store.get(failed).decode() if store.check([failed]) else ""
             if what:  # of a rank that failed because of another one, it may be
-                found = GroupsError(f"make_groups: {what}", fix=_FIX)
-                raise self.life.explained(found, wait=True)
+                raise self.life.explained(GroupsError(f"make_groups: {what}", fix=_FIX), wait=True)
         except BaseException as error:
             what = "could not make its groups"
             if isinstance(error.__cause__, TimeoutError):

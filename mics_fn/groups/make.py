@@ -219,8 +219,7 @@ def node_size_of(locations: Mapping[int, Location]) -> int:
         what = f"make_groups: nodes hold different numbers of these ranks, by {source}"
         lines = [f"{len(ranks)} on one node: {name_ranks(ranks)}" for ranks in nodes.values()]
         fix = "use equally many ranks of every node, or pass node_size= or topology="
-        shown = lines if len(lines) <= 8 else [*lines[:8], "..."]
-        raise PlanError(what, shown, fix)
+        raise PlanError(what, (lines if len(lines) <= 8 else [*lines[:8], "..."]), fix)
     return len(nodes[last or ""])
 
 

@@ -391,8 +391,7 @@ def check_limits(timeout_s: float, heartbeat_s: float | None, ranks: int) -> Non
     given = {"timeout_s": timeout_s} | ({} if heartbeat_s is None else {"heartbeat_s": heartbeat_s})
     for name, limit in given.items():
         if not isinstance(limit, int | float) or limit is True or not 0 < limit < 1e8:
-            fix = "pass seconds above 0"
-            raise PlanError(f"{name}={limit!r} is not a time limit", fix=fix)
+            raise PlanError(f"{name}={limit!r} is not a time limit", fix="pass seconds above 0")
     least = least_limit_s(ranks)
     if heartbeat_s is not None and heartbeat_s < least:
         text = f"heartbeat_s={heartbeat_s!r} would take ranks for lost that are well"

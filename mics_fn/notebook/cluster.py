@@ -476,8 +476,7 @@ class Cluster:
         busy = [rank for rank in ranks if rank in self._busy]
         if busy:
             what = f"notebook: {name_ranks(busy)} still at an earlier cell, inside C++ or stopped"
-            fix = "wait until that ends, or call cluster.restart()"
-            raise Refused(message(what, fix=fix))
+            raise Refused(message(what, fix="wait until that ends, or call cluster.restart()"))
 
 
 class Interrupted(KeyboardInterrupt):

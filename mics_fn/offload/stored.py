@@ -106,8 +106,7 @@ class Stored(Apart):
         """Raise DonatedError if the memory behind it was donated."""
         if self.extent.was_given(self.start, self.start + self.size_bytes, self._generation):
             text = f"offload: {self.lies_in()} was overwritten by a step that was given it"
-            fix = "use the new state, or pass donate=False"
-            raise DonatedError(text, fix=fix)
+            raise DonatedError(text, fix="use the new state, or pass donate=False")
 
 
 def is_stored(value: Any) -> bool:
@@ -391,8 +390,7 @@ def renewed(values: Sequence[Tensor]) -> list[Tensor]:
         x.check()
         if x.extent.is_held:
             fix = "wait() for that save, or write to a new tensor, which empty() makes"
-            text = f"renewed: {x.lies_in()} is read by a save under way"
-            raise PlanError(text, fix=fix)
+            raise PlanError(f"renewed: {x.lies_in()} is read by a save under way", fix=fix)
     for x in given:
         x.extent.give_away(x.start, x.start + x.size_bytes)
     return [

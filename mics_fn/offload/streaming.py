@@ -210,8 +210,7 @@ class _Stream:
             need = sum(padded(x.size_bytes) for x in coming.likes())
             if need > len(self._slots[slot]):
                 text = f"stream: a block of {need} bytes, with slots of {len(self._slots[slot])}"
-                fix = "cut it, as cuts() says, or pass a larger host_bytes"
-                raise PlanError(text, fix=fix)
+                raise PlanError(text, fix="cut it, as cuts() says, or pass a larger host_bytes")
             self._check(coming)
         if done is not None:
             self._count(done)

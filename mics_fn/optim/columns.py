@@ -888,13 +888,11 @@ def columns(
         torch.is_grad_enabled() and any(any_requires_grad(each.tensors) for each in held)
     )
     if live and any(is_coded(x) for each in held for x in each.wholes):
-        fix = "shard without state=, or call it under torch.no_grad()"
         text = "opt_step: a derivative is asked for, and moments are kept as codes"
-        raise PlanError(text, fix=fix)
+        raise PlanError(text, fix="shard without state=, or call it under torch.no_grad()")
     if live and donate:
-        fix = "pass donate=False, or call it under torch.no_grad()"
         text = "opt_step: donate=True where a derivative is asked for"
-        raise PlanError(text, fix=fix)
+        raise PlanError(text, fix="pass donate=False, or call it under torch.no_grad()")
     (coming,) = [x for x in reads if isinstance(x, Coming)] or [None]
     if live or any(each.batched for each in held):
         if coming is not None:

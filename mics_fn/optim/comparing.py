@@ -259,9 +259,8 @@ def _check_equal(sent: list[Tensor], home: Groups) -> None:
     for place in range(home.partition_size):
         ranks = home.ranks[place :: home.partition_size]
         if len({found[rank] for rank in ranks}) > 1:
-            text = f"reset: {name_ranks(ranks)} hold states of different sizes"
             fix = "start the rank that came back with the same script and the same options"
-            raise DesyncError(text, fix=fix)
+            raise DesyncError(f"reset: {name_ranks(ranks)} hold states of different sizes", fix=fix)
 
 
 def _rounds(sources: Mapping[int, int], ranks: tuple[int, ...]) -> Iterator[dict[int, int]]:

@@ -284,9 +284,8 @@ def check_coded(params: Tree, opt: Any) -> None:
         own = isinstance(x, Tensor) and x.ndim > 0
         if own or (_is_coded(x) and not is_coded(x.data)):
             text = f"init_state: {path} is not kept as the codes that precision= asks for"
-            lines = [f"state={next(iter(codecs.values()))}"]
             fix = "use an optimizer of this package or of torch; or shard without state="
-            raise PlanError(text, lines, fix)
+            raise PlanError(text, [f"state={next(iter(codecs.values()))}"], fix)
 
 
 def _is_coded(leaf: Any) -> bool:

@@ -569,5 +569,4 @@ def _check_same(a: Opened, b: Opened) -> None:
         if not where and places[0] != places[1]:
             where = f"{path} is {y}, and lies elsewhere than that of a, {x}"
     if where:
-        fix = "pass trees that were sharded together"
-        raise LeafError("inner: the trees differ", [where], fix)
+        raise LeafError("inner: the trees differ", [where], "pass trees that were sharded together")

@@ -374,8 +374,7 @@ def _init_to_differentiate(cls: Any, kind: OptimizerNames, params: Tree) -> Torc
 def _check_differentiable(cls: Any) -> None:
     if cls not in DIFFERENTIABLE:
         text = f"opt_step: from_torch({cls.__name__}) has no derivative, and here one is asked for"
-        fix = "use sgd, adam, adamw or lion, or call it under torch.no_grad()"
-        raise PlanError(text, fix=fix)
+        raise PlanError(text, fix="use sgd, adam, adamw or lion, or call it under torch.no_grad()")
 
 
 def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
@@ -584,8 +583,7 @@ def warmup_cosine(
         checks.integer(verb, name, steps, 0, fix=fix)
     if total_steps <= warmup_steps:
         text = f"{verb}: warmup_steps={warmup_steps}, total_steps={total_steps}"
-        lines = ["the rate would never fall: the warmup is a part of the whole"]
-        raise PlanError(text, lines, fix)
+        raise PlanError(text, ["the rate would never fall: the warmup is a part of the whole"], fix)
 
     def lr(step: int) -> float:
         if step < warmup_steps:

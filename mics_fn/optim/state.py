@@ -165,9 +165,8 @@ def _from_pickle(step: int, params: Tree, opt: Any, buffers: dict[str, Tensor]) 
 
 
 def _no_optimizer(*_: Any) -> Any:
-    text = "opt_step: this state comes from a pickle, which has no optimizer"
     fix = "from dataclasses import replace; state = replace(state, transform=optimizer)"
-    raise PlanError(text, fix=fix)
+    raise PlanError("opt_step: this state comes from a pickle, which has no optimizer", fix=fix)
 
 
 _NO_OPTIMIZER = Transform(_no_optimizer, _no_optimizer, _no_optimizer)

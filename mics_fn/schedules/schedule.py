@@ -82,8 +82,7 @@ class Schedule:
         for i, action in enumerate(self.actions):
             if not isinstance(action, Action) or not _fit(*action):
                 fix = "give a list of Action, or read a text with Schedule.parse(text)"
-                what = f"Schedule: actions[{i}] is {action!r}"
-                raise PlanError(what, [_EXPECTED], fix)
+                raise PlanError(f"Schedule: actions[{i}] is {action!r}", [_EXPECTED], fix)
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":

@@ -571,9 +571,8 @@ def check_tensor(verb: str, where: str, leaf: Any, device: torch.device) -> None
         fix = "remove them; to change gradients, chain a Transform before the optimizer"
         raise LeafError(text, fix=fix)
     if not leaf.is_meta and leaf.device != device:
-        text = f"{verb}: {where} is on {leaf.device}, its groups are on {device}"
         fix = f"move it with .to('{device}'), or make groups with device='{leaf.device}'"
-        raise LeafError(text, fix=fix)
+        raise LeafError(f"{verb}: {where} is on {leaf.device}, its groups are on {device}", fix=fix)
 
 
 # Gradients that arrive bucket by bucket: some can be used while others are still being reduced.

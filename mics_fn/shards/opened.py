@@ -59,8 +59,7 @@ def require_tree(verb: str, tree: Tree, groups: Any, root: str) -> None:
     require_groups(verb, groups)
     if _torch.inside_functionalize():
         text = f"{verb}: it is called inside torch.func.functionalize, whose tensors have no memory"
-        fix = f"{verb} outside, and functionalize what works on full tensors"
-        raise LeafError(text, fix=fix)
+        raise LeafError(text, fix=f"{verb} outside, and functionalize what works on full tensors")
     refuse_none(verb, tree, root)
 
 

@@ -81,9 +81,8 @@ def kept_as(value: Any) -> torch.dtype | Codec:
         return value
     block = value.block if isinstance(value, Codec) and value.name in AT_REST else None
     if block is None or block not in _BLOCKS:
-        text = f"Precision: state={text_of(value)} is not a way to keep moments"
         fix = "use int8 or fp8, as in state=int8[256], with a power of two from 64 to 4096; or f32"
-        raise PlanError(text, fix=fix)
+        raise PlanError(f"Precision: state={text_of(value)} is not a way to keep moments", fix=fix)
     return value
 
 

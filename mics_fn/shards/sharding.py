@@ -184,8 +184,7 @@ def check_kept_place(verb: str, bucket: Bucket, place: Place) -> None:
     if bucket.codes is not None and place != DEVICE:
         text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
         lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
-        fix = "give param= or where= a pattern that leaves these out"
-        raise PlanError(text, lines, fix)
+        raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
 
 
 def agree_on(layout: Layout) -> None:

@@ -503,9 +503,8 @@ def _averaged(
         uses = [replace(use, bucket=use.bucket.exact) for use in uses]
     data = opened.data
     if donate and needs_derivative(data):
-        text = "sync_replicas: donate=True under autograd"
         fix = "pass donate=False where gradients are differentiated"
-        raise DonatedError(text, fix=fix)
+        raise DonatedError("sync_replicas: donate=True under autograd", fix=fix)
     with Writing() as writing, torch.no_grad() if donate else nullcontext():
         if donate:
             writing.covers(grads, "grads", verb)

@@ -337,8 +337,7 @@ def _check_trained(leaves: Sequence[Any]) -> None:
     """Raise LeafError unless some leaf is trained, as steps would change nothing."""
     if not any(isinstance(leaf, Sharded) for leaf in leaves):
         text = "Trainer: no parameter is trained: all are frozen, or there is none"
-        fix = "leave requires_grad=True on some, and out of frozen="
-        raise LeafError(text, fix=fix)
+        raise LeafError(text, fix="leave requires_grad=True on some, and out of frozen=")
 
 
 def warn_of_overlap(trainer: Any) -> None:
@@ -383,18 +382,15 @@ def _check_names(own: Mapping[str, Tensor], given: Tree) -> None:
     for name, value in own.items():
         want, got = tuple(value.shape), tuple(given[name].shape)
         if want != got:
-            lines = [f"params.{name}: expected {want}, got {got}"]
-            raise LeafError(text, lines, _SAME)
+            raise LeafError(text, [f"params.{name}: expected {want}, got {got}"], _SAME)
         if given[name].dtype.is_floating_point != value.dtype.is_floating_point:
             dtypes = [dtype_name(x.dtype) for x in (value, given[name])]
-            lines = [f"params.{name}: expected {dtypes[0]}, got {dtypes[1]}"]
-            raise LeafError(text, lines, _SAME)
+            raise LeafError(text, [f"params.{name}: expected {dtypes[0]}, got {dtypes[1]}"], _SAME)
     want, got = _owners(own), _owners(given)
     for name, owner in want.items():
         if owner != got[name]:
             words = [f"tied to {to!r}" if to != name else "not tied" for to in (owner, got[name])]
-            lines = [f"params.{name}: expected {words[0]}, got {words[1]}"]
-            raise LeafError(text, lines, _SAME)
+            raise LeafError(text, [f"params.{name}: expected {words[0]}, got {words[1]}"], _SAME)
 
 
 def _owners(values: Mapping[str, Any]) -> dict[str, str]:
@@ -447,9 +443,8 @@ def _check_shards(
             if sent != have:
                 lines = [f"{word} {_codes(x)}" for word, x in (("expected", sent), ("got", have))]
                 how = "kept" if sent[:3] == have[:3] else "sent"
-                text = f"Trainer: {name} is not {how} as this precision= says"
                 fix = "make the shards with the same precision"
-                raise PlanError(text, lines, fix)
+                raise PlanError(f"Trainer: {name} is not {how} as this precision= says", lines, fix)
 
 
 def _codes(given: list[Any]) -> str:

@@ -44,9 +44,8 @@ def as_plain(value: Any, path: str) -> Any:
         if odd is None:
             return {"dict": {key: as_plain(x, f"{path}.{key}") for key, x in value.items()}}
         path, value = f"a key of {path}", odd
-    text = f"{path} is {type(value).__name__}, which cannot be saved"
     fix = "use dicts with names, lists, tuples, numbers, strings, None and tensors"
-    raise LeafError(text, fix=fix)
+    raise LeafError(f"{path} is {type(value).__name__}, which cannot be saved", fix=fix)
 
 
 def from_plain(value: Any) -> Any:

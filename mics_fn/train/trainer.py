@@ -67,8 +67,7 @@ class Exporting:
     if not TYPE_CHECKING:  # for which there is no other attribute
 
         def __getattr__(self, name: str) -> Any:
-            fix = _INSTEAD.get(name, "")
-            raise AttributeError(f"Trainer has no attribute {name!r}", fix=fix)
+            raise AttributeError(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
 
     def __reduce__(self) -> tuple:
         text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"

@@ -103,9 +103,8 @@ def main(args: argparse.Namespace) -> int:
 def _check_alone(args: argparse.Namespace) -> None:
     """Refuse what starts ranks of its own where a launcher has started several."""
     if args.gpu or args.parts or args.out:
-        text = "doctor: a launcher started this process as one of several ranks"
         fix = "leave out --gpu, --parts and --out to check the job; or start it without a launcher"
-        raise PlanError(text, fix=fix)
+        raise PlanError("doctor: a launcher started this process as one of several ranks", fix=fix)
 
 
 def _check(args: argparse.Namespace) -> None:
