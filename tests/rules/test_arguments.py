@@ -60,36 +60,18 @@ PlanError: adamw: lr=-1, expected a finite number of at least 0
 >>> optim.sgd("0.1")
 PlanError: sgd: lr='0.1', expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
->>> optim.sgd(None)
-PlanError: sgd: lr=None, expected a finite number of at least 0
-  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.adam(True)
 PlanError: adam: lr=True, expected a finite number of at least 0
-  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
->>> optim.adamw(nan)
-PlanError: adamw: lr=nan, expected a finite number of at least 0
   fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.lion(torch.ones(2))
 PlanError: lion: lr is a tensor of shape (2,), expected one with 0 dims
   fix: pass a number, or torch.tensor(number)
->>> optim.lion(torch.tensor(-1.0))
-PlanError: lion: lr=-1.0, expected a finite number of at least 0
-  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
->>> optim.sgd(torch.tensor(nan))
-PlanError: sgd: lr=nan, expected a finite number of at least 0
-  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
->>> optim.adamw(torch.tensor(math.inf))
-PlanError: adamw: lr=inf, expected a finite number of at least 0
-  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd(torch.tensor(0.1, device="meta"))
 PlanError: sgd: lr is on meta, expected a number
   fix: pass a number, or torch.tensor(number)
 >>> optim.sgd(torch.tensor(True))
 PlanError: sgd: lr is a tensor of torch.bool, expected a number
   fix: pass a number, or torch.tensor(number)
->>> optim.lion(float)
-PlanError: lion: lr is the class float, expected a finite number of at least 0
-  fix: pass a number such as 1e-3, a 0-dim tensor, or a function of the step
 >>> optim.sgd(0.1, momentum=-1)
 PlanError: sgd: momentum=-1, expected a finite number of at least 0
 >>> optim.sgd(0.1, momentum=0.9, nesterov="no")
@@ -117,10 +99,6 @@ PlanError: sgd: lr(0)=nan, expected a finite number of at least 0
   fix: let the function of the step give a rate for every step
 >>> optim.warmup_cosine(1.0, 100, 10)
 PlanError: warmup_cosine: warmup_steps=100, total_steps=10
-  the rate would never fall: the warmup is a part of the whole
-  fix: the order is peak, warmup_steps, total_steps, floor
->>> optim.warmup_cosine(1.0, 10, 10)
-PlanError: warmup_cosine: warmup_steps=10, total_steps=10
   the rate would never fall: the warmup is a part of the whole
   fix: the order is peak, warmup_steps, total_steps, floor
 >>> optim.warmup_cosine(-1.0, 1, 10)
@@ -178,9 +156,6 @@ PlanError: LossScale: value=nan, expected a finite number above 0
 >>> optim.LossScale("nope", 1.0)
 PlanError: LossScale: kind='nope', expected 'none', 'static' or 'dynamic'
   fix: make it with no_scale, static_scale or dynamic_scale
->>> optim.LossScale("static", "2")
-PlanError: LossScale: value='2', expected a finite number above 0
-  fix: make it with no_scale, static_scale or dynamic_scale
 >>> optim.LossScale("dynamic", 8.0, credits=-1)
 PlanError: LossScale: credits=-1, expected an int of at least 0
   fix: make it with no_scale, static_scale or dynamic_scale
@@ -207,9 +182,6 @@ LeafError: init_state: params.w is Tensor, not a shard
 >>> mf.init_state(shards(), None)
 PlanError: NoneType is not an optimizer of init and update
   fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
->>> mf.init_state(shards(), torch.optim.SGD)
-PlanError: the class SGD is not an optimizer of init and update
-  fix: pass from_torch(SGD, lr=...), or an instance
 >>> mf.init_state(shards(), torch.optim.SGD([x], 0.1))
 PlanError: SGD is not an optimizer of init and update
   fix: pass from_torch(torch.optim.SGD, lr=...), which makes one for shards
@@ -238,9 +210,6 @@ PlanError: opt_step: the state of the optimizer is of type TorchState, and not t
 >>> mf.opt_step(replace(state(optim.lion(0.1)), transform=optim.adam(0.1)), shards())
 PlanError: opt_step: the state of the optimizer is of type LionState, and not that of torch.optim.Adam with these options
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
->>> mf.opt_step(replace(state(optim.sgd(0.1)), transform=optim.adam(0.1)), shards())
-PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of torch.optim.Adam with these options
-  fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
 >>> mf.opt_step(replace(state(), transform=optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))), shards())
 PlanError: opt_step: the state of the optimizer is of type TorchState, and not that of a chain of 2
   fix: make it with init_state(params, optimizer), or load it with the optimizer of the save
@@ -265,17 +234,8 @@ LeafError: groups.w: got int, which is no groups
 >>> mf.shard({"w": x}, groups, frozen=lambda path: "no")
 PlanError: shard: frozen('w')='no', expected True or False
   fix: let the function return a bool
->>> mf.shard({"w": x}, groups, frozen=lambda path: x)
-PlanError: shard: frozen('w') is of type Tensor, expected True or False
-  fix: let the function return a bool
 >>> mf.shard({"w": x}, groups, bucket_bytes="1 MB of it")
 PlanError: shard: bucket_bytes='1 MB of it', expected a number of bytes of at least 1
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> mf.shard({"w": x}, groups, bucket_bytes=0)
-PlanError: shard: bucket_bytes=0, expected a number of bytes of at least 1
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> mf.shard({"w": x}, groups, bucket_bytes=True)
-PlanError: shard: bucket_bytes=True, expected a number of bytes of at least 1
   fix: pass an int, or a text such as '512MiB' or '1GB'
 >>> mf.shard({"w": x}, groups, replicas=None)
 PlanError: shard: replicas=None, expected 'check' or 'broadcast'
@@ -309,18 +269,6 @@ LeafError: bucket_sizes: shards is None
 # Schedules
 >>> mf.on_demand(live_bytes=1.5)
 PlanError: on_demand: live_bytes=1.5, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> mf.on_demand(live_bytes=nan)
-PlanError: on_demand: live_bytes=nan, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> mf.on_demand(live_bytes=True)
-PlanError: on_demand: live_bytes=True, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> mf.on_demand(live_bytes=-1)
-PlanError: on_demand: live_bytes=-1, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> mf.on_demand(live_bytes="1 GBit")
-PlanError: on_demand: live_bytes='1 GBit', expected a number of bytes of at least 0
   fix: pass an int, or a text such as '512MiB' or '1GB'
 >>> schedules.OnDemand(live_bytes=-1, prefetch=4)
 PlanError: OnDemand: live_bytes=-1, expected None or an int of at least 0
@@ -371,16 +319,11 @@ LeafError: record: shards is None
 PlanError: record: mark_backward='yes', expected True or False
 >>> mf.GradSum(0)
 PlanError: GradSum: micro_steps=0, expected an int of at least 1
->>> mf.GradSum(True)
-PlanError: GradSum: micro_steps=True, expected an int of at least 1
 >>> mf.GradSum(dtype="f32")
 PlanError: GradSum: dtype='f32' is not a torch.dtype
   fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
 >>> mf.GradSum(where="params: host")
 PlanError: GradSum: where='params: states=host' has no effect: it does not say where grads lie
-  fix: write grads=, as in where='grads=host'
->>> mf.GradSum(where="states=host, host_bytes=2MiB")
-PlanError: GradSum: where='states=host, host_bytes=2097152' has no effect: it does not say where grads lie
   fix: write grads=, as in where='grads=host'
 >>> summed(lambda full: full["w"])
 LeafError: GradSum.backward: the loss has shape (2,), expected one number
@@ -395,8 +338,6 @@ LeafError: defer(into=): another backward went through it than that of its GradS
 # Groups
 >>> mf.groups.Topology((2, 2.5))
 PlanError: Topology: sizes[1]=2.5 is not an int of at least 1
->>> mf.groups.plan_groups("8", 2)
-PlanError: Topology: sizes[0]='8' is not an int of at least 1
 >>> mf.groups.plan_groups(8, 2).chunk("1")
 PlanError: position 1 is outside the world of 8 ranks
 >>> mf.make_groups("1")
@@ -425,20 +366,11 @@ GroupsError: make_groups: device=0, expected the name of a device
 >>> mf.make_groups(backend="glooo")
 PlanError: make_groups: backend='glooo', expected one of gloo, ...
   fix: pass 'gloo'
->>> mf.make_groups(backend="cpu:")
-PlanError: make_groups: backend='cpu:', expected one of gloo, ...
-  fix: pass 'gloo'
 >>> mf.make_groups(timeout_s=nan)
 PlanError: make_groups: timeout_s=nan is not a time limit
   fix: pass seconds above 0
->>> mf.make_groups(timeout_s=True)
-PlanError: make_groups: timeout_s=True is not a time limit
-  fix: pass seconds above 0
 >>> mf.make_groups(heartbeat_s="10")
 PlanError: make_groups: heartbeat_s='10' is not a time limit
-  fix: pass seconds above 0
->>> mf.make_groups(heartbeat_s=0)
-PlanError: make_groups: heartbeat_s=0 is not a time limit
   fix: pass seconds above 0
 >>> mf.make_groups(heartbeat_s=0.1)
 PlanError: make_groups: heartbeat_s=0.1 would take ranks for lost that are well
@@ -470,12 +402,6 @@ GroupsError: reset: got no groups, expected Groups
 >>> mf.groups.StopRequest(groups, "TERM")
 PlanError: StopRequest: signals=['T', 'E', 'R', 'M'], expected a list of signals
   fix: pass signals that a process can handle, such as [signal.SIGTERM]
->>> mf.groups.StopRequest(groups, [True])
-PlanError: StopRequest: signals=[True], expected a list of signals
-  fix: pass signals that a process can handle, such as [signal.SIGTERM]
->>> mf.groups.StopRequest(groups, [9])
-PlanError: StopRequest: signals=[9], expected a list of signals
-  fix: pass signals that a process can handle, such as [signal.SIGTERM]
 
 # Models
 >>> mf.init_model(lambda: nn.Linear(2, 1), groups, seed="0")
@@ -496,9 +422,6 @@ WeightsNotFound: load_shards: path='nope' does not exist
 >>> mf.load_shards({"w": x}, groups, names=lambda name: 5)
 PlanError: load_shards: names('w')=5, expected a str that is not empty, or None
   fix: return the name of a parameter, or None to ignore this tensor
->>> mf.load_shards({"w": x}, groups, names=lambda name: "")
-PlanError: load_shards: names('w')='', expected a str that is not empty, or None
-  fix: return the name of a parameter, or None to ignore this tensor
 >>> mf.load_shards({"w": x}, groups, dtype="f32")
 PlanError: load_shards: dtype='f32' is not a torch.dtype
   fix: pass one of torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -515,28 +438,16 @@ PlanError: Trainer: model=None, expected an nn.Module or a function loss_fn(para
 >>> trainer(nn.Linear)
 PlanError: Trainer: model is the class Linear, expected an instance
   fix: pass Linear(...), not Linear
->>> trainer(optim.sgd(0.1), nn.Linear(2, 1))
-PlanError: Trainer: model is of type Transform, expected an nn.Module or a function loss_fn(params, batch)
-  fix: the order is Trainer(model, optimizer, groups, loss=...)
 >>> trainer(nn.Linear(2, 1), groups, optim.sgd(0.1))
 GroupsError: Trainer: groups is of type Transform, expected groups
   fix: the order is Trainer(model, optimizer, groups, loss=...)
 >>> trainer(nn.Linear(2, 1), 0.1)
 PlanError: float is not an optimizer of init and update
   fix: pass a Transform, e.g. adamw(1e-3) or from_torch(torch.optim.RMSprop, lr=1e-3)
->>> trainer(nn.Linear(2, 1), optim.sgd(0.1), None)
-GroupsError: Trainer: groups=None, expected groups
-  fix: the order is Trainer(model, optimizer, groups, loss=...)
 >>> trainer(nn.Linear(2, 1), optim.sgd(0.1), 5)
 LeafError: groups.bias: got int, which is no groups
   fix: pass groups for all leaves, a function from the path of a leaf, or a tree
 >>> trainer(frozen)
-LeafError: Trainer: no parameter is trained: all are frozen, or there is none
-  fix: leave requires_grad=True on some, and out of frozen=
->>> trainer(frozen=lambda path: True)
-LeafError: Trainer: no parameter is trained: all are frozen, or there is none
-  fix: leave requires_grad=True on some, and out of frozen=
->>> trainer(nn.ReLU())
 LeafError: Trainer: no parameter is trained: all are frozen, or there is none
   fix: leave requires_grad=True on some, and out of frozen=
 >>> trainer(shedule=None)
@@ -550,21 +461,11 @@ PlanError: Trainer: loss='mse', expected a function loss(model, batch)
   fix: call the model in it: lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 >>> trainer(accumulate=0)
 PlanError: Trainer: accumulate=0, expected an int of at least 1
->>> trainer(accumulate=True)
-PlanError: Trainer: accumulate=True, expected an int of at least 1
 >>> trainer(guard="skip")
 PlanError: Trainer: guard='skip', expected a Guard
   fix: make one: optim.Guard(...)
 >>> trainer(deterministic="yes")
 PlanError: Trainer: deterministic='yes', expected True or False
->>> trainer(deterministic=x)
-PlanError: Trainer: deterministic is of type Tensor, expected True or False
->>> trainer(guard=x)
-PlanError: Trainer: guard is of type Tensor, expected a Guard
-  fix: make one: optim.Guard(...)
->>> trainer(guard={})
-PlanError: Trainer: guard is of type dict, expected a Guard
-  fix: make one: optim.Guard(...)
 >>> trainer(check_replicas=-1)
 PlanError: Trainer: check_replicas=-1, expected an int of at least 0
   fix: 0 never compares replicas
@@ -574,15 +475,6 @@ PlanError: Trainer: on_drift=None, expected 'raise' or 'heal'
 PlanError: Trainer: recoverable='no', expected True or False
 >>> trainer(live_bytes=1.5)
 PlanError: Trainer: live_bytes=1.5, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> trainer(live_bytes=nan)
-PlanError: Trainer: live_bytes=nan, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> trainer(live_bytes=True)
-PlanError: Trainer: live_bytes=True, expected a number of bytes of at least 0
-  fix: pass an int, or a text such as '512MiB' or '1GB'
->>> trainer(live_bytes="1 GBit")
-PlanError: Trainer: live_bytes='1 GBit', expected a number of bytes of at least 0
   fix: pass an int, or a text such as '512MiB' or '1GB'
 >>> trainer(prefetch=None)
 PlanError: Trainer: prefetch=None, expected an int of at least 0
@@ -602,21 +494,6 @@ LeafError: Trainer: the batch has no sample
 >>> trainer().step(None)
 LeafError: Trainer: the batch is None
   fix: return a batch from what makes them, such as the collate_fn of a DataLoader
->>> trainer(accumulate=2).step(None)
-LeafError: Trainer: the batch is None
-  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
->>> trainer().eval(None)
-LeafError: Trainer: the batch is None
-  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
->>> trainer().fit([None], 1, progress=False)
-LeafError: Trainer: the batch is None
-  fix: return a batch from what makes them, such as the collate_fn of a DataLoader
->>> trainer().step([])
-LeafError: Trainer: the batch has no sample
-  fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
->>> trainer().eval(x[:0])
-LeafError: Trainer: the batch has no sample
-  fix: give each rank a sample in each step, as DataLoader(..., drop_last=True) does
 >>> trainer().step(DataLoader([1.0]))
 LeafError: Trainer: the batch is a DataLoader, which gives batches
   fix: pass it to trainer.fit(loader, steps), or pass one of its batches
@@ -649,20 +526,8 @@ PlanError: reduced_by: init cannot be called as init(params)
 >>> trainer().fit(None, 1)
 PlanError: Trainer.fit: loader=None, expected batches
   fix: the order is fit(loader, steps); a loader gives a batch per step
->>> trainer().fit({"x": x}, 1)
-PlanError: Trainer.fit: loader is of type dict, expected batches
-  fix: the order is fit(loader, steps); a loader gives a batch per step
->>> trainer().fit("data", 1)
-PlanError: Trainer.fit: loader='data', expected batches
-  fix: the order is fit(loader, steps); a loader gives a batch per step
->>> trainer().fit(3, [x])
-PlanError: Trainer.fit: loader=3, expected batches
-  fix: the order is fit(loader, steps); a loader gives a batch per step
 >>> trainer().fit([x], -1)
 PlanError: Trainer.fit: steps=-1, expected an int of at least 0
-  fix: pass the number of optimizer steps to take
->>> trainer().fit([x], 1.5)
-PlanError: Trainer.fit: steps=1.5, expected an int of at least 0
   fix: pass the number of optimizer steps to take
 >>> trainer().fit([x], 1, log_every=0)
 PlanError: Trainer.fit: log_every=0, expected an int of at least 1
@@ -691,8 +556,6 @@ PlanError: sampler: seed=9223372036854775808, expected an int of at most 2**63 -
 PlanError: sampler: shuffle='no', expected True or False
 >>> mf.Checkpoints(None)
 PlanError: Checkpoints: folder=None, expected a str or os.PathLike that is not empty
->>> mf.Checkpoints("")
-PlanError: Checkpoints: folder='', expected a str or os.PathLike that is not empty
 >>> mf.Checkpoints("a", every=0)
 PlanError: Checkpoints: every=0, expected an int of at least 1
 >>> mf.Checkpoints("a", keep=True)
@@ -817,14 +680,7 @@ LeafError: Trainer: buffer 'scale' is torch.float8_e4m3fn, which has no mean ove
 # Checkpoints
 >>> checkpoint.save(None, state(), groups, step=1)
 PlanError: save: path=None, expected a str or os.PathLike that is not empty
->>> checkpoint.save("", state(), groups, step=1)
-PlanError: save: path='', expected a str or os.PathLike that is not empty
->>> checkpoint.save(state(), "a", groups, step=1)
-PlanError: save: path is of type TrainState, expected a str or os.PathLike that is not empty
 >>> checkpoint.save("a", 5, groups, step=2)
-LeafError: save: the state has no tensor to save
-  fix: pass a TrainState, or a tree with shards or tensors
->>> checkpoint.save("a", {"w": "a"}, groups, step=2)
 LeafError: save: the state has no tensor to save
   fix: pass a TrainState, or a tree with shards or tensors
 >>> checkpoint.save("a", state(), None, step=1)
@@ -832,8 +688,6 @@ GroupsError: save: groups is None
   fix: make groups first: groups = mics_fn.make_groups(partition_size)
 >>> checkpoint.save("a", state(), groups, step=-1)
 PlanError: save: step=-1, expected an int of at least 0
->>> checkpoint.save("a", state(), groups, step=True)
-PlanError: save: step=True, expected an int of at least 0
 >>> checkpoint.save("a", state(), groups, step=1, keep="2")
 PlanError: save: keep='2', expected an int of at least 1
 >>> checkpoint.save("a", state(), groups, step=1, overwrite=True)
@@ -879,10 +733,6 @@ PlanError: from_update: facts is of type dict, expected a function
 LeafError: from_update: the updates that update gave do not fit the parameters
   updates.b is missing
   fix: return (updates, state) with updates as shards.map makes them from the gradients
->>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"w": x}, s))), shards())
-LeafError: from_update: the updates that update gave do not fit the parameters
-  updates.b is missing
-  fix: return (updates, state) with updates as shards.map makes them from the gradients
 >>> mf.opt_step(state(optim.from_update(lambda p: None, lambda g, s, p: ({"b": x, "w": x}, s))), shards())
 LeafError: from_update: the updates that update gave do not fit the parameters
   updates.b: expected a piece of 3 elements, got 2
@@ -907,12 +757,6 @@ PlanError: make_groups: ranks=[tensor([1., 1.]), ...] are not distinct ranks of 
 >>> mf.move(None, "states=host")
 LeafError: move: value=None, expected a TrainState or a tree of shards
   fix: make one with init_state, or with shard
->>> mf.move(5, "states=host")
-LeafError: move: value=5, expected a TrainState or a tree of shards
-  fix: make one with init_state, or with shard
->>> mf.move({"w": x}, "params=host")
-LeafError: move: value is of type dict, expected a TrainState or a tree of shards
-  fix: make one with init_state, or with shard
 
 # Looking inside, faults, trees
 >>> mf.get(shards(), groups, "w")
@@ -922,9 +766,6 @@ LeafError: groups.b: got str, which is no groups
 LeafError: set: w: the value is True, and the leaf has dtype float32
   fix: pass 1 to fill the leaf with that number
 >>> mf.set(roots(), "opt.moments.exp_avg_sq.w", -1.0, groups)
-LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
-  fix: pass finite numbers of at least 0
->>> mf.set(roots(), "opt.moments.exp_avg_sq.w", nan, groups)
 LeafError: set: opt.moments.exp_avg_sq.w has a value that is negative or not finite, which state=int8[256] cannot hold
   fix: pass finite numbers of at least 0
 >>> mf.set(roots(), "opt.moments.exp_avg.w", math.inf, groups)
@@ -938,9 +779,6 @@ PlanError: notebook.start: device=5, expected the name of a device
   fix: pass 'auto', 'cpu', or the kind of this machine's accelerators
 >>> mf.summary(None)
 LeafError: summary: shards=None, expected shards or tensors
-  fix: pass a tree of shards, or a TrainState such as trainer.state
->>> mf.summary(nn.Linear(2, 1))
-LeafError: summary: shards is of type Linear, expected shards or tensors
   fix: pass a tree of shards, or a TrainState such as trainer.state
 >>> mf.summary(shards(), rows=1)
 LeafError: summary: rows=1, expected None or an int of at least 2
