@@ -39,7 +39,7 @@ class MicsError(Exception):
       fix: pass tensors
     """
 
-    def __init__(self, text: str, lines: Iterable[str] = (), fix: str = "") -> None:
+    def __init__(self, text: str = "", lines: Iterable[str] = (), fix: str = "") -> None:
         super().__init__(message(text, lines, fix))
 
     # Python unpickles an error by calling its class with `args`, which is the text alone: the other
@@ -199,7 +199,7 @@ class LostStateError(DesyncError):
 
 def message(what: str, lines: Iterable[str] = (), fix: str = "") -> str:
     """One error text: a headline, indented details, and the fix."""
-    out = [f"{what}", *(f"  {line}" for line in lines)]
+    out = [what, *(f"  {line}" for line in lines)]
     if fix:
         out.append(f"  fix: {fix}")
     return "\n".join(out)

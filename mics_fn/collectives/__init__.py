@@ -88,7 +88,6 @@ from mics_fn.collectives.agreement import (
     agree,
     check_replicas,
     check_same,
-    checksum,
     collect_all,
     collect_bytes,
     collect_values,
@@ -131,6 +130,6 @@ from mics_fn.collectives.pending import (
     wait_all,
     wait_until,
 )
-from mics_fn.collectives.wire import SHORT_NAMES, Rounded, Wire, check_level
+from mics_fn.collectives.wire import SHORT_NAMES, Rounded, Wire, check_level, checksum
 
 __all__ = ["Codec", "all_gather", "start"]

@@ -16,20 +16,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mics_fn.collectives.levels import collect
+from mics_fn.collectives.wire import checksum
 from mics_fn.errors import DesyncError, MicsError, by_value, disagreement
 from mics_fn.groups import Failure, Groups, GroupState, Home, failure_of
 from mics_fn.schedules import NEWS
 from mics_fn.store import later
 from mics_fn.tree import digest, flatten
 
-_BLOCK = 2**20  # elements hashed at once
 E = TypeVar("E", bound=Exception)
 
 
@@ -121,30 +120,6 @@ def check_replicas(
     fix = "use the same seed or checkpoint on every rank, or pass replicas='broadcast'"
     values = {rank: f"value {name}" for rank, name in names.items()}
     raise disagreement(f"{what}: ranks hold different values", values, fix, [first])
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a tensor and its position; without a host sync on CUDA.
-
-    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
-    (True, False)
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(kinds[flat.dtype.itemsize])
-    total = torch.tensor(flat.numel(), dtype=torch.int64, device=flat.device)
-    for block in bits.split(_BLOCK):
-        # Odd weights are invertible modulo 2**64, so a single changed value changes the sum.
-        weights = _weights(flat.device)[: len(block)]
-        total = total * 6364136223846793005 + (block.long() * weights).sum()
-    return total
-
-
-@cache
-def _weights(device: torch.device) -> Tensor:
-    return torch.arange(_BLOCK, dtype=torch.int64, device=device) * 2862933555777941756 + 1
 
 
 def collect_all(groups: Home, tensor: Tensor) -> dict[int, Tensor]:

@@ -6,14 +6,14 @@ on those outside of it, which are slower. All other levels send the values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mics_fn.collectives.codec import Codec
 from mics_fn.errors import PlanError
-from mics_fn.groups import Route
 
 # The arithmetic of means: how parts from several ranks are added and divided.
 
@@ -167,12 +167,9 @@ class Wire:
     def _text(self) -> str:
         return f"{self.codec}@{self.level}" if self.level else f"{self.codec}"
 
-    def levels(self, route: Route) -> int:
-        """How many levels of a route it is used on, counted from the outermost."""
-        if not self.level or not route.levels:
-            return len(route.levels)
-        last = route.names.index(self.level)
-        return sum(route.names.index(level.reach or level.name) <= last for level in route.levels)
+    def levels(self, route: Any) -> int:
+        """How many levels of a `Route` it is used on, counted from the outermost."""
+        return route.levels_to(self.level)
 
 
 def check_level(wire: Wire, names: tuple[str, ...]) -> None:
@@ -180,3 +177,32 @@ def check_level(wire: Wire, names: tuple[str, ...]) -> None:
     if wire.level and wire.level not in names:
         fix = f"name one of {', '.join(names) or 'none'}, or leave out @{wire.level}"
         raise PlanError(f"precision: {wire} names a level that these groups do not have", fix=fix)
+
+
+# What ranks compare in the place of a tensor.
+
+_HASHED = 2**20  # elements at once
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """64 bits that depend on every bit of a tensor and its position; without a host sync on CUDA.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(b))
+    (True, False)
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(kinds[flat.dtype.itemsize])
+    total = torch.tensor(flat.numel(), dtype=torch.int64, device=flat.device)
+    for block in bits.split(_HASHED):
+        # Odd weights are invertible modulo 2**64, so a single changed value changes the sum.
+        weights = _weights(flat.device)[: len(block)]
+        total = total * 6364136223846793005 + (block.long() * weights).sum()
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    return torch.arange(_HASHED, dtype=torch.int64, device=device) * 2862933555777941756 + 1

@@ -294,7 +294,7 @@ class GroupState:
             self.settle(self.told)
             self.abandon(None)
         elif error is not None or self.failed is not None:
-            self.abandon(error or GroupsError(self.failed))
+            self.abandon(error or GroupsError(self.failed or ""))
         else:
             for ending in list(self.endings):
                 ending()

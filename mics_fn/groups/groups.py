@@ -80,6 +80,13 @@ class Route:
             )
         return self._splits[count]
 
+    def levels_to(self, last: str) -> int:
+        """How many levels there are from the outermost to a named one; all if the name is empty."""
+        if not last or not self.levels:
+            return len(self.levels)
+        end = self.names.index(last)
+        return sum(self.names.index(level.reach or level.name) <= end for level in self.levels)
+
     @property
     def comms(self) -> list[Comm]:
         """The two communicators of each level, in the order in which they were made."""

@@ -326,15 +326,12 @@ def make_groups(
     try:
         before = _before(universe, rank, timeout_s) if problem is None else None
         if before is not None:
-            key, found = before
-            life.key, life.returning = key, True
+            (life.key, found), life.returning = before, True
         elif len(universe) > 1:
             listen()
             store = monitor.join(life, life.timeout_s)
-            facts, spot = (
-                _facts(common, here),
-                distributed.spot_of(chosen, alone=served_by != "gloo"),
-            )
+            facts = _facts(common, here)
+            spot = distributed.spot_of(chosen, alone=served_by != "gloo")
             wait = {"timeout_s": life.timeout_s, "check": partial(life.check, ())}
             mine, judge = told(facts, here, spot), partial(judged, facts)
             returning.take_over(store, universe, rank, "make_groups")

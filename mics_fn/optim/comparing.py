@@ -188,18 +188,6 @@ def _text(value: Any) -> str:
     return "a function" if callable(value) else f"{value}"
 
 
-def chained(parts: Sequence[Any]) -> Callable[[Sequence[str]], Facts] | None:
-    """The facts of transforms in sequence; None if one has none."""
-    every = [part.facts for part in parts]
-    if None in every:
-        return None
-    return lambda paths: {
-        f"chain[{i}].{name}": text
-        for i, facts in enumerate(every)
-        for name, text in facts(paths).items()
-    }
-
-
 # A state that ranks take from a replica, in as few bytes as it has.
 
 _PARCEL_BYTES = 2**24  # that are sent at once, and copied for it

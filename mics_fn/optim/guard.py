@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class LossScale:
     Raises:
       PlanError: `kind` is not one of the three, or a number is out of its range.
     """
+
+    CHANGING: ClassVar = ("value", "credits", "good_steps", "overflows")  # from step to step
 
     kind: Literal["none", "static", "dynamic"]
     value: float

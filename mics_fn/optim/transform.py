@@ -13,7 +13,6 @@ from mics_fn import _torch, checks, tree
 from mics_fn.checks import check_matched, matches
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.optim.columns import Coming, Late, map_columns, needs_fetch, settled
-from mics_fn.optim.comparing import chained
 from mics_fn.optim.flat import Unpacked, unpacked
 from mics_fn.optim.moving import as_before
 from mics_fn.shards import Nothing, Sharded, is_leaf, names, needs_derivative, note_write
@@ -399,7 +398,19 @@ def chain(*transforms: Optimizer) -> Transform:
         after, new = step_unpacked(unpacked(grads), states, unpacked(params), donate)
         return after.closed(), new
 
-    return Transform(init, update, step, step_unpacked, chained(parts))
+    return Transform(init, update, step, step_unpacked, _facts_of(parts))
+
+
+def _facts_of(parts: Sequence[Any]) -> Facts | None:
+    """The facts of transforms in sequence; None if one has none."""
+    every = [part.facts for part in parts]
+    if None in every:
+        return None
+    return lambda paths: {
+        f"chain[{i}].{name}": text
+        for i, facts in enumerate(every)
+        for name, text in facts(paths).items()
+    }
 
 
 # `by_path`: other transforms for some leaves, by patterns of their paths.

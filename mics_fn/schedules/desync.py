@@ -26,11 +26,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from mics_fn.errors import CollectiveError, DesyncError, name_ranks
 from mics_fn.schedules import messages
-from mics_fn.schedules.policy import Learned, Seen
 from mics_fn.store import Store, later, poll
 
 _ORDERS = "defer: ranks use parameters in different orders"
@@ -65,6 +66,27 @@ class RunProgress(Protocol):
     def last_step(self) -> str:
         """The last thing that this rank did."""
         ...
+
+
+class Seen:
+    """What the runs on some groups have learned, for as long as a policy remembers it."""
+
+    def __init__(self) -> None:
+        self._learned = WeakSet[Any]()  # each a `Learned`
+
+    def add(self, learned: Any) -> None:
+        """Note what a run begins with, and will add to."""
+        self._learned.add(learned)
+
+    def digest(self) -> str:
+        """What ranks that have made the same runs have in common."""
+        facts = sorted(filter(None, (learned.facts for learned in self._learned)))
+        return sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+    def carry_over(self, *, forget: bool) -> None:
+        """Prepare all for new groups; see `Learned.carry_over`."""
+        for learned in self._learned:
+            learned.carry_over(forget=forget)
 
 
 class Channel:
@@ -122,7 +144,7 @@ class Channel:
             self._written.append([])
         return self.runs
 
-    def remember(self, learned: Learned) -> None:
+    def remember(self, learned: Any) -> None:
         """Note what a run begins with, and will add to."""
         self.seen.add(learned)
 
@@ -325,7 +347,7 @@ class Channels(Channel):
         number = number or 1 + max(part.runs for part in self._parts)
         return max(part.begin_run(progress, number) for part in self._parts)
 
-    def remember(self, learned: Learned) -> None:
+    def remember(self, learned: Any) -> None:
         """Note in every group what a run begins with."""
         self._in_each(lambda part: part.remember(learned))
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
-from weakref import WeakSet
 
 from mics_fn import checks
 from mics_fn.schedules.schedule import Schedule, plan
@@ -49,27 +47,6 @@ class Learned:
         if forget:
             self.schedule = self.order = self.firsts = self.passes = self.recomputes = None
             self.missed, self.again = set(), set()
-
-
-class Seen:
-    """What the runs on some groups have learned, for as long as a policy remembers it."""
-
-    def __init__(self) -> None:
-        self._learned = WeakSet[Learned]()
-
-    def add(self, learned: Learned) -> None:
-        """Note what a run begins with, and will add to."""
-        self._learned.add(learned)
-
-    def digest(self) -> str:
-        """What ranks that have made the same runs have in common."""
-        facts = sorted(filter(None, (learned.facts for learned in self._learned)))
-        return sha256("\n".join(facts).encode()).hexdigest()[:16]
-
-    def carry_over(self, *, forget: bool) -> None:
-        """Prepare all for new groups; see `Learned.carry_over`."""
-        for learned in self._learned:
-            learned.carry_over(forget=forget)
 
 
 @dataclass(eq=False)

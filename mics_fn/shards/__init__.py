@@ -120,6 +120,7 @@ from mics_fn.shards.opened import (
 from mics_fn.shards.pack import (
     brought,
     check_finite,
+    check_kept_place,
     checksum_of,
     coded_pieces,
     copied_to,
@@ -148,7 +149,7 @@ from mics_fn.shards.precision import (
     check_patterns,
     precision_of,
 )
-from mics_fn.shards.sharding import Laying, check_kept_place, layout_of, shard
+from mics_fn.shards.sharding import Laying, layout_of, shard
 from mics_fn.shards.verbs import (
     PendingTree,
     cut,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mics_fn import _device, _torch, tree
 from mics_fn.collectives import SHORT_NAMES
-from mics_fn.errors import DonatedError, LeafError, LostStateError
+from mics_fn.errors import DonatedError, LeafError, LostStateError, message
 from mics_fn.offload import is_coded, read
 from mics_fn.shards.bucket import Bucket
 from mics_fn.tree import Tree
@@ -174,7 +174,7 @@ class Sharded(NotATensor):
             fix = "use the value that came back, or pass donate=False"
             raise DonatedError(self._story(), fix=fix)
         fix = _GATHER if hasattr(Tensor, name) else ""
-        raise AttributeError(f"Sharded has no attribute {name!r}", fix=fix)
+        raise AttributeError(message(f"Sharded has no attribute {name!r}", fix=fix))
 
     def __reduce__(self) -> tuple:
         return from_parts, parts_of(self)

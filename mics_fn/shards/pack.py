@@ -44,7 +44,9 @@ from mics_fn.collectives import Codec, checksum
 from mics_fn.errors import LeafError, PlanError
 from mics_fn.groups import Buffers
 from mics_fn.offload import (
+    DEVICE,
     Coded,
+    Place,
     Stored,
     as_codes,
     copied_into,
@@ -107,6 +109,14 @@ def check_finite(what: str, codec: Codec, values: Tensor) -> None:
         text = f"{what} has a value that is not finite, which param={codec} cannot hold"
         fix = "keep this leaf as values: give param= behind a pattern that leaves it out"
         raise LeafError(text, fix=fix)
+
+
+def check_kept_place(verb: str, bucket: Bucket, place: Place) -> None:
+    """Raise PlanError if leaves that are kept as codes are to lie elsewhere."""
+    if bucket.codes is not None and place != DEVICE:
+        text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
+        lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
+        raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
 
 
 def check_kept(verb: str, bucket: Bucket, data: Sequence[Any]) -> None:

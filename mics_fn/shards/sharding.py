@@ -33,7 +33,7 @@ from mics_fn.shards.leaf import (
     refuse_overlaps,
 )
 from mics_fn.shards.opened import GroupsTree, require_tree
-from mics_fn.shards.pack import check_frozen, coded_pieces, pack_full, split_chunk
+from mics_fn.shards.pack import check_frozen, check_kept_place, coded_pieces, pack_full, split_chunk
 from mics_fn.shards.precision import (
     Chosen,
     Precision,
@@ -177,14 +177,6 @@ def check_ties(
                 [f"{homes[owner].describe()} against {homes[i].describe()}"],
                 fix="give tied leaves the same groups, or clone one of them",
             )
-
-
-def check_kept_place(verb: str, bucket: Bucket, place: Place) -> None:
-    """Raise PlanError if leaves that are kept as codes are to lie elsewhere."""
-    if bucket.codes is not None and place != DEVICE:
-        text = f"{verb}: leaves that are kept as codes lie on the device, not on {place.kind}"
-        lines = [f"bucket {bucket.index} ({bucket.names}): param={bucket.codes}"]
-        raise PlanError(text, lines, "give param= or where= a pattern that leaves these out")
 
 
 def agree_on(layout: Layout) -> None:

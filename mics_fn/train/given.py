@@ -40,7 +40,6 @@ from mics_fn.shards import (
     owners_of,
     shard,
 )
-from mics_fn.train.plain import SCALE
 from mics_fn.train.program import Values
 from mics_fn.train.replicas import ReplicaSync, SyncState
 from mics_fn.tree import Tree
@@ -114,7 +113,7 @@ def lasting_options(trainer: Any) -> dict[str, str]:
     Where ranks are and what they hold at a time may differ: that changes only how sums are rounded.
     """
     guard, scale = trainer.guard, trainer.guard.scale
-    changes = {*SCALE} if scale.kind == "dynamic" else {*SCALE} - {"value"}
+    changes = {*scale.CHANGING} - ({"value"} if scale.kind != "dynamic" else set())
     fixed = [f.name for f in fields(scale) if f.name not in changes]
     rest = [f.name for f in fields(guard) if f.name != "scale" and f.repr]
     facts = _facts(trainer, names(trainer.state.params), several=False)

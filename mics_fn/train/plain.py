@@ -162,8 +162,7 @@ def _plain_numpy(state: Any) -> dict[str, Any]:
 
 # What changes in a guard from step to step, as numbers that ranks and later runs take over.
 
-SCALE = ("value", "credits", "good_steps", "overflows")  # what changes in a `LossScale`
-COUNTS = ("in_row", "skipped")  # and in the guard itself
+_COUNTS = ("in_row", "skipped")  # beside those of its scale
 
 
 def guard_numbers(guard: Guard) -> tuple[list[Any], list[float] | None]:
@@ -172,15 +171,15 @@ def guard_numbers(guard: Guard) -> tuple[list[Any], list[float] | None]:
     JSON keeps every bit of them.
     """
     norms = guard.spike and list(guard.spike.norms)
-    own = [getattr(guard, name) for name in COUNTS]
-    return [*(getattr(guard.scale, name) for name in SCALE), *own], norms
+    own = [getattr(guard, name) for name in _COUNTS]
+    return [*(getattr(guard.scale, name) for name in guard.scale.CHANGING), *own], norms
 
 
 def with_numbers(guard: Guard, scale: list[Any], norms: list[float] | None) -> Guard:
     """The guard with what `guard_numbers` gave of one like it."""
     spike = guard.spike and replace(guard.spike, norms=tuple(norms or ()))
-    found = dict(zip((*SCALE, *COUNTS), scale, strict=True))
-    changed = replace(guard.scale, **{name: found.pop(name) for name in SCALE})
+    found = dict(zip((*guard.scale.CHANGING, *_COUNTS), scale, strict=True))
+    changed = replace(guard.scale, **{name: found.pop(name) for name in guard.scale.CHANGING})
     return replace(guard, scale=changed, spike=spike, **found)
 
 

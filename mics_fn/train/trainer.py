@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_fn import checks, spans
 from mics_fn._torch import keeps_grad_mode
 from mics_fn.deferred import bucket_sizes, defer
-from mics_fn.errors import GroupsError
+from mics_fn.errors import GroupsError, message
 from mics_fn.groups import ErrorReport, StopRequest, rejoin_error
 from mics_fn.inspection import NOT_WATCHED
 from mics_fn.offload import Where
@@ -67,7 +67,9 @@ class Exporting:
     if not TYPE_CHECKING:  # for which there is no other attribute
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
+            raise AttributeError(
+                message(f"Trainer has no attribute {name!r}", fix=_INSTEAD.get(name, ""))
+            )
 
     def __reduce__(self) -> tuple:
         text = "a Trainer belongs to this process: it cannot be in a pickle or a deep copy"
