@@ -12,28 +12,16 @@ from cases import Layout, groups_of
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from test_position import Numbers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import mics_fn as mf
 from mics_fn.train import trainer
 from mics_fn.train.loop import Epochs, ProgressBar
 
 FOUR = Layout((2, 2), 2)
-
-
-class Numbers(Dataset):
-    """Sample i is i."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, i):
-        return torch.tensor(i)
 
 
 # Which samples
@@ -105,32 +93,18 @@ def test_tensor_parallel_ranks_draw_the_same_samples(ranks, names):
 # Bad calls
 
 
+DIFFER = "DesyncError: sampler: ranks differ in what they ask for"
 BAD = {
-    "length": (
-        lambda groups, odd: mf.sampler(Numbers(9 if odd else 10), groups),
-        "DesyncError: sampler: ranks differ in what they ask for\n  ranks 0, 1, 3: 10 samples, ",
-    ),
-    "seed": (
-        lambda groups, odd: mf.sampler(Numbers(10), groups, seed=int(odd)),
-        "DesyncError: sampler: ranks differ in what they ask for",
-    ),
-    "empty": (
-        lambda groups, odd: mf.sampler(Numbers(0), groups),
-        "LeafError: sampler: 0 samples for 4 ranks, drop_last=False",
-    ),
-    "few": (
-        lambda groups, odd: mf.sampler(Numbers(3), groups, drop_last=True),
-        "LeafError: sampler: 3 samples for 4 ranks, drop_last=True",
-    ),
-    "one": (
-        lambda groups, odd: mf.sampler(Numbers(0 if odd else 4), groups),
-        "rank 2: LeafError: sampler: 0 samples for 4 ranks, drop_last=False",
-    ),
-    "tree": (
-        lambda groups, odd: mf.sampler(Numbers(4), {"w": groups}),  # pyright: ignore
-        "GroupsError: sampler: groups is dict",
-    ),
-}
+    "length": (lambda groups, odd: mf.sampler(Numbers(9 if odd else 10), groups),
+               f"{DIFFER}\n  ranks 0, 1, 3: 10 samples, "),
+    "seed": (lambda groups, odd: mf.sampler(Numbers(10), groups, seed=int(odd)), DIFFER),
+    "few": (lambda groups, odd: mf.sampler(Numbers(3), groups, drop_last=True),
+            "LeafError: sampler: 3 samples for 4 ranks, drop_last=True"),
+    "one": (lambda groups, odd: mf.sampler(Numbers(0 if odd else 4), groups),
+            "rank 2: LeafError: sampler: 0 samples for 4 ranks, drop_last=False"),
+    "tree": (lambda groups, odd: mf.sampler(Numbers(4), {"w": groups}),  # pyright: ignore
+             "GroupsError: sampler: groups is dict"),
+}  # fmt: skip
 
 
 def bad(kind):
@@ -214,11 +188,16 @@ class Shows:
 
 
 def test_a_loader_that_knows_epochs_itself_is_told():
-    epochs = Epochs()
-    for loader, steps, told in (
-        (first := Shows(), 5, [0, 1, 2]), (first, 1, [0, 1, 2, 3]), (Shows(), 1, [0])
+    epochs, after, anew = Epochs(), Epochs(), Epochs()
+    first = Shows()
+    take(epochs.batches(first), 5)
+    after.begin_after(epochs.epoch)  # in another process
+    anew.begin_after(None)
+    for passes, loader, told in (
+        (epochs, first, [0, 1, 2, 3]), (epochs, Shows(), [0]), (after, Shows(), [3]),
+        (anew, Shows(), [0]),
     ):  # fmt: skip
-        take(epochs.batches(loader), steps)
+        take(passes.batches(loader), 1)
         assert loader.told == told
 
 
@@ -251,16 +230,14 @@ def fit_alone(how):
                 raise BrokenPipeError("no terminal")
 
     train = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
-    trainer.ProgressBar = Bar if how == "bar" else ProgressBar
     began = time.monotonic()
-    try:
-        train.fit(batches(), 4, progress=False)
-    except (OSError, ValueError, mf.errors.PeerFailed) as error:
-        time.sleep(0.5)  # this rank goes on with something else, and closes nothing
-        return mf.errors.first_line(error), time.monotonic() - began
-    finally:
-        trainer.ProgressBar = ProgressBar
-    return "no error", 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "bar":
+            patch.setattr(trainer, "ProgressBar", Bar)
+        with pytest.raises((OSError, ValueError, mf.errors.PeerFailed)) as caught:
+            train.fit(batches(), 4, progress=False)
+    time.sleep(0.5)  # this rank goes on with something else, and closes nothing
+    return mf.errors.first_line(caught.value), time.monotonic() - began
 
 
 @pytest.mark.parametrize(

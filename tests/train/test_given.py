@@ -34,8 +34,8 @@ def trainer(model: Any, groups: Any, **options: Any) -> mf.Trainer:
     return mf.Trainer(model, mf.optim.sgd(0.1), groups, **options)
 
 
-def wrong(layout: Layout) -> None:
-    groups = groups_of(layout)
+def wrong() -> None:
+    groups = groups_of(Layout((2,), 2))
     skeleton, shards = made(groups)
     lacks, more = dict(list(shards.items())[1:]), {**shards, "d": shards["b.bias"]}
     of_wide = made(groups, lambda: Net(5))[1]
@@ -71,26 +71,17 @@ def wrong(layout: Layout) -> None:
     for kind, text, model, options in cases:
         with pytest.raises(kind, match=text):
             trainer(model, groups, **options)
+    with pytest.raises(PlanError, match="Trainer: shards are cut in 2, the groups have 1 rank"):
+        trainer(skeleton, groups_of(Layout((2,), 1)), params=shards)
 
 
 def test_what_does_not_fit_is_refused_when_a_trainer_is_made(ranks):
-    ranks(2).run(wrong, Layout((2,), 2))
+    ranks(2).run(wrong)
 
 
-def other_groups() -> None:
-    pair, apart = groups_of(Layout((2,), 2)), groups_of(Layout((2,), 1))
-    skeleton, shards = made(pair)
-    with pytest.raises(PlanError, match="Trainer: shards are cut in 2, the groups have 1 rank"):
-        trainer(skeleton, apart, params=shards)
-
-
-def test_shards_of_other_groups_are_refused(ranks):
-    ranks(2).run(other_groups)
-
-
-def right(layout: Layout) -> None:
+def right() -> None:
     """The same model, given in several ways."""
-    groups, x = groups_of(layout), torch.ones(2, 3)
+    groups, x = groups_of(Layout((2,), 2)), torch.ones(2, 3)
     torch.manual_seed(0)
     model = Net()
     full = {k: p.detach() for k, p in model.named_parameters(remove_duplicate=False)}
@@ -110,7 +101,7 @@ def right(layout: Layout) -> None:
 
 
 def test_what_fits_trains_alike(ranks):
-    ranks(2).run(right, Layout((2,), 2))
+    ranks(2).run(right)
 
 
 def test_every_option_has_a_name():

@@ -3,27 +3,19 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from cases import same_bits
-from torch import Tensor, nn
+from torch import Tensor
 
 import mics_fn as mf
 from mics_fn import tree
 from mics_fn.errors import PeerFailed
-from mics_fn.lab.ranks.pool import RankPool
-from mics_fn.optim import Guard, dynamic_scale, norm_spike
-from mics_fn.train import stepping
-from mics_fn.train.loop import Epochs
 from tests.stress.rejoin import judged, run_loss
 from tests.stress.rejoin_ranks import Loss, Rank, batch_of, made
 
-Pools = Callable[[int], RankPool]
 SHORT = Loss(0, 4, 2, (3,), 3, 0.0, steps=6, timeout_s=15.0)
 
 
@@ -175,105 +167,3 @@ def test_a_loop_by_hand() -> None:
     for rank, heard in found.heard.items():
         assert heard.error == ""
         assert heard.digests[7] == plain.heard[rank].digests[7]
-
-
-# In ranks that live on: who sends how much, and steps of which some ranks are told too late.
-
-
-def guard() -> Guard:
-    return Guard(dynamic_scale(8.0, interval=3), max_norm=1.0, spike=norm_spike(warmup=1))
-
-
-def twins(p: int, **options: Any) -> list[mf.Trainer]:
-    """Two trainers that are alike, each on groups of its own."""
-    given = {"bucket_bytes": 1100, "loss": lambda m, x: m(x).square().mean(), "deterministic": True}
-    found = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
-        groups = mf.make_groups(p, timeout_s=20)
-        options |= given | {"guard": guard()}
-        found.append(mf.Trainer(model, mf.optim.adamw(1e-2), groups, **options))
-    return found
-
-
-def step(trainers: list[mf.Trainer], *ks: int) -> None:
-    for k in ks:
-        seed = 100 * k + dist.get_rank()
-        batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
-        for each in trainers:
-            each.step(batch)
-
-
-def tensors(trainer: mf.Trainer) -> list[Tensor]:
-    return [x for x in tree.flatten(trainer.state)[0] if isinstance(x, Tensor)]
-
-
-def alike_to_the_end(trainer: mf.Trainer, other: mf.Trainer) -> None:
-    assert (trainer.guard, trainer.sync_state) == (other.guard, other.sync_state)
-    same_bits(tensors(trainer), tensors(other))
-    step([trainer, other], 3)
-    same_bits(tensors(trainer), tensors(other))
-    for each in (trainer, other):
-        each.groups.close()
-
-
-def told_late(late: tuple[int, ...]) -> None:
-    """Some ranks do not hear that all can write the last step, which the others write."""
-    trainer, other = twins(2, recoverable=True)
-    step([trainer, other], 0, 1)
-    collect = stepping.collect_values
-
-    def fail(*args: Any) -> Any:
-        collect(*args)
-        raise PeerFailed("a rank was lost", 9, "killed")
-
-    try:
-        if dist.get_rank() in late:
-            stepping.collect_values = fail
-        step([trainer], 2)
-    except PeerFailed:
-        assert dist.get_rank() in late
-    finally:
-        stepping.collect_values = collect
-    step([other], 2)
-    assert (trainer.member.ready is not None) == (dist.get_rank() in late)
-    trainer.reset()
-    alike_to_the_end(trainer, other)
-
-
-@pytest.mark.parametrize("late", [(0, 2), pytest.param((1,), marks=pytest.mark.thorough)])
-def test_a_step_that_some_have_written_is_written_by_all(
-    ranks: Pools, late: tuple[int, ...]
-) -> None:
-    ranks(4).run(told_late, late)
-
-
-class Loader:
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    @property
-    def epoch(self) -> int:
-        return self.seen[-1] if self.seen else 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.seen.append(epoch)
-
-    def __iter__(self) -> Any:
-        return iter([1])
-
-
-def test_epochs_go_on_in_another_process() -> None:
-    first, loader = Epochs(), Loader()
-    batches = first.batches(loader)
-    for _ in range(3):
-        next(batches)
-    batches.close()
-    for last, epoch in ((first.epoch, 3), (None, 0)):
-        second, other = Epochs(), Loader()
-        second.begin_after(last)
-        next(second.batches(other))
-        assert other.seen == [epoch]
-    next(first.batches(loader))
-    assert loader.seen[-1] == 3
