@@ -33,33 +33,49 @@ from mics_fn.shards import any_lost
 from mics_fn.train import Checkpoints, stepping
 from mics_fn.train.carried import carried, take_back
 
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": lambda: {"optimizer": mf.optim.adamw(1e-2)},
-    "clip": lambda: {
+KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "plain": lambda folder: {"optimizer": mf.optim.adamw(1e-2)},
+    "clip": lambda folder: {
         "optimizer": mf.optim.from_torch(torch.optim.RMSprop, lr=1e-3),
         "guard": mf.optim.Guard(mf.optim.dynamic_scale(8.0, interval=3), max_norm=1.0),
     },
-    "merge": lambda: {
-        "optimizer": mf.optim.lion(1e-3),
-        "replica_sync": mf.replicas.diloco(2),
-        "accumulate": 2,
+    "merge": lambda folder: {
+        "optimizer": mf.optim.lion(1e-3), "replica_sync": mf.replicas.diloco(2), "accumulate": 2,
     },
-}
+}  # fmt: skip
+PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
+    **KINDS,
+    "overlap": lambda folder: {
+        "optimizer": mf.optim.adamw(1e-2), "overlap_step": True,
+        "guard": mf.optim.Guard(on_nonfinite="ignore"),
+    },
+    "files": lambda folder: {
+        "optimizer": mf.optim.adamw(1e-2), "where": f"params=disk:{folder}, states=disk:{folder}"
+    },
+    "judged files": lambda folder: {
+        "optimizer": mf.optim.lion(1e-2), "where": f"states=disk:{folder}",
+        "guard": mf.optim.Guard(max_norm=1.0, on_nonfinite="skip"),
+    },
+    "recoverable": lambda folder: {
+        "optimizer": mf.optim.sgd(0.1, momentum=0.9), "recoverable": True
+    },
+}  # fmt: skip
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: bool) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.BatchNorm1d(16))
+        last = nn.BatchNorm1d(16) if norm else nn.Linear(16, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), last)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
 
 
-def made(groups: mf.Groups, kind: str) -> mf.Trainer:
+def made(groups: mf.Groups, path: str, folder: str = "", norm: bool = True) -> mf.Trainer:
     torch.manual_seed(0)
-    options = KINDS[kind]()
-    return mf.Trainer(Net(), options.pop("optimizer"), groups, bucket_bytes=3_000, **options)
+    options = PATHS[path](folder)
+    return mf.Trainer(Net(norm), options.pop("optimizer"), groups, bucket_bytes=1_200, **options)
 
 
 def batch() -> Tensor:
@@ -67,12 +83,11 @@ def batch() -> Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
 
 
-def held_by(trainer: mf.Trainer) -> tuple:
-    """All that a step changes, copied."""
-    leaves = tree.flatten((trainer.state, trainer.sync_state))[0]
-    tensors = [x.detach().clone() for x in leaves if isinstance(x, Tensor)]
-    rest = [x for x in leaves if not isinstance(x, Tensor)]
-    return tensors, rest, trainer.guard.scale
+def bits(trainer: mf.Trainer) -> list[Any]:
+    """All that a step changes, copied; raises where it is lost."""
+    found = by_leaf((trainer.state, trainer.sync_state))
+    leaves = tree.flatten(mf.optim.move(found[0], ""))[0] + tree.flatten(found[1])[0]
+    return [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
 
 
 class Sender:
@@ -92,7 +107,12 @@ class Sender:
     def after(self, seconds: float) -> None:
         os.write(self._write, struct.pack("d", seconds))
 
-    def close(self) -> None:
+    def __enter__(self) -> "Sender":
+        self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
         os.close(self._write)
         os.waitpid(self._child, 0)
 
@@ -105,92 +125,78 @@ def timed(trainer: mf.Trainer) -> float:
 
 def interrupted(kind: str, trials: int) -> int:
     """One rank alone; returns how many steps were not taken."""
-    groups, sender, refused = mf.make_groups(1), Sender(), 0
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    draw = random.Random(kind)
+    groups, refused, draw = mf.make_groups(1), 0, random.Random(kind)
     trainer, twin = made(groups, kind), made(groups, kind)
-    try:
+    with Sender() as sender:
         step_s = min(timed(made(groups, kind)) for _ in range(3))
         for _ in range(trials):
-            try:
+            with suppress(KeyboardInterrupt):
                 sender.after(draw.uniform(0.0, 1.3) * step_s)
                 trainer.step(batch())
                 time.sleep(1)
-            except KeyboardInterrupt:
-                pass
             assert torch.is_grad_enabled()
             if trainer.sync_state.step > twin.sync_state.step:
                 twin.step(batch())
             else:
                 refused += 1
-            (mine, *rest), (wanted, *others) = held_by(trainer), held_by(twin)
-            same_bits(mine, wanted)
-            assert rest == others
+            same_bits([*bits(trainer), trainer.guard.scale], [*bits(twin), twin.guard.scale])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-        sender.close()
     return refused
 
 
-def by_hand(trials: int) -> int:
-    """A loop of `opt_step` that keeps each state; returns how many signals came inside of one."""
-    groups, sender, x, step = mf.make_groups(1), Sender(), torch.ones(1000), 0
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def by_hand(trials: int) -> tuple[int, int]:
+    """A loop of `opt_step` that keeps each state; how many signals came inside of one, of trials.
+
+    A signal that is held is sent again, maybe into the next held block, and so on: on a loaded
+    machine a trial takes long, so there are as many as there is time for.
+    """
+    groups, x, step = mf.make_groups(1), torch.ones(1000), 0
     state = mf.init_state(mf.shard({"w": torch.zeros(1000)}, groups), mf.optim.sgd(1.0))
-    draw, again, held = random.Random(0), interrupts.send_again, []
+    draw, again, held, done = random.Random(0), interrupts.send_again, [], 0
     interrupts.send_again = lambda number: (held.append(number), again(number))
+    end = time.monotonic() + 15
     try:
-        for _ in range(trials):
-            try:
-                sender.after(draw.uniform(0.0, 0.004))
-                while True:
-                    step = state.step
-                    grads = mf.reduce_grads({"w": x}, groups)
-                    state = mf.opt_step(state, grads, donate=True)
-            except KeyboardInterrupt:
-                pass
-            assert state.step - step in (0, 1)
-            assert state.params["w"].data.unique().tolist() == [-float(state.step)]
+        with Sender() as sender:
+            while done < trials and time.monotonic() < end:
+                try:
+                    sender.after(draw.uniform(0.0, 0.004))
+                    while True:
+                        assert time.monotonic() < end + 15, "a signal was lost"
+                        step = state.step
+                        grads = mf.reduce_grads({"w": x}, groups)
+                        state = mf.opt_step(state, grads, donate=True)
+                except KeyboardInterrupt:
+                    done += 1
+                assert state.step - step in (0, 1)
+                assert state.params["w"].data.unique().tolist() == [-float(state.step)]
     finally:
         torch.set_grad_enabled(True)  # torch's own contexts do not survive an interrupt
-        signal.signal(signal.SIGINT, before)
         interrupts.send_again = again
-        sender.close()
-    return len(held)
+    return len(held), done
 
 
 def test_a_step_by_hand_ends_before_the_interrupt():
     # Not where torch.compile ran before; see [Note: between two instructions] in `interrupts`.
-    (held,) = run_ranks(by_hand, 1, 200)
-    assert held > 20, "or few signals came where they could tear a step"
+    ((held, done),) = run_ranks(by_hand, 1, 200)
+    assert held > done / 10, "or few signals came where they could tear a step"
 
 
+@pytest.mark.parametrize("trials", [25, pytest.param(200, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_taken_in_full_or_not_at_all(ranks, kind):
-    (refused,) = ranks(1).run(interrupted, kind, 40)
-    assert 0 < refused < 40
+def test_a_step_is_taken_in_full_or_not_at_all(ranks, kind, trials):
+    (refused,) = ranks(1).run(interrupted, kind, trials)
+    assert 0 < refused < trials
 
 
-@pytest.mark.thorough
-@pytest.mark.limit(500)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_one_of_many_steps_is_taken_in_full_or_not_at_all(ranks, kind):
-    for _ in range(7):
-        (refused,) = ranks(1).run(interrupted, kind, 100)
-        assert 0 < refused < 100
-
-
-def together(kind: str, seed: int, spread: float) -> tuple[int, str]:
+def together(kind: str, seed: int) -> tuple[int, str]:
     """Ctrl-C for all ranks within one step; returns the step of this rank, and an error."""
-    groups, sender = mf.make_groups(2, node_size=1, timeout_s=20), Sender()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer, error = made(groups, kind), ""
-    try:
+    groups, error = mf.make_groups(2, node_size=1, timeout_s=20), ""
+    trainer = made(groups, kind)
+    with Sender() as sender:
         step_s = min(timed(trainer) for _ in range(2))
         draw = random.Random(f"{seed} {dist.get_rank()}")
         dist.barrier()
-        delay = random.Random(seed).uniform(0.0, 2.0) + draw.uniform(0.0, spread)
+        delay = random.Random(seed).uniform(0.0, 2.0) + draw.uniform(0.0, 0.3)
         try:
             sender.after(delay * step_s)
             trainer.step(batch())
@@ -199,40 +205,27 @@ def together(kind: str, seed: int, spread: float) -> tuple[int, str]:
             pass
         except mf.MicsError as found:
             error = f"{found}"
-    finally:
-        signal.signal(signal.SIGINT, before)
-        sender.close()
-        groups.life.abandon(KeyboardInterrupt())
+    groups.life.abandon(KeyboardInterrupt())
     return trainer.state.step, error
 
 
-def check_together(pool: Any, kind: str, seeds: range) -> None:
+@pytest.mark.thorough
+@pytest.mark.limit(500)
+@pytest.mark.parametrize(("n", "kind"), [(2, "plain"), (4, "clip"), (4, "merge")])
+def test_ranks_end_at_one_step(ranks, n, kind):
     """All ranks are at one step, or told, in each trial; both ends of a step occur."""
     ends: set[int] = set()
-    for seed in seeds:
-        found = pool.run(together, kind, seed, 0.3)
+    for seed in range(100, 150):
+        found = ranks(n).run(together, kind, seed)
         # Replicas that are apart count their own steps until they merge.
         parts = [found[i : i + 2] for i in range(0, len(found), 2)] if kind == "merge" else [found]
         for part in parts:
             steps = {step for step, _ in part}
             assert len(steps) == 1 or any(error for _, error in found), found
             ends |= steps
-        if len(ends) == 2 and seed - seeds[0] >= 9:
+        if len(ends) == 2 and seed >= 109:
             break  # both were seen
     assert ends == {2, 3}
-
-
-@pytest.mark.thorough
-def test_ranks_end_at_one_step(ranks):
-    check_together(ranks(2), "plain", range(40))
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(500)
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_end_at_one_step_in_many_trials(ranks, n, kind):
-    check_together(ranks(n), kind, range(100, 150))
 
 
 # Planted instants.
@@ -290,38 +283,6 @@ def codes_of(*functions: Any) -> list[Any]:
 HOLDING = codes_of(*(x for x in vars(interrupts.Commit).values() if hasattr(x, "__code__")))
 UPDATES = codes_of(stepping.update, stepping.update_early, stepping.update_late, stepping.merge)
 
-PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
-    **{kind: (lambda folder, made=made: made()) for kind, made in KINDS.items()},
-    "overlap": lambda folder: {"optimizer": mf.optim.adamw(1e-2), "overlap_step": True,
-        "guard": mf.optim.Guard(on_nonfinite="ignore")},
-    "files": lambda folder: {
-        "optimizer": mf.optim.adamw(1e-2), "where": f"params=disk:{folder}, states=disk:{folder}"
-    },
-    "judged files": lambda folder: {
-        "optimizer": mf.optim.lion(1e-2), "where": f"states=disk:{folder}",
-        "guard": mf.optim.Guard(max_norm=1.0, on_nonfinite="skip"),
-    },
-    "own": lambda folder: {
-        "optimizer": mf.optim.from_update(
-            lambda params: mf.shards.map(torch.zeros_like, params),
-            lambda grads, mean, params: (mf.shards.map(torch.neg, grads), grads),
-        )
-    },
-    "recoverable": lambda folder: {
-        "optimizer": mf.optim.sgd(0.1, momentum=0.9), "recoverable": True
-    },
-    "average": lambda folder: {
-        "optimizer": mf.optim.sgd(0.1), "replica_sync": mf.replicas.local_sgd(1)
-    },
-}  # fmt: skip
-
-
-def bits(trainer: mf.Trainer) -> list[Any]:
-    """All that a step changes; raises where it is lost."""
-    found = by_leaf((trainer.state, trainer.sync_state))
-    leaves = tree.flatten(mf.optim.move(found[0], ""))[0] + tree.flatten(found[1])[0]
-    return [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-
 
 def equal(found: list[Any], want: list[Any]) -> bool:
     pairs = zip(found, want, strict=True)
@@ -330,46 +291,29 @@ def equal(found: list[Any], want: list[Any]) -> bool:
 
 USES: list[Callable[[mf.Trainer, str], Any]] = [
     lambda trainer, folder: trainer.step(batch()),
+    lambda trainer, folder: Checkpoints(folder).save(trainer),
     lambda trainer, folder: trainer.eval(batch()),
     lambda trainer, folder: trainer.params(),
     lambda trainer, folder: trainer.state_dict(),
     lambda trainer, folder: mf.get(trainer.state, "params.layers.0.bias", trainer.groups),
     lambda trainer, folder: mf.checkpoint.save(folder, trainer.state, trainer.groups, step=1),
-    lambda trainer, folder: Checkpoints(folder).save(trainer),
+    lambda trainer, folder: mf.optim.move(trainer.state, ""),
     lambda trainer, folder: mf.opt_step(trainer.state, trainer.state.params, donate=True),
     lambda trainer, folder: copy.deepcopy(trainer.state),
     lambda trainer, folder: mf.gather(trainer.state.params, trainer.groups),
-    lambda trainer, folder: mf.optim.move(trainer.state, ""),
 ]
 
 
 def refused(trainer: mf.Trainer, folder: str) -> None:
     # A merge that is cut may have lost what it keeps alone, without which no step is taken.
-    for use in USES if any_lost(trainer.state) else [USES[0], USES[6]]:
+    for use in USES if any_lost(trainer.state) else USES[:2]:
         with pytest.raises(LostStateError, match="is lost: .* was cut short while it wrote it"):
             use(trainer, folder)
 
 
-def trained(path: str, folder: str) -> mf.Trainer:
-    torch.manual_seed(0)
-    options = PATHS[path](folder)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x).square().mean()
-
-    groups = mf.make_groups(1)
-    return mf.Trainer(Net(), options.pop("optimizer"), groups, bucket_bytes=1_200, **options)
-
-
 def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> list[str]:
     """How a step ends that is cut at each of its instants, or at every so many of them."""
-    trainer = trained(path, f"{folder}/scratch")
+    trainer = made(mf.make_groups(1), path, f"{folder}/scratch")
     trainer.step(batch())
     kept = copy.deepcopy((trainer.state, trainer.sync_state)), trainer.guard
 
@@ -389,7 +333,7 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
         trainer.step(batch())
     known["new"], ends, count = bits(trainer), list[str](), counted[0]
     assert not equal(known["old"], known["new"])
-    for number in range(1, count + 1, 1 if every else 1 + count // 60):
+    for number in range(1, count + 1, 1 if every else 1 + count // 30):
         put_back()
         with cut_at(number, UPDATES), suppress(Cut):
             trainer.step(batch())
@@ -407,6 +351,20 @@ def ends_of(path: str, folder: str, every: bool, patch: pytest.MonkeyPatch) -> l
     return ends
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+@pytest.mark.limit(900)
+@pytest.mark.parametrize("every", [False, True], ids=["some", "every"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.short("clip-some", "merge-some", "overlap-some", "judged files-some")
+def test_a_write_that_is_cut_leaves_the_old_state_the_new_one_or_none(
+    path, every, tmp_path, monkeypatch
+):
+    ends = ends_of(path, f"{tmp_path}", every, monkeypatch)
+    assert "torn" not in ends, ends
+    assert {"old", "lost"} <= set(ends), ends
+    assert "lost" not in ends[: ends.index("old") + 1], "a step that had not begun is not lost"
+
+
 def cut_in_grad_mode(number: int) -> AbstractContextManager[list[int]]:
     """Raise `Cut` at an instant of this number at which torch's contexts look for signals."""
     files = (grad_mode.__file__, _contextlib.__file__)
@@ -417,10 +375,10 @@ def cut_in_grad_mode(number: int) -> AbstractContextManager[list[int]]:
     return cut_where(number, is_instant)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("mode", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("verb", ["step", "eval"])
-def test_grad_mode_is_as_before_wherever_it_is_cut(verb, mode, every):
+@pytest.mark.short("step-grad", "eval-no_grad")
+def test_grad_mode_is_as_before_wherever_it_is_cut(verb, mode):
     groups = mf.make_groups(1)
 
     def mode_after(number: int) -> tuple[bool, int]:
@@ -436,38 +394,13 @@ def test_grad_mode_is_as_before_wherever_it_is_cut(verb, mode, every):
 
     _, count = mode_after(0)
     assert count > 5
-    for number in range(1, count + 1, 1 if every else 1 + count // 20):
+    for number in range(1, count + 1, 1 + count // 20):
         assert mode_after(number) == (mode, number)
-
-
-def check_ends(ends: list[str]) -> None:
-    assert "torn" not in ends, ends
-    assert {"old", "lost"} <= set(ends), ends
-    assert "lost" not in ends[: ends.index("old") + 1], "a step that had not begun is not lost"
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
-@pytest.mark.parametrize("path", PATHS)
-def test_a_write_that_is_cut_leaves_the_old_state_the_new_one_or_none(path, tmp_path, monkeypatch):
-    check_ends(ends_of(path, f"{tmp_path}", False, monkeypatch))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
-@pytest.mark.limit(900)
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.exhaustive if i else pytest.mark.thorough)
-        for i, path in enumerate(PATHS)
-    ],
-)
-def test_a_write_may_be_cut_at_each_of_its_instants(path, tmp_path, monkeypatch):
-    check_ends(ends_of(path, f"{tmp_path}", True, monkeypatch))
 
 
 def test_a_load_that_is_cut_leaves_the_old_state_or_none(tmp_path):
     """Into the memory of the state: by `load`, by `take_back`, and as `reset` does both."""
-    trainer = trained("plain", f"{tmp_path}/scratch")
+    trainer = made(mf.make_groups(1), "plain", norm=False)
     trainer.step(batch())
     mf.checkpoint.save(f"{tmp_path}/one", trainer.state, trainer.groups, step=1)
     Checkpoints(f"{tmp_path}/all").save(trainer)
@@ -488,7 +421,7 @@ def test_a_load_that_is_cut_leaves_the_old_state_or_none(tmp_path):
         with cut_at(0, codes) as counted:
             way()
         assert equal(bits(trainer)[:-1], want[:-1])
-        for number in range(1, counted[0] + 1, 1 + counted[0] // 40):
+        for number in range(1, counted[0] + 1, 1 + counted[0] // 20):
             trainer.state, trainer.sync_state = copy.deepcopy(kept)
             with cut_at(number, codes), suppress(Cut, mf.errors.FileError):
                 way()

@@ -1,6 +1,6 @@
 """A pass over a loader that is gone on with, batch by batch; and what is refused."""
 
-import json
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -19,8 +19,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
 )
 from torchdata import stateful_dataloader
 
@@ -66,12 +64,6 @@ LOADERS: dict[str, Callable[[Any, int], Any]] = {
     "in order": lambda data, b: DataLoader(data, b),
     "shuffled": lambda data, b: DataLoader(data, b, shuffle=True),
     "own generator": lambda data, b: DataLoader(data, b, shuffle=True, generator=seeded()),
-    "with replacement": lambda data, b: DataLoader(
-        data, b, sampler=RandomSampler(data, replacement=True, num_samples=50)
-    ),
-    "weighted": lambda data, b: DataLoader(
-        data, b, sampler=WeightedRandomSampler(list(range(1, len(data) + 1)), len(data))
-    ),
     "by epoch": lambda data, b: DataLoader(data, b, sampler=DistributedSampler(data, 2, 1)),
     "stream": lambda data, b: DataLoader(Stream(len(data)), b),
     "stateful": lambda data, b: stateful(data, b, shuffle=True),
@@ -101,23 +93,10 @@ def train(batches: Any, epochs: Epochs, steps: int) -> list[Any]:
     return found
 
 
-def through_json(value: Any) -> Any:
-    """The value after a round trip, its tensors aside."""
-    tensors: list[Tensor] = []
-
-    def name(x: Tensor) -> Any:
-        tensors.append(x.clone())
-        return {"tensor": len(tensors) - 1}
-
-    def put(found: dict[str, Any]) -> Any:
-        return tensors[found["tensor"]] if list(found) == ["tensor"] else found
-
-    return json.loads(json.dumps(value, default=name), object_hook=put)
-
-
 def gone_on(epochs: Epochs, *, strict: bool = True, exact: bool = True, ranks: int = 1) -> Epochs:
     """Another process' passes, which go on from what these have kept."""
-    data, now = through_json((epochs.kept(), Randoms.now(CPU).plain()))
+    kept: Any = epochs.kept()
+    data, now = copy.deepcopy((kept, Randoms.now(CPU).plain()))
     other = Epochs()
     at, now = Position.from_plain(data, "data"), Randoms.from_plain(now)
     other.go_on(Resume(replace(at, ranks=ranks), data, now, exact, strict))

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,31 +48,23 @@ def loop(layout: Layout, seed: int, trials: int) -> list[tuple[int, bool]]:
     return found
 
 
-@pytest.mark.parametrize("layout", [PAIR, COPIES], ids=str)
-def test_all_ranks_stop_after_one_step(ranks, layout):
-    found = ranks(layout.world_size).run(loop, layout, 0, 2)
+@pytest.mark.parametrize("trials", [2, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layout", [PAIR, COPIES, FOUR], ids=str)
+@pytest.mark.short("2x2-p2-2")
+def test_all_ranks_stop_after_one_step(ranks, layout, trials):
+    found = ranks(layout.world_size).run(loop, layout, trials, trials)
     assert all(each == found[0] for each in found)
     assert all(stopping for _, stopping in found[0])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(1, 5))
-@pytest.mark.parametrize("layout", [PAIR, COPIES, FOUR], ids=str)
-def test_all_ranks_stop_after_one_step_many_times(ranks, layout, seed):
-    found = ranks(layout.world_size).run(loop, layout, seed, 10)
-    assert all(each == found[0] for each in found)
-
-
-def fitted(layout: Layout, who: int) -> tuple[int, int, bool, Any, bool]:
+def fitted(layout: Layout) -> tuple[int, int, bool, float]:
     """One rank gets a signal in its third step."""
-    groups = groups_of(layout)
-    count = 0
+    groups, count = groups_of(layout), [0]
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count == 3 and dist.get_rank() == who:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        count[0] += 1
+        if count[0] == 3 and dist.get_rank() == 3:
+            signal.raise_signal(signal.SIGUSR1)
         time.sleep(0.01)
         return model(x).square().mean()
 
@@ -80,39 +73,26 @@ def fitted(layout: Layout, who: int) -> tuple[int, int, bool, Any, bool]:
         nn.Linear(3, 1), mf.optim.sgd(0.1), groups, loss=loss, replicas="broadcast"
     )
     with StopRequest(groups, [signal.SIGUSR1]) as stop:
-        metrics = trainer.fit([torch.ones(2, 3)], 2000, progress=False, stop=stop)
-    restored = signal.getsignal(signal.SIGUSR1) == before
+        steps = len(trainer.fit([torch.ones(2, 3)], 2000, progress=False, stop=stop))
+    assert signal.getsignal(signal.SIGUSR1) == before
     more = trainer.fit([torch.ones(2, 3)], 2, progress=False)  # the groups are as good as before
-    return len(metrics), trainer.state.step, stop.stopping, float(more[-1].loss), restored
+    return steps, trainer.state.step, stop.stopping, float(more[-1].loss)
 
 
-@pytest.mark.parametrize("layout", [PAIR, COPIES], ids=str)
-def test_fit_returns_on_all_ranks(ranks, layout):
-    found = ranks(layout.world_size).run(fitted, layout, layout.world_size - 1)
+def test_fit_returns_on_all_ranks(ranks):
+    found = ranks(4).run(fitted, COPIES)
     assert all(each == found[0] for each in found)
-    steps, taken, stopping, _, restored = found[0]
+    steps, taken, stopping, _ = found[0]
     assert 3 <= steps < 1000
-    assert (taken, stopping, restored) == (steps + 2, True, True)
-
-
-class Silent:
-    """A store that nobody may ask anything."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the store was asked for {name}")
+    assert (taken, stopping) == (steps + 2, True)
 
 
 def quiet(layout: Layout) -> bool:
     """Without a request the end of a step asks the store for nothing."""
     groups = groups_of(layout)
-    life = groups.life
-    with StopRequest(groups) as stop:
-        store, life.job.store = life.job.store, Silent()  # pyright: ignore
-        try:
-            found = [stop.due() for _ in range(100)]
-        finally:
-            life.job.store = store
-    return any(found)
+    with StopRequest(groups) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups.life.job, "store", None)  # which nobody may ask anything
+        return any(stop.due() for _ in range(100))
 
 
 def test_the_end_of_a_step_sends_nothing(ranks):
@@ -170,16 +150,9 @@ def test_a_rank_that_does_not_answer_is_named(ranks):
         ranks(2).run(forget_groups, layout)
 
 
-class OneStore(dict):
-    """What a `StopRequest` reads, without another rank."""
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
-def test_a_rank_that_is_gone_is_not_waited_for():
+def test_a_rank_that_is_gone_is_not_waited_for(monkeypatch):
     life = GroupState((0, 1), 0)
-    life.job.store = OneStore()  # pyright: ignore
+    monkeypatch.setattr(life.job, "store", SimpleNamespace(check=lambda keys: False))
     stop = StopRequest(replace(mf.make_groups(1), life=life, timeout_s=60.0), ())
     stop._said = 1
     life.standing = {1: Failure(1, "killed", "rank 1 is gone")}

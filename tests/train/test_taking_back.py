@@ -62,23 +62,15 @@ def unchanged(trainer: mf.Trainer, act: Callable[[], None], kind: type, *texts: 
 
 
 BAD: dict[str, tuple[list[Any], Any, str]] = {
-    "no format": (["format"], None, "format None, expected 1"),
     "a later format": (["format"], 2, "format 2, expected 1"),
-    "no guard": (["guard"], None, "this is not what was saved"),
     "no scale": (["guard", "scale"], None, "extra.guard is not of a guard"),
-    "a scale of text": (["guard", "scale", 0], "8.0", "extra.guard is not of a guard"),
-    "norms of text": (["guard", "norms"], ["x"], "extra.guard is not of a guard"),
     "buffers of others": (["buffers"], {}, "extra.buffers.last is missing"),
-    "a buffer of text": (["buffers", "last"], "x", "extra.buffers.last: got str"),
     "a long buffer": (["buffers", "last"], torch.ones(2), "got a tensor of (2,)"),
     "random states": (["random", "cpu"], torch.ones(3), "this is not what was saved"),
-    "Python's": (["random", "python", "numbers"], torch.ones(3), "this is not what was saved"),
     "numpy's": (["random", "numpy", "pos"], "x", "this is not what was saved"),
     "a position": (["data"], {"epoch": 1}, "data: this is not the position in a pass"),
     "fewer than no batches": (["data", "batches"], -1, "this is not the position in a pass"),
-    "states of a pass": (["data", "start", "cpu"], 0, "this is not what was saved"),
     "state of a loader": (["data", "loader"], {"state": {}}, "this is not what was saved"),
-    "ranks": (["ranks"], [], "this is not what was saved"),
 }
 
 
@@ -94,37 +86,28 @@ def test_what_is_no_extra(name: str) -> None:
     unchanged(trainer, lambda: take_back(trainer, state, extra), LeafError, text)
 
 
-def test_every_part_is_needed() -> None:
+def test_every_part_is_needed_of_a_state_of_the_same_model() -> None:
     groups = mf.make_groups(1)
     trainer = run(groups)
     state, extra = carried(trainer)
     for name in extra:
         part = {key: value for key, value in extra.items() if key != name}
-        unchanged(trainer, lambda part=part: take_back(trainer, state, part), LeafError, name)
-    none: Any = []
-    unchanged(trainer, lambda: take_back(trainer, state, none), LeafError, "not what was saved")
-
-
-def test_a_state_of_another_model() -> None:
-    groups = mf.make_groups(1)
-    trainer = run(groups)
-    state, extra = carried(trainer)
+        unchanged(trainer, partial(take_back, trainer, state, part), LeafError, name)
     other = {"train": state["train"], "sync": 3}
-    unchanged(trainer, lambda: take_back(trainer, other, extra), LeafError, "state.sync.step")
     odd = tree.map_leaves(lambda x: x.double() if isinstance(x, Tensor) else x, state)
-    texts = ("take_back: it does not fit this trainer", "torch.float64", "expected a tensor of")
-    unchanged(trainer, lambda: take_back(trainer, odd, extra), LeafError, *texts)
     foreign = carried(run(groups, optimizer=optim.lion(1e-3)))[0]
-    unchanged(trainer, lambda: take_back(trainer, foreign, extra), LeafError, "does not fit")
+    for wrong, text in (
+        (other, "state.sync.step"), (odd, "torch.float64, on cpu, expected a tensor of"),
+        (foreign, "take_back: it does not fit this trainer"),
+    ):  # fmt: skip
+        unchanged(trainer, partial(take_back, trainer, wrong, extra), LeafError, text)
 
 
 OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "rate": (lambda: {"optimizer": optim.adam(2e-2)}, "lr: saved 0.01, now 0.02"),
-    "accumulate": (lambda: {"accumulate": 2}, "accumulate: saved 1, now 2"),
     "guard": (lambda: {"guard": Guard(static_scale(8.0))}, "guard scale kind: saved dynamic, now"),
     "factor": (lambda: {"guard": Guard(dynamic_scale(8.0, factor=4.0), spike=norm_spike())},
                "guard scale factor: saved 2.0, now 4.0"),
-    "watch": (lambda: {"guard": Guard(dynamic_scale(8.0))}, "guard spike: saved NormSpike("),
     "precision": (lambda: {"precision": "compute=bf16"}, "precision: saved as given, now compute"),
 }  # fmt: skip
 
@@ -143,18 +126,6 @@ def test_other_options(name: str) -> None:
     assert fit(other, DataLoader(Rows(1), 4, shuffle=True), 2)[-1].step == 5
     if name == "guard":
         assert other.guard.scale.value == 8.0
-    with pytest.raises(PlanError, match="other_options='maybe', expected 'raise' or 'warn'"):
-        take_back(other, *found, other_options="maybe")  # pyright: ignore
-
-
-def test_what_may_differ() -> None:
-    """Another first scale, and all that changes only where things are."""
-    groups = mf.make_groups(1)
-    first = run(groups)
-    guard = Guard(dynamic_scale(2.0), spike=norm_spike())
-    other = made(groups, guard=guard, live_bytes=0, check_replicas=1)
-    take_back(other, *loaded(other, saved(first)))
-    assert other.guard == first.guard
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,31 +146,27 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
                 take_back(trainer, state, extra)
 
 
-def one_bad_rank(what: str) -> tuple[str, str]:
+def one_bad_rank(what: str) -> str:
     trainer = run(groups_of(PAIR))
     state, extra = carried(trainer)
-    if dist.get_rank() == 1:
-        if what == "format":
-            extra["format"] = 7
-        else:
-            state = {**state, "sync": mf.replicas.SyncState(9)}
+    if dist.get_rank() == 1 and what == "format":
+        extra["format"] = 7
+    elif dist.get_rank() == 1:
+        state = {**state, "sync": mf.replicas.SyncState(9)}
     before = copy.deepcopy(held(trainer))
-    try:
+    with pytest.raises(MicsError) as caught:
         take_back(trainer, state, extra)
-    except MicsError as error:
-        same_bits(before, held(trainer))
-        return type(error).__name__, str(error)
-    return "", ""
+    same_bits(before, held(trainer))
+    return f"{caught.typename}: {caught.value}"
 
 
 def test_one_bad_rank_is_an_error_on_all(ranks: Pools) -> None:
-    (first, text), (second, own) = ranks(2).run(one_bad_rank, "format")
-    assert (first, second) == ("DesyncError", "LeafError")
-    assert "take_back: it failed on other ranks" in text
-    assert "rank 1: LeafError: take_back: extra has format 7" in text
-    assert "format 7, expected 1" in own
-    for kind, text in ranks(2).run(one_bad_rank, "step"):
-        assert kind == "DesyncError"
+    other, own = ranks(2).run(one_bad_rank, "format")
+    assert other.startswith("DesyncError: take_back: it failed on other ranks")
+    assert "rank 1: LeafError: take_back: extra has format 7" in other
+    assert own.startswith("LeafError: take_back: extra has format 7, expected 1")
+    for text in ranks(2).run(one_bad_rank, "step"):
+        assert text.startswith("DesyncError: ")
         assert "rank 1: go on at call 9" in text
 
 
@@ -231,41 +198,27 @@ def by_epoch(n: int = 12, ranks: int = 1, **options: Any) -> DataLoader:
     return DataLoader(data, 3, sampler=DistributedSampler(data, ranks, 0, **options))
 
 
-OTHER_ORDERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, bool]] = {
+def plain(n: int = 12, batch: int = 3, **options: Any) -> DataLoader:
+    return DataLoader(Numbers(n), batch, **options)
+
+
+def in_batches(**options: Any) -> DataLoader:
+    batches = BatchSampler(by_epoch(**options).sampler, 3, False)
+    return DataLoader(Numbers(12), batch_sampler=batches)
+
+
+OTHER_ORDERS: dict[str, tuple[Any, Callable[[], Any], str, bool]] = {
     # What is saved and what is passed, how they differ, and whether other ranks are told, too.
-    "seed": (by_epoch, lambda: by_epoch(seed=1), "seed: saved 0, now 1", True),
     "shuffle": (by_epoch, lambda: by_epoch(shuffle=False), "shuffle: saved True, now False", True),
     "seed of no shuffle": (
         lambda: by_epoch(shuffle=False), lambda: by_epoch(shuffle=False, seed=1), "", True,
     ),
-    "without a sampler": (
-        lambda: by_epoch(shuffle=False), lambda: DataLoader(Numbers(12), 3), "", True,
-    ),
-    "shuffle of torch": (
-        lambda: DataLoader(Numbers(12), 3),
-        lambda: DataLoader(Numbers(12), 3, shuffle=True),
-        "shuffle: saved False, now True",
-        True,
-    ),
-    "another kind": (
-        by_epoch,
-        lambda: DataLoader(Numbers(12), 3, shuffle=True),
-        "seed: saved 0, now None",
-        True,
-    ),
-    "in batches": (
-        lambda: DataLoader(Numbers(12), batch_sampler=BatchSampler(by_epoch().sampler, 3, False)),
-        lambda: DataLoader(
-            Numbers(12), batch_sampler=BatchSampler(by_epoch(seed=1).sampler, 3, False)
-        ),
-        "seed: saved 0, now 1",
-        True,
-    ),
+    "without a sampler": (lambda: by_epoch(shuffle=False), plain, "", True),
+    "of torch": (plain, lambda: plain(shuffle=True), "shuffle: saved False, now True", True),
+    "another kind": (by_epoch, lambda: plain(shuffle=True), "seed: saved 0, now None", True),
+    "in batches": (in_batches, lambda: in_batches(seed=1), "seed: saved 0, now 1", True),
     "drop_last": (by_epoch, lambda: by_epoch(drop_last=True), "drop_last: saved False", False),
-    "samples": (by_epoch, lambda: by_epoch(11), "samples: saved 12, now 11", False),
-    "batch_size": (
-        lambda: DataLoader(Numbers(5), 3), lambda: DataLoader(Numbers(5), 4), "batch_size", False,
-    ),
+    "batch_size": (lambda: plain(5), lambda: plain(5, 4), "batch_size", False),
 }  # fmt: skip
 
 
@@ -286,7 +239,7 @@ def test_another_order_of_samples_is_refused(name: str) -> None:
             next(gone_on(epochs, exact=exact, strict=False).batches(now()))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(ranks=st.integers(1, 4), batch=st.integers(1, 4), used=st.integers(1, 5))
 def test_another_number_of_ranks_goes_on_behind_the_same_samples(
     ranks: int, batch: int, used: int
@@ -328,7 +281,7 @@ class Holding(list):
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        raise ValueError("no")
+        pass
 
 
 @pytest.mark.parametrize(
@@ -336,7 +289,6 @@ class Holding(list):
     [
         ({"a": [0, {1, 2}]}, "the state_dict() of Holding.a.1 is set"),
         ({"a": {3: 4}}, "a key of the state_dict() of Holding.a is int"),
-        (object(), "the state_dict() of Holding is object"),
     ],
 )
 def test_the_state_of_a_loader_that_cannot_be_saved(state: Any, text: str) -> None:
@@ -346,8 +298,3 @@ def test_the_state_of_a_loader_that_cannot_be_saved(state: Any, text: str) -> No
     with pytest.raises(LeafError) as caught:
         carried(trainer)
     assert text in str(caught.value)
-    loader.state = {}
-    other = made(trainer.groups)
-    take_back(other, *loaded(other, saved(trainer)))
-    with pytest.raises(ValueError, match="no"):
-        fit(other, loader, 1)

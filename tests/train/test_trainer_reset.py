@@ -1,9 +1,9 @@
 """A `Trainer` goes on after a fault: on new groups, at one step, and to the same bits."""
 
 import copy
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mics_fn as mf
 from mics_fn import tree
-from mics_fn.errors import GroupsError, LostStateError, MicsError
+from mics_fn.errors import GroupsError, LostStateError, MicsError, PeerFailed
 from mics_fn.groups import Topology
 from mics_fn.lab.ranks.pool import RankPool
 from mics_fn.optim import Guard, adamw, dynamic_scale, norm_spike, optimizers
@@ -39,13 +39,12 @@ class Net(nn.Module):
             x = torch.tanh(layer(x))
             if i == Fault.at:
                 Fault.at = None
-                raise Fault.kind("of one rank alone")
+                raise ValueError("of one rank alone")
         return self.norm(x).square().mean()
 
 
 class Fault:
     at: int | None = None  # the layer
-    kind: type[BaseException] = ValueError
 
 
 def made(groups: Any, **options: Any) -> mf.Trainer:
@@ -55,9 +54,23 @@ def made(groups: Any, **options: Any) -> mf.Trainer:
     return mf.Trainer(Net(), adamw(1e-2), groups, **given)
 
 
+def twins(p: int, saved: Any = None, **options: Any) -> tuple[mf.Trainer, mf.Trainer]:
+    """Two trainers that are alike, each on groups of its own; the first may be saved."""
+    n = dist.get_world_size()
+    topology = Topology((n // 2, 2) if n > 2 else (n,))
+    groups = [mf.make_groups(p, topology=topology, timeout_s=20) for _ in range(2)]
+    return made(groups[0], checkpoint=saved, **options), made(groups[1], **options)
+
+
 def batch(k: int) -> Tensor:
     seed = 100 * k + dist.get_rank()
     return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def step(trainers: tuple[mf.Trainer, ...], *ks: int) -> None:
+    for k in ks:
+        for each in trainers:
+            each.step(batch(k))
 
 
 def held_by(trainer: mf.Trainer) -> tuple[list[Tensor], list[Any]]:
@@ -72,16 +85,24 @@ def same(one: mf.Trainer, other: mf.Trainer) -> None:
     assert rest == others
 
 
-def go_on(p: int, faults: int, options: dict[str, Any]) -> tuple[list[str], float]:
+def close(*trainers: mf.Trainer) -> None:
+    for each in trainers:
+        each.groups.close()
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "usual": lambda: {},
+    "all kept": lambda: {"live_bytes": None, "deterministic": True},
+    "apart": lambda: {"replica_sync": mf.replicas.diloco(2), "accumulate": 2},
+}
+
+
+def go_on(p: int, faults: int, options: str) -> tuple[list[str], float]:
     """One rank raises in a step, all reset; a twin without faults has the same bits."""
-    n = dist.get_world_size()
-    topology = Topology((n // 2, 2))
-    groups = [mf.make_groups(p, topology=topology, timeout_s=20) for _ in range(2)]
-    trainer, twin = (made(each, **options) for each in groups)
+    (trainer, twin), n = twins(p, **OPTIONS[options]()), dist.get_world_size()
     found, slowest = [], 0.0
     for k in range(faults):
-        for each in (trainer, twin):
-            each.step(batch(k))
+        step((trainer, twin), k)
         if dist.get_rank() == (k + 1) % n:
             Fault.at = k % 3
         with pytest.raises((ValueError, MicsError)) as caught:
@@ -92,63 +113,43 @@ def go_on(p: int, faults: int, options: dict[str, Any]) -> tuple[list[str], floa
         started = time.perf_counter()
         trainer.reset()
         slowest = max(slowest, time.perf_counter() - started)
-        for each in (trainer, twin):
-            each.step(batch(-k - 1))
+        step((trainer, twin), -k - 1)
         same(trainer, twin)
     for each in (trainer, twin):
         each.eval(batch(0))
-        each.groups.close()
+    close(trainer, twin)
     return found, slowest
 
 
-def check_go_on(found: list[Any]) -> None:
-    for texts, slowest in found:
+@pytest.mark.parametrize(
+    ("n", "p", "faults", "options"),
+    [
+        (4, 4, 2, "usual"),
+        (4, 1, 1, "usual"),
+        (4, 2, 1, "all kept"),
+        (4, 2, 3, "apart"),
+        (8, 4, 6, "usual"),
+    ],
+)
+@pytest.mark.short("4-4-2-usual", "4-2-1-all kept")
+def test_the_next_step_is_right(ranks: Pools, n: int, p: int, faults: int, options: str) -> None:
+    for texts, slowest in ranks(n).run(go_on, p, faults, options):
         assert all("of one rank alone" in text for text in texts)
         assert slowest < 10, "at once, and not at the limit of 20"
-
-
-@pytest.mark.parametrize("p", [1, 2, 4])
-@pytest.mark.short("4", "1")
-def test_the_next_step_is_right(ranks: Pools, p: int) -> None:
-    check_go_on(ranks(4).run(go_on, p, 2, {}))
-
-
-def test_with_all_kept_and_in_fixed_order(ranks: Pools) -> None:
-    check_go_on(ranks(4).run(go_on, 2, 1, {"live_bytes": None, "deterministic": True}))
-
-
-@pytest.mark.thorough
-def test_with_replicas_apart(ranks: Pools) -> None:
-    check_go_on(ranks(4).run(go_on_apart))
-
-
-def go_on_apart() -> tuple[list[str], float]:
-    return go_on(2, 3, {"replica_sync": mf.replicas.diloco(2), "accumulate": 2})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_eight_ranks(ranks: Pools, p: int) -> None:
-    check_go_on(ranks(8).run(go_on, p, 12, {}))
 
 
 def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
     """Some ranks have lost their last step; all reset, and are told or go on."""
     sync = mf.replicas.local_sgd(3) if apart else None
-    trainer, twin = (
-        made(mf.make_groups(p, timeout_s=20), replica_sync=sync, check_replicas=1) for _ in range(2)
-    )
-    for k in range(2):
-        for each in (trainer, twin):
-            each.step(batch(k))
+    trainer, twin = twins(p, replica_sync=sync, check_replicas=1)
+    step((trainer, twin), 0, 1)
     before = trainer.state.opt, trainer.sync_state, trainer.guard
     state = replace(
         trainer.state,
         params=tree.map_leaves(lambda x: x.clone(), trainer.state.params),
         opt=tree.map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, before[0]),
     )
-    for each in (trainer, twin):
-        each.step(batch(2))
+    step((trainer, twin), 2)
     if dist.get_rank() in late:
         trainer.state, trainer.sync_state, trainer.guard = state, *before[1:]
     try:
@@ -157,49 +158,71 @@ def behind(p: int, late: tuple[int, ...], heal: bool, apart: bool) -> str:
         with pytest.raises(LostStateError):  # and no step mixes them
             trainer.step(batch(3))
         return str(error)
-    for each in (trainer, twin):
-        each.step(batch(3))
+    step((trainer, twin), 3)
     same(trainer, twin)
-    trainer.groups.close()
-    twin.groups.close()
+    close(trainer, twin)
     return "healed"
 
 
-@pytest.mark.parametrize(("p", "late"), [(2, (1,)), (1, (0, 3)), (2, (0, 3))])
-@pytest.mark.short("2-late0")
-def test_a_rank_that_is_behind_takes_the_newer_state(
-    ranks: Pools, p: int, late: tuple[int, ...]
-) -> None:
-    assert ranks(4).run(behind, p, late, True, False) == ["healed"] * 4
-
-
 @pytest.mark.parametrize(
-    ("p", "late", "heal", "apart"),
+    ("p", "late", "heal", "apart", "end"),
     [
-        (2, (1,), False, False),
-        (2, (0, 2), True, False),
-        (4, (1,), True, False),
-        (2, (1,), True, True),
+        (2, (0, 3), True, False, "healed"),
+        (1, (0, 3), True, False, "healed"),
+        (2, (1,), False, False, "at different steps"),
+        (2, (0, 2), True, False, "at different steps"),
+        (2, (1,), True, True, "at different steps"),
     ],
+    ids=["healed", "replicas-healed", "not to heal-told", "no replica-told", "apart-told"],
 )
-@pytest.mark.short("2-late0-False-False", "2-late1-True-False")
-def test_where_nothing_heals_all_are_told(
-    ranks: Pools, p: int, late: tuple[int, ...], heal: bool, apart: bool
+@pytest.mark.short("healed", "not to heal-told", "no replica-told")
+def test_a_rank_that_is_behind_takes_the_newer_state_or_all_are_told(
+    ranks: Pools, p: int, late: tuple[int, ...], heal: bool, apart: bool, end: str
 ) -> None:
-    texts = ranks(4).run(behind, p, late, heal, apart)
-    assert all("at different steps" in text for text in texts)
+    assert all(end in text for text in ranks(4).run(behind, p, late, heal, apart))
+
+
+def told_late(late: tuple[int, ...]) -> None:
+    """Some ranks do not hear that all can write the last step, which the others write."""
+    (trainer, twin), is_late = twins(2, recoverable=True), dist.get_rank() in late
+    step((trainer, twin), 0, 1)
+    collect = stepping.collect_values
+
+    def fail(*args: Any) -> Any:
+        collect(*args)
+        raise PeerFailed("a rank was lost", 9, "killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_late:
+            patch.setattr(stepping, "collect_values", fail)
+        with pytest.raises(PeerFailed) if is_late else nullcontext():
+            step((trainer,), 2)
+    step((twin,), 2)
+    assert (trainer.member.ready is not None) == is_late
+    trainer.reset()
+    same(trainer, twin)
+    step((trainer, twin), 3)
+    same(trainer, twin)
+    close(trainer, twin)
+
+
+@pytest.mark.parametrize("late", [(0, 2), pytest.param((1,), marks=pytest.mark.thorough)])
+def test_a_step_that_some_have_written_is_written_by_all(
+    ranks: Pools, late: tuple[int, ...]
+) -> None:
+    ranks(4).run(told_late, late)
 
 
 def refused_on_some() -> tuple[int, float]:
     """A rank did not hear that a step was refused, so only its guard is behind."""
     trainer = made(mf.make_groups(2, timeout_s=20))
-    trainer.step(batch(0))
+    step((trainer,), 0)
     if dist.get_rank() != 2:
         trainer.sync_state = replace(trainer.sync_state, step=2)
         trainer.guard = replace(trainer.guard, scale=trainer.guard.scale.adjust(False))
     trainer.reset()
-    trainer.step(batch(1))
-    trainer.groups.close()
+    step((trainer,), 1)
+    close(trainer)
     return trainer.sync_state.step, trainer.guard.scale.value
 
 
@@ -213,7 +236,7 @@ def by_path() -> bool:
     trainer, twin = (
         made(lambda path, both=both: both["0" in path], guard=None) for both in made_twice
     )
-    for k in range(3):
+    for k in range(2):
         trainer.step(batch(k))
         trainer.reset()
         twin.step(batch(k))
@@ -225,56 +248,7 @@ def test_several_groups_by_path(ranks: Pools) -> None:
     assert all(ranks(4).run(by_path))
 
 
-def epochs() -> list[int]:
-    trainer = made(mf.make_groups(timeout_s=20))
-    data = torch.utils.data.TensorDataset(torch.randn(8, SIZE))
-    sampler = mf.sampler(data, trainer.groups)
-    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
-    found = []
-    for _ in range(3):
-        trainer.fit(loader, 2, progress=False)
-        trainer.reset()
-        found.append(sampler.epoch)
-    trainer.groups.close()
-    return found
-
-
-def test_epochs_go_on(ranks: Pools) -> None:
-    assert ranks(2).run(epochs) == [[0, 1, 2]] * 2
-
-
-def step_twice() -> tuple[list[str], int]:
-    """A second thread steps while the first one waits in a step for the other rank."""
-    trainer, found = made(mf.make_groups(timeout_s=20)), []
-    trainer.step(batch(0))
-
-    def second() -> None:
-        for verb in (trainer.step, trainer.eval):
-            with pytest.raises(GroupsError) as caught:
-                verb(batch(1))
-            found.append(f"{caught.value}")
-
-    timer = threading.Timer(0.2, second)
-    if dist.get_rank() == 0:
-        timer.start()
-    else:
-        time.sleep(0.5)
-    trainer.step(batch(1))
-    if dist.get_rank() == 0:
-        timer.join()
-    step = trainer.step(batch(2)).step
-    trainer.groups.close()
-    return found, step
-
-
-def test_a_second_thread_cannot_step(ranks: Pools) -> None:
-    (found, step), (_, other) = ranks(2).run(step_twice)
-    assert len(found) == 2
-    assert all("uses groups that another thread is using" in text for text in found)
-    assert step == other == 3
-
-
-@pytest.mark.parametrize("options", [{}, {"live_bytes": 0}, {"guard": mf.optim.Guard()}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"live_bytes": 0}], ids=str)
 def test_a_step_inside_of_a_step_is_refused(options: dict[str, Any]):
     """Its own gradients would be applied to parameters that they were not taken at."""
     inside: list[bool] = []
@@ -296,58 +270,38 @@ def test_a_step_inside_of_a_step_is_refused(options: dict[str, Any]):
     assert trainer.step(x).step == 2  # and an error here leaves the next one right
 
 
-def test_a_world_of_one():
-    groups = mf.make_groups()
-    trainer = mf.Trainer(nn.Linear(2, 1), mf.optim.sgd(0.1), groups, loss=lambda m, x: m(x).sum())
-    trainer.step(torch.ones(1, 2))
-    trainer.reset()
-    assert groups.closed
-    assert trainer.step(torch.ones(1, 2)).step == 2
-
-
 # A state that is lost in a write, and what takes its place.
 
 
-def cut_write(trainer: mf.Trainer, where: str, k: int) -> str:
-    """Take a step that rank 1 does not end, by an error that is none of this library."""
-    module: Any = optimizers if where == "in the write" else stepping
-    name = "_step" if where == "in the write" else "opt_step"
+@contextmanager
+def cut(where: str) -> Iterator[None]:
+    """Rank 1 does not end a step, by an error that is none of this library."""
+    inside = where == "in the write"
+    module, name = (optimizers, "_step") if inside else (stepping, "opt_step")
     whole = getattr(module, name)
 
-    def cut(*args: Any, **options: Any) -> Any:
-        if where == "in the write":
+    def raises(*args: Any, **options: Any) -> Any:
+        if inside:
             whole(*args, **options)
         raise RuntimeError("no memory")
 
-    if dist.get_rank() == 1:
-        setattr(module, name, cut)
-    try:
-        trainer.step(batch(k))
-    except RuntimeError:
-        pass
-    finally:
-        setattr(module, name, whole)
-    try:
-        trainer.step(batch(k + 1))
-    except MicsError as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(module, name, raises)
+        yield
 
 
 def cut_and_reset(p: int, where: str, apart: bool, folder: str) -> tuple[str, ...]:
-    """What the next step says, and the reset; a twin without faults has the same bits after it."""
-    sync = mf.replicas.local_sgd(10) if apart else None
+    """What the reset says, and the last step; a twin without faults has the same bits after it."""
     saved = mf.Checkpoints(folder, every=2, background=False) if folder else None
-    options: list[dict[str, Any]] = [{"checkpoint": saved}, {}]
-    groups = [mf.make_groups(p, timeout_s=20) for _ in range(2)]
-    trainer, twin = (
-        made(each, guard=Guard(), replica_sync=sync, **more)
-        for each, more in zip(groups, options, strict=True)
-    )
-    for k in range(2):
-        for each in (trainer, twin):
-            each.step(batch(k))
-    said, loaded = cut_write(trainer, where, 2), ""
+    sync = mf.replicas.local_sgd(10) if apart else None
+    trainer, twin = twins(p, saved, guard=Guard(), replica_sync=sync)
+    step((trainer, twin), 0, 1)
+    loaded = ""
+    with cut(where), suppress(RuntimeError):
+        trainer.step(batch(2))
+    with pytest.raises(MicsError, match="no memory"):
+        trainer.step(batch(3))
     try:
         trainer.reset()
     except LostStateError as error:
@@ -355,40 +309,37 @@ def cut_and_reset(p: int, where: str, apart: bool, folder: str) -> tuple[str, ..
         trainer.state, trainer.sync_state = copy.deepcopy((twin.state, twin.sync_state))
     if trainer.sync_state.step == 3:
         twin.step(batch(2))
-    for k in range(3, 5):
-        for each in (trainer, twin):
-            each.step(batch(k))
-    if where == "in the write" or not apart:
-        same(trainer, twin)
-    for each in (trainer, twin):
-        each.groups.close()
-    return said, loaded, f"{trainer.sync_state.step}"
+    step((trainer, twin), 3, 4)
+    same(trainer, twin)
+    close(trainer, twin)
+    return loaded, f"{trainer.sync_state.step}"
 
 
-@pytest.mark.parametrize("where", ["in the write", "before it"])
-def test_a_rank_whose_write_is_cut_takes_the_state_of_a_replica(ranks: Pools, where: str) -> None:
-    for said, loaded, step in ranks(2).run(cut_and_reset, 1, where, False, ""):
-        assert "no memory" in said
-        assert (loaded, step) == ("", "5")
+LOST = "no replica holds the state that a lost rank had"
 
 
-@pytest.mark.parametrize(("p", "apart"), [(2, False), (1, True)])
-@pytest.mark.parametrize("saves", [False, True])
-def test_where_no_replica_has_it_a_save_is_loaded_on_all_ranks(
-    ranks: Pools, tmp_path: Path, p: int, apart: bool, saves: bool
+@pytest.mark.parametrize(
+    ("p", "where", "apart", "saves", "end"),
+    [
+        (1, "in the write", False, False, "5"),  # from a replica
+        (1, "before it", False, False, "5"),
+        (2, "in the write", False, True, "4"),
+        (1, "in the write", True, True, "4"),
+        (2, "in the write", False, False, LOST),
+        (1, "in the write", True, False, LOST),
+    ],
+)
+def test_a_write_that_is_cut_is_made_good_by_a_replica_or_a_save_on_all_ranks(
+    ranks: Pools, tmp_path: Path, p: int, where: str, apart: bool, saves: bool, end: str
 ) -> None:
     folder = f"{tmp_path}" if saves else ""
-    found = ranks(2).run(cut_and_reset, p, "in the write", apart, folder)
-    for said, loaded, step in found:
-        assert "no memory" in said
-        assert step == "4"
-        if saves:
-            assert not loaded
-            continue
-        assert loaded.startswith("Trainer.reset: no replica holds the state that a lost rank had")
-        assert "rank 1 was cut short while it wrote a step" in loaded
-        assert "rank 0 was" not in loaded
-        assert "a state in its place that all ranks have saved, of step" in loaded
+    for loaded, last in ranks(2).run(cut_and_reset, p, where, apart, folder):
+        assert last == ("4" if end == LOST else end)
+        assert (LOST in loaded) == (end == LOST)
+        if end == LOST:
+            assert "rank 1 was cut short while it wrote a step" in loaded
+            assert "rank 0 was" not in loaded
+            assert "a state in its place that all ranks have saved, of step" in loaded
 
 
 def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
@@ -396,21 +347,20 @@ def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
     sync = {"local": mf.replicas.local_sgd, "diloco": mf.replicas.diloco}[policy](2)
     groups = mf.make_groups(1, timeout_s=20)
     options = {"guard": Guard(), "replica_sync": sync, "where": where}
-    trainer, bad, whole = made(groups, **options), dist.get_rank() == 1, stepping.merge
+    trainer, bad = made(groups, **options), dist.get_rank() == 1
     before = copy.deepcopy((trainer.state, trainer.sync_state))
-    trainer.step(batch(0))
+    step((trainer,), 0)
 
-    def cut(trainer: mf.Trainer) -> None:
+    def fails(trainer: mf.Trainer) -> None:
         if trainer.member.merges:
             raise ValueError("of one rank alone")
 
     if at == "in the merge":
-        stepping.merge = cut if bad else whole
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            if bad:
+                patch.setattr(stepping, "merge", fails)
             with pytest.raises((ValueError, MicsError), match="of one rank alone"):
                 trainer.step(batch(1))
-        finally:
-            stepping.merge = whole
         with pytest.raises(MicsError, match="of one rank alone"):
             trainer.step(batch(1))
     elif bad:
@@ -425,95 +375,78 @@ def merge_again(policy: str, at: str, where: str) -> tuple[int, ...]:
     return *steps, trainer.state.step
 
 
-@pytest.mark.parametrize("where", ["", "params=disk:F,states=disk:F"])
-@pytest.mark.parametrize(("at", "steps"), [("in the merge", (2, 2, 3)), ("behind", (1, 1, 3))])
-@pytest.mark.parametrize("policy", ["local", "diloco"])
+@pytest.mark.parametrize(
+    ("policy", "at", "where", "steps"),
+    [
+        ("local", "in the merge", "params=disk:F,states=disk:F", (2, 2, 3)),
+        ("diloco", "in the merge", "", (2, 2, 3)),
+        ("local", "behind", "", (1, 1, 3)),
+        ("diloco", "behind", "params=disk:F,states=disk:F", (1, 1, 3)),
+    ],
+)
 def test_replicas_that_are_apart_meet_again(
-    ranks: Pools, tmp_path: Path, policy: str, at: str, steps: tuple[int, ...], where: str
+    ranks: Pools, tmp_path: Path, policy: str, at: str, where: str, steps: tuple[int, ...]
 ) -> None:
     found = ranks(2).run(merge_again, policy, at, where.replace("F", f"{tmp_path}"))
     assert found == [steps] * 2
 
 
-def follow(optimizer: str) -> None:
+def follow() -> None:
     """An optimizer that was given groups goes on on those that took their place, twice."""
     groups, plain = mf.make_groups(2, timeout_s=20), mf.make_groups(2, timeout_s=20)
 
-    def lars(groups: Any) -> Any:
+    def of(groups: Any) -> Any:
         def update(grads: Any, state: Any, params: Any) -> Any:
             norms = mf.optim.leaf_norms(params, groups)
             return mf.shards.map(lambda g, n: -0.1 * g * n, grads, norms), state
 
-        return mf.optim.from_update(lambda params: (), update, lambda paths: {})
-
-    def of(groups: Any) -> Any:
-        clip = mf.optim.clip_by_global_norm(0.01, groups)
-        return {
-            "chain": lambda: mf.optim.chain(clip, adamw(1e-2)),
-            "own": lambda: lars(groups),
-            "by_path": lambda: mf.optim.by_path({"*norm*": adamw(1e-2)}, default=lars(groups)),
-        }[optimizer]()
+        lars = mf.optim.from_update(lambda params: (), update, lambda paths: {})
+        clipped = mf.optim.chain(mf.optim.clip_by_global_norm(0.01, groups), adamw(1e-2))
+        return mf.optim.by_path({"*norm*": clipped}, default=lars)
 
     torch.manual_seed(0)
-    model = Net()
+    model, ones = Net(), {"norm": torch.ones(6), "w": torch.ones(6)}
     trainer, twin = (mf.Trainer(model, of(each), each) for each in (groups, plain))
-    state, old = (
-        mf.init_state(mf.shard({"norm": torch.ones(6), "w": torch.ones(6)}, groups), of(groups)),
-        groups,
-    )
+    state = mf.init_state(mf.shard(ones, groups), of(groups))
     for k in range(3):
-        for each in (trainer, twin):
-            each.step(batch(k))
+        step((trainer, twin), k)
         if k < 2:
             trainer.reset()
     same_bits(held_by(trainer)[0], held_by(twin)[0])
     # By hand, on what followed: the groups that the optimizer knows are two resets behind.
     now = mf.reset(trainer.groups)
-    grads = mf.reduce_grads({"norm": torch.ones(6), "w": torch.ones(6)}, now)
-    assert mf.opt_step(state, grads, donate=True).step == 1
-    assert old.closed
+    assert mf.opt_step(state, mf.reduce_grads(ones, now), donate=True).step == 1
+    assert groups.closed
     now.close()
     plain.close()
 
 
-@pytest.mark.parametrize("optimizer", ["chain", "own", "by_path"])
-def test_what_an_optimizer_knows_of_groups_follows_a_reset(ranks: Pools, optimizer: str) -> None:
-    ranks(2).run(follow, optimizer)
+def test_what_an_optimizer_knows_of_groups_follows_a_reset(ranks: Pools) -> None:
+    ranks(2).run(follow)
 
 
-def by_hand() -> tuple[str, str, float]:
+def by_hand() -> tuple[list[str], int]:
     """`optim.same_step` gives a rank whose write was cut the state of a replica."""
-    groups = mf.make_groups(1, timeout_s=20)
-    state = mf.init_state(mf.shard({"w": torch.ones(4)}, groups), adamw(0.1))
-    whole = optimizers._step
-
-    def cut(*args: Any) -> Any:
-        whole(*args)
-        raise RuntimeError("no memory")
-
-    grads, said = mf.reduce_grads({"w": torch.ones(4)}, groups), ""
-    if dist.get_rank() == 1:
-        optimizers._step = cut
-    try:
+    groups, ones = mf.make_groups(1, timeout_s=20), {"w": torch.ones(4)}
+    state, bad = mf.init_state(mf.shard(ones, groups), adamw(0.1)), dist.get_rank() == 1
+    grads = mf.reduce_grads(ones, groups)
+    with cut("in the write"), nullcontext() if not bad else pytest.raises(RuntimeError):
         state = mf.opt_step(state, grads, donate=True)
-    except RuntimeError:
+    if bad:
         with pytest.raises(GroupsError, match="no memory"):  # the others may have taken the step
             mf.unshard(state.params, groups)
-    finally:
-        optimizers._step = whole
     groups = mf.reset(groups)
-    if dist.get_rank() == 1:
+    if bad:
         with pytest.raises(LostStateError, match="params.w is lost: opt_step at step 0 was cut"):
             mf.unshard(state.params, groups)
     with pytest.raises(LostStateError) as caught:
         mf.optim.same_step(state, groups)
-    said = f"{caught.value}".splitlines()[1:3]
     state = mf.optim.same_step(state, groups, heal=True)
-    state = mf.opt_step(state, mf.reduce_grads({"w": torch.ones(4)}, groups), donate=True)
+    state = mf.opt_step(state, mf.reduce_grads(ones, groups), donate=True)
     mf.optim.same_replicas(state, groups)
     groups.close()
-    return said[0], said[1], state.step
+    return f"{caught.value}".splitlines()[1:3], state.step
 
 
 def test_a_write_by_hand_that_is_cut_is_healed_by_same_step(ranks: Pools) -> None:
-    assert ranks(2).run(by_hand) == [("  rank 0: step 1", "  rank 1: lost", 2)] * 2
+    assert ranks(2).run(by_hand) == [(["  rank 0: step 1", "  rank 1: lost"], 2)] * 2

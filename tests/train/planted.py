@@ -1,0 +1,77 @@
+"""Mistakes of a run that is merged, cut, saved or reset; `planting.py` checks that tests fail."""
+
+_L = "train/loop.py"
+_C = "train/carried.py"
+
+PLANTED = [
+    (
+        "replicas are merged one step late",
+        "train/replicas.py",
+        "return (state.step + 1) % self.every == 0",
+        "return state.step % self.every == 0",
+        "train/test_replica_sync.py -k twin",
+    ),
+    (
+        "a pass is gone on with one batch early",
+        _L,
+        "for _ in range(self.at.batches):",
+        "for _ in range(self.at.batches - 1):",
+        "train/test_position.py",
+    ),
+    (
+        "ranks of a mesh share samples by their places in the world",
+        _L,
+        "rank=groups.position,",
+        "rank=groups.rank % ranks,",
+        "train/test_data.py -k tensor_parallel",
+    ),
+    (
+        "what the guard has counted is not taken back",
+        _C,
+        'state["sync"], taken.guard',
+        'state["sync"], trainer.guard',
+        "train/test_carried.py -k alone",
+    ),
+    (
+        "a step that was not saved before a reset stays without a save",
+        _C,
+        "self._again = self._failed is not None",
+        "self._again = False",
+        "train/test_checkpoints.py -k before_a_reset",
+    ),
+    (
+        "a run that did not go on from a folder replaces the steps in it",
+        _C,
+        '"newer" if self._ours else "never"',
+        '"newer"',
+        "train/test_checkpoints.py -k replaces_nothing",
+    ),
+    (
+        "a step that some ranks have written is not written by the others",
+        "train/resetting.py",
+        "write(trainer, member.ready)",
+        "pass",
+        "train/test_trainer_reset.py -k written_by_all",
+    ),
+    (
+        "a write that is cut leaves what looks like a state",
+        "train/stepping.py",
+        "    with Writing():\n        if verdict.accept:",
+        "    with suppress(ValueError):\n        if verdict.accept:",
+        "train/test_interrupted.py -k the_old_state_the_new",
+    ),
+    (
+        "signals are not held while a step by hand is written",
+        "interrupts.py",
+        "                    set_handler(number, self._keep)",
+        "                    pass",
+        "train/test_interrupted.py -k by_hand",
+    ),
+    (
+        "no step compares what was put in the place of a lost state",
+        "train/resetting.py",
+        "member.compared = False",
+        "member.compared = True",
+        "train/test_trainer_reset.py -k told",
+    ),
+]
