@@ -1,6 +1,6 @@
 """What a real run asks of `Trainer`: dtypes, scaled losses, refused steps, clipping, equal bits."""
 
-from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mics_fn as mf
 from mics_fn import tree
 
-LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2), Layout((2, 2), 4)]
+LAYOUTS = [Layout((1,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
 LR = 0.05
 
 
@@ -31,6 +31,10 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)))
 
 
+def rank_here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(seed)
     return Net().to(dtype)
@@ -47,38 +51,27 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def state_of(trainer: mf.Trainer) -> tuple:
-    """Everything that a refused step must leave as it is, copied."""
-    state = trainer.state
-    leaves = [x.clone() if isinstance(x, Tensor) else x for x in tree.flatten(state)[0]]
-    return leaves, state.step
-
-
-def same_state(a: tuple, b: tuple) -> None:
-    same_bits(*([x for x in side[0] if isinstance(x, Tensor)] for side in (a, b)))
-    plain = [[x for x in side[0] if not isinstance(x, Tensor)] for side in (a, b)]
-    assert plain[0] == plain[1]
-    assert a[1] == b[1]
+def copied(trainer: mf.Trainer) -> Any:
+    """Everything that a refused step must leave as it is."""
+    return tree.map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, trainer.state)
 
 
 # Clipping.
 
 
-def clipped(layout: Layout, accumulate: int) -> tuple[dict, list[float]]:
-    trainer = mf.Trainer(
-        net(dtype=torch.float64),
-        mf.optim.sgd(LR, momentum=0.9),
-        groups_of(layout),
-        loss=loss_of,
-        accumulate=accumulate,
-        guard=mf.optim.Guard(max_norm=0.5, max_value=0.1),
-        bucket_bytes=300,
-    )
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def clipped(layout: Layout, accumulate: int, options: dict[str, Any]) -> tuple[dict, list[float]]:
+    """With leaves on several groups if `options` have `apart`."""
+    groups: Any = groups_of(layout)
+    alone, options = groups_of(Layout(layout.sizes, 1)), dict(options)
+    if options.pop("apart", False):
+        groups = lambda path, dense=groups: alone if "norm" in path else dense  # noqa: E731
+    guard = mf.optim.Guard(max_norm=0.5, max_value=0.1)
+    options |= {"loss": loss_of, "accumulate": accumulate, "guard": guard, "bucket_bytes": 300}
+    sgd = mf.optim.sgd(LR, momentum=0.9)
+    trainer = mf.Trainer(net(dtype=torch.float64), sgd, groups, **options)
     norms = []
-    for step in range(4):
-        metrics = trainer.step(batch_of(rank, step, torch.float64))
-        assert metrics.accepted
+    for step in range(3):
+        metrics = trainer.step(batch_of(rank_here(), step, torch.float64))
         assert metrics.grad_norm is not None
         norms.append(metrics.grad_norm.item())
     return trainer.params(), norms
@@ -88,7 +81,7 @@ def clipped_alone(n: int) -> tuple[dict, list[float]]:
     model = net(dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     norms = []
-    for step in range(4):
+    for step in range(3):
         parts = [batch_of(rank, step, torch.float64) for rank in range(n)]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
         optimizer.zero_grad()
@@ -99,12 +92,21 @@ def clipped_alone(n: int) -> tuple[dict, list[float]]:
     return dict(model.named_parameters()), norms
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_clipping_is_that_of_one_process(ranks, layout, accumulate):
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "options"),
+    [
+        (LAYOUTS[0], 2, {}),
+        (LAYOUTS[1], 1, {}),
+        (LAYOUTS[2], 2, {}),
+        (LAYOUTS[1], 2, {"apart": True}),
+        (LAYOUTS[2], 1, {"apart": True, "deterministic": True}),
+    ],
+    ids=str,
+)
+def test_clipping_is_that_of_one_process(ranks, layout, accumulate, options):
     params, norms = clipped_alone(layout.world_size)
     assert max(norms) > 0.5  # it clips
-    for found, seen in ranks(layout.world_size).run(clipped, layout, accumulate):
+    for found, seen in ranks(layout.world_size).run(clipped, layout, accumulate, options):
         assert seen == pytest.approx(norms, rel=1e-12)
         for name, value in params.items():
             torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-13)
@@ -113,18 +115,16 @@ def test_clipping_is_that_of_one_process(ranks, layout, accumulate):
 # Refused steps.
 
 
-def overflowing(layout: Layout, precision: str, compute: torch.dtype) -> None:
-    """float16 (or another dtype) whose gradient overflows in some steps on one rank only."""
-    groups = groups_of(layout)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def overflowing(layout: Layout) -> None:
+    """float16 whose gradient overflows in some steps on one rank only."""
     guard = mf.optim.Guard(mf.optim.dynamic_scale(2.0**10, interval=2, hysteresis=2))
-    how = {"precision": precision, "guard": guard, "bucket_bytes": 300}
-    trainer = mf.Trainer(net(), mf.optim.adamw(LR), groups, loss=loss_of, **how)
+    how = {"precision": "compute=f16,reduce=f16,output=f32", "guard": guard, "bucket_bytes": 300}
+    trainer = mf.Trainer(net(), mf.optim.adamw(LR), groups_of(layout), loss=loss_of, **how)
     expected, taken = guard.scale, 0
     for step, overflows in enumerate([False, True, True, False, False, True, False]):
-        before = state_of(trainer)
-        x, y = batch_of(rank, step)
-        if overflows and rank == layout.world_size - 1:
+        before = copied(trainer)
+        x, y = batch_of(rank_here(), step)
+        if overflows and rank_here() == layout.world_size - 1:
             y = y * float("inf")
         metrics = trainer.step((x, y))
         assert metrics.scale == expected.value  # the one of the forward
@@ -134,68 +134,52 @@ def overflowing(layout: Layout, precision: str, compute: torch.dtype) -> None:
         taken += not overflows
         assert trainer.state.step == metrics.step == taken
         if overflows:
-            same_state(before, state_of(trainer))
+            same_bits(before, trainer.state)
     assert expected.value == 2.0**10  # down at the second overflow, up again, and spared once
     assert {piece.dtype for piece in tree.flatten(trainer.state.params)[0]} == {torch.float32}
-    assert set(trainer.program.skeleton.seen) == {compute}  # pyright: ignore
+    assert set(trainer.program.skeleton.seen) == {torch.float16}  # pyright: ignore
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
 def test_a_step_that_overflows_anywhere_changes_nothing_but_the_scale(ranks, layout):
-    cases = [
-        ("compute=f16,reduce=f16,output=f32", torch.float16),
-        ("compute=bf16,output=f32", torch.bfloat16),
-        ("output=f32", torch.float32),
-    ]
-    for precision, compute in cases:
-        ranks(layout.world_size).run(overflowing, layout, precision, compute)
+    ranks(layout.world_size).run(overflowing, layout)
 
 
 def scaled_against_not(layout: Layout) -> None:
     """Powers of two change no bit, also in the step after the scale has grown."""
-    groups = groups_of(layout)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    found = []
-    for scale in (
-        mf.optim.no_scale(),
-        mf.optim.static_scale(64.0),
-        mf.optim.dynamic_scale(8.0, interval=1),
-    ):
-        guard = mf.optim.Guard(scale)
-        trainer = mf.Trainer(
-            net(), mf.optim.sgd(LR, momentum=0.9), groups, loss=loss_of, guard=guard
-        )
-        for step in range(4):
-            trainer.step(batch_of(rank, step))
+    groups, found, optim = groups_of(layout), [], mf.optim
+    scales = optim.no_scale(), optim.static_scale(64.0), optim.dynamic_scale(8.0, interval=1)
+    for scale in scales:
+        how = {"loss": loss_of, "guard": optim.Guard(scale)}
+        trainer = mf.Trainer(net(), optim.sgd(LR, momentum=0.9), groups, **how)
+        for step in range(3):
+            trainer.step(batch_of(rank_here(), step))
         found.append((trainer.params(), trainer.guard.scale.value))
-    assert [value for _, value in found] == [1.0, 64.0, 128.0]
+    assert [value for _, value in found] == [1.0, 64.0, 64.0]
     for params, _ in found[1:]:
         same_bits(found[0][0], params)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_scale_changes_no_bit(ranks, layout):
-    ranks(layout.world_size).run(scaled_against_not, layout)
+def test_a_scale_changes_no_bit(ranks):
+    ranks(4).run(scaled_against_not, LAYOUTS[1])
 
 
-def spiking(layout: Layout, action: str) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    guard = mf.optim.Guard(spike=mf.optim.norm_spike(20.0, warmup=3, action=action))  # pyright: ignore
+def spiking(layout: Layout, action: Any) -> None:
+    guard = mf.optim.Guard(spike=mf.optim.norm_spike(20.0, warmup=3, action=action))
     trainer = mf.Trainer(net(), mf.optim.sgd(1e-3), groups_of(layout), loss=loss_of, guard=guard)
     for step in range(6):
-        x, y = batch_of(rank, step)
-        before = state_of(trainer)
+        x, y = batch_of(rank_here(), step)
+        before = copied(trainer)
         metrics = trainer.step((x, y * 1e4 if step == 4 else y))
         assert metrics.spike == (step == 4)
         assert metrics.accepted == (step != 4 or action == "report")
         if not metrics.accepted:
-            same_state(before, state_of(trainer))
+            same_bits(before, trainer.state)
 
 
 @pytest.mark.parametrize("action", ["skip", "report"])
 def test_a_spike_is_skipped_or_reported(ranks, action):
-    for layout in LAYOUTS:
-        ranks(layout.world_size).run(spiking, layout, action)
+    ranks(4).run(spiking, LAYOUTS[1], action)
 
 
 # Dtypes.
@@ -203,8 +187,6 @@ def test_a_spike_is_skipped_or_reported(ranks, action):
 
 def half(layout: Layout, as_function: bool) -> None:
     """bf16 with a norm in float32; what the model gets and gives."""
-    groups = groups_of(layout)
-    rank = dist.get_rank() if dist.is_initialized() else 0
     policy = "compute=bf16, output=f32; *norm*: compute=f32"
     model, seen = net(), []
 
@@ -218,15 +200,13 @@ def half(layout: Layout, as_function: bool) -> None:
         seen.append((batch[0].dtype, params["w"].dtype, params["norm"].dtype))
         return ((batch[0] @ params["w"]).to(params["norm"].dtype) * params["norm"]).square().mean()
 
+    given, how = (model, {"loss": loss}) if not as_function else (loss_fn, {})
     if as_function:
-        params = {"w": torch.ones(6, 3), "norm": torch.ones(3)}
-        trainer = mf.Trainer(loss_fn, mf.optim.adamw(LR), groups, params=params, precision=policy)
-    else:
-        trainer = mf.Trainer(model, mf.optim.adamw(LR), groups, loss=loss, precision=policy)
-    for step in range(2):
-        metrics = trainer.step(batch_of(rank, step))
-        assert metrics.loss.dtype == torch.float32
-    assert trainer.eval(batch_of(rank, 9)).dtype == torch.float32
+        how = {"params": {"w": torch.ones(6, 3), "norm": torch.ones(3)}}
+    groups = groups_of(layout)
+    trainer = mf.Trainer(given, mf.optim.adamw(LR), groups, precision=policy, **how)
+    assert trainer.step(batch_of(rank_here(), 0)).loss.dtype == torch.float32
+    assert trainer.eval(batch_of(rank_here(), 9)).dtype == torch.float32
     b, f = torch.bfloat16, torch.float32
     assert set(seen) == {(b, b, f) if as_function else (f, f, b, f)}
     if not as_function:
@@ -237,21 +217,7 @@ def half(layout: Layout, as_function: bool) -> None:
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_masters_stay_and_the_model_computes_in_the_policys_dtypes(ranks, as_function):
-    for layout in LAYOUTS:
-        ranks(layout.world_size).run(half, layout, as_function)
-
-
-def test_a_policy_that_is_none_leaves_the_model_itself():
-    given = []
-
-    def loss(model, batch):
-        given.append(model)
-        return loss_of(model, batch)
-
-    with mf.make_groups(1) as groups:
-        trainer = mf.Trainer(net(), mf.optim.sgd(LR), groups, loss=loss)
-        trainer.step(batch_of(0, 0))
-    assert isinstance(given[0], Net)
+    ranks(4).run(half, LAYOUTS[1], as_function)
 
 
 # Equal bits.
@@ -259,21 +225,20 @@ def test_a_policy_that_is_none_leaves_the_model_itself():
 
 def run_twice(layout: Layout) -> None:
     groups, runs = groups_of(layout), []
-    rank = dist.get_rank() if dist.is_initialized() else 0
     for live in (None, 0):
         trainer = mf.Trainer(
             net(), mf.optim.adamw(LR), groups, loss=loss_of, deterministic=True,
             precision="compute=bf16,reduce=bf16,output=f32", live_bytes=live, accumulate=2,
         )  # fmt: skip
-        for step in range(4):
-            trainer.step(batch_of(rank, step))
+        for step in range(3):
+            trainer.step(batch_of(rank_here(), step))
         assert not torch.are_deterministic_algorithms_enabled()
         assert "in fixed order" in trainer.groups.describe()
         runs.append(trainer.params())
     same_bits(*runs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_deterministic_runs_have_equal_bits(ranks, layout):
     ranks(layout.world_size).run(run_twice, layout)
 
@@ -296,86 +261,11 @@ def test_deterministic_says_which_op_is_not_and_restores_the_mode():
         assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
 
 
-def by_path(layout: Layout) -> None:
-    """Leaves on several groups keep their groups where order is fixed."""
-    dense, alone = groups_of(layout), groups_of(Layout(layout.sizes, 1))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    found = []
-    for deterministic in (False, True):
-        trainer = mf.Trainer(
-            net(dtype=torch.float64), mf.optim.sgd(LR),
-            lambda path: alone if "norm" in path else dense,
-            loss=loss_of, deterministic=deterministic,
-        )  # fmt: skip
-        for step in range(3):
-            trainer.step(batch_of(rank, step, torch.float64))
-        found.append(trainer.params())
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-13)
-
-
-def test_fixed_order_of_leaves_on_several_groups(ranks):
-    for layout in LAYOUTS[1:]:
-        ranks(layout.world_size).run(by_path, layout)
-
-
-# Replicas apart.
-
-
-def far_replicas(layout: Layout) -> dict[str, Tensor]:
-    groups = groups_of(layout)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    trainer = mf.Trainer(
-        net(dtype=torch.float64),
-        mf.optim.sgd(LR),
-        groups,
-        loss=loss_of,
-        replica_sync=mf.replicas.local_sgd(2),
-    )
-    sent = []
-    for step in range(4):
-        groups.traffic.clear()
-        trainer.step(batch_of(rank, step, torch.float64))
-        sent.append(groups.traffic.sent_bytes["replicas"])
-    assert sent[0] == sent[2] == 0 < sent[1] == sent[3]
-    return trainer.params()
-
-
-def local_twin(replicas: int, size: int) -> dict[str, Tensor]:
-    """Each replica alone, on the samples of its ranks; parameters averaged every second step."""
-    models = [net(dtype=torch.float64) for _ in range(replicas)]
-    for step in range(4):
-        for i, model in enumerate(models):
-            parts = [batch_of(i * size + k, step, torch.float64) for k in range(size)]
-            x, y = (torch.cat(part) for part in zip(*parts, strict=True))
-            grads = torch.autograd.grad(loss_of(model, (x, y)), list(model.parameters()))
-            with torch.no_grad():
-                for p, g in zip(model.parameters(), grads, strict=True):
-                    p -= LR * g
-        if step % 2:
-            mean = {
-                name: torch.stack([m.state_dict()[name] for m in models]).mean(0)
-                for name, _ in models[0].named_parameters()
-            }
-            for model in models:
-                model.load_state_dict({**model.state_dict(), **deepcopy(mean)})
-    return {name: p.detach() for name, p in models[0].named_parameters()}
-
-
-@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 1)], ids=str)
-def test_replicas_may_sync_only_now_and_then(ranks, layout):
-    expected = local_twin(layout.world_size // layout.partition_size, layout.partition_size)
-    for found in ranks(layout.world_size).run(far_replicas, layout):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
-
-
 # Models made as shards.
 
 
 def made_as_shards(layout: Layout, precision: str | None) -> None:
     groups = groups_of(layout)
-    rank = dist.get_rank() if dist.is_initialized() else 0
     skeleton, shards = mf.init_model(Net, groups, seed=7, precision=precision, bucket_bytes=300)
     assert all(p.is_meta for p in skeleton.parameters())
     options = {"loss": loss_of, "precision": precision}
@@ -384,14 +274,16 @@ def made_as_shards(layout: Layout, precision: str | None) -> None:
         mf.Trainer(net(7), mf.optim.adamw(LR), groups, bucket_bytes=300, **options),
     ]
     for trainer in found:
-        for step in range(3):
-            trainer.step(batch_of(rank, step))
+        for step in range(2):
+            trainer.step(batch_of(rank_here(), step))
     same_bits(*(trainer.params() for trainer in found))
     same_bits(*(dict(trainer.state.buffers) for trainer in found))
-    assert found[0].state.buffers["calls"] == 3
+    assert found[0].state.buffers["calls"] == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_model_made_as_shards_trains_as_one_made_in_full(ranks, layout):
-    for precision in (None, "param=f32, compute=bf16, output=f32; *norm*: compute=f32"):
-        ranks(layout.world_size).run(made_as_shards, layout, precision)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [(LAYOUTS[0], "param=f32, compute=bf16, output=f32; *norm*: compute=f32"), (LAYOUTS[1], None)],
+)
+def test_a_model_made_as_shards_trains_as_one_made_in_full(ranks, layout, precision):
+    ranks(layout.world_size).run(made_as_shards, layout, precision)
