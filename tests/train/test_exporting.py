@@ -1,8 +1,6 @@
 """`Trainer.state_dict` is what the module itself would save, and lines of `fit` without tqdm."""
 
-import contextlib
 import copy
-import io
 import sys
 from typing import Any
 
@@ -86,27 +84,6 @@ def test_the_module_takes_it_and_computes_what_the_trainer_computes(ranks, layou
         same_bits(dict(last), dict(results[0][1]))
 
 
-def apart():
-    torch.manual_seed(0)
-    groups = groups_of(Layout((2, 2), 2))
-    model, policy = nn.Linear(3, 1), mf.replicas.local_sgd(2)
-    loss = lambda model, x: model(x).square().mean()  # noqa: E731
-    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss, replica_sync=policy)
-    found = []
-    for _ in range(2):
-        trainer.step(X + groups.rank)
-        found.append(trainer.state_dict()["weight"])
-    return found
-
-
-def test_replicas_that_are_apart_give_their_own(ranks):
-    first, second = zip(*ranks(4).run(apart), strict=True)
-    assert torch.equal(first[0], first[1])
-    assert torch.equal(first[2], first[3])
-    assert not torch.equal(first[0], first[2])
-    assert all(torch.equal(each, second[0]) for each in second)  # merged after two steps
-
-
 def test_a_model_made_as_shards_and_one_in_another_dtype():
     groups = mf.make_groups(1)
     skeleton, shards = mf.init_model(made, groups, seed=0)
@@ -136,24 +113,14 @@ def test_what_has_no_state_dict_is_refused_by_name():
 # How far `fit` is.
 
 
-def fitted(options):
-    """What `fit` prints where tqdm is missing."""
-    before, sys.modules["tqdm"] = sys.modules.get("tqdm"), None  # pyright: ignore
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) as said, mf.make_groups(2) as groups:
-            trainer = mf.Trainer(made(), mf.optim.sgd(0.01), groups)
-            trainer.fit([X], steps=7, **options)
-    finally:
-        del sys.modules["tqdm"]
-        if before is not None:
-            sys.modules["tqdm"] = before
-    return said.getvalue()
-
-
-def test_the_first_rank_prints_lines_where_tqdm_is_missing(ranks):
-    first, second = ranks(2).run(fitted, {"log_every": 3})
-    lines = first.splitlines()
+def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    trainer = mf.Trainer(made(), mf.optim.sgd(0.01), mf.make_groups(1))
+    trainer.fit([X], steps=7, progress=False)
+    assert capsys.readouterr() == ("", "")
+    trainer.fit([X], steps=7, log_every=3)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
     assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
     assert all("loss 0." in line and line.endswith(" samples/s") for line in lines)
-    assert second == ""
-    assert ranks(2).run(fitted, {"progress": False}) == ["", ""]

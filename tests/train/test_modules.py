@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import prune, weight_norm
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import mics_fn as mf
-from mics_fn.shards.precision import Precision
-from mics_fn.train.program import Casting
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
 
@@ -41,15 +40,14 @@ def through_parts(model, x):
 def with_gain(model, x):
     model.gain = 3.0
     assert model.gain == 3.0
+    assert isinstance(model, Net)
     return model(x)
 
 
 WAYS = {
     "call": lambda model, x: model(x),
-    "forward": lambda model, x: model.forward(x),
     "method": lambda model, x: model.encode(x),
     "part": lambda model, x: model.body(x),
-    "index": lambda model, x: model.body[2](model.body[0](x)),
     "slice": lambda model, x: model.body[:2](x),
     "iteration and key": through_parts,
     "set attribute": with_gain,
@@ -85,21 +83,6 @@ def test_what_a_loss_calls_on_a_model_is_cast(way: str):
         grad = torch.zeros_like(before) if p.grad is None else p.grad.float()
         torch.testing.assert_close(after, before - grad, rtol=2**-20, atol=2**-22)
     assert model.gain == 1.0, "the user's module was changed"
-
-
-def test_a_stand_in_is_what_it_stands_for():
-    layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    model = Casting(layers, Precision.parse("compute=bf16"))
-    assert isinstance(model, nn.Sequential)
-    assert bool(Casting(nn.Linear(1, 1), Precision()))  # which has no length
-    assert [type(part) for part in model] == [Casting, Casting]
-    model.extra = model[0]
-    assert layers.extra is layers[0]  # the part, not what stands for it
-    del model.extra
-    assert not hasattr(layers, "extra")
-    assert model.state_dict()["0.weight"].dtype == torch.float32  # a method of every module
-    with pytest.raises(AttributeError):
-        _ = model.nothing
 
 
 def normed():
@@ -155,36 +138,11 @@ def test_a_product_of_old_parameters_is_refused_where_it_is_used(held: bool):
         trainer.step(X)
 
 
-class Wrapped(torch.Tensor):
-    """Stands for a quantised weight: its values lie in another tensor."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore
-            cls, inner.shape, dtype=torch.float32, device=inner.device
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Wrapped(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return Wrapped(args[0].inner)
-        raise NotImplementedError(f"{func}")
-
-
-def quantised():
+def wrapped():
+    """Parameters such as quantised weights, whose values lie in other tensors."""
     model = nn.Linear(3, 3)
-    inner = torch.ones(3, 3, dtype=torch.int8)
-    model.weight = nn.Parameter(Wrapped(inner), requires_grad=False)
+    two = TwoTensor(torch.ones(3, 3), torch.ones(3, 3))
+    model.weight = nn.Parameter(two, requires_grad=False)
     return model
 
 
@@ -214,7 +172,7 @@ def taken_by_trainer(model):
 @pytest.mark.parametrize(
     ("take", "text"),
     [
-        (lambda: taken_by_shard(quantised()), "weight is Wrapped, which keeps its values in other"),
+        (lambda: taken_by_shard(wrapped()), "weight is TwoTensor, which keeps its values in other"),
         (lambda: taken_by_trainer(hooked(GRAD_HOOK)), rf"weight has hooks \({GRAD_HOOK}\), which"),
         (lambda: taken_by_shard(hooked(POST_HOOK)), rf"weight has hooks \({POST_HOOK}\)"),
         (lambda: mf.shard({"w": hooked_leaf()}, mf.make_groups(1)), "params.w has hooks"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Layout, forget_groups, groups_of, random
+from cases import Layout, forget_groups, groups_of, random, same_bits
 
 import mics_fn as mf
 from mics_fn.errors import DesyncError
@@ -17,61 +17,37 @@ ODD, STEPS, AT = 1, 7, 4  # the rank that is wrong, in which step of how many
 LAYOUTS = [Layout((2,), 1), Layout((2,), 2), Layout((2, 2), 2)]
 
 
-class Gathers:
-    """Two trees of equal or unequal size, both agreed on, are gathered in every step."""
-
-    def __init__(self, groups, size=8):
-        self.groups = groups
-        self.trees = [mf.shard({n: torch.full((k,), v)}, groups) for n, k, v in self.wanted(size)]
-        self.size = size
-        for tree in self.trees:
-            mf.gather(tree, groups)
-
-    def wanted(self, size):
-        return ("a", 8, 1.0), ("b", size, 2.0), ("c", 8, 3.0)
-
-    def gather(self, i):
-        name, count, value = self.wanted(self.size)[i]
-        assert mf.gather(self.trees[i], self.groups)[name].tolist() == [value] * count
-
-    def step(self, odd):
-        for i in self.order(odd):
-            self.gather(i)
-        mf.sync_replicas(self.trees[0], self.groups)  # else the other replicas never wait
-
-    def order(self, odd):
-        return (1, 0) if odd else (0, 1)
+# What all ranks call in a step, what the odd one calls in one of them, and the size of tree 1:
+# gather, unshard, reduce_grads, and sync_replicas, without which replicas never wait.
+BY_HAND = {
+    "gathers swapped": ("g0 g1 s0", "g1 g0 s0", 8),
+    "unequal gathers swapped": ("g0 g1 s0", "g1 g0 s0", 24),
+    "reductions swapped": ("r0 r1 s0", "r1 r0 s0", 8),
+    "sync_replicas too many": ("g0 s1 r0", "g0 s1 s1 r0", 8),
+    "unshard too few": ("g0 u1 r0", "g0 r0", 8),
+}
 
 
-class OtherTree(Gathers):
-    """Another tree that was agreed on is gathered once."""
+class ByHand:
+    """Two trees, both agreed on, are used in every step."""
 
-    def order(self, odd):
-        return (0, 2) if odd else (0, 1)
-
-
-class Reductions(Gathers):
-    """Gradients of the two trees are reduced in every step."""
-
-    def gather(self, i):
-        name, count, value = self.wanted(self.size)[i]
-        grads = {name: torch.full((count,), value)}
-        grads = mf.reduce_grads(grads, self.groups, like=self.trees[i])
-        assert set(grads[name].data.tolist()) <= {value, 0.0}
-
-
-class ByHand(Gathers):
-    """One more or fewer call of some verb, in a step of several."""
-
-    def __init__(self, groups, verb, calls):
-        super().__init__(groups)
-        self.verb, self.calls = verb, calls
+    def __init__(self, given, groups):
+        self.groups, (*self.calls, size) = groups, given
+        self.full = {"a": torch.full((8,), 1.0)}, {"b": torch.full((size,), 2.0)}
+        self.trees = [mf.shard(full, groups) for full in self.full]
+        for shards in self.trees:
+            mf.gather(shards, groups)
 
     def step(self, odd):
-        self.gather(0)
-        for _ in range(self.calls if odd else 1):
-            self.verb(self.trees[1], self.groups)
-        mf.reduce_grads({"a": torch.ones(8)}, self.groups, like=self.trees[0])
+        for verb, i in self.calls[odd].split():
+            full, shards = self.full[int(i)], self.trees[int(i)]
+            if verb == "s":
+                mf.sync_replicas(shards, self.groups)
+            elif verb == "r":
+                (grad,) = mf.reduce_grads(full, self.groups, like=shards).values()
+                assert set(grad.data.tolist()) <= {1.0 + int(i), 0.0}
+            else:
+                same_bits((mf.gather if verb == "g" else mf.unshard)(shards, self.groups), full)
 
 
 # What the odd rank's `Trainer` is given besides.
@@ -92,7 +68,7 @@ def trainer_of(groups, loss, **given):
 class Training:
     """A `Trainer` that steps and evaluates, with a mistake of one rank."""
 
-    def __init__(self, groups, mistake):
+    def __init__(self, mistake, groups):
         self.mistake, self.rank, self.order = mistake, dist.get_rank(), (0, 1, 2)
         given = {"live_bytes": None} if "all kept" in mistake else {}
         given |= OTHER.get(mistake, {}) if self.rank == ODD else {}
@@ -113,17 +89,10 @@ class Training:
 
 
 TRAINED = ["eval too many, all kept", "step too many", *OTHER, "another order of use"]
-PROGRAMS = {
-    "gathers swapped": Gathers,
-    "unequal gathers swapped": lambda groups: Gathers(groups, 24),
-    "another agreed tree": OtherTree,
-    "reductions swapped": Reductions,
-    "sync_replicas too many": lambda groups: ByHand(groups, mf.sync_replicas, 2),
-    "unshard too few": lambda groups: ByHand(groups, mf.unshard, 0),
-    **{name: partial(Training, mistake=name) for name in TRAINED},
-}
+PROGRAMS = {name: partial(ByHand, given) for name, given in BY_HAND.items()}
+PROGRAMS |= {name: partial(Training, name) for name in TRAINED}
 # What sends nothing in partition groups of one rank, and what sends nothing without replicas.
-INSIDE = {"gathers swapped", "unequal gathers swapped", "another agreed tree", "unshard too few"}
+INSIDE = {"gathers swapped", "unequal gathers swapped", "unshard too few"}
 INSIDE |= {"other live_bytes", "another order of use"}
 BETWEEN = {"sync_replicas too many", "other guard"}
 CASES = [
@@ -163,22 +132,6 @@ def test_all_ranks_raise_before_anything_wrong_is_moved(ranks, layout, name):
     assert ended - began < 10, text  # and not 30
 
 
-class Interrupted(torch.autograd.Function):
-    """The identity, whose backward may raise."""
-
-    raises: type[BaseException] | None = None
-
-    @staticmethod
-    def forward(ctx, x):  # pyright: ignore
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore
-        if Interrupted.raises is not None:
-            raise Interrupted.raises("all ranks")
-        return grad
-
-
 def quietly(*args):
     with warnings.catch_warnings(action="ignore"):  # that the order of use changed
         interrupted(*args)
@@ -186,27 +139,28 @@ def quietly(*args):
 
 def interrupted(layout, where, kind, live):
     """Parameters after some steps, of which some were begun in vain on all ranks."""
-    groups, odd = groups_of(layout), iter(())
-    found = []
+    groups, odd, found = groups_of(layout), iter(()), []
+
+    def fail(*_):
+        raise kind("all ranks")
 
     def loss(model, x):
-        x = Interrupted.apply(model[1](model[0](x)))
-        if where == "forward" and next(odd, False):
-            raise kind("all ranks")
+        x = model[1](model[0](x))
+        if next(odd, False):
+            fail() if where == "forward" else x.register_hook(fail)
         return model[2](x).square().mean()
 
     for times in (0, 2):
         trainer = trainer_of(groups, loss, live_bytes=live)
         for k in range(4):
+            x = random(groups.rank, 2, 4)
             for _ in range(times if k in (0, 2) else 0):
-                odd, Interrupted.raises = iter([True]), None if where == "forward" else kind
+                odd = iter([True])
                 with pytest.raises(kind, match="all ranks"):
-                    trainer.step(random(dist.get_rank(), 2, 4))
-                Interrupted.raises = None
-            trainer.step(random(dist.get_rank(), 2, 4))
-        found.append(list(trainer.params().values()))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+                    trainer.step(x)
+            trainer.step(x)
+        found.append(trainer.params())
+    same_bits(*found)
 
 
 @pytest.mark.parametrize(
