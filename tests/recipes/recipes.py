@@ -21,21 +21,30 @@ def prefetch_two_and_keep(kept: Sequence[int]) -> Any:
     """A policy: two buckets are fetched ahead; those in `kept` stay from first to last use."""
 
     def plan(record: mf.schedules.Schedule, sizes: Sequence[int]) -> mf.schedules.Schedule:
-        uses, live, actions, k = record.uses, set[int](), [], 0
+        uses = record.uses
         last = {bucket: i for i, use in enumerate(uses) for bucket in use}
-        for action in record.actions:
-            if action.kind == "use":
-                actions += [f"fetch {b}" for b in _near(uses[k:], 2) if b not in live]
-                live |= _near(uses[k:], 2)
-                stays = _near(uses[k + 1 :], 1) | {b for b in kept if last[b] > k}
-                actions += [str(action), *(f"drop {b}" for b in sorted(live - stays))]
-                live &= stays
-                k += 1
-            elif action.kind == "reduce":
-                actions.append(str(action))
-        return mf.schedules.Schedule.parse("; ".join(actions))
+
+        def stays(k: int) -> set[int]:
+            return _near(uses[k + 1 :], 1) | {b for b in kept if last[b] > k}
+
+        return _planned(record, lambda k: _near(uses[k:], 2), stays)
 
     return mf.on_demand(live_bytes=0, plan=plan)
+
+
+def _planned(record: Any, wanted: Callable[[int], Any], stays: Callable[[int], Any]) -> Any:
+    """A schedule by which buckets are there in the k-th use, and which stay behind it."""
+    live, actions, k = set[int](), [], 0
+    for action in record.actions:
+        if action.kind == "use":
+            actions += [f"fetch {b}" for b in wanted(k) if b not in live]
+            live |= wanted(k)
+            actions += [str(action), *(f"drop {b}" for b in sorted(live - stays(k)))]
+            live &= stays(k)
+            k += 1
+        elif action.kind == "reduce":
+            actions.append(str(action))
+    return mf.schedules.Schedule.parse("; ".join(actions))
 
 
 def _near(uses: Sequence[tuple[int, ...]], ahead: int) -> set[int]:
@@ -204,20 +213,13 @@ def as_fsdp2() -> Any:
     """A policy: the next bucket is fetched during each use, in forward and in backward."""
 
     def plan(record: mf.schedules.Schedule, sizes: Sequence[int]) -> mf.schedules.Schedule:
-        uses, live, actions, k = record.uses, set[int](), [], 0
-        turns = sorted({*record.backwards, len(uses)})
-        for action in record.actions:
-            if action.kind == "use":
-                end = next(turn for turn in turns if turn > k)
-                actions += [f"fetch {b}" for b in _near(uses[k:end], 1) if b not in live]
-                live |= _near(uses[k:end], 1)
-                stays = _near(uses[k + 1 : end], 0)
-                actions += [str(action), *(f"drop {b}" for b in sorted(live - stays))]
-                live &= stays
-                k += 1
-            elif action.kind == "reduce":
-                actions.append(str(action))
-        return mf.schedules.Schedule.parse("; ".join(actions))
+        uses, turns = record.uses, sorted({*record.backwards, len(record.uses)})
+
+        def near(k: int, start: int, ahead: int) -> set[int]:
+            """Of the uses from `start` to the end of the pass in which the k-th one is."""
+            return _near(uses[start : next(turn for turn in turns if turn > k)], ahead)
+
+        return _planned(record, lambda k: near(k, k, 1), lambda k: near(k, k + 1, 0))
 
     return mf.on_demand(live_bytes=0, plan=plan)
 

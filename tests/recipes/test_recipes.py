@@ -52,9 +52,8 @@ def rank_here() -> int:
 
 def mean_grads(params: Any, step: int, n: int) -> Any:
     """The gradient of the loss over the samples of all ranks."""
-    parts = [batch_of(step, rank) for rank in range(n)]
-    whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
-    return torch.func.grad(loss_fn)(params, whole)
+    parts = zip(*(batch_of(step, rank) for rank in range(n)), strict=True)
+    return torch.func.grad(loss_fn)(params, tuple(torch.cat(each) for each in parts))
 
 
 def trained_by_torch(groups_of_params: Any, n: int, steps: int = STEPS) -> dict[str, Tensor]:
@@ -99,57 +98,34 @@ def run(trainer: mf.Trainer, steps: int = STEPS) -> Any:
 def own_policy(layout: Layout, name: str) -> None:
     groups = groups_of(layout)
     params = mf.shard(make_params(), groups, bucket=lambda path: path)
-    attention = [i for i in range(len(mf.bucket_sizes(params))) if "attn" in str(uses(params)[i])]
-    policies = {
-        "keep": lambda: recipes.prefetch_two_and_keep(attention),
-        "fsdp2": recipes.as_fsdp2,
-    }
-    policy = policies[name]()
+    leaves = tree.flatten(params, lambda x: isinstance(x, mf.shards.Sharded))[0]
+    paths = dict(zip((leaf.bucket.index for leaf in leaves), tree.paths(params), strict=True))
+    attention = [i for i, path in paths.items() if "attn" in path]
+    kept = recipes.prefetch_two_and_keep(attention)
+    policy = kept if name == "keep" else recipes.as_fsdp2()
     trainer = trainer_of(groups, mf.optim.sgd(0.1), schedule=policy, bucket=lambda path: path)
     close(run(trainer), sgd_twin(layout.world_size))
     schedule, sizes = policy.schedule, mf.bucket_sizes(params, groups)
-    fetches = {i: schedule.fetches.count(i) for i in range(len(sizes))}
+    fetches = [schedule.fetches.count(i) for i in range(len(sizes))]
     if name == "keep":
         assert {fetches[i] for i in attention} == {1}
-        assert max(fetches.values()) == 2
-    elif layout.partition_size > 1:
-        ends = [i for i, n in fetches.items() if n == 2]
+        assert max(fetches) == 2
+    else:
         # No gradient needs the embedding, and the head is used last in forward, first in backward.
-        assert len(ends) == len(sizes) - 2
+        assert fetches.count(2) == len(sizes) - 2
         assert schedule.peak_bytes(sizes) <= 2 * max(sizes)
-    planned = policy.planner(recorded(params, groups), sizes)
-    assert planned == schedule
-
-
-def uses(params: Any) -> list[list[str]]:
-    """The paths of each bucket."""
-    found: dict[int, list[str]] = {}
-    leaves = tree.flatten(params, lambda x: isinstance(x, mf.shards.Sharded))[0]
-    for path, leaf in zip(tree.paths(params), leaves, strict=True):
-        found.setdefault(leaf.bucket.index, []).append(path)
-    return [found[i] for i in range(len(found))]
-
-
-def recorded(params: Any, groups: mf.Groups) -> mf.schedules.Schedule:
-    return mf.record(loss_fn, params, batch_of(0, 0), mark_backward=True)
-
-
-@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
-@pytest.mark.parametrize("name", ["keep", "fsdp2"])
-@pytest.mark.covering(name=PAIR)
-def test_policies(ranks, layout, name):
-    ranks(layout.world_size).run(own_policy, layout, name)
+    record = mf.record(loss_fn, params, batch_of(0, 0), mark_backward=True)
+    assert policy.planner(record, sizes) == schedule
 
 
 # 2: hybrid by layer
 
 
 def hybrid(layout: Layout) -> None:
-    groups = groups_of(layout)
+    groups, sent = groups_of(layout), []
     by_path = recipes.hybrid_by_layer(groups, lambda path: "attn" in path)
-    how = {"live_bytes": 0, "bucket": lambda path: path}
-    sent = []
     for given in (groups, by_path):
+        how = {"live_bytes": 0, "bucket": lambda path: path}
         trainer = trainer_of(given, mf.optim.sgd(0.1), **how)
         run(trainer, STEPS - 1)
         groups.traffic.clear()
@@ -157,41 +133,24 @@ def hybrid(layout: Layout) -> None:
         found = groups.traffic.snapshot()
         sent.append(sum(nbytes for what, (_, nbytes) in found.items() if "gather" in what))
         close(trainer.params(), sgd_twin(layout.world_size))
-    if layout.partition_size > 1:  # attention is gathered once in a step, and not twice
-        assert sent[0] - sent[1] == LAYERS * 6 * 6 * 8 // 2
-
-
-@pytest.mark.parametrize("layout", [PAIR, BOTH], ids=str)
-@pytest.mark.covering(layout=PAIR)
-def test_hybrid_by_layer(ranks, layout):
-    ranks(layout.world_size).run(hybrid, layout)
+    # Attention is gathered once in a step, and not twice.
+    assert sent[0] - sent[1] == LAYERS * 6 * 6 * 8 // 2
 
 
 # 3: a permuted route
 
 
-def permuted(sizes: tuple[int, ...], order: tuple[int, ...]) -> None:
-    groups = recipes.permuted_groups(sizes, order)
-    with groups:
+def permuted(layout: Layout, order: tuple[int, ...]) -> None:
+    sizes = layout.sizes
+    with recipes.permuted_groups(sizes, order) as groups:
         params = mf.shard(make_params(), groups)
         close(mf.unshard(params, groups), make_params(), 0.0)
         levels = [c for name, c in groups.communicators.items() if name.startswith("gather")]
-        strides = [torch.tensor(sizes)[i + 1 :].prod().item() for i in order]
-        for comm, stride, level in zip(levels, strides, order, strict=True):
+        for comm, level in zip(levels, order, strict=True):
             assert comm.name == f"gather level {level}"
-            assert [b - a for a, b in zip(comm.ranks, comm.ranks[1:], strict=False)] == (
-                [stride] * (sizes[level] - 1)
-            )
+            steps = {b - a for a, b in zip(comm.ranks, comm.ranks[1:], strict=False)}
+            assert steps == {int(torch.tensor(sizes)[level + 1 :].prod())}
         close(run(trainer_of(groups, mf.optim.sgd(0.1))), sgd_twin(len(groups.ranks)))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "order"),
-    [((2, 2), (1, 0)), pytest.param((2, 2, 2), (1, 2, 0), marks=pytest.mark.thorough)],
-    ids=str,
-)
-def test_permuted_levels(ranks, sizes, order):
-    ranks(2 ** len(sizes)).run(permuted, sizes, order)
 
 
 # 4 and 5: reductions over replicas
@@ -211,13 +170,7 @@ def every_second(layout: Layout) -> None:
         close(trainer.params(), want)
         nbytes = sum(x.numel() * 8 for x in tree.flatten(trainer.state.params)[0])
         sent = groups.traffic.snapshot().get("replicas", (0, 0))[1]
-        assert (sent >= nbytes) is bool(layout.world_size > layout.partition_size and step % 2)
-
-
-@pytest.mark.parametrize("layout", [ALONE, COPIES, BOTH], ids=str)
-@pytest.mark.covering(layout=BOTH)
-def test_hop_2_every_second_step(ranks, layout):
-    ranks(layout.world_size).run(every_second, layout)
+        assert (sent >= nbytes) is bool(step % 2)
 
 
 def coded(x: Tensor) -> Tensor:
@@ -236,36 +189,15 @@ def int8(layout: Layout) -> None:
         trainer.step(batch_of(step, rank_here()))
         grads = [torch.func.grad(loss_fn)(want, batch_of(step, rank)) for rank in range(n)]
         for name in want:
-            sent = []
+            exact = [grads[rank][name] + rests[rank][name] for rank in range(n)]
+            sent = [coded(x) for x in exact]
             for rank in range(n):
-                x = grads[rank][name] + rests[rank][name]
-                sent.append(coded(x))
-                rests[rank][name] = x - sent[-1]
+                rests[rank][name] = exact[rank] - sent[rank]
             want[name] = want[name] - 0.1 * torch.stack(sent).mean(0)
         close(trainer.params(), want, 1e-9)
     elements = sum(x.numel() for x in make_params().values())
-    sent = groups.traffic.snapshot().get("replicas", (0, 0))[1]
-    assert sent <= (n - 1) * (elements + 8 * len(want)) + 200  # 8 bits each, and comparisons
-    rest = tree.flatten(trainer.sync_state.outer)[0]
-    assert any(x.abs().max() > 0 for x in rest)
-
-
-@pytest.mark.parametrize("layout", [ALONE, COPIES], ids=str)
-def test_int8_hop_2(ranks, layout):
-    ranks(layout.world_size).run(int8, layout)
-
-
-def int8_converges(layout: Layout) -> None:
-    """With any layout what was sent so far differs from the sum by what the last step left out."""
-    groups = groups_of(layout)
-    sync = mf.replicas.reduced_by(recipes.Int8.hop2, init=recipes.Int8.init)
-    trainer = trainer_of(groups, mf.optim.sgd(0.01), replica_sync=sync, check_replicas=1)
-    losses = [float(trainer.step(batch_of(0, rank_here())).loss) for _ in range(30)]
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_int8_hop_2_of_shards(ranks):
-    ranks(4).run(int8_converges, BOTH)
+    nbytes = groups.traffic.snapshot().get("replicas", (0, 0))[1]
+    assert nbytes <= (n - 1) * (elements + 8 * len(want)) + 200  # 8 bits each, and comparisons
 
 
 # 6 and 8: optimizers
@@ -280,15 +212,8 @@ def by_path(layout: Layout) -> None:
         adamw = torch.optim.AdamW(rest, weight_decay=0.1)
         return [(sgd, lambda _: 0.02), (norm, lambda i: rate(i) / 2), (adamw, rate)]
 
-    optimizer = recipes.optimizer_by_path(0.02)
-    trainer = trainer_of(groups_of(layout), optimizer)
+    trainer = trainer_of(groups_of(layout), recipes.optimizer_by_path(0.02))
     close(run(trainer), trained_by_torch(made, layout.world_size), 1e-9)
-
-
-@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
-@pytest.mark.covering(layout=PAIR)
-def test_optimizers_by_path(ranks, layout):
-    ranks(layout.world_size).run(by_path, layout)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -314,20 +239,13 @@ def lamb(layout: Layout) -> None:
     want = trained_by_torch(lambda p: [(Lamb(p.values()), lambda _: 0.05)], layout.world_size)
     trainer = trainer_of(groups, recipes.lamb(0.05, groups))
     close(run(trainer), want, 1e-9)
-    before = groups.traffic.snapshot().get("partition", (0, 0))[0]
-    norms = mf.optim.leaf_norms({"a": trainer.state.params, "b": trainer.state.params}, groups)
-    assert len(tree.flatten(norms)[0]) == 2 * len(make_params())
-    after = groups.traffic.snapshot().get("partition", (0, 0))[0]
-    assert after - before == int(layout.partition_size > 1)
+    calls = groups.traffic.snapshot().get("partition", (0, 0))[0]
+    mf.optim.leaf_norms({"a": trainer.state.params, "b": trainer.state.params}, groups)
+    now = groups.traffic.snapshot().get("partition", (0, 0))[0]
+    assert now - calls == int(layout.partition_size > 1)
 
 
-@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
-@pytest.mark.covering(layout=PAIR)
-def test_lamb(ranks, layout):
-    ranks(layout.world_size).run(lamb, layout)
-
-
-# 7: overlapped micro-batches
+# 7: overlapped micro-batches; 10: a collective of one's own
 
 
 def overlapped(layout: Layout) -> None:
@@ -340,43 +258,34 @@ def overlapped(layout: Layout) -> None:
         close(found, {k: sum(grads[k] for grads in each) / count for k in found})
 
 
-@pytest.mark.parametrize("layout", [ALONE, PAIR, BOTH], ids=str)
-@pytest.mark.covering(layout=BOTH)
-def test_two_micro_batches_overlapped(ranks, layout):
-    ranks(layout.world_size).run(overlapped, layout)
-
-
-# 10: a collective of one's own
-
-
 def own_collective(layout: Layout) -> None:
-    groups, rank = groups_of(layout), rank_here()
+    groups = groups_of(layout)
     values = {"a": random(1, 7, dtype=torch.float64), "b": random(2, 3, dtype=torch.float64)}
     params = mf.shard(values, groups)
     mine = mf.shards.map(lambda x: x * (1 + groups.replicas.rank), params)
     most = max(float(x.abs().max()) for x in values.values())
-    assert float(recipes.highest(mine, groups)) == most * groups.num_replicas, rank
+    assert float(recipes.highest(mine, groups)) == most * groups.num_replicas
 
 
-@pytest.mark.parametrize("layout", [ALONE, PAIR, COPIES, BOTH], ids=str)
-@pytest.mark.covering(layout=BOTH)
-def test_a_collective_of_ones_own(ranks, layout):
-    ranks(layout.world_size).run(own_collective, layout)
+CASES: list[Any] = [
+    *((own_policy, PAIR, "keep"), (own_policy, BOTH, "fsdp2"), (hybrid, PAIR)),
+    *((permuted, Layout((2, 2), 4), (1, 0)), (every_second, BOTH), (int8, COPIES)),
+    *((by_path, PAIR), (lamb, ALONE), (lamb, BOTH), (overlapped, BOTH), (own_collective, BOTH)),
+]
 
 
-# The rules
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__} {case[1]}")
+def test_a_recipe_is_its_twin(ranks, case):
+    recipe, layout, *given = case
+    ranks(layout.world_size).run(recipe, layout, *given)
 
 
 def test_recipes_are_short_and_use_public_names():
     source = Path(recipes.__file__).read_text()
-    parts = [x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
-    for part in parts:
-        doc = len((ast.get_docstring(part) or "").splitlines())
-        lines = (part.end_lineno or 0) - part.lineno + 1 - doc
-        assert lines < 30, (part.name, lines)
-    imported = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.ImportFrom)]
-    assert not [x for x in imported if f"{x.module}".startswith("mics_fn")]
+    for part in ast.parse(source).body:
+        if isinstance(part, ast.FunctionDef | ast.ClassDef):
+            doc = len((ast.get_docstring(part) or "").splitlines())
+            assert (part.end_lineno or 0) - part.lineno + 1 - doc < 30, part.name
+    assert "from mics_fn" not in source
     table = set(re.findall(r"^  `([\w.]+)` - ", mf.__doc__ or "", flags=re.MULTILINE))
-    table |= {"schedules.Schedule.parse"}
-    for name in sorted(set(re.findall(r"\bmf\.([\w.]*\w)", source))):
-        assert name in table, name
+    assert set(re.findall(r"\bmf\.([\w.]*\w)", source)) <= table | {"schedules.Schedule.parse"}

@@ -55,15 +55,12 @@ def exported(layout: Layout, steps: int, **options):
     found: Any = trainer.state_dict()
     kept = copy.deepcopy(found)
     trainer.step(X)  # which writes into the memory of the state
-    same_bits(
-        {k: x for k, x in found.items() if k != "_extra_state"},
-        {k: x for k, x in kept.items() if k != "_extra_state"},
-    )
+    same_bits(dict(found), dict(kept))
     loss = trainer.eval(X).item()
     return found, trainer.state_dict(), loss
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2,), 2), Layout((2, 2), 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout((1,), 1), Layout((2, 2), 2)], ids=str)
 def test_the_module_takes_it_and_computes_what_the_trainer_computes(ranks, layout: Layout):
     results = ranks(layout.world_size).run(exported, layout, 2)
     for found, last, loss in results:
@@ -79,50 +76,12 @@ def test_the_module_takes_it_and_computes_what_the_trainer_computes(ranks, layou
         assert torch.equal(found["again.weight"], found["first.weight"])
         assert not torch.equal(found["first.weight"], own["first.weight"])
         assert found["seen"] == found["norm.num_batches_tracked"] == 2
-        assert getattr(found, "_metadata", 1) == getattr(
-            own, "_metadata", 2
-        )  # the versions of modules
+        assert found._metadata == own._metadata  # the versions of modules
         assert str(model.load_state_dict(last, strict=True)) == "<All keys matched successfully>"
         assert model.again.weight is model.first.weight
         with torch.no_grad():
             assert model.eval()(X).item() == pytest.approx(loss, rel=1e-5)
-        tensors = {k: x for k, x in last.items() if isinstance(x, torch.Tensor)}
-        same_bits(tensors, {k: results[0][1][k] for k in tensors})
-
-
-def test_it_is_as_in_plain_torch_after_the_same_steps():
-    trainer = mf.Trainer(made(), mf.optim.sgd(0.1), mf.make_groups(1))
-    plain = made()
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-    for _ in range(3):
-        trainer.step(X)
-        optimizer.zero_grad()
-        plain(X).backward()
-        optimizer.step()
-    for name, value in trainer.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(value, plain.state_dict()[name])
-
-
-def apart():
-    torch.manual_seed(0)
-    groups = groups_of(Layout((2, 2), 2))
-    model, policy = nn.Linear(3, 1), mf.replicas.local_sgd(2)
-    loss = lambda model, x: model(x).square().mean()  # noqa: E731
-    trainer = mf.Trainer(model, mf.optim.sgd(0.1), groups, loss=loss, replica_sync=policy)
-    found = []
-    for _ in range(2):
-        trainer.step(X + groups.rank)
-        found.append(trainer.state_dict()["weight"])
-    return found
-
-
-def test_replicas_that_are_apart_give_their_own(ranks):
-    first, second = zip(*ranks(4).run(apart), strict=True)
-    assert torch.equal(first[0], first[1])
-    assert torch.equal(first[2], first[3])
-    assert not torch.equal(first[0], first[2])
-    assert all(torch.equal(each, second[0]) for each in second)  # merged after two steps
+        same_bits(dict(last), dict(results[0][1]))
 
 
 def test_a_model_made_as_shards_and_one_in_another_dtype():
@@ -154,42 +113,14 @@ def test_what_has_no_state_dict_is_refused_by_name():
 # How far `fit` is.
 
 
-def fitted(monkeypatch, capsys, **options) -> str:
+def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     trainer = mf.Trainer(made(), mf.optim.sgd(0.01), mf.make_groups(1))
-    trainer.fit([X], steps=7, **options)
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err
-
-
-def test_fit_prints_lines_where_tqdm_is_missing(monkeypatch, capsys):
-    lines = fitted(monkeypatch, capsys, log_every=3).splitlines()
+    trainer.fit([X], steps=7, progress=False)
+    assert capsys.readouterr() == ("", "")
+    trainer.fit([X], steps=7, log_every=3)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
     assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
     assert all("loss 0." in line and line.endswith(" samples/s") for line in lines)
-
-
-def test_fit_prints_nothing_where_nothing_is_wanted(monkeypatch, capsys):
-    assert fitted(monkeypatch, capsys, progress=False) == ""
-
-
-def fitted_on_ranks():
-    import contextlib
-    import io
-
-    sys.modules["tqdm"], before = None, sys.modules.get("tqdm")  # type: ignore[assignment]
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) as said, mf.make_groups(2) as groups:
-            trainer = mf.Trainer(made(), mf.optim.sgd(0.01), groups)
-            trainer.fit([X], steps=2)
-    finally:
-        del sys.modules["tqdm"]
-        if before is not None:
-            sys.modules["tqdm"] = before
-    return said.getvalue()
-
-
-def test_only_the_first_rank_prints(ranks):
-    first, second = ranks(2).run(fitted_on_ranks)
-    assert first.startswith("step 2/2: loss ")
-    assert second == ""

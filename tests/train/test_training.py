@@ -6,11 +6,12 @@ differ by rounding only, so the bound is on the parameters' distance after the s
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, Layout, everywhere, groups_of, random, same_bits
+from cases import Layout, everywhere, groups_of, same_bits, small_first
 from torch import nn
 
 import mics_fn as mf
@@ -66,15 +67,10 @@ def step_batch(step, accumulate, rank, mode):
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
+SGD, ADAMW = {"lr": 0.1, "momentum": 0.9}, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
 OPTIMIZERS = {
-    "sgd": (
-        lambda: mf.optim.sgd(0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    ),
-    "adamw": (
-        lambda: mf.optim.adamw(1e-2, weight_decay=0.1, eps=1e-3),
-        lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1, eps=1e-3),
-    ),
+    "sgd": (partial(mf.optim.sgd, **SGD), partial(torch.optim.SGD, **SGD)),
+    "adamw": (partial(mf.optim.adamw, **ADAMW), partial(torch.optim.AdamW, **ADAMW)),
 }
 
 
@@ -82,10 +78,8 @@ def reference(world_size, accumulate, dtype, optimizer, mode):
     """A single process over all ranks' micro-batches."""
     model = make_net(dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.grad = torch.zeros_like(
-            p
-        )  # a parameter without a gradient has gradient zero, as on shards
+    for p in trained:  # one without a gradient has gradient zero, as on shards
+        p.grad = torch.zeros_like(p)
     torch_optimizer = OPTIMIZERS[optimizer][1](trained)
     losses = []
     for step in range(STEPS):
@@ -93,9 +87,8 @@ def reference(world_size, accumulate, dtype, optimizer, mode):
         total = 0.0
         for rank in range(world_size):
             for part in range(accumulate):
-                loss = loss_of(model, micro_batch(step, part, rank, mode)) / (
-                    world_size * accumulate
-                )
+                loss = loss_of(model, micro_batch(step, part, rank, mode))
+                loss = loss / (world_size * accumulate)
                 loss.backward()
                 total += loss.item()
         torch_optimizer.step()
@@ -108,30 +101,21 @@ def train(layout, accumulate, dtype, optimizer, mode, options):
     rank = dist.get_rank()
     model = make_net(dtype)
     torch.manual_seed(1234 + rank)  # what a rank is seeded with must not matter
-    trainer = mf.Trainer(
-        model, OPTIMIZERS[optimizer][0](), groups, loss=loss_of, accumulate=accumulate, **options
-    )
+    options = {"loss": loss_of, "accumulate": accumulate, **options}
+    trainer = mf.Trainer(model, OPTIMIZERS[optimizer][0](), groups, **options)
     losses, traffic = [], []
     for step in range(STEPS):
         groups.traffic.clear()
         metrics = trainer.step(step_batch(step, accumulate, rank, mode))
         losses.append(metrics.loss.double())
         traffic.append(groups.traffic.snapshot())
-    assert trainer.state.step == STEPS
     assert all(t == traffic[1] for t in traffic[1:]), "step 2 issues other collectives than step 3"
     hops = {name: calls for name, (calls, _) in traffic[1].items()}
-    buckets = len(
-        {
-            x.bucket
-            for x in tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.shards.Sharded))[
-                0
-            ]
-        }
-    )
+    leaves = tree.flatten(trainer.state.params, lambda v: isinstance(v, mf.shards.Sharded))[0]
+    buckets = len({x.bucket for x in leaves})
     assert hops.get("replicas", 0) == (buckets if layout.world_size > layout.partition_size else 0)
-    for name, calls in hops.items():
-        if name.startswith("reduce"):
-            assert calls == accumulate * buckets
+    of_hop1 = {calls for name, calls in hops.items() if name.startswith("reduce")}
+    assert of_hop1 <= {accumulate * buckets}
     mine = torch.cat([x.double() for x in tree.flatten(trainer.state.params)[0]])
     mean_losses = [torch.stack(everywhere(x, layout.world_size)).mean().item() for x in losses]
     return trainer.params(), mean_losses, mine
@@ -153,58 +137,40 @@ def bound_of(dtype, optimizer):
     return 10 * (steps + 2 * STEPS * u)
 
 
-def compare(ranks, layout, accumulate, dtype, optimizer, mode="always", **options):
-    pool = ranks(layout.world_size)
+F64 = torch.float64
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "dtype", "optimizer", "mode", "options"),
+    [
+        (Layout((1,), 1), 3, F64, "sgd", "always", {}),
+        (Layout((2,), 1), 1, F64, "adamw", "always", {}),
+        (Layout((2,), 2), 2, F64, "adamw", "always", {"live_bytes": 0, "bucket_bytes": 200}),
+        (Layout((2, 2), 4), 2, F64, "adamw", "always", {"live_bytes": 600, "bucket_bytes": 200}),
+        (Layout((2, 2), 4), 2, torch.float32, "sgd", "always", {}),
+        (Layout((4, 2), 4), 1, F64, "sgd", "always", {}),
+        # A parameter is not used in the last micro-step, or on some ranks: replicas could drift.
+        (Layout((2, 2), 1), 3, F64, "adamw", "not-last", {}),
+        (Layout((2, 2), 2), 3, F64, "adamw", "some-ranks", {}),
+        *small_first([Layout((2, 2, 2), 4), Layout((2, 4), 8)], 3, F64, "adamw", "always", {}),
+    ],
+    ids=str,
+)
+def test_equals_a_single_process(ranks, layout, accumulate, dtype, optimizer, mode, options):
+    pool, bound = ranks(layout.world_size), bound_of(dtype, optimizer)
     found = pool.run(train, layout, accumulate, dtype, optimizer, mode, options)
     want, losses = reference(layout.world_size, accumulate, dtype, optimizer, mode)
     for rank, (params, seen, mine) in enumerate(found):
         assert params.keys() == want.keys()
         for name, value in params.items():
             distance = (value.double() - want[name].double()).abs().max()
-            assert distance <= bound_of(dtype, optimizer), (name, distance)
-        first = bound_of(dtype, optimizer) * 10
-        assert all(abs(a - b) <= first for a, b in zip(seen, losses, strict=True))
+            assert distance <= bound, (name, distance)
+        assert all(abs(a - b) <= 10 * bound for a, b in zip(seen, losses, strict=True))
         assert torch.equal(mine, found[rank % layout.partition_size][2]), "replicas differ"
         assert all(torch.equal(params[k], found[0][0][k]) for k in params)
     moved = max((want[k] - v).abs().max() for k, v in make_net(dtype).named_parameters())
-    assert moved > 100 * bound_of(dtype, optimizer), (
-        "nothing was learned: the comparison proves nothing"
-    )
+    assert moved > 100 * bound, "nothing was learned, and so compared"
     assert torch.equal(found[0][0]["frozen"], make_net(dtype).frozen)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.covering
-def test_equals_a_single_process(ranks, layout, accumulate, optimizer):
-    compare(ranks, layout, accumulate, torch.float64, optimizer)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("live_bytes", [0, 600])
-@pytest.mark.covering
-@pytest.mark.short("600-4x2-p4", "600-4-p4", "0-2-p2", "0-2-p1")
-def test_equals_a_single_process_on_any_budget(ranks, layout, live_bytes):
-    options = {"live_bytes": live_bytes, "bucket_bytes": 200}
-    compare(ranks, layout, 2, torch.float64, "adamw", **options)
-
-
-@pytest.mark.parametrize("layout", [Layout((2, 2), 2), Layout((2, 2), 4)], ids=str)
-def test_equals_a_single_process_in_fp32(ranks, layout):
-    compare(ranks, layout, 2, torch.float32, "sgd")
-
-
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.world_size == 4], ids=str)
-@pytest.mark.parametrize("mode", ["not-last", "some-ranks"])
-@pytest.mark.covering
-def test_parameters_without_a_gradient(ranks, layout, mode):
-    """Unused in the last micro-step, or on some ranks only, where replicas could drift apart."""
-    compare(ranks, layout, 3, torch.float64, "adamw", mode)
-
-
-def test_many_buckets(ranks):
-    compare(ranks, Layout((2, 2), 4), 2, torch.float64, "adamw", bucket_bytes=200)
 
 
 def bitwise_alone(accumulate):
@@ -228,86 +194,6 @@ def bitwise_alone(accumulate):
     same_bits(trainer.params(), want)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
 def test_bitwise_where_arithmetic_is_the_same(ranks, accumulate):
     ranks(2).run(bitwise_alone, accumulate)
-
-
-def hand_written(layout):
-    """The README's step, without the Trainer: the same bits as the Trainer's."""
-    groups = groups_of(layout)
-    params = {
-        k: v.detach() for k, v in make_net(torch.float64).named_parameters(remove_duplicate=False)
-    }
-    params["frozen"] = nn.Parameter(params["frozen"], requires_grad=False)
-    skeleton = make_net(torch.float64).to("meta")
-    state = mf.init_state(mf.shard(params, groups), mf.optim.adamw(1e-2))
-
-    def loss_fn(shards, batch):
-        full = mf.gather(shards, groups.hierarchy)
-        tokens, _ = batch
-        logits = torch.func.functional_call(
-            skeleton, full, (tokens[:, :-1], True), tie_weights=False
-        )
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    for step in range(STEPS):
-        batch = step_batch(step, 1, dist.get_rank(), "always")
-        grads, _ = torch.func.grad_and_value(loss_fn)(state.params, batch)
-        state = mf.opt_step(state, mf.reduce_grads(grads, groups), donate=step % 2 == 0)
-    # the same order of leaves in buckets, since vector and tail loops of a kernel may round
-    # differently
-    trainer = mf.Trainer(
-        make_net(torch.float64), mf.optim.adamw(1e-2), groups, loss=loss_of, order=tree.natural
-    )
-    for step in range(STEPS):
-        trainer.step(step_batch(step, 1, dist.get_rank(), "always"))
-    same_bits(mf.unshard(state.params, groups), trainer.params())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.covering
-@pytest.mark.short("2x4-p2", "2x2x2-p8", "2-p2", "1-p1")
-def test_a_hand_written_step_is_the_trainers(ranks, layout):
-    ranks(layout.world_size).run(hand_written, layout)
-
-
-# Experts on other groups: a prefix of groups for some leaves, none of it mixed with the rest.
-
-
-def with_experts(layout):
-    dense = groups_of(layout)
-    experts = groups_of(Layout(layout.sizes, 1))
-    params = {
-        "dense": {"w": random(0, 5, 4, dtype=torch.float64)},
-        "experts": [random(1, 7, dtype=torch.float64)],
-    }
-    for groups in (
-        {"dense": dense, "experts": experts},
-        lambda p: experts if "experts" in p else dense,
-    ):
-        shards = mf.shard(params, groups)
-        same_bits(mf.gather(shards, groups), params)
-        rank, n = dist.get_rank(), layout.world_size
-        grads = tree.map_leaves(lambda x, by=rank + 1: x * by, params)
-        reduced = mf.reduce_grads(grads, groups)
-        want = tree.map_leaves(lambda x, by=(n + 1) / 2: x * by, params)
-        for a, b in zip(
-            tree.flatten(mf.unshard(reduced, groups))[0], tree.flatten(want)[0], strict=True
-        ):
-            assert torch.allclose(a, b, rtol=1e-14, atol=0)
-        norm = mf.optim.global_norm(reduced, groups)
-        exact = torch.cat([x.flatten() for x in tree.flatten(want)[0]]).norm()
-        assert abs(norm - exact) <= 1e-14 * exact
-        state = mf.init_state(
-            shards, mf.optim.chain(mf.optim.clip_by_global_norm(0.5, groups), mf.optim.sgd(1.0))
-        )
-        state = mf.opt_step(state, reduced)
-        moved = tree.map_leaves(lambda a, b: a - b, mf.unshard(state.params, groups), params)
-        assert abs(torch.cat([x.flatten() for x in tree.flatten(moved)[0]]).norm() - 0.5) < 1e-6
-
-
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.partition_size > 1], ids=str)
-@pytest.mark.covering
-def test_experts_on_other_groups(ranks, layout):
-    ranks(layout.world_size).run(with_experts, layout)

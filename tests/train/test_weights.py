@@ -15,7 +15,7 @@ from mics_fn.optim import guard
 
 F64 = torch.float64
 ROWS, LENGTH = (4, 3, 2, 1), 5  # of the ranks, in units of micro-steps; tokens in a row
-LAYOUTS = [Layout((1,), 1), Layout((2,), 2), Layout((4,), 1), Layout((2, 2), 2), Layout((2, 2), 4)]
+PAIR, COPIES, BOTH, FOUR = Layout((2,), 2), Layout((4,), 1), Layout((2, 2), 2), Layout((2, 2), 4)
 COUNTS = {
     "samples": lambda batch: len(batch["x"]),
     "tokens": lambda batch: batch["keep"].sum(),
@@ -78,23 +78,13 @@ def close(found, want, what):
 
 
 def by_trainer(layout, accumulate, kind, options):
-    groups = groups_of(layout)
-    placed = options.pop("place", None)
-    params, losses, norms = twin(layout.world_size, accumulate, kind, 0.05)
+    groups, options = groups_of(layout), dict(options)
+    placed = mf.placement.place(groups, options.pop("place", "mics"))
     options = {"guard": mf.optim.Guard(max_norm=0.05), **options}
-    limits = options["guard"].max_norm is not None
-    if not limits:
-        params, losses, norms = twin(layout.world_size, accumulate, kind, 1e9)
-    trainer = mf.Trainer(
-        model(),
-        mf.optim.adamw(0.1),
-        mf.placement.place(groups, placed) if placed else groups,
-        loss=mean_of,
-        weight=COUNTS[kind],
-        accumulate=accumulate,
-        bucket_bytes=128,
-        **options,
-    )
+    limits = options["guard"].max_norm
+    params, losses, norms = twin(layout.world_size, accumulate, kind, limits or 1e9)
+    options |= {"loss": mean_of, "weight": COUNTS[kind], "accumulate": accumulate}
+    trainer = mf.Trainer(model(), mf.optim.adamw(0.1), placed, bucket_bytes=128, **options)
     for step in range(3):
         found = trainer.step(batch_of(groups.rank, accumulate, step, kind))
         close(found.loss, losses[step], "loss")
@@ -144,11 +134,33 @@ def by_hand(layout, accumulate, kind):
         close(value, params[name].detach(), name)
 
 
-@pytest.mark.parametrize("kind", COUNTS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_counts_are_those_of_one_process(ranks, layout, accumulate, kind):
-    ranks(layout.world_size).run(by_trainer, layout, accumulate, kind, {})
+OPTIONS = [
+    {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")},
+    {"grad_dtype": torch.float64, "recoverable": True, "where": "states=host, grads=host"},
+    {"hop2": mf.sync_replicas, "place": "zero1"},
+    {"place": "hybrid"},
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "kind", "options"),
+    [
+        (Layout((1,), 1), 3, "tokens", {}),
+        (PAIR, 1, "numbers", {}),
+        (COPIES, 3, "samples", {}),
+        (FOUR, 3, "tokens", {}),
+        *((BOTH, 3, "tokens", options) for options in OPTIONS),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else f"{x}",
+)
+def test_any_counts_are_those_of_one_process(ranks, layout, accumulate, kind, options):
+    ranks(layout.world_size).run(by_trainer, layout, accumulate, kind, options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "kind"), [(BOTH, 3, "tokens"), (FOUR, 1, "samples")], ids=str
+)
+def test_so_are_those_of_a_loop_by_hand(ranks, layout, accumulate, kind):
     ranks(layout.world_size).run(by_hand, layout, accumulate, kind)
 
 
@@ -183,34 +195,27 @@ def refused(layout):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [PAIR, BOTH], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing_by_default(ranks, layout):
     n = layout.world_size
     want = [(1, True, 0), (1, False, 1), (1, False, 2), (2, True, 2), (2, False, 3), (2, False, 4)]
     for found in ranks(n).run(refused, layout):
-        assert found[:-1] == want
-        assert found[-1] == ("grads.bias", (n - 1,), True)
+        assert found == [*want, ("grads.bias", (n - 1,), True)]
 
 
-def taken(layout):
-    trainer = guarded(groups_of(layout), guard=mf.optim.Guard(on_nonfinite="ignore"))
-    return trainer.step(batch_with(math.nan)).accepted, trainer.params()["weight"].isnan().all()
-
-
-def test_an_option_takes_what_is_not_finite(ranks):
-    assert ranks(2).run(taken, LAYOUTS[1]) == [(True, True)] * 2
-
-
-def all_zero(layout):
-    groups = groups_of(layout)
+def taken():
+    groups = groups_of(PAIR)
+    trainer = guarded(groups, guard=mf.optim.Guard(on_nonfinite="ignore"))
+    assert trainer.step(batch_with(math.nan)).accepted
+    assert trainer.params()["weight"].isnan().all()
     trainer = guarded(groups, weight=lambda x: 0 * x.sum() if groups.rank else 0.0)
     metrics = trainer.step(batch_with(1.0))
-    return metrics.accepted, metrics.nonfinite, trainer.state.step
+    assert (metrics.accepted, trainer.state.step) == (False, 0)
+    assert metrics.nonfinite == "the loss is NaN on ranks 0, 1; every gradient is finite"
 
 
-def test_a_step_in_which_every_weight_is_0_is_refused(ranks):
-    said = "the loss is NaN on ranks 0, 1; every gradient is finite"
-    assert ranks(2).run(all_zero, LAYOUTS[1]) == [(False, said, 0)] * 2
+def test_an_option_takes_what_is_not_finite_and_weights_of_0_are_refused(ranks):
+    ranks(2).run(taken)
 
 
 def unequal(layout, rows):
@@ -224,31 +229,14 @@ def unequal(layout, rows):
     return samples, [f"{each.message}".split("\n")[0] for each in found]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[2:], ids=str)
-def test_unequal_batches_are_found_and_said_once(ranks, layout):
-    found = ranks(4).run(unequal, layout, ROWS)
+def test_unequal_batches_are_found_and_said_once(ranks):
+    found = ranks(4).run(unequal, BOTH, ROWS)
     for rank, (samples, said) in enumerate(found):
         text = f"Trainer: rank {rank} has {ROWS[rank]} samples in this step, and the 4 ranks"
         assert samples == [10] * 3
         assert said == [f"{text} have 10 together"]
-    for samples, said in ranks(4).run(unequal, layout, (3, 3, 3, 3)):
+    for samples, said in ranks(4).run(unequal, BOTH, (3, 3, 3, 3)):
         assert (samples, said) == ([12] * 3, [])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap_step": True, "guard": mf.optim.Guard(on_nonfinite="ignore")},
-        {"grad_dtype": torch.float64, "recoverable": True},
-        {"hop2": mf.sync_replicas},
-        {"where": "states=host, grads=host"},
-        {"place": "zero1"},
-        {"place": "hybrid"},
-    ],
-    ids=" ".join,
-)
-def test_weights_are_right_with_every_option(ranks, options):
-    ranks(4).run(by_trainer, LAYOUTS[3], 3, "tokens", options)
 
 
 def apart(layout, sync):
@@ -257,11 +245,9 @@ def apart(layout, sync):
     mine = [0, 1] if groups.rank < 2 else [2, 3]
     net = model()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    trainer = mf.Trainer(
-        model(), mf.optim.sgd(0.1), groups, loss=mean_of, weight=COUNTS["tokens"],
-        replica_sync=sync(100),
-    )  # fmt: skip
-    for step in range(3):
+    how = {"loss": mean_of, "weight": COUNTS["tokens"], "replica_sync": sync(100)}
+    trainer = mf.Trainer(model(), mf.optim.sgd(0.1), groups, **how)
+    for step in range(2):
         trainer.step(batch_of(groups.rank, 1, step, "tokens"))
         every = [batch_of(rank, 1, step, "tokens") for rank in mine]
         sgd.zero_grad()
@@ -274,4 +260,4 @@ def apart(layout, sync):
 
 @pytest.mark.parametrize("sync", [mf.replicas.local_sgd, mf.replicas.diloco])
 def test_a_replica_that_steps_alone_is_weighted_by_itself(ranks, sync):
-    ranks(4).run(apart, LAYOUTS[3], sync)
+    ranks(4).run(apart, BOTH, sync)

@@ -204,22 +204,13 @@ def test_equals_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
 
 
+SHORT = [f"{name}-2-p2-0" for name in ("t5", "whisper", "mixtral-grouped", "bert", "llama")]
+
+
 @pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
 @WAYS
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.covering(live_bytes=0)
-@pytest.mark.short(
-    "t5-2-p2-0",
-    "llama-recomputing-2x2-p2-None",
-    "whisper-2-p2-0",
-    "mixtral-grouped-2-p2-0",
-    "gpt2-2-p2-0",
-    "bert-2-p2-0",
-    "wav2vec2-2-p2-0",
-    "vit-2-p2-0",
-    "llama-2-p2-0",
-    "mamba-2-p2-0",
-    "llama-1-p1-None",
-)
+@pytest.mark.short(*SHORT, "llama-recomputing-2x2-p2-None")
 def test_transformers_equal_a_single_process(ranks, layout, name, live_bytes):
     check(ranks, layout, name, live_bytes)
