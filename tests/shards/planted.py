@@ -76,7 +76,7 @@ PLANTED = [
         "shards/pack.py",
         "\n    zero_padding(bucket, chunk, memory)",
         "",
-        "shards/test_codes_elsewhere.py -k same_bits",
+        "shards/test_elsewhere.py -k same_bits",
     ),
     (
         "kept codes may hold what is not finite",
